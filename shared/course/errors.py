@@ -1,0 +1,17 @@
+"""Floor 0. The errors that a reader sees: each message says what, where, and what to do."""
+
+
+class CourseError(Exception):
+    """Something that the reader can put right. Shown as its message, without a traceback."""
+
+
+class SignatureDiffers(CourseError):
+    """A body whose signature is not its contract's."""
+
+
+class NotWritten(CourseError):
+    """A part that `mine` needs and that the learner has not written."""
+
+
+class BrokenFile(CourseError):
+    """A learner's file that Python cannot load."""

@@ -1,0 +1,82 @@
+"""Floor 0. What a learner has reached: `.course/progress.json` in the workspace, written atomically under a lock.
+
+Per exercise: the fingerprint of the answer that passed last (`mixed` runs trust no other), and the hints opened.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+from shared.course.errors import CourseError
+
+
+class Progress:
+    """The record of one workspace. Reading a missing record gives an empty one."""
+
+    def __init__(self, workspace: Path):
+        self.folder = workspace / ".course"
+        self.path = self.folder / "progress.json"
+
+    def read(self) -> dict[str, dict]:
+        try:
+            return json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise CourseError(f"{self.path} cannot be read ({error}). Delete it: only the record of passes and hints is lost.") from None
+
+    def passed(self, exercise_id: str) -> str | None:
+        """The fingerprint of the answer that passed last."""
+        return self.read().get(exercise_id, {}).get("passed")
+
+    def hints(self, exercise_id: str) -> int:
+        return self.read().get(exercise_id, {}).get("hints", 0)
+
+    def record_check(self, exercise_id: str, fingerprint: str | None) -> bool:
+        """Keep the outcome of a check (None: it did not pass). False where the folder cannot be written."""
+        return self._update(lambda record: record.setdefault(exercise_id, {}).update(passed=fingerprint))
+
+    def record_hint(self, exercise_id: str, rung: int) -> bool:
+        def opened(record: dict) -> None:
+            entry = record.setdefault(exercise_id, {})
+            entry["hints"] = max(rung, entry.get("hints", 0))
+
+        return self._update(opened)
+
+    def _update(self, change: Callable[[dict], object]) -> bool:
+        try:
+            with self._locked():
+                record = self.read()
+                change(record)
+                replace_text(self.path, json.dumps(record, indent=1, sort_keys=True) + "\n")
+            return True
+        except OSError:
+            return False
+
+    @contextmanager
+    def _locked(self):
+        """One writer at a time, so that two checks at once lose nothing."""
+        import fcntl
+
+        self.folder.mkdir(exist_ok=True)
+        with open(self.folder / "lock", "w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old text or the new one, never a part."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,51 @@
+"""Chapter 01. The loss of a language model: how surprised it was by what came next.
+
+For logits z and target t, the loss is -log softmax(z)_t = logsumexp(z) - z_t, in nats. An objective turns a model and
+a batch into `Totals`; this one is next-token prediction. Later chapters bring other objectives and leave this alone.
+"""
+
+from torch import Tensor, nn
+
+from shared.course.binding import exercise
+from shared.totals import Totals
+
+IGNORED = -100  # a target that is not counted: padding, a prompt, the far side of a document border
+
+
+@exercise("01.cross_entropy")
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy of next-token predictions, and how many targets it sums over.
+
+    A target t with logits z costs logsumexp(z) - z[t] nats. A target of -100 costs nothing and is not counted.
+
+    Args:
+        logits: [..., vocab], any floating dtype. Half-precision logits are computed with in float32.
+        targets: [...] int64, token ids in 0..vocab-1, or -100.
+
+    Returns:
+        loss_sum: [] float32 (float64 for float64 logits), nats. It carries the gradient to `logits`.
+        token_count: [] int64.
+
+    Logits as large as 10,000 must give a finite loss.
+
+    >>> logits = torch.zeros(3, 4)                      # three predictions, four tokens equally likely
+    >>> loss_sum, token_count = cross_entropy(logits, torch.tensor([0, 3, -100]))
+    >>> loss_sum, token_count                           # 2 * log(4)
+    (tensor(2.7726), tensor(2))
+
+    The body stands in solutions/01_training_loop.py; `course read shared.loss` shows it in place.
+    """
+
+
+def next_token_objective(model: nn.Module, batch: dict[str, Tensor]) -> Totals:
+    """Next-token prediction. The metric `correct` counts the targets that were the likeliest token.
+
+    Args:
+        model: maps `input_ids` [batch, seq] to logits [batch, seq, vocab].
+        batch: `input_ids` and `targets`, both [batch, seq] int64; targets[b, s] is the token that follows
+            input_ids[b, s], or -100.
+    """
+    logits = model(batch["input_ids"])
+    loss_sum, token_count = cross_entropy(logits, batch["targets"])
+    correct = (logits.detach().argmax(dim=-1) == batch["targets"]).sum()
+    return Totals(loss_sum, token_count, {"correct": correct})

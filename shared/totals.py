@@ -1,0 +1,60 @@
+"""Chapter 01. What a pass over data adds up: a sum of losses, a count of tokens, and sums to be averaged later.
+
+Sums are kept, never means: sums of micro-batches, of ranks and of pipeline stages add, means do not. Whoever wants
+an average divides once, at the end, by the number of tokens that counted.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Totals(NamedTuple):
+    """What an objective returns for one micro-batch, and what a step or an evaluation returns for all of them.
+
+    loss_sum: [] float, nats, summed over the tokens that count.
+    token_count: [] int64, how many tokens that is.
+    metrics: name -> [] tensor, each also a sum over the tokens that count.
+    """
+
+    loss_sum: Tensor
+    token_count: Tensor
+    metrics: dict[str, Tensor]
+
+    @property
+    def mean_loss(self) -> float:
+        """Nats per token."""
+        return self.loss_sum.item() / self.token_count.item()
+
+    def mean_metrics(self) -> dict[str, float]:
+        """Each metric per token."""
+        return {name: value.item() / self.token_count.item() for name, value in self.metrics.items()}
+
+
+# The parts of a training step, by the shape of their calls. `shared.loop` says what each of them does.
+Batch = dict[str, Tensor]
+Objective = Callable[[nn.Module, Batch], Totals]
+Runner = Callable[[nn.Module, Sequence[Batch], Objective], Totals]
+Reducer = Callable[[nn.Module, Totals], Totals]
+Updater = Callable[[nn.Module, Optimizer, Tensor], None]
+
+
+def add_totals(parts: Iterable[Totals]) -> Totals:
+    """The totals of several micro-batches, cut loose from the graphs that they came from.
+
+    Raises:
+        ValueError: `parts` is empty, so there is no device or dtype to make a zero of.
+    """
+    parts = list(parts)
+    if not parts:
+        raise ValueError("There are no micro-batches to add up: the data source is empty.")
+    metrics = {name: sum(part.metrics[name].detach() for part in parts) for name in parts[0].metrics}
+    return Totals(sum(part.loss_sum.detach() for part in parts), sum(part.token_count for part in parts), metrics)
+
+
+def bits_per_byte(loss_sum: float | Tensor, byte_count: int) -> float:
+    """Nats over a text of `byte_count` bytes as bits per byte, which compares models with different tokens."""
+    return float(loss_sum) / (math.log(2) * byte_count)
