@@ -13,6 +13,7 @@ source, the solution elsewhere). Child processes inherit it through the variable
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ class Bodies:
 class Choice:
     implementation: str
     workspace: Path
-    replaced: dict[str, Callable]  # exercise id -> body, for checks and bug hunts
+    replaced: dict[str, BodyFile]  # exercise id -> the file that holds its body, for checks and bug hunts
 
 
 @dataclass
@@ -56,13 +57,13 @@ class Process:
 _process = Process()
 
 
-def choose(implementation: str, workspace: Path | None = None, replaced: dict[str, Callable] | None = None) -> None:
+def choose(implementation: str, workspace: Path | None = None, replaced: dict[str, BodyFile] | None = None) -> None:
     """Choose where this process and its children take the bodies from, before anything of the core is imported.
 
     Args:
         implementation: `reference`, `mine` or `mixed`.
         workspace: the folder that holds the learner's `chapters/`; default: found from the current folder.
-        replaced: bodies for single exercises that take precedence (a candidate under check, a planted mutant).
+        replaced: files whose bodies take precedence for single exercises (an answer under check, a planted mutant).
 
     Raises:
         CourseError: an unknown implementation, or a choice after the core was bound another way.
@@ -109,15 +110,8 @@ def exercise(exercise_id: str) -> Callable[[FunctionType], FunctionType]:
 
 
 def _body_for(exercise_id: str, contract: FunctionType) -> tuple[FunctionType, str]:
-    choice, chapter = current_choice(), catalogue.chapter_of(exercise_id)
-    if exercise_id in choice.replaced:
-        body = choice.replaced[exercise_id]
-        bound = _empty(contract, body.__globals__)
-        _fill(bound, contract, body)
-        return bound, "replaced"
-    origin = _origin(exercise_id, choice)
-    path = chapter.stub_file(choice.workspace) if origin == "mine" else chapter.solution_file
-    bodies = load(path)
+    file, origin = _source(exercise_id, current_choice())
+    bodies = load(file)
     bound = _empty(contract, bodies.module.__dict__)
     if bodies.complete:
         _fill(bound, contract, _function_in(bodies.module, contract))
@@ -126,52 +120,70 @@ def _body_for(exercise_id: str, contract: FunctionType) -> tuple[FunctionType, s
     return bound, origin
 
 
-def _origin(exercise_id: str, choice: Choice) -> str:
-    if choice.implementation == "reference":
-        return "reference"
+def _source(exercise_id: str, choice: Choice) -> tuple[BodyFile, str]:
+    """The file that holds an exercise's body under a choice, and whose it is."""
     chapter = catalogue.chapter_of(exercise_id)
-    path = chapter.stub_file(choice.workspace)
+    if exercise_id in choice.replaced:
+        return choice.replaced[exercise_id], "replaced"
+    solution = chapter.solution_file
+    if choice.implementation == "reference":
+        return BodyFile.read(solution), "reference"
+    mine = chapter.stub_file(choice.workspace)
+    if choice.implementation == "mine":
+        return require_written(BodyFile.read(mine), chapter), "mine"
+    try:
+        file = BodyFile.read(mine)
+    except BrokenFile:  # holds nothing that passed on that very source
+        return BodyFile.read(solution), "reference"
     exercise = catalogue.find_exercise(exercise_id)
-    if choice.implementation == "mixed":
-        try:
-            file = BodyFile.read(path)
-        except BrokenFile:
-            return "reference"  # a file that cannot be read holds nothing that passed on that very source
-        passed = Progress(choice.workspace).passed(exercise_id)
-        return "mine" if passed == file.fingerprint(exercise, chapter) else "reference"
-    file = BodyFile.read(path)
-    missing = [other.id for other in chapter.exercises if not file.attempted(other)]
+    if Progress(choice.workspace).passed(exercise_id) == file.fingerprint(exercise, chapter):
+        return file, "mine"
+    return BodyFile.read(solution), "reference"
+
+
+def require_written(file: BodyFile, chapter: catalogue.Chapter) -> BodyFile:
+    """Refuse a learner's file that still has stubs, naming all of them."""
+    missing = [exercise.id for exercise in chapter.exercises if not file.attempted(exercise)]
     if missing:
         raise NotWritten(
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not written yet in {shown(path)}. "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not written yet in {shown(file.path)}. "
             "Write what is missing (`course next` says where to go on), or run with IMPL=mixed (`--impl mixed`): "
             "it takes your checked parts and the solution for the others."
         )
-    return "mine"
+    return file
 
 
-def load(path: Path) -> Bodies:
+def load(file: BodyFile) -> Bodies:
     """Execute a body file once. From its source, never from cached bytecode, which can be a save behind."""
-    if path not in _process.bodies:
-        bodies = execute(path, f"course_bodies.{path.parent.name}.{path.stem}")
-        for bound, contract in bodies.waiting:
-            _fill(bound, contract, _function_in(bodies.module, contract))
-    return _process.bodies[path]
-
-
-def execute(path: Path, name: str) -> Bodies:
-    module = ModuleType(name)
-    module.__file__ = str(path)
-    code = compile(BodyFile.read(path).source, str(path), "exec", dont_inherit=True)
-    bodies = _process.bodies[path] = Bodies(module)
-    sys.modules[name] = module
+    if file.path in _process.bodies:
+        return _process.bodies[file.path]
+    bodies = _process.bodies[file.path] = Bodies(ModuleType(f"course_bodies.{file.path.parent.name}.{file.path.stem}"))
     try:
-        exec(code, module.__dict__)
+        execute(file, bodies.module)
     except BaseException:
-        del _process.bodies[path], sys.modules[name]
+        del _process.bodies[file.path]
         raise
     bodies.complete = True
+    for bound, contract in bodies.waiting:
+        _fill(bound, contract, _function_in(bodies.module, contract))
     return bodies
+
+
+def execute(file: BodyFile, module: ModuleType) -> None:
+    """Run a body file's top level in `module`.
+
+    Raises:
+        BrokenFile: the file's top level raised; the message names the line.
+    """
+    module.__file__ = str(file.path)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(file.source, str(file.path), "exec", dont_inherit=True), module.__dict__)
+    except CourseError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file.path)]
+        raise BrokenFile(f"{shown(file.path)}, line {lines[-1] if lines else 1}: {type(error).__name__}: {error}") from error
 
 
 def _function_in(module: ModuleType, contract: FunctionType) -> FunctionType:

@@ -69,8 +69,7 @@ class BodyFile:
     @classmethod
     def read(cls, path: Path) -> "BodyFile":
         try:
-            source = path.read_text(encoding="utf-8")
-            return cls(path, source, ast.parse(source, str(path)))
+            return cls.parsed(path, path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise BrokenFile(f"{shown(path)} is missing. `course reset {path.parent.name[:2]}` makes it anew.") from None
         except UnicodeDecodeError as error:
@@ -79,6 +78,10 @@ class BodyFile:
             line, reason = getattr(error, "lineno", None) or 1, getattr(error, "msg", None) or str(error)
             text = (getattr(error, "text", None) or "").rstrip()
             raise BrokenFile(f"{shown(path)}, line {line}: Python cannot read this file: {reason}\n    {text}") from None
+
+    @classmethod
+    def parsed(cls, path: Path, source: str) -> "BodyFile":
+        return cls(path, source, ast.parse(source, str(path)))
 
     def function(self, name: str) -> ast.FunctionDef | None:
         found = [node for node in self.tree.body if isinstance(node, ast.FunctionDef) and node.name == name]

@@ -1,0 +1,189 @@
+"""Floor 0. Running checks apart from the caller: each in a child process with limits on time, memory and output.
+
+Children are forked from a server that has imported torch and nothing else, so a check costs milliseconds beyond its own
+work, and a learner's endless loop, crash or flood of prints ends that check only.
+"""
+
+import ast
+import faulthandler
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+
+from shared.course.binding import execute
+from shared.course.catalogue import Exercise, chapter_of
+from shared.course.errors import BrokenFile, CourseError
+from shared.course.outcome import FAIL, NOT_ATTEMPTED, Outcome
+from shared.course.paths import CHECKOUT, shown
+from shared.course.stubs import BodyFile
+
+MEMORY_LIMIT = 4 * 2**30  # bytes resident in a child
+OUTPUT_LIMIT = 16 * 2**20  # bytes printed by a child
+SHOWN_OUTPUT = 2000  # characters of it that are shown
+PRELOADED = ["torch", "shared.course.checking"]
+
+
+def check_files(exercises: Iterable[Exercise], workspace: Path) -> Iterator[Outcome]:
+    """Check the learner's answers in `workspace`, one outcome per exercise."""
+    for exercise in exercises:
+        chapter = chapter_of(exercise.id)
+        try:
+            file = BodyFile.read(chapter.stub_file(workspace))
+            yield check_file(exercise, file) if file.attempted(exercise) else not_attempted(exercise, file)
+        except BrokenFile as error:
+            yield failed(exercise, str(error))
+
+
+def check_solutions(exercises: Iterable[Exercise]) -> Iterator[Outcome]:
+    """Check the course's own solutions."""
+    for exercise in exercises:
+        yield check_file(exercise, BodyFile.read(chapter_of(exercise.id).solution_file))
+
+
+def check_file(exercise: Exercise, file: BodyFile) -> Outcome:
+    """Check the answer to `exercise` that stands in `file`, in a child process."""
+    if peeked := solution_mentioned(file, exercise.name):
+        return failed(exercise, f"{shown(file.path)}, line {peeked}: this reads the solution. Write your own; `course solution` opens it after a pass or the third hint.")
+    return run_apart(exercise, file, seconds=time_limit(exercise))
+
+
+def not_attempted(exercise: Exercise, file: BodyFile) -> Outcome:
+    outcome = Outcome(exercise.id, NOT_ATTEMPTED)
+    if file.function(exercise.name) is None:
+        outcome.problem = [f"{shown(file.path)} has no function {exercise.name}. `course reset {exercise.id}` brings it back."]
+    return outcome
+
+
+def failed(exercise: Exercise, reason: str, printed: str = "") -> Outcome:
+    return Outcome(exercise.id, FAIL, problem=reason.splitlines(), printed=printed)
+
+
+def solution_mentioned(file: BodyFile, function: str) -> int | None:
+    """The line of a learner's file that imports or names the solutions, where one does."""
+    if file.path.parent == CHECKOUT / "solutions":
+        return None
+    for node in ast.walk(file.tree):
+        match node:
+            case ast.Import(names=names) if any(alias.name.split(".")[0] == "solutions" for alias in names):
+                return node.lineno
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "solutions":
+                return node.lineno
+            case ast.Call(args=[ast.Constant(value=str(text)), *_]) if "solutions" in re.split(r"[./\\]", text):
+                return node.lineno
+    return None
+
+
+def check_path(exercise: Exercise) -> Path:
+    return CHECKOUT / "tests" / "checks" / chapter_of(exercise.id).slug / f"{exercise.name}.py"
+
+
+def time_limit(exercise: Exercise) -> float:
+    """Seconds that a check may take, read from its file without running it."""
+    found = re.search(r"^\s*seconds=(\d+(?:\.\d+)?)", check_path(exercise).read_text(encoding="utf-8"), re.M)
+    return float(found[1]) if found else 20.0
+
+
+def run_apart(exercise: Exercise, file: BodyFile, seconds: float) -> Outcome:
+    """One check in a child of the fork server, watched until it ends or passes a limit."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory(prefix="course-check-") as folder:
+        result, output = Path(folder, "result.json"), Path(folder, "output.txt")
+        output.touch()
+        child = context.Process(target=child_main, args=(exercise.id, file, folder, seconds), daemon=True)
+        child.start()
+        over = watch(child, output, seconds)
+        printed = clipped(output)
+        if over:
+            return failed(exercise, f"{over}{stuck_at(Path(folder, 'stuck.txt'), file)}", printed)
+        if not result.exists():
+            return failed(exercise, f"Your code ended the process (exit code {child.exitcode}) before the check was through.", printed)
+        return Outcome(**json.loads(result.read_text(encoding="utf-8")) | {"printed": printed})
+
+
+def watch(child: multiprocessing.Process, output: Path, seconds: float) -> str:
+    """Wait for a child; kill it when it passes a limit. Returns which one, or nothing."""
+    deadline, over = time.monotonic() + seconds + 5.0, ""  # the child's own alarm comes first; 5 s cover a loaded machine
+    while child.exitcode is None and not over:
+        child.join(0.02)
+        try:
+            resident = psutil.Process(child.pid).memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+        if time.monotonic() > deadline or output.with_name("stuck.txt").exists() and output.with_name("stuck.txt").stat().st_size:
+            over = f"Your code did not finish within {seconds:g} s."
+        elif resident > MEMORY_LIMIT:
+            over = f"Your code used more than {MEMORY_LIMIT / 2**30:.0f} GiB of memory."
+        elif output.stat().st_size > OUTPUT_LIMIT:
+            over = f"Your code printed more than {OUTPUT_LIMIT // 2**20} MiB."
+    if over:
+        child.kill()
+        child.join()
+    return over
+
+
+def clipped(output: Path) -> str:
+    with open(output, encoding="utf-8", errors="replace") as file:
+        text = file.read(SHOWN_OUTPUT + 1)
+    size = output.stat().st_size
+    return text if len(text) <= SHOWN_OUTPUT else f"{text[:SHOWN_OUTPUT]}\n... ({size:,} bytes printed in all)"
+
+
+def stuck_at(trace: Path, file: BodyFile) -> str:
+    """Where the learner's code was when time ran out, from the child's own trace."""
+    text = trace.read_text(encoding="utf-8", errors="replace") if trace.exists() else ""
+    found = re.search(rf'File "{re.escape(str(file.path))}", line (\d+)', text)
+    return f" It was at line {found[1]}: {file.source.splitlines()[int(found[1]) - 1].strip()}" if found else ""
+
+
+def child_main(exercise_id: str, file: BodyFile, folder: str, seconds: float) -> None:
+    """The child: bind the answer into the core, climb the check, leave the outcome as JSON."""
+    redirect(Path(folder, "output.txt"))
+    faulthandler.dump_traceback_later(seconds, file=open(Path(folder, "stuck.txt"), "w"))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills this process
+    outcome = check_in_this_process(exercise_id, file)
+    partial = Path(folder, "result.part")
+    partial.write_text(json.dumps(outcome.to_json()), encoding="utf-8")
+    partial.replace(Path(folder, "result.json"))
+
+
+def redirect(output: Path) -> None:
+    handle = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="replace")
+
+
+def check_in_this_process(exercise_id: str, file: BodyFile) -> Outcome:
+    """Bind the answer in `file` into the core of this process, which must be fresh, and climb its check."""
+    import torch
+
+    from shared.course import binding, catalogue, checking, mutants
+
+    torch.set_num_threads(1)
+    exercise = catalogue.find_exercise(exercise_id)
+    try:
+        binding.choose("reference", replaced={exercise_id: file})
+        core = importlib.import_module(exercise.contract.module)
+        check = read_check(exercise)
+        return checking.run_check(check, getattr(core, exercise.name), mutants.sentences(exercise_id))
+    except CourseError as error:
+        return failed(exercise, str(error))
+
+
+def read_check(exercise: Exercise) -> "Check":
+    """The `CHECK` that a check file defines."""
+    module = ModuleType(f"course_checks.{exercise.chapter}.{exercise.name}")
+    execute(BodyFile.read(check_path(exercise)), module)
+    return module.CHECK
