@@ -1,0 +1,100 @@
+"""Floor 0. A check's outcome as text: the same lines on the command line and in a notebook.
+
+A report is a list of lines, each with a style. `outcome_text` drops the styles (notebooks, pipes, tests); the command
+hands the lines to the terminal. Nothing here depends on the clock, on progress or on where the course is installed, so
+a notebook can store the text and compare it.
+"""
+
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shared.course.catalogue import Exercise, all_exercises, chapter_of, find_exercise
+from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
+
+WIDTH = 100  # columns of plain text
+LABEL = 10  # columns of "given     ", "expected  ", under which the values stand
+STYLES = {PASS: "bold green", FAIL: "bold red", NOT_ATTEMPTED: "bold yellow"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a report: its text, how a terminal may show it, and where it goes on when it is too long."""
+
+    text: str = ""
+    style: str = ""
+    hang: int = 2
+
+    def wrapped(self, width: int) -> list[str]:
+        """The line cut at `width` columns; what is left goes below its own beginning."""
+        margin = len(self.text) - len(self.text.lstrip())
+        return textwrap.wrap(self.text, width, subsequent_indent=" " * min(margin + self.hang, width // 2)) or [""]
+
+
+def plain(lines: Iterable[Line], width: int = WIDTH) -> str:
+    return "\n".join(part for line in lines for part in line.wrapped(width))
+
+
+def outcome_text(outcome: Outcome, *, after: bool = True) -> str:
+    """A check's outcome as plain text, without a final newline.
+
+    Args:
+        after: add the after-pass question and the exercise that follows, where the check passed.
+    """
+    return plain(outcome_lines(outcome, after=after))
+
+
+def outcome_lines(outcome: Outcome, *, after: bool = True) -> list[Line]:
+    """A check's outcome, line by line. See `outcome_text`."""
+    exercise = find_exercise(outcome.exercise)
+    lines = [headline(outcome)]
+    if outcome.state == PASS:
+        return lines + (after_pass(exercise) if after else [])
+    if outcome.state == NOT_ATTEMPTED:
+        return lines + [Line(f"  {text}") for text in outcome.problem or [where_to_write(exercise)]]
+    lines += [Line(f"  {outcome.title}")] if outcome.title else []
+    lines += [Line()] + [Line(f"  {text}", problem_style(text), hang=LABEL) for text in outcome.problem]
+    if outcome.misconception:
+        lines += [Line(), Line(f"  {outcome.misconception}", "bold", hang=0)]
+    if outcome.printed.strip():
+        lines += [Line(), Line("  Your code printed:")]
+        lines += [Line(f"    {text}", "dim") for text in outcome.printed.rstrip().splitlines()]
+    return lines + [Line(), Line(f"  Stuck? `course hint {exercise.id}` opens the next of three hints.")]
+
+
+def headline(outcome: Outcome) -> Line:
+    text = f"{outcome.exercise}  {outcome.state}"
+    if outcome.state == PASS:
+        text += f"  ({count(outcome.cases, 'case')})"
+    elif outcome.rung:
+        text += f"  case {outcome.cases} of {outcome.of}, {outcome.rung}"
+    return Line(text, STYLES[outcome.state])
+
+
+def problem_style(text: str) -> str:
+    return {"came out": "red", "missing": "red", "raised": "red", "expected": "green"}.get(text[:LABEL].strip(), "")
+
+
+def where_to_write(exercise: Exercise) -> str:
+    file = f"chapters/{chapter_of(exercise.id).slug}/exercises.py"
+    return f"Write the body of `{exercise.name}` in {file} (about {exercise.minutes} min)."
+
+
+def after_pass(exercise: Exercise) -> list[Line]:
+    lines = [Line(), Line(f"  To think about: {exercise.after}", hang=0)]
+    following = following_exercise(exercise)
+    if following:
+        lines += [Line(), Line(f"  Next: {following.id}, {following.title.lower()} ({following.minutes} min).")]
+    return lines
+
+
+def following_exercise(exercise: Exercise) -> Exercise | None:
+    """The exercise that is taught after this one."""
+    taught = list(all_exercises().values())
+    place = taught.index(exercise)
+    return taught[place + 1] if place + 1 < len(taught) else None
+
+
+def count(number: int, noun: str) -> str:
+    """"1 case", "3 cases"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
