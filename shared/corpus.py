@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shared.course.errors import CourseError
+
 END_OF_DOCUMENT = 0
 VOCAB_SIZE = 256
 HELD_OUT_SHARE = 0.05
@@ -39,7 +41,7 @@ EMBEDDED = (
 )
 
 
-class CorpusError(ValueError):
+class CorpusError(CourseError):
     """A text source that cannot be used; the message says which, why, and what to do."""
 
 

@@ -1,0 +1,30 @@
+#!/bin/sh
+# Makes the environment in the folder $1 and installs the course's packages into it. Called by `make`.
+set -eu
+venv=$1
+
+usable() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+
+if [ ! -x "$venv/bin/python" ] || ! usable "$venv/bin/python"; then
+    found=
+    for python in ${PYTHON:-python3.12 python3.11 python3 python}; do
+        if usable "$python"; then found=$python; break; fi
+    done
+    if [ -z "$found" ]; then
+        echo "The course needs Python 3.11 or 3.12, and found neither as ${PYTHON:-python3.12, python3.11 or python3}." >&2
+        echo "Install one, or say where it is: make PYTHON=/path/to/python3.12 ..." >&2
+        exit 1
+    fi
+    echo "Making the environment $venv with $("$found" --version) ..."
+    rm -rf "$venv"
+    "$found" -m venv "$venv" || { echo "Making the environment failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+fi
+
+if [ -n "${TORCH_INDEX:-}" ]; then
+    torch=$(sed -n 's/^ *"\(torch==[^"]*\)",$/\1/p' pyproject.toml)
+    echo "Installing $torch from $TORCH_INDEX ..."
+    "$venv/bin/python" -m pip install --index-url "$TORCH_INDEX" "$torch"
+fi
+echo "Installing the packages (two to ten minutes the first time, most of it PyTorch) ..."
+"$venv/bin/python" -m pip install --editable .
+echo "Ready. \`$venv/bin/course\` is the course's command; \`source $venv/bin/activate\` puts it on your path."

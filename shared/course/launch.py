@@ -1,0 +1,55 @@
+"""Floor 0. Starting a run: options and YAML into a typed configuration, the implementation chosen, errors as sentences.
+
+Every `run.py`, and the trainer of the last chapter, starts through `launch`. A configuration is a dataclass; its fields are the
+keys of the YAML file and, dotted, the options of the command line.
+"""
+
+import difflib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jsonargparse import ArgumentParser
+
+from shared.course import binding
+from shared.course.errors import CourseError
+
+Config = TypeVar("Config")
+
+
+class OptionParser(ArgumentParser):
+    """jsonargparse's parser, with the nearest name offered for one that it does not know."""
+
+    def error(self, message: str, *args: Any, **kwargs: Any) -> None:
+        unknown = re.search(r"(?:option|Unrecognized arguments:|Key) '?(?:--)?([\w.]+)", message)
+        known = {action.dest for action in self._actions} | {action.dest.split(".")[-1] for action in self._actions}
+        nearest = difflib.get_close_matches(unknown[1], known - {"help"}, n=1) if unknown and unknown[1] not in known else []
+        super().error(message + (f"\n  Did you mean {nearest[0]!r}?" if nearest else ""), *args, **kwargs)
+
+
+def parse(config_class: type[Config], defaults: Path, arguments: list[str] | None = None) -> Config:
+    """The configuration: the class's defaults, over them the chapter's YAML, `--config` files and options, in that order.
+
+    An unknown key or a value of the wrong type ends the process with one sentence and exit code 2.
+    """
+    parser = OptionParser(description=config_class.__doc__.splitlines()[0], default_config_files=[str(defaults)], allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="a YAML file of options, over those of the chapter")
+    parser.add_class_arguments(config_class, fail_untyped=True)
+    values = parser.parse_args(arguments)
+    fields = parser.instantiate(values)
+    del fields["config"]
+    return config_class(**vars(fields))
+
+
+def launch(run: Callable[[Config], None], config_class: type[Config], defaults: Path) -> None:
+    """Parse, choose whose bodies the core runs with (the field `impl`), run. What the reader can mend is one sentence."""
+    config = parse(config_class, defaults)
+    try:
+        binding.choose(config.impl)
+        run(config)
+    except CourseError as error:
+        sys.exit(f"\n{error}")
+    except KeyboardInterrupt:
+        sys.exit("\nStopped.")

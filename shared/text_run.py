@@ -1,0 +1,222 @@
+"""Chapter 01. A whole run on text: train with the loop, evaluate on held-out files, end with a table, a plot and a sample.
+
+This is what `make run` does until the trainer of chapter 12 exists. It holds everything that a run needs and that the loop
+leaves out: the device, the progress bar, what is written to disk. Checkpoints and resuming are chapter 04's.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shared.batches import random_batches, require_window, sequential_batches, split_batch
+from shared.bigram import BigramModel
+from shared.corpus import Corpus, embedded_corpus, read_files
+from shared.course import binding
+from shared.course.errors import CourseError
+from shared.loop import evaluate, train
+from shared.loss import next_token_objective
+from shared.sampling import generate
+from shared.totals import Batch, Totals, bits_per_byte
+
+QUICK_WINDOWS = 512  # held-out windows of an evaluation during training; the last one takes all
+EVALUATION_BATCH = 64
+
+
+@dataclass
+class History:
+    """What a run remembers for its plot. Losses in bits per byte, by step."""
+
+    training: list[tuple[int, float]] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0  # of training alone
+
+
+@dataclass
+class Texts:
+    """The run's data on its device: [bytes] uint8 each."""
+
+    training: Tensor
+    held_out: Tensor
+
+
+def run_on_text(config: Any, build_model: Callable[[], nn.Module], context: int) -> None:
+    """Train the model that `build_model` makes on text, as `config` says, and leave the results in `config.output`.
+
+    Args:
+        config: the fields of chapter 01's `RunConfig`.
+        build_model: makes the model; called after the seed is set.
+        context: how many of the last bytes the model needs to see when it samples.
+    """
+    console = Console()
+    device = pick_device(config.device)
+    require_writable(config.output)
+    corpus = read_files(config.data) if config.data else embedded_corpus()
+    texts = Texts(corpus.training_bytes().to(device), corpus.held_out_bytes().to(device))
+    require_long_enough(texts, config.seq)
+    torch.manual_seed(config.seed)
+    model = build_model().to(device)
+    print_header(console, corpus, model, device)
+
+    history = History()
+    try:
+        train_with_progress(config, model, texts, history, console)
+    except KeyboardInterrupt:
+        console.print("[yellow]Stopped early: what follows is the model as it is now.[/]")
+    totals, byte_count = evaluate_text(model, texts.held_out, config.seq)
+    table_bits, _ = bits(*evaluate_text(BigramModel.count(texts.training).to(device), texts.held_out, config.seq))
+    model_bits, correct = bits(totals, byte_count)
+    sample = sample_text(model, config, context, device)
+
+    figures = {
+        "steps": history.training[-1][0] if history.training else 0,
+        "training bytes seen": history.tokens,
+        "bytes per second": round(history.tokens / history.seconds) if history.seconds else 0,
+        "held-out bits per byte": round(model_bits, 3),
+        "held-out bits per byte, bigram table": round(table_bits, 3),
+        "held-out next bytes guessed right": f"{correct:.1%}",
+    }
+    console.rule("a sample")
+    console.print(sample, markup=False, highlight=False)
+    console.rule()
+    print_table(console, figures)
+    write_results(config.output, model, history, figures, sample, table_bits)
+    console.print(f"Plot: {config.output / 'loss.png'}   sample, figures and weights beside it.")
+
+
+def pick_device(asked: str) -> torch.device:
+    if asked != "auto":
+        return torch.device(asked)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def require_writable(folder: Path) -> None:
+    """Refuse an output folder before any work is done rather than after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CourseError(f"The output folder {folder} cannot be written ({error.strerror}): give another one with --output.") from None
+
+
+def require_long_enough(texts: Texts, seq: int) -> None:
+    try:
+        require_window(texts.training, seq)
+        require_window(texts.held_out, seq)
+    except ValueError as error:
+        raise CourseError(str(error)) from None
+
+
+def print_header(console: Console, corpus: Corpus, model: nn.Module, device: torch.device) -> None:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    megabytes = sum(len(document.content) for document in corpus.training) / 1e6
+    console.print(
+        f"{type(model).__name__}, {parameters:,} parameters, on {device}. {len(corpus.training)} files to train on "
+        f"({megabytes:.1f} MB), {len(corpus.held_out)} held out.\n{binding.summary()}",
+        highlight=False,
+    )
+
+
+def train_with_progress(config: Any, model: nn.Module, texts: Texts, history: History, console: Console) -> None:
+    """The training itself, under a progress bar; without a terminal, a line at each evaluation instead."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+    bar = Progress(
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn(),
+        console=console, disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("training", total=config.steps, loss="")
+        began = time.perf_counter()
+        for step, totals in train(model, optimizer, steps_of(config, texts.training), next_token_objective, steps=config.steps):
+            loss = bits_per_byte(totals.loss_sum, totals.token_count.item())
+            history.training.append((step, loss))
+            history.tokens += totals.token_count.item()
+            if step % config.evaluate_every == 0 or step == config.steps:
+                history.seconds += time.perf_counter() - began
+                quick = bits(*evaluate_text(model, texts.held_out, config.seq, QUICK_WINDOWS))[0]
+                history.held_out.append((step, quick))
+                if not console.is_terminal:
+                    console.print(f"step {step:>6}   training {loss:.3f}   held out {quick:.3f} bits per byte", highlight=False)
+                began = time.perf_counter()
+            bar.update(task, advance=1, loss=progress_text(loss, history))
+
+
+def progress_text(loss: float, history: History) -> str:
+    held_out = f", held out {history.held_out[-1][1]:.2f}" if history.held_out else ""
+    return f"{loss:.2f}{held_out} bits per byte"
+
+
+def steps_of(config: Any, stream: Tensor) -> Iterator[list[Batch]]:
+    generator = torch.Generator().manual_seed(config.seed)
+    for batch in random_batches(stream, config.batch_size, config.seq, generator):
+        yield split_batch(batch, config.micro_batch_size)
+
+
+def evaluate_text(model: nn.Module, stream: Tensor, seq: int, limit: int | None = None) -> tuple[Totals, int]:
+    """The totals over held-out text and the bytes that they cover. Here a token is a byte."""
+    totals = evaluate(model, sequential_batches(stream, EVALUATION_BATCH, seq, limit), next_token_objective)
+    return totals, totals.token_count.item()
+
+
+def bits(totals: Totals, byte_count: int) -> tuple[float, float]:
+    """Bits per byte, and the share of bytes that were the model's first guess."""
+    return bits_per_byte(totals.loss_sum, byte_count), totals.mean_metrics()["correct"]
+
+
+def sample_text(model: nn.Module, config: Any, context: int, device: torch.device) -> str:
+    """The prompt and what the model continues it with, up to the end of a document."""
+    prompt = torch.tensor([list(config.prompt.encode())], device=device)
+    generator = torch.Generator(device).manual_seed(config.seed)
+    drawn = generate(
+        model, prompt, config.sample_bytes, context=context,
+        temperature=config.temperature, top_k=config.top_k, generator=generator,
+    )
+    content = bytes(token.item() for token in drawn)
+    return config.prompt + content.partition(b"\0")[0].decode(errors="replace")
+
+
+def print_table(console: Console, figures: dict[str, Any]) -> None:
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+    console.print(table)
+
+
+def write_results(folder: Path, model: nn.Module, history: History, figures: dict, sample: str, table_bits: float) -> None:
+    plot_losses(history, table_bits, folder / "loss.png")
+    (folder / "sample.txt").write_text(sample, encoding="utf-8")
+    record = {"figures": figures, "training": history.training, "held_out": history.held_out}
+    (folder / "figures.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+
+
+def plot_losses(history: History, table_bits: float, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    from shared.course import figures
+
+    figures.use_style()
+    figure, axes = plt.subplots()
+    axes.plot(*zip(*history.training, strict=True), color=figures.TRAINING, alpha=0.35, linewidth=0.8, label="training batch")
+    axes.plot(*zip(*history.held_out, strict=True), color=figures.HELD_OUT, marker="o", label="held-out files")
+    axes.axhline(table_bits, color=figures.REFERENCE, linestyle="--", label="bigram table, held-out files")
+    axes.set(xlabel="training step", ylabel="loss (bits per byte)", ylim=(0, 8.2))
+    axes.legend()
+    figure.savefig(path)
+    plt.close(figure)
