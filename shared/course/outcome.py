@@ -15,6 +15,7 @@ class Outcome:
     problem: lines that say what was given, what came out, what was expected and who says so.
     misconception: the sentence of the mutant that the answer coincides with.
     printed: what the answer printed, clipped.
+    fingerprint: which answer of a learner's file was checked; empty for any other function.
     """
 
     exercise: str
@@ -27,6 +28,7 @@ class Outcome:
     misconception: str = ""
     printed: str = ""
     seconds: float = 0.0
+    fingerprint: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -33,8 +33,8 @@ def require_checkout() -> Path:
 
 
 def shown(path: Path) -> str:
-    """`path` as a person wants to read it: relative to the checkout or the current folder where it lies below."""
-    for base in (Path.cwd(), CHECKOUT):
+    """`path` as a person wants to read it: relative to the current folder, the workspace or the checkout, if below."""
+    for base in (Path.cwd(), find_workspace(), CHECKOUT):
         if path.is_relative_to(base):
             return str(path.relative_to(base))
     return str(path)

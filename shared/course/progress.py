@@ -1,6 +1,7 @@
 """Floor 0. What a learner has reached: `.course/progress.json` in the workspace, written atomically under a lock.
 
-Per exercise: the fingerprint of the answer that passed last (`mixed` runs trust no other), and the hints opened.
+Per exercise: the fingerprint of the answer that passed last (`mixed` runs trust no other; gone after a failed check),
+whether any answer ever passed, and the hints opened.
 """
 
 import json
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from shared.course.errors import CourseError
 
+ALL_HINTS = 3
+
 
 class Progress:
     """The record of one workspace. Reading a missing record gives an empty one."""
@@ -22,10 +25,11 @@ class Progress:
 
     def read(self) -> dict[str, dict]:
         try:
-            return json.loads(self.path.read_text(encoding="utf-8"))
+            record = json.loads(self.path.read_text(encoding="utf-8"))
+            return {name: dict(entry) for name, entry in record.items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise CourseError(f"{self.path} cannot be read ({error}). Delete it: only the record of passes and hints is lost.") from None
 
     def passed(self, exercise_id: str) -> str | None:
@@ -35,9 +39,20 @@ class Progress:
     def hints(self, exercise_id: str) -> int:
         return self.read().get(exercise_id, {}).get("hints", 0)
 
+    def opened(self, exercise_id: str) -> bool:
+        """Whether the solution may be shown: an answer passed once, or every hint was read."""
+        entry = self.read().get(exercise_id, {})
+        return entry.get("solved", False) or entry.get("hints", 0) >= ALL_HINTS
+
     def record_check(self, exercise_id: str, fingerprint: str | None) -> bool:
         """Keep the outcome of a check (None: it did not pass). False where the folder cannot be written."""
-        return self._update(lambda record: record.setdefault(exercise_id, {}).update(passed=fingerprint))
+
+        def ended(record: dict) -> None:
+            entry = record.setdefault(exercise_id, {})
+            entry["passed"] = fingerprint
+            entry["solved"] = fingerprint is not None or entry.get("solved", False)
+
+        return self._update(ended)
 
     def record_hint(self, exercise_id: str, rung: int) -> bool:
         def opened(record: dict) -> None:

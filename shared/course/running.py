@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -40,9 +41,11 @@ def check_files(exercises: Iterable[Exercise], workspace: Path) -> Iterator[Outc
         chapter = chapter_of(exercise.id)
         try:
             file = BodyFile.read(chapter.stub_file(workspace))
-            yield check_file(exercise, file) if file.attempted(exercise) else not_attempted(exercise, file)
+            outcome = check_file(exercise, file) if file.attempted(exercise) else not_attempted(exercise, file)
+            outcome.fingerprint = file.fingerprint(exercise, chapter)  # of the text that was checked, whatever was saved since
         except BrokenFile as error:
-            yield failed(exercise, str(error))
+            outcome = failed(exercise, str(error))
+        yield outcome
 
 
 def check_solutions(exercises: Iterable[Exercise]) -> Iterator[Outcome]:
@@ -103,7 +106,11 @@ def run_apart(exercise: Exercise, file: BodyFile, seconds: float) -> Outcome:
         output.touch()
         child = context.Process(target=child_main, args=(exercise.id, file, folder, seconds), daemon=True)
         child.start()
-        over = watch(child, output, seconds)
+        try:
+            over = watch(child, output, seconds)
+        finally:
+            child.kill()  # without effect on one that has ended; Ctrl-C must leave none behind
+            child.join()
         printed = clipped(output)
         if over:
             return failed(exercise, f"{over}{stuck_at(Path(folder, 'stuck.txt'), file)}", printed)
@@ -113,7 +120,7 @@ def run_apart(exercise: Exercise, file: BodyFile, seconds: float) -> Outcome:
 
 
 def watch(child: multiprocessing.Process, output: Path, seconds: float) -> str:
-    """Wait for a child; kill it when it passes a limit. Returns which one, or nothing."""
+    """Wait for a child until it ends or passes a limit. Returns which one, or nothing."""
     deadline, over = time.monotonic() + seconds + 5.0, ""  # the child's own alarm comes first; 5 s cover a loaded machine
     while child.exitcode is None and not over:
         child.join(0.02)
@@ -127,9 +134,6 @@ def watch(child: multiprocessing.Process, output: Path, seconds: float) -> str:
             over = f"Your code used more than {MEMORY_LIMIT / 2**30:.0f} GiB of memory."
         elif output.stat().st_size > OUTPUT_LIMIT:
             over = f"Your code printed more than {OUTPUT_LIMIT // 2**20} MiB."
-    if over:
-        child.kill()
-        child.join()
     return over
 
 
@@ -150,12 +154,19 @@ def stuck_at(trace: Path, file: BodyFile) -> str:
 def child_main(exercise_id: str, file: BodyFile, folder: str, seconds: float) -> None:
     """The child: bind the answer into the core, climb the check, leave the outcome as JSON."""
     redirect(Path(folder, "output.txt"))
+    threading.Thread(target=end_with_parent, daemon=True).start()
     faulthandler.dump_traceback_later(seconds, file=open(Path(folder, "stuck.txt"), "w"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills this process
     outcome = check_in_this_process(exercise_id, file)
     partial = Path(folder, "result.part")
     partial.write_text(json.dumps(outcome.to_json()), encoding="utf-8")
     partial.replace(Path(folder, "result.json"))
+
+
+def end_with_parent() -> None:
+    """A parent that was killed cannot kill its child: the child watches for it."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def redirect(output: Path) -> None:
