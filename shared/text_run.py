@@ -25,7 +25,7 @@ from shared.course import binding
 from shared.course.errors import CourseError
 from shared.loop import evaluate, train
 from shared.loss import next_token_objective
-from shared.sampling import generate
+from shared.sampling import generate, sample_next
 from shared.totals import Batch, Totals, bits_per_byte
 
 QUICK_WINDOWS = 512  # held-out windows of an evaluation during training; the last one takes all
@@ -59,6 +59,7 @@ def run_on_text(config: Any, build_model: Callable[[], nn.Module], context: int)
         context: how many of the last bytes the model needs to see when it samples.
     """
     console = Console()
+    require_sensible(config)
     device = pick_device(config.device)
     require_writable(config.output)
     corpus = read_files(config.data) if config.data else embedded_corpus()
@@ -72,6 +73,8 @@ def run_on_text(config: Any, build_model: Callable[[], nn.Module], context: int)
     try:
         train_with_progress(config, model, texts, history, console)
     except KeyboardInterrupt:
+        if not history.held_out:
+            raise
         console.print("[yellow]Stopped early: what follows is the model as it is now.[/]")
     totals, byte_count = evaluate_text(model, texts.held_out, config.seq)
     table_bits, _ = bits(*evaluate_text(BigramModel.count(texts.training).to(device), texts.held_out, config.seq))
@@ -94,12 +97,26 @@ def run_on_text(config: Any, build_model: Callable[[], nn.Module], context: int)
     console.print(f"Plot: {config.output / 'loss.png'}   sample, figures and weights beside it.")
 
 
+def require_sensible(config: Any) -> None:
+    """Refuse, before any work, values that would only fail after it."""
+    for name in ("steps", "seq", "batch_size", "micro_batch_size", "evaluate_every", "sample_bytes"):
+        if getattr(config, name) < 1:
+            raise CourseError(f"{name} is {getattr(config, name)}: give at least 1.")
+    if not config.prompt:
+        raise CourseError("The prompt is empty: give at least one character to continue from.")
+    try:
+        sample_next(torch.zeros(1, 256), config.temperature, config.top_k)
+    except ValueError as error:
+        raise CourseError(str(error)) from None
+
+
 def pick_device(asked: str) -> torch.device:
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if asked != "auto":
+        if not there[asked]:
+            raise CourseError(f"PyTorch finds no {asked.upper()} device here: choose --device auto or cpu.")
         return torch.device(asked)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    return torch.device(next(name for name in ("cuda", "mps", "cpu") if there[name]))
 
 
 def require_writable(folder: Path) -> None:
@@ -207,16 +224,16 @@ def write_results(folder: Path, model: nn.Module, history: History, figures: dic
 
 
 def plot_losses(history: History, table_bits: float, path: Path) -> None:
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     from shared.course import figures
 
     figures.use_style()
-    figure, axes = plt.subplots()
+    figure = Figure()
+    axes = figure.subplots()
     axes.plot(*zip(*history.training, strict=True), color=figures.TRAINING, alpha=0.35, linewidth=0.8, label="training batch")
     axes.plot(*zip(*history.held_out, strict=True), color=figures.HELD_OUT, marker="o", label="held-out files")
     axes.axhline(table_bits, color=figures.REFERENCE, linestyle="--", label="bigram table, held-out files")
     axes.set(xlabel="training step", ylabel="loss (bits per byte)", ylim=(0, 8.2))
     axes.legend()
     figure.savefig(path)
-    plt.close(figure)

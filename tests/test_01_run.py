@@ -1,0 +1,112 @@
+"""`make run` as a reader uses it: a small real run, the learner's parts in it, and what bad options say."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+
+from shared.course import catalogue, stubs
+from shared.course.paths import CHECKOUT
+
+SCRIPT = CHECKOUT / "chapters" / "01_training_loop" / "run.py"
+SMALL = ["--steps", "30", "--evaluate_every", "10", "--model.hidden_size", "32", "--sample_bytes", "40"]
+
+
+def run(*options, cwd) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(SCRIPT), *map(str, options)], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    """Text that a byte model learns quickly."""
+    path = tmp_path / "text.txt"
+    path.write_text("the cat sat on the mat; the dog sat on the log.\n" * 400, encoding="utf-8")
+    return path
+
+
+def test_a_run_learns_and_leaves_its_results(tmp_path, text_file):
+    done = run(*SMALL, "--data", f"[{text_file}]", "--prompt", "the ", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "01_training_loop"
+    record = json.loads((folder / "figures.json").read_text())
+    losses = [loss for _, loss in record["training"]]
+    assert len(losses) == 30 and losses[0] > 7.0 and losses[-1] < 4.0
+    assert [step for step, _ in record["held_out"]] == [10, 20, 30]
+    assert (folder / "sample.txt").read_text().startswith("the ")
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert load_file(folder / "model.safetensors")["head.weight"].shape == (256, 32)
+    for said in ("held-out bits per byte", "0 of 6 parts are yours", "a sample"):
+        assert said in done.stdout
+
+
+def test_the_same_seed_gives_the_same_run_however_it_is_cut(tmp_path, text_file):
+    def losses(*options):
+        run(*SMALL, "--data", f"[{text_file}]", *options, cwd=tmp_path)
+        return [loss for _, loss in json.loads((tmp_path / "runs/01_training_loop/figures.json").read_text())["training"]]
+
+    whole = losses()
+    assert losses() == whole
+    assert losses("--micro_batch_size", 5) == pytest.approx(whole, rel=1e-3)
+    assert losses("--seed", 1) != pytest.approx(whole, rel=1e-3)
+
+
+def learners_folder(tmp_path, *left_out: str):
+    chapter = catalogue.find_chapter("01")
+    text = chapter.solution_file.read_text(encoding="utf-8")
+    solution = stubs.BodyFile.read(chapter.solution_file)
+    for exercise in chapter.exercises:
+        if exercise.name in left_out:
+            text = text.replace(solution.text(exercise.name), stubs.stub_of(exercise.contract))
+    path = chapter.stub_file(tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def test_mine_trains_on_the_learners_parts(tmp_path, text_file):
+    learners_folder(tmp_path)
+    done = run(*SMALL, "--data", f"[{text_file}]", "--impl", "mine", cwd=tmp_path)
+    assert done.returncode == 0 and "6 of 6 parts are yours (implementation: mine)" in done.stdout
+
+
+def test_mine_names_a_missing_part_before_it_starts(tmp_path, text_file):
+    learners_folder(tmp_path, "evaluate", "sample_next")
+    done = run(*SMALL, "--data", f"[{text_file}]", "--impl", "mine", cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "01.evaluate, 01.sample_next are not written yet in chapters/01_training_loop/exercises.py" in done.stderr
+    assert "IMPL=mixed" in done.stderr and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--step", "3"], "Did you mean 'steps'"),
+        (["--steps", "many"], "Expected a <class 'int'>. Got value: many"),
+        (["--impl", "theirs"], "theirs"),
+        (["--data", "[nowhere.txt]"], "nowhere.txt does not exist"),
+        (["--data", "[short.txt]"], "fewer than one window of 64 + 1"),
+        (["--output", "short.txt/folder"], "cannot be written"),
+        (["--prompt", ""], "prompt is empty"),
+        (["--device", "cuda"], "no CUDA device"),
+        (["--steps", "0"], "steps is 0"),
+        (["--temperature", "-1"], "temperature is -1"),
+    ],
+)
+def test_a_bad_option_is_one_sentence_before_any_work(tmp_path, options, said):
+    (tmp_path / "short.txt").write_text("short")
+    done = run(*SMALL, *options, cwd=tmp_path)
+    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+    assert "step " not in done.stdout
+
+
+def test_an_unknown_key_in_a_yaml_file_is_named_with_the_nearest(tmp_path):
+    (tmp_path / "mine.yaml").write_text("model:\n  windw: 8\n")
+    done = run("--config", "mine.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and "windw" in done.stderr and "Did you mean 'window'" in done.stderr
+
+
+def test_help_explains_every_option(tmp_path):
+    done = run("--help", cwd=tmp_path)
+    for said in ("--micro_batch_size", "windows in one forward and backward", "--model.window", "default: 2500"):
+        assert said in done.stdout

@@ -1,0 +1,60 @@
+"""What a newcomer installs: one list of packages, the commands of the README, and no version said twice."""
+
+import re
+import subprocess
+import tomllib
+from importlib import metadata
+
+import yaml
+
+from shared.corpus import EMBEDDED
+from shared.course.paths import CHECKOUT
+
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PINS = dict(re.match(r"([\w-]+)(?:\[\w+\])?==([\w.]+)$", line).groups() for line in PROJECT["dependencies"] if "==" in line)
+
+
+def make(*arguments: str) -> str:
+    done = subprocess.run(["make", "--no-print-directory", *arguments], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_conda_takes_every_package_from_pyproject():
+    environment = yaml.safe_load((CHECKOUT / "environment.yml").read_text(encoding="utf-8"))
+    *conda, pip = environment["dependencies"]
+    assert [entry.split("=")[0] for entry in conda] == ["python", "pip"]
+    assert pip == {"pip": ["--editable ."]}
+    assert environment["name"] == PROJECT["name"]
+
+
+def test_the_embedded_corpus_is_pinned_to_the_versions_that_it_records():
+    assert {package.name: package.version for package in EMBEDDED}.items() <= PINS.items()
+
+
+def test_what_is_installed_is_what_is_pinned():
+    """torch 2.11 is the one exception: the code also runs on it, though notebooks are compared on the pinned version."""
+    installed = {name: metadata.version(name).split("+")[0] for name in PINS}
+    if installed["torch"].startswith("2.11."):
+        installed["torch"] = PINS["torch"]
+    assert installed == PINS
+
+
+def test_make_without_a_target_explains_the_commands():
+    shown = make()
+    for target in ("make run", "make lab", "make test", "make test-all", "IMPL=mine"):
+        assert target in shown
+
+
+def test_make_run_takes_the_newest_chapter_and_hands_options_on():
+    newest = sorted(path.parent.name for path in CHECKOUT.glob("chapters/*/run.py"))[-1]
+    assert f"chapters/{newest}/run.py --impl mine --steps 3" in make("--dry-run", "run", "IMPL=mine", "ARGS=--steps 3")
+    assert "chapters/01_training_loop/run.py --impl reference" in make("--dry-run", "run", "CHAPTER=01")
+
+
+def test_the_readme_lists_twelve_chapters_and_those_that_exist_as_built():
+    rows = re.findall(r"^\| \[?(\d\d)[^|]*\|.*\| ([^|]*) \|$", (CHECKOUT / "README.md").read_text(encoding="utf-8"), re.M)
+    states = dict(rows)
+    assert sorted(states) == [f"{number:02}" for number in range(1, 13)]
+    built = {folder.name[:2] for folder in CHECKOUT.glob("chapters/*_*") if (folder / "README.md").exists()}
+    assert {number for number, state in states.items() if state == "ready"} == built
