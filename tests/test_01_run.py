@@ -108,5 +108,5 @@ def test_an_unknown_key_in_a_yaml_file_is_named_with_the_nearest(tmp_path):
 
 def test_help_explains_every_option(tmp_path):
     done = run("--help", cwd=tmp_path)
-    for said in ("--micro_batch_size", "windows in one forward and backward", "--model.window", "default: 2500"):
+    for said in ("--micro_batch_size", "windows in one forward and backward", "--model.window", "default: 4000"):
         assert said in done.stdout

@@ -54,7 +54,7 @@ class RunConfig:
 
     impl: Literal["reference", "mine", "mixed"] = "reference"
     data: list[Path] = field(default_factory=list)
-    steps: int = 2500
+    steps: int = 4000
     seq: int = 64
     batch_size: int = 32
     micro_batch_size: int = 32
