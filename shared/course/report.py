@@ -35,21 +35,26 @@ def plain(lines: Iterable[Line], width: int = WIDTH) -> str:
     return "\n".join(part for line in lines for part in line.wrapped(width))
 
 
-def outcome_text(outcome: Outcome, *, after: bool = True) -> str:
+def outcome_text(outcome: Outcome, *, after: bool = True, comparison: Iterable[Line] = ()) -> str:
     """A check's outcome as plain text, without a final newline.
 
     Args:
-        after: add the after-pass question and the exercise that follows, where the check passed.
+        after: add the after-pass question and the exercise that is taught next, where the check passed.
+        comparison: the answer beside the solution (`side_by_side.comparison_lines`), shown where the check passed.
     """
-    return plain(outcome_lines(outcome, after=after))
+    lines = outcome_lines(outcome)
+    if outcome.state == PASS:
+        exercise = find_exercise(outcome.exercise)
+        lines += [*comparison, *(after_pass(exercise, following_exercise(exercise)) if after else [])]
+    return plain(lines)
 
 
-def outcome_lines(outcome: Outcome, *, after: bool = True) -> list[Line]:
-    """A check's outcome, line by line. See `outcome_text`."""
+def outcome_lines(outcome: Outcome) -> list[Line]:
+    """How a check ended, line by line."""
     exercise = find_exercise(outcome.exercise)
     lines = [headline(outcome)]
     if outcome.state == PASS:
-        return lines + (after_pass(exercise) if after else [])
+        return lines
     if outcome.state == NOT_ATTEMPTED:
         return lines + [Line(f"  {text}") for text in outcome.problem or [where_to_write(exercise)]]
     lines += [Line(f"  {outcome.title}")] if outcome.title else []
@@ -58,7 +63,7 @@ def outcome_lines(outcome: Outcome, *, after: bool = True) -> list[Line]:
         lines += [Line(), Line(f"  {outcome.misconception}", "bold", hang=0)]
     if outcome.printed.strip():
         lines += [Line(), Line("  Your code printed:")]
-        lines += [Line(f"    {text}", "dim") for text in outcome.printed.rstrip().splitlines()]
+        lines += [Line(f"    {harmless(text)}", "dim") for text in outcome.printed.rstrip().splitlines()]
     return lines + [Line(), Line(f"  Stuck? `course hint {exercise.id}` opens the next of three hints.")]
 
 
@@ -75,14 +80,19 @@ def problem_style(text: str) -> str:
     return {"came out": "red", "missing": "red", "raised": "red", "expected": "green"}.get(text[:LABEL].strip(), "")
 
 
+def harmless(text: str) -> str:
+    """Printed text with what would move the cursor or change colours written out."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text.expandtabs())
+
+
 def where_to_write(exercise: Exercise) -> str:
     file = f"chapters/{chapter_of(exercise.id).slug}/exercises.py"
     return f"Write the body of `{exercise.name}` in {file} (about {exercise.minutes} min)."
 
 
-def after_pass(exercise: Exercise) -> list[Line]:
+def after_pass(exercise: Exercise, following: Exercise | None) -> list[Line]:
+    """What to think about after a pass, and what to do next."""
     lines = [Line(), Line(f"  To think about: {exercise.after}", hang=0)]
-    following = following_exercise(exercise)
     if following:
         lines += [Line(), Line(f"  Next: {following.id}, {following.title.lower()} ({following.minutes} min).")]
     return lines

@@ -69,7 +69,7 @@ class BodyFile:
     @classmethod
     def read(cls, path: Path) -> "BodyFile":
         try:
-            return cls.parsed(path, path.read_text(encoding="utf-8"))
+            return cls.parsed(path, path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise BrokenFile(f"{shown(path)} is missing. `course reset {path.parent.name[:2]}` makes it anew.") from None
         except UnicodeDecodeError as error:
@@ -83,6 +83,11 @@ class BodyFile:
     def parsed(cls, path: Path, source: str) -> "BodyFile":
         return cls(path, source, ast.parse(source, str(path)))
 
+    @property
+    def lines(self) -> list[str]:
+        """The source by lines as the syntax tree counts them (`splitlines` would also cut at form feeds)."""
+        return self.source.split("\n")
+
     def function(self, name: str) -> ast.FunctionDef | None:
         found = [node for node in self.tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
         return found[-1] if found else None
@@ -90,7 +95,7 @@ class BodyFile:
     def text(self, name: str) -> str:
         """The source text of a function, as it stands in the file."""
         node = self.function(name)
-        return "\n".join(self.source.splitlines()[node.lineno - 1 : node.end_lineno]) if node else ""
+        return "\n".join(self.lines[node.lineno - 1 : node.end_lineno]) if node else ""
 
     def attempted(self, exercise: Exercise) -> bool:
         node = self.function(exercise.name)

@@ -1,0 +1,92 @@
+"""Floor 0. `course check`: run the checks that were asked for, keep what passed, show each outcome."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+from rich.console import Console
+
+from shared.course import catalogue, released, running, standing
+from shared.course.catalogue import Exercise, chapter_of
+from shared.course.errors import CourseError
+from shared.course.opening import not_kept
+from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
+from shared.course.paths import find_workspace
+from shared.course.progress import Progress
+from shared.course.report import after_pass, count, outcome_lines
+from shared.course.side_by_side import answer_text, print_comparison, solution_text
+from shared.course.stubs import BodyFile
+from shared.course.terminal import print_lines, say
+
+EXIT_CODES = {PASS: 0, FAIL: 1, NOT_ATTEMPTED: 2}
+
+
+def check(console: Console, names: tuple[str, ...], implementation: str, compare: bool) -> int:
+    """Check what `names` means and print it. Returns the exit code.
+
+    Args:
+        implementation: `mine` records what passed; `reference` checks the solutions and records nothing.
+        compare: show the answers that pass beside the solutions, also where several are checked.
+
+    Raises:
+        CourseError: an unknown name, an unreadable record, or nothing to check.
+    """
+    exercises = catalogue.select(names)
+    if not exercises:
+        raise CourseError("There is nothing to check: the course has no exercises. `course doctor` looks for the reason.")
+    if sentence := released.edited_sentence():
+        say(console, sentence, "yellow")
+        say(console)
+    workspace = find_workspace()
+    mine = implementation == "mine"
+    progress = Progress(workspace)
+    progress.read()  # an unreadable record is said before anything runs
+    outcomes, kept = [], True
+    for exercise, outcome in run(console, exercises, workspace if mine else None):
+        outcomes.append(outcome)
+        kept &= not mine or keep(outcome, progress)
+        print_lines(console, outcome_lines(outcome))
+        if outcome.state == PASS and mine and (compare or len(exercises) == 1):
+            show_pass(console, exercise, workspace)
+    if len(exercises) > 1:
+        say(console)
+        say(console, summary(outcomes), "bold")
+    if not kept:
+        say(console)
+        say(console, not_kept(progress), "yellow")
+    return exit_code(outcomes)
+
+
+def run(console: Console, exercises: list[Exercise], workspace: Path | None) -> Iterator[tuple[Exercise, Outcome]]:
+    """Check one exercise after the other, the learner's in `workspace` or the solutions, with a sign of life."""
+    for exercise in exercises:
+        with console.status(f"checking {exercise.id}") if console.is_terminal and not console.is_dumb_terminal else nullcontext():
+            outcome = next(running.check_files([exercise], workspace) if workspace else running.check_solutions([exercise]))
+        yield exercise, outcome
+
+
+def keep(outcome: Outcome, progress: Progress) -> bool:
+    """Record how a learner's check ended. False where that cannot be written."""
+    if outcome.state == NOT_ATTEMPTED:
+        return True
+    return progress.record_check(outcome.exercise, outcome.fingerprint if outcome.state == PASS else None)
+
+
+def show_pass(console: Console, exercise: Exercise, workspace: Path) -> None:
+    """After a pass: the answer beside the solution, the question, the exercise that is open next."""
+    file = BodyFile.read(chapter_of(exercise.id).stub_file(workspace))
+    print_comparison(console, answer_text(exercise, file), solution_text(exercise))
+    following = standing.next_open(standing.standings(workspace), after=exercise)
+    print_lines(console, after_pass(exercise, following if following != exercise else None))
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    states = [outcome.state for outcome in outcomes]
+    told = [f"{states.count(state)} {words}" for state, words in ((PASS, "passed"), (FAIL, "failed"), (NOT_ATTEMPTED, "not attempted"))]
+    return f"{count(len(states), 'exercise')} checked: {', '.join(told)}."
+
+
+def exit_code(outcomes: list[Outcome]) -> int:
+    """1 if any check failed, otherwise 2 if any exercise is not attempted, otherwise 0."""
+    states = {outcome.state for outcome in outcomes}
+    return next(EXIT_CODES[state] for state in (FAIL, NOT_ATTEMPTED, PASS) if state in states)

@@ -1,0 +1,164 @@
+"""Floor 0. The `course` command: what it is called with, and its exit codes. What it does stands in the modules it calls.
+
+Exit codes: 0 all is well (every check passed), 1 something failed, 2 nothing failed but something is not attempted yet,
+64 the command could not be carried out as it was given, 130 interrupted. Nothing here imports torch: a command answers
+at once, and only a check pays for loading it.
+"""
+
+import sys
+
+import click
+
+from shared.course import catalogue, maintaining, opening, reading, restoring, standing, terminal
+from shared.course.command import CourseGroup, examples
+from shared.course.paths import find_workspace, shown
+from shared.course.progress import Progress
+from shared.course.stubs import BodyFile
+
+
+@click.group(cls=CourseGroup, invoke_without_command=True)
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Learn to build a language-model trainer, one exercise at a time."""
+    if context.invoked_subcommand is None:
+        orientation()
+
+
+def orientation() -> None:
+    """What someone sees who types `course` and nothing else."""
+    console = terminal.open_console()
+    found = standing.standings(find_workspace())
+    terminal.say(console, standing.tally(found), "bold")
+    terminal.say(console)
+    print_next(found)
+    terminal.say(console)
+    terminal.say(console, "`course watch` checks whenever you save. `course status` shows where you stand. `course --help` lists all commands.")
+
+
+def print_next(found: list[standing.Standing]) -> None:
+    console = terminal.open_console()
+    exercise = standing.next_open(found)
+    if exercise is None:
+        terminal.say(console, f"Every exercise has passed. {standing.tally(found)}", "bold green")
+        return
+    chapter = catalogue.chapter_of(exercise.id)
+    path = chapter.stub_file(find_workspace())
+    file = BodyFile.read(path)
+    node = file.function(exercise.name)
+    terminal.say(console, f"Next: {exercise.id}  {exercise.title}", "bold")
+    terminal.say(console, f"  about {exercise.minutes} minutes, difficulty {exercise.difficulty} of 5")
+    if exercise.needs:
+        terminal.say(console, f"  after {', '.join(exercise.needs)}")
+    terminal.say(console, f"  write    {shown(path)}" + (f", line {node.lineno}" if node else ""))
+    terminal.say(console, f"  read     {shown(chapter.notebook)}")
+    terminal.say(console, f"  check    course check {exercise.id}")
+    terminal.say(console, f"  stuck    course hint {exercise.id}")
+
+
+@cli.command("next", epilog=examples("course next"))
+def next_command() -> None:
+    """Say which exercise comes next and where to write it."""
+    print_next(standing.standings(find_workspace()))
+
+
+@cli.command(epilog=examples("course check", "course check 01", "course check 01.cross_entropy 01.evaluate", "course check 01 --impl reference"))
+@click.argument("names", nargs=-1, metavar="[NN[.name]]...")
+@click.option("--impl", "implementation", type=click.Choice(["mine", "reference"]), default="mine", help="Your file (default), or the solutions.")
+@click.option("--compare", is_flag=True, help="Show your answers beside the solutions also where several are checked.")
+def check(names: tuple[str, ...], implementation: str, compare: bool) -> None:
+    """Check your answers: all, a chapter's, or the ones named.
+
+    Exit code 0: every check passed. 1: at least one failed. 2: none failed, at least one is not attempted.
+    """
+    from shared.course import answers
+
+    sys.exit(answers.check(terminal.open_console(), names, implementation, compare))
+
+
+@cli.command(epilog=examples("course watch", "course watch 01.evaluate"))
+@click.argument("name", required=False, metavar="[NN.name]")
+def watch(name: str | None) -> None:
+    """Check the next exercise whenever you save; move on when it passes."""
+    from shared.course import watch as watching
+
+    watching.watch(terminal.open_console(), find_workspace(), catalogue.find_exercise(name) if name else None)
+
+
+@cli.command(epilog=examples("course hint 01.cross_entropy", "course hint 01.cross_entropy --rung 1"))
+@click.argument("name", metavar="NN.name")
+@click.option("--rung", type=click.IntRange(1, 3), help="Read an opened hint again.")
+def hint(name: str, rung: int | None) -> None:
+    """Open the next of three hints: a question, the idea, a skeleton."""
+    opening.print_hint(terminal.open_console(), catalogue.find_exercise(name), Progress(find_workspace()), rung)
+
+
+@cli.command(epilog=examples("course solution 01.cross_entropy"))
+@click.argument("name", metavar="NN.name")
+def solution(name: str) -> None:
+    """Show the solution, after a pass or after the third hint."""
+    shown_it = opening.print_solution(terminal.open_console(), catalogue.find_exercise(name), Progress(find_workspace()))
+    sys.exit(0 if shown_it else 1)
+
+
+@cli.command(epilog=examples("course reset 01.cross_entropy", "course reset 01", "course reset 01 --yes"))
+@click.argument("name", metavar="NN[.name]")
+@click.option("--yes", is_flag=True, help="Reset a whole chapter without asking.")
+def reset(name: str, yes: bool) -> None:
+    """Put a stub back, and keep your text in .course/saved/."""
+    console, workspace = terminal.open_console(), find_workspace()
+    if "." in name:
+        terminal.say(console, restoring.reset_exercise(catalogue.find_exercise(name), workspace))
+        return
+    chapter = catalogue.find_chapter(name)
+    path = chapter.stub_file(workspace)
+    if path.exists() and not yes and not click.confirm(f"Put all stubs of chapter {chapter.number} back in {shown(path)}?"):
+        terminal.say(console, "Nothing was reset.")
+        sys.exit(1)
+    terminal.say(console, restoring.reset_chapter(chapter, workspace))
+
+
+@cli.command(epilog=examples("course status"))
+def status() -> None:
+    """Show every exercise: passed, changed since, attempted or not, with hints and minutes."""
+    standing.print_status(terminal.open_console(), standing.standings(find_workspace()))
+
+
+@cli.command("map", epilog=examples("course map 01"))
+@click.argument("chapter", metavar="NN")
+def map_command(chapter: str) -> None:
+    """List what the core gained with a chapter."""
+    terminal.print_lines(terminal.open_console(), reading.map_lines(catalogue.find_chapter(chapter)))
+
+
+@cli.command(epilog=examples("course read shared.loss", "course read loop --reveal", "course read shared/loop.py --impl mine"))
+@click.argument("module", metavar="MODULE")
+@click.option("--impl", "implementation", type=click.Choice(["reference", "mine"]), default="reference", help="Whose bodies to show.")
+@click.option("--reveal", is_flag=True, help="Show also the bodies of exercises that you have not done.")
+def read(module: str, implementation: str, reveal: bool) -> None:
+    """Print a module of the core with the exercises' bodies in their place."""
+    path, workspace = reading.find_module(module), find_workspace()
+    progress = Progress(workspace)
+
+    def body_file(contract: catalogue.Contract) -> BodyFile | None:
+        chapter = catalogue.chapter_of(contract.exercise)
+        if implementation == "mine":
+            return BodyFile.read(chapter.stub_file(workspace))
+        return BodyFile.read(chapter.solution_file) if reveal or progress.opened(contract.exercise) else None
+
+    terminal.print_python(terminal.open_console(), reading.with_bodies(path, body_file))
+
+
+@cli.command(epilog=examples("course doctor"))
+def doctor() -> None:
+    """Say what is wrong with the set-up, and what to do about it."""
+    from shared.course import doctor as examining
+
+    sys.exit(examining.print_examination(terminal.open_console(), find_workspace()))
+
+
+maintaining.add_to(cli)
+
+
+def main() -> None:
+    """The entry point of the installed command."""
+    cli(prog_name="course")

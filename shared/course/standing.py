@@ -1,0 +1,99 @@
+"""Floor 0. Where a learner stands: each exercise's state, from the file as it is now and the record of past checks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shared.course import catalogue
+from shared.course.catalogue import Chapter, Exercise
+from shared.course.errors import BrokenFile
+from shared.course.progress import Progress
+from shared.course.stubs import BodyFile
+from shared.course.terminal import say
+
+PASSED, CHANGED, ATTEMPTED = "passed", "changed since it passed", "attempted"
+UNTOUCHED, UNREADABLE = "not attempted", "file cannot be read"
+STYLES = {PASSED: "green", CHANGED: "yellow", ATTEMPTED: "yellow", UNTOUCHED: "dim", UNREADABLE: "red"}
+NARROW = 80  # columns below which the table keeps only what matters most
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One exercise as it stands: `state` is one of the five words above."""
+
+    exercise: Exercise
+    state: str
+    hints: int
+
+    @property
+    def passed(self) -> bool:
+        return self.state == PASSED
+
+
+def standings(workspace: Path) -> list[Standing]:
+    """Every exercise in teaching order."""
+    record = Progress(workspace).read()
+    return [standing for chapter in catalogue.chapters().values() for standing in chapter_standings(chapter, workspace, record)]
+
+
+def chapter_standings(chapter: Chapter, workspace: Path, record: dict[str, dict]) -> list[Standing]:
+    try:
+        file = BodyFile.read(chapter.stub_file(workspace))
+    except BrokenFile:
+        file = None
+    found = []
+    for exercise in chapter.exercises:
+        kept = record.get(exercise.id, {})
+        found.append(Standing(exercise, state_of(exercise, chapter, file, kept.get("passed")), kept.get("hints", 0)))
+    return found
+
+
+def state_of(exercise: Exercise, chapter: Chapter, file: BodyFile | None, passed: str | None) -> str:
+    if file is None:
+        return UNREADABLE
+    if not file.attempted(exercise):
+        return UNTOUCHED
+    if passed is None:
+        return ATTEMPTED
+    return PASSED if passed == file.fingerprint(exercise, chapter) else CHANGED
+
+
+def next_open(found: Sequence[Standing], after: Exercise | None = None) -> Exercise | None:
+    """The first exercise that has not passed: from `after` on if given, and from the beginning again behind the last."""
+    ids = [standing.exercise.id for standing in found]
+    start = ids.index(after.id) + 1 if after else 0
+    return next((standing.exercise for standing in [*found[start:], *found[:start]] if not standing.passed), None)
+
+
+def tally(found: Sequence[Standing]) -> str:
+    yours = sum(standing.passed for standing in found)
+    return f"{yours} of {len(found)} parts of the trainer are yours."
+
+
+def progress_bar(found: Sequence[Standing], width: int = 30) -> str:
+    done = sum(standing.passed for standing in found)
+    filled = round(width * done / len(found))
+    return f"[{'#' * filled}{'-' * (width - filled)}] {done} of {len(found)}"
+
+
+def print_status(console: Console, found: Sequence[Standing]) -> None:
+    """The table of `course status`; a narrow terminal gets the exercise and its state only."""
+    wide = console.width >= NARROW
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("exercise", no_wrap=True)
+    table.add_column("state")
+    if wide:
+        table.add_column("hints", justify="right")
+        table.add_column("minutes", justify="right")
+        table.add_column("title")
+    for standing in found:
+        exercise = standing.exercise
+        about = [str(standing.hints or ""), str(exercise.minutes), exercise.title] if wide else []
+        table.add_row(exercise.id, Text(standing.state, STYLES[standing.state]), *about)
+    console.print(table)
+    say(console)
+    say(console, tally(found), "bold")

@@ -1,0 +1,43 @@
+"""Floor 0. Where a command writes: colours and wrapping on a terminal, plain text everywhere else.
+
+rich decides what is a terminal (it knows NO_COLOR and dumb ones); a pipe gets the text that a notebook prints.
+"""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.text import Text
+
+from shared.course.report import WIDTH, Line
+
+
+def open_console() -> Console:
+    """Standard output as it is now. A pipe has no width of its own: it gets that of plain text."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
+
+
+def print_lines(console: Console, lines: Iterable[Line]) -> None:
+    for line in lines:
+        for part in line.wrapped(console.width):
+            console.print(Text(part, line.style), soft_wrap=True)
+
+
+def say(console: Console, text: str = "", style: str = "") -> None:
+    """Text of any number of lines, each wrapped below its own beginning."""
+    print_lines(console, [Line(part, style, hang=0) for part in text.splitlines() or [""]])
+
+
+def print_python(console: Console, source: str) -> None:
+    """Python as it is: highlighted on a terminal with colours, unchanged elsewhere."""
+    if console.color_system is None:
+        console.print(Text(source), soft_wrap=True)
+    else:
+        console.print(highlighted(source))
+
+
+def highlighted(source: str) -> Syntax:
+    return Syntax(source, "python", theme="ansi_dark", background_color="default", word_wrap=True)
