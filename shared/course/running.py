@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -88,7 +89,10 @@ def solution_mentioned(file: BodyFile, function: str) -> int | None:
 
 
 def check_path(exercise: Exercise) -> Path:
-    return CHECKOUT / "tests" / "checks" / chapter_of(exercise.id).slug / f"{exercise.name}.py"
+    path = CHECKOUT / "tests" / "checks" / chapter_of(exercise.id).slug / f"{exercise.name}.py"
+    if not path.exists():
+        raise CourseError(f"{shown(path)} is missing: {exercise.id} cannot be checked. `git checkout tests/checks` brings it back.")
+    return path
 
 
 def time_limit(exercise: Exercise) -> float:
@@ -157,10 +161,19 @@ def child_main(exercise_id: str, file: BodyFile, folder: str, seconds: float) ->
     threading.Thread(target=end_with_parent, daemon=True).start()
     faulthandler.dump_traceback_later(seconds, file=open(Path(folder, "stuck.txt"), "w"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills this process
-    outcome = check_in_this_process(exercise_id, file)
+    try:
+        outcome = check_in_this_process(exercise_id, file)
+    except Exception as error:  # what the answer raises is caught where it is called
+        traceback.print_exc()
+        outcome = failed_check(exercise_id, error)
     partial = Path(folder, "result.part")
     partial.write_text(json.dumps(outcome.to_json()), encoding="utf-8")
     partial.replace(Path(folder, "result.json"))
+
+
+def failed_check(exercise_id: str, error: Exception) -> Outcome:
+    reason = f"The check itself failed ({type(error).__name__}: {error}). That is a fault of the course and says nothing about your answer."
+    return Outcome(exercise_id, FAIL, problem=[*reason.splitlines(), "`course doctor` says whether a file of the course was changed."])
 
 
 def end_with_parent() -> None:
