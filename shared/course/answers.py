@@ -48,8 +48,9 @@ def check(console: Console, names: tuple[str, ...], implementation: str, compare
         print_lines(console, outcome_lines(outcome))
         if outcome.state == PASS and mine and (compare or len(exercises) == 1):
             show_pass(console, exercise, workspace)
+        if len(exercises) > 1 and (outcome.state == FAIL or compare):
+            say(console)
     if len(exercises) > 1:
-        say(console)
         say(console, summary(outcomes), "bold")
     if not kept:
         say(console)

@@ -64,7 +64,7 @@ def map_lines(chapter: Chapter) -> list[Line]:
     """The text of `course map NN`."""
     lines = [Line(f"Chapter {chapter.number}: what the core gained (* marks an exercise)", "bold")]
     for room in rooms(chapter.number):
-        lines += [Line(), Line(room.module, "bold cyan"), Line(f"  {room.sentence}", hang=0)]
+        lines += [Line(), Line(room.module, "bold cyan"), Line(f"  {room.sentence}")]
         for part in room.parts:
             lines.append(Line(f"  {'*' if part.exercise else ' '} {part.name}: {part.sentence}", "green" if part.exercise else "", hang=4))
     return lines

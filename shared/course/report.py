@@ -13,22 +13,31 @@ from shared.course.catalogue import Exercise, all_exercises, chapter_of, find_ex
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 
 WIDTH = 100  # columns of plain text
-LABEL = 10  # columns of "given     ", "expected  ", under which the values stand
+LABEL = 10  # columns of "given     ", "expected  ", beside which the values stand
+PRINTED_LINES = 15  # of what an answer printed
 STYLES = {PASS: "bold green", FAIL: "bold red", NOT_ATTEMPTED: "bold yellow"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a report: its text, how a terminal may show it, and where it goes on when it is too long."""
+    """One line of a report.
+
+    text: what it says.
+    style: how a terminal may show it.
+    hang: how much further in it goes on below when it is too long; None leaves it in one piece, as code needs.
+    """
 
     text: str = ""
     style: str = ""
-    hang: int = 2
+    hang: int | None = 0
 
     def wrapped(self, width: int) -> list[str]:
-        """The line cut at `width` columns; what is left goes below its own beginning."""
+        """The line cut at `width` columns."""
+        if self.hang is None:
+            return [self.text]
         margin = len(self.text) - len(self.text.lstrip())
-        return textwrap.wrap(self.text, width, subsequent_indent=" " * min(margin + self.hang, width // 2)) or [""]
+        indent = " " * min(margin + self.hang, width // 2)
+        return textwrap.wrap(self.text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 def plain(lines: Iterable[Line], width: int = WIDTH) -> str:
@@ -58,12 +67,11 @@ def outcome_lines(outcome: Outcome) -> list[Line]:
     if outcome.state == NOT_ATTEMPTED:
         return lines + [Line(f"  {text}") for text in outcome.problem or [where_to_write(exercise)]]
     lines += [Line(f"  {outcome.title}")] if outcome.title else []
-    lines += [Line()] + [Line(f"  {text}", problem_style(text), hang=LABEL) for text in outcome.problem]
+    lines += [Line()] + [problem_line(text) for text in outcome.problem]
     if outcome.misconception:
-        lines += [Line(), Line(f"  {outcome.misconception}", "bold", hang=0)]
+        lines += [Line(), Line(f"  {outcome.misconception}", "bold")]
     if outcome.printed.strip():
-        lines += [Line(), Line("  Your code printed:")]
-        lines += [Line(f"    {harmless(text)}", "dim") for text in outcome.printed.rstrip().splitlines()]
+        lines += [Line(), Line("  Your code printed:"), *printed_lines(outcome.printed.rstrip().splitlines())]
     return lines + [Line(), Line(f"  Stuck? `course hint {exercise.id}` opens the next of three hints.")]
 
 
@@ -76,8 +84,18 @@ def headline(outcome: Outcome) -> Line:
     return Line(text, STYLES[outcome.state])
 
 
-def problem_style(text: str) -> str:
-    return {"came out": "red", "missing": "red", "raised": "red", "expected": "green"}.get(text[:LABEL].strip(), "")
+def problem_line(text: str) -> Line:
+    """A line of `Outcome.problem`: a label and a value, or a sentence."""
+    label = text[:LABEL]
+    style = {"came out": "red", "missing": "red", "raised": "red", "expected": "green"}.get(label.strip(), "")
+    return Line(f"  {text}", style, hang=LABEL if label.endswith("  ") and label.strip() else 0)
+
+
+def printed_lines(printed: list[str]) -> list[Line]:
+    """The beginning of what an answer printed, and its end, where a clipped output says how long it was."""
+    if len(printed) > PRINTED_LINES:
+        printed = [*printed[: PRINTED_LINES - 2], "...", printed[-1]]
+    return [Line(f"    {harmless(text)}", "dim") for text in printed]
 
 
 def harmless(text: str) -> str:
@@ -92,7 +110,7 @@ def where_to_write(exercise: Exercise) -> str:
 
 def after_pass(exercise: Exercise, following: Exercise | None) -> list[Line]:
     """What to think about after a pass, and what to do next."""
-    lines = [Line(), Line(f"  To think about: {exercise.after}", hang=0)]
+    lines = [Line(), Line(f"  To think about: {exercise.after}")]
     if following:
         lines += [Line(), Line(f"  Next: {following.id}, {following.title.lower()} ({following.minutes} min).")]
     return lines

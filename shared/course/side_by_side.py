@@ -8,7 +8,7 @@ from shared.course.report import Line
 from shared.course.stubs import BodyFile, without_docstring
 from shared.course.terminal import highlighted, print_lines
 
-SIDE_BY_SIDE = 150  # columns from which two functions fit beside each other
+SIDE_BY_SIDE = 170  # columns from which two functions fit beside each other
 
 
 def solution_text(exercise: Exercise) -> str:
@@ -29,7 +29,7 @@ def comparison_lines(answer: str, solution: str) -> list[Line]:
     """Both functions, one after the other, as plain lines that keep their own layout."""
     lines = []
     for heading, source in (("yours", answer), ("the course's", solution)):
-        lines += [Line(), Line(f"  {heading}:", "bold"), *(Line(f"    {text}", hang=4) for text in source.split("\n"))]
+        lines += [Line(), Line(f"  {heading}:", "bold"), *(Line(f"    {text}", hang=None) for text in source.split("\n"))]
     return lines
 
 

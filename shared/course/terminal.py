@@ -28,7 +28,7 @@ def print_lines(console: Console, lines: Iterable[Line]) -> None:
 
 def say(console: Console, text: str = "", style: str = "") -> None:
     """Text of any number of lines, each wrapped below its own beginning."""
-    print_lines(console, [Line(part, style, hang=0) for part in text.splitlines() or [""]])
+    print_lines(console, [Line(part, style) for part in text.splitlines() or [""]])
 
 
 def print_python(console: Console, source: str) -> None:
