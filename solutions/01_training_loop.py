@@ -51,9 +51,10 @@ def train_step(
 ) -> Totals:
     """Clearing comes first rather than last, so that the gradients of this step can be read after it."""
     optimizer.zero_grad(set_to_none=True)
-    totals = reducer(model, runner(model, microbatches, objective))
-    updater(model, optimizer, totals.token_count)
-    return totals
+    totals = runner(model, microbatches, objective)
+    reduced = reducer(model, totals)
+    updater(model, optimizer, reduced.token_count)
+    return reduced
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], objective: Objective) -> Totals:

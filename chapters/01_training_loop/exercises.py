@@ -70,7 +70,8 @@ def apply_update(model: nn.Module, optimizer: Optimizer, token_count: Tensor) ->
     This is the one place where a gradient is divided. A parameter without a gradient (unused, frozen) is left alone.
 
     Args:
-        model: its parameters' `grad` hold the gradient of the loss sum; they hold that of the mean afterwards.
+        model: its parameters' `grad` hold the gradient of the loss sum. Afterwards the same tensors hold that of the
+            mean: the division is in place.
         optimizer: steps over the model's parameters.
         token_count: [] int64, tokens that counted in the whole step, over all micro-batches and ranks.
 
@@ -112,7 +113,7 @@ def train_step(
         The reduced totals.
 
     The gradients of the step remain in `grad` afterwards, where monitoring can read them; those of an earlier
-    step must not be in them.
+    step must not be in them, and a parameter that this step did not use has none (`None`).
     """
     raise NotImplementedError("01.train_step: write this body")
 
@@ -122,7 +123,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], objective: Objective) -
     """The objective's totals over held-out data, with dropout off and without recording gradients.
 
     Args:
-        model: left as it was found: in training mode if it was in training mode, in evaluation mode if not.
+        model: left as it was found, also where the objective raises: in training mode if it was in training mode, in
+            evaluation mode if not.
         batches: one or more batches, of any sizes, possibly a generator.
         objective: objective(model, batch) -> Totals.
 
