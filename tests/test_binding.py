@@ -126,7 +126,7 @@ def test_mixed_takes_the_learners_part_only_while_it_is_the_one_that_passed(work
     path = CHAPTER.stub_file(workspace)
     path.write_text("# a comment changes nothing\n" + path.read_text(), encoding="utf-8")
     assert python(workspace, script).stdout.split() == ["mine", "reference"]
-    path.write_text(path.read_text().replace("    return totals\n", "    return None\n", 1), encoding="utf-8")
+    path.write_text(path.read_text().replace("    return reduced\n", "    return None\n", 1), encoding="utf-8")
     assert python(workspace, script).stdout.split() == ["reference", "reference"]
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shared.course import catalogue, released, running, standing
 from shared.course.catalogue import Exercise, chapter_of
-from shared.course.errors import CourseError
+from shared.course.errors import BrokenFile, CourseError
 from shared.course.opening import not_kept
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 from shared.course.paths import find_workspace
@@ -34,13 +34,13 @@ def check(console: Console, names: tuple[str, ...], implementation: str, compare
     exercises = catalogue.select(names)
     if not exercises:
         raise CourseError("There is nothing to check: the course has no exercises. `course doctor` looks for the reason.")
-    if sentence := released.edited_sentence():
-        say(console, sentence, "yellow")
-        say(console)
     workspace = find_workspace()
     mine = implementation == "mine"
     progress = Progress(workspace)
     progress.read()  # an unreadable record is said before anything runs
+    if sentence := released.edited_sentence():
+        say(console, sentence, "yellow")
+        say(console)
     outcomes, kept = [], True
     for exercise, outcome in run(console, exercises, workspace if mine else None):
         outcomes.append(outcome)
@@ -73,12 +73,17 @@ def keep(outcome: Outcome, progress: Progress) -> bool:
     return progress.record_check(outcome.exercise, outcome.fingerprint if outcome.state == PASS else None)
 
 
-def show_pass(console: Console, exercise: Exercise, workspace: Path) -> None:
-    """After a pass: the answer beside the solution, the question, the exercise that is open next."""
-    file = BodyFile.read(chapter_of(exercise.id).stub_file(workspace))
-    print_comparison(console, answer_text(exercise, file), solution_text(exercise))
+def show_pass(console: Console, exercise: Exercise, workspace: Path) -> Exercise | None:
+    """After a pass: the answer beside the solution, the question, and the exercise that is open next, which is returned."""
+    try:
+        file = BodyFile.read(chapter_of(exercise.id).stub_file(workspace))
+        print_comparison(console, answer_text(exercise, file), solution_text(exercise))
+    except BrokenFile:
+        pass  # saved again since it was checked, and broken: the pass stands, the new text is for the next check
     following = standing.next_open(standing.standings(workspace), after=exercise)
-    print_lines(console, after_pass(exercise, following if following != exercise else None))
+    following = following if following != exercise else None  # itself, where the pass could not be recorded
+    print_lines(console, after_pass(exercise, following))
+    return following
 
 
 def summary(outcomes: list[Outcome]) -> str:

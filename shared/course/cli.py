@@ -16,7 +16,7 @@ from shared.course.progress import Progress
 from shared.course.stubs import BodyFile
 
 
-@click.group(cls=CourseGroup, invoke_without_command=True)
+@click.group(cls=CourseGroup, invoke_without_command=True, epilog=examples("course", "course watch", "course check 01"))
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Learn to build a language-model trainer, one exercise at a time."""
@@ -40,19 +40,8 @@ def print_next(found: list[standing.Standing]) -> None:
     exercise = standing.next_open(found)
     if exercise is None:
         terminal.say(console, f"Every exercise has passed. {standing.tally(found)}", "bold green")
-        return
-    chapter = catalogue.chapter_of(exercise.id)
-    path = chapter.stub_file(find_workspace())
-    file = BodyFile.read(path)
-    node = file.function(exercise.name)
-    terminal.say(console, f"Next: {exercise.id}  {exercise.title}", "bold")
-    terminal.say(console, f"  about {exercise.minutes} minutes, difficulty {exercise.difficulty} of 5")
-    if exercise.needs:
-        terminal.say(console, f"  after {', '.join(exercise.needs)}")
-    terminal.say(console, f"  write    {shown(path)}" + (f", line {node.lineno}" if node else ""))
-    terminal.say(console, f"  read     {shown(chapter.notebook)}")
-    terminal.say(console, f"  check    course check {exercise.id}")
-    terminal.say(console, f"  stuck    course hint {exercise.id}")
+    else:
+        terminal.print_lines(console, standing.next_lines(exercise, find_workspace()))
 
 
 @cli.command("next", epilog=examples("course next"))

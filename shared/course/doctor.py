@@ -52,7 +52,7 @@ def print_examination(console: Console, workspace: Path) -> int:
 
 def examine(workspace: Path) -> Iterator[Finding]:
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    yield python_version(project["requires-python"])
+    yield from guarded("Python", lambda: python_version(project["requires-python"]))
     yield command_on_path()
     yield from packages(project["dependencies"])
     yield from guarded("PyTorch", devices)

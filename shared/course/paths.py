@@ -13,7 +13,9 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def is_workspace(folder: Path) -> bool:
-    return any(folder.glob("chapters/[0-9][0-9]_*/exercises.py"))
+    """Whether a learner's files are here, or were: a record of progress keeps a folder whose file was lost."""
+    lost = (folder / ".course").is_dir() and any(folder.glob("chapters/[0-9][0-9]_*"))
+    return lost or any(folder.glob("chapters/[0-9][0-9]_*/exercises.py"))
 
 
 def find_workspace(start: Path | None = None) -> Path:

@@ -72,7 +72,9 @@ def outcome_lines(outcome: Outcome) -> list[Line]:
         lines += [Line(), Line(f"  {outcome.misconception}", "bold")]
     if outcome.printed.strip():
         lines += [Line(), Line("  Your code printed:"), *printed_lines(outcome.printed.rstrip().splitlines())]
-    return lines + [Line(), Line(f"  Stuck? `course hint {exercise.id}` opens the next of three hints.")]
+    if outcome.rung:  # a file that does not load needs no hint about the exercise
+        lines += [Line(), Line(f"  Stuck? `course hint {exercise.id}` opens the next of three hints.")]
+    return lines
 
 
 def headline(outcome: Outcome) -> Line:

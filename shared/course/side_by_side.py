@@ -19,9 +19,9 @@ def solution_text(exercise: Exercise) -> str:
 def answer_text(exercise: Exercise, file: BodyFile) -> str:
     """The learner's function without the contract's docstring, which says nothing new after a pass."""
     node = file.function(exercise.name)
-    docstring = node.body[0]
-    if len(without_docstring(node)) in (0, len(node.body)):
+    if node is None or len(without_docstring(node)) in (0, len(node.body)):
         return file.text(exercise.name)
+    docstring = node.body[0]
     return "\n".join(file.lines[node.lineno - 1 : docstring.lineno - 1] + file.lines[docstring.end_lineno : node.end_lineno])
 
 

@@ -11,7 +11,9 @@ from rich.text import Text
 from shared.course import catalogue
 from shared.course.catalogue import Chapter, Exercise
 from shared.course.errors import BrokenFile
+from shared.course.paths import shown
 from shared.course.progress import Progress
+from shared.course.report import Line
 from shared.course.stubs import BodyFile
 from shared.course.terminal import say
 
@@ -67,6 +69,29 @@ def next_open(found: Sequence[Standing], after: Exercise | None = None) -> Exerc
     ids = [standing.exercise.id for standing in found]
     start = ids.index(after.id) + 1 if after else 0
     return next((standing.exercise for standing in [*found[start:], *found[:start]] if not standing.passed), None)
+
+
+def next_lines(exercise: Exercise, workspace: Path) -> list[Line]:
+    """What to do about an exercise: where to write it, where to read about it, how to check it.
+
+    Raises:
+        BrokenFile: the learner's file is missing or Python cannot read it.
+    """
+    chapter = catalogue.chapter_of(exercise.id)
+    path = chapter.stub_file(workspace)
+    node = BodyFile.read(path).function(exercise.name)
+    told = {
+        "write": shown(path) + (f", line {node.lineno}" if node else ""),
+        "read": shown(chapter.notebook),
+        "check": f"course check {exercise.id}",
+        "stuck": f"course hint {exercise.id}",
+    }
+    after = f"; after {', '.join(exercise.needs)}" if exercise.needs else ""
+    return [
+        Line(f"Next: {exercise.id}  {exercise.title}", "bold"),
+        Line(f"  about {exercise.minutes} minutes, difficulty {exercise.difficulty} of 5{after}"),
+        *(Line(f"  {label:<8} {text}", hang=9) for label, text in told.items()),
+    ]
 
 
 def tally(found: Sequence[Standing]) -> str:

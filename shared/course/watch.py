@@ -1,15 +1,14 @@
 """Floor 0. `course watch`: check the open exercise whenever its file is saved, and move on when it passes.
 
-One loop does everything: it wakes for a saved file or a typed line. A thread reads the lines, because a terminal's
-input can only be waited for.
+One loop does everything. It waits for a typed line, a moment at most, and then looks whether the file is another one than
+was checked: by its time, size and identity, so that no save is missed, whichever way an editor saves.
 """
 
-import queue
+import os
+import select
 import sys
-import threading
 from pathlib import Path
 
-import watchfiles
 from rich.console import Console
 
 from shared.course import answers, opening, standing
@@ -17,12 +16,10 @@ from shared.course.catalogue import Exercise, chapter_of
 from shared.course.outcome import PASS
 from shared.course.paths import shown
 from shared.course.progress import Progress
-from shared.course.report import after_pass, outcome_lines
-from shared.course.side_by_side import answer_text, print_comparison, solution_text
-from shared.course.stubs import BodyFile
+from shared.course.report import outcome_lines
 from shared.course.terminal import print_lines, say
 
-WAKE = 150  # milliseconds between looks at what was typed
+WAKE = 0.15  # seconds between two looks at the file
 KEYS = "h hint   n next   s status   q quit   (then Enter; an empty line checks again)"
 
 
@@ -31,6 +28,8 @@ class Watch:
 
     def __init__(self, console: Console, workspace: Path, exercise: Exercise):
         self.console, self.workspace, self.exercise = console, workspace, exercise
+        self.checked: tuple | None = None  # the file's marks when it was checked last
+        self.seen: tuple | None = None  # at the last look
 
     @property
     def file(self) -> Path:
@@ -39,6 +38,7 @@ class Watch:
     def check(self) -> None:
         """Check the open exercise; after a pass open the next one. Ends where none is left (`exercise` is None)."""
         exercise = self.exercise
+        self.checked = marks(self.file)  # before it is read: a save during the check is a new one
         [(_, outcome)] = answers.run(self.console, [exercise], self.workspace)
         progress = Progress(self.workspace)
         kept = answers.keep(outcome, progress)
@@ -46,16 +46,18 @@ class Watch:
         self.header(found)
         print_lines(self.console, outcome_lines(outcome))
         if outcome.state == PASS:
-            self.passed(exercise, found)
+            self.exercise = answers.show_pass(self.console, exercise, self.workspace)
+            if self.exercise and self.exercise.chapter != exercise.chapter:
+                self.checked = self.seen = marks(self.file)  # another file, which waits for its first save
         if not kept:
             say(self.console, opening.not_kept(progress), "yellow")
         self.footer()
 
-    def passed(self, exercise: Exercise, found: list[standing.Standing]) -> None:
-        file = BodyFile.read(self.file)
-        print_comparison(self.console, answer_text(exercise, file), solution_text(exercise))
-        self.exercise = standing.next_open(found, after=exercise)
-        print_lines(self.console, after_pass(exercise, self.exercise))
+    def look(self) -> None:
+        """Check where the file is no longer what was checked, once two looks agree that it is completely written."""
+        before, self.seen = self.seen, marks(self.file)
+        if self.seen != self.checked and self.seen == before:
+            self.check()
 
     def header(self, found: list[standing.Standing]) -> None:
         self.console.clear()  # without effect where there is no terminal
@@ -102,37 +104,35 @@ def watch(console: Console, workspace: Path, exercise: Exercise | None) -> None:
     if begin is None:
         say(console, "Every exercise has passed: there is nothing to watch. `course watch NN.name` watches one again.")
         return
-    lines = typed_lines()
     session = Watch(console, workspace, begin)
     try:
         session.check()
-        wake(session, lines)
+        loop(session)
     except KeyboardInterrupt:
         say(console)
     say(console, standing.tally(standing.standings(workspace)))
 
 
-def wake(session: Watch, lines: queue.SimpleQueue) -> None:
-    """The loop: look at what was saved and what was typed, until there is no exercise left or someone leaves."""
-    folder = session.workspace / "chapters"
-    saved = watchfiles.watch(folder, rust_timeout=WAKE, yield_on_timeout=True, debounce=100, step=20, raise_interrupt=True)
-    for changes in saved:
-        if session.exercise is None:
-            return
-        if str(session.file) in {path for _, path in changes}:
-            session.check()
-        while not lines.empty():
-            if not session.typed(lines.get()):
-                return
+def loop(session: Watch) -> None:
+    """Look at what was typed and what was saved, until no exercise is left or someone leaves."""
+    sources = [sys.stdin] if sys.stdin else []
+    while session.exercise is not None:
+        readable, _, _ = select.select(sources, [], [], WAKE)
+        if readable:
+            typed = os.read(sys.stdin.fileno(), 4096).decode(errors="replace").splitlines()
+            if not typed:  # the input has ended: from now on only saving counts
+                sources.clear()
+            for line in typed:
+                if session.exercise is None or not session.typed(line):
+                    return
+        else:
+            session.look()
 
 
-def typed_lines() -> queue.SimpleQueue:
-    """Lines typed from now on. The end of the input, as under a pipe, ends nothing: only saving is left then."""
-    lines: queue.SimpleQueue = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            lines.put(line)
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines
+def marks(path: Path) -> tuple | None:
+    """What changes when a file is saved; None where there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
