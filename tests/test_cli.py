@@ -104,7 +104,7 @@ def test_after_a_pass_come_the_solution_the_question_and_the_next_exercise(learn
     told = " ".join(checked.stdout.split())
     yours, course = told.split("the course's:")
     assert "exact.log_softmax(-1)" in yours and "The summed cross-entropy" not in yours and "losses.where(counted, 0)" in course
-    assert catalogue.find_exercise(FIRST).after in told and told.endswith("Next: 01.accumulate_gradients, gradient accumulation (10 min).")
+    assert catalogue.find_exercise(FIRST).after in told and told.endswith("Next: 01.accumulate_gradients (Gradient accumulation, 10 min).")
     assert FIRST in learner.course("check", "01").stdout and "the course's:" not in learner.course("check", "01").stdout
 
 
@@ -205,7 +205,7 @@ def test_a_damaged_record_is_refused_before_anything_runs(learner):
 def test_an_edited_core_is_said_in_one_line(learner, monkeypatch):
     files = released.guarded_files() | {"shared/loop.py": "another", "shared/gone.py": "missing"}
     monkeypatch.setattr(released, "recorded", lambda: {"files": files, "stubs": {}})
-    assert learner.course("check", FIRST).stdout.splitlines()[0] == "Not as released: shared/gone.py, shared/loop.py (`course doctor`)."
+    assert learner.course("check", FIRST).stdout.splitlines()[0] == "Not as released: shared/gone.py and 1 other file (`course doctor`)."
 
 
 def test_the_released_record_is_of_this_core():

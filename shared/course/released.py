@@ -12,6 +12,7 @@ from pathlib import Path
 from shared.course import catalogue, stubs
 from shared.course.paths import CHECKOUT
 from shared.course.progress import replace_text
+from shared.course.report import count
 
 MANIFEST = Path(__file__).with_name("released.json")
 GUARDED = ("shared/**/*.py", "solutions/*.py", "tests/checks/**/*.py", "tests/mutants/*.toml", "chapters/*/exercises.toml")
@@ -52,5 +53,5 @@ def edited() -> list[str]:
 def edited_sentence() -> str:
     """One line for a reader whose core is not the released one; empty where it is."""
     files = edited()
-    more = f" and {len(files) - 2} more" if len(files) > 2 else ""
-    return f"Not as released: {', '.join(files[:2])}{more} (`course doctor`)." if files else ""
+    more = f" and {count(len(files) - 1, 'other file')}" if len(files) > 1 else ""
+    return f"Not as released: {files[0]}{more} (`course doctor`)." if files else ""

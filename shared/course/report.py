@@ -114,7 +114,7 @@ def after_pass(exercise: Exercise, following: Exercise | None) -> list[Line]:
     """What to think about after a pass, and what to do next."""
     lines = [Line(), Line(f"  To think about: {exercise.after}")]
     if following:
-        lines += [Line(), Line(f"  Next: {following.id}, {following.title.lower()} ({following.minutes} min).")]
+        lines += [Line(), Line(f"  Next: {following.id} ({following.title}, {following.minutes} min).")]
     return lines
 
 
@@ -126,5 +126,5 @@ def following_exercise(exercise: Exercise) -> Exercise | None:
 
 
 def count(number: int, noun: str) -> str:
-    """"1 case", "3 cases"."""
+    """A number with its noun, in the plural where there are several."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
