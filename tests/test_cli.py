@@ -92,7 +92,8 @@ def test_a_wrong_answer_is_told_as_a_notebook_tells_it(learner):
     [outcome] = running.check_files([catalogue.find_exercise(FIRST)], learner.folder)
     assert checked.stdout.removesuffix("\n").endswith(report.outcome_text(outcome))
     told = " ".join(checked.stdout.split())
-    for expected in (f"{FIRST} FAIL case {outcome.cases} of {outcome.of}, {outcome.rung}", outcome.title, mutant.sentence, f"course hint {FIRST}"):
+    headline = f"{FIRST} FAIL case {outcome.cases} of {outcome.of}, {outcome.rung}"
+    for expected in (headline, outcome.title, mutant.sentence, f"course hint {FIRST}"):
         assert expected in told
     assert learner.progress.read()[FIRST] == {"passed": None, "solved": False}
 

@@ -3,7 +3,6 @@
 import os
 import pty
 import re
-import subprocess
 import termios
 import threading
 import time
@@ -28,7 +27,8 @@ class Terminal:
         termios.tcsetwinsize(inside, (50, columns))
         inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
         variables = inherited | {"TERM": "xterm-256color"} | environment
-        self.process = learner.start(*arguments, stdin=inside, stdout=inside, stderr=inside, text=False, env=variables, start_new_session=True)
+        streams = {"stdin": inside, "stdout": inside, "stderr": inside, "text": False}
+        self.process = learner.start(*arguments, env=variables, start_new_session=True, **streams)
         os.close(inside)
         self.written = ""
         self.reader = threading.Thread(target=self.read, daemon=True)
@@ -49,7 +49,8 @@ class Terminal:
         """Wait for `wanted` after what was expected before; it is then behind us."""
         deadline = time.monotonic() + seconds
         while wanted not in self.text:
-            assert time.monotonic() < deadline and (self.process.poll() is None or self.reader.is_alive()), f"no {wanted!r} in:\n{self.text}"
+            waiting = time.monotonic() < deadline and (self.process.poll() is None or self.reader.is_alive())
+            assert waiting, f"no {wanted!r} in:\n{self.text}"
             time.sleep(0.02)
 
     def forget(self) -> None:
@@ -142,4 +143,5 @@ def test_the_answer_is_shown_without_the_contracts_docstring(learner):
     exercise = learner.chapter.exercises[0]
     learner.write("cross_entropy", "return None")
     file = stubs.BodyFile.read(learner.path)
-    assert side_by_side.answer_text(exercise, file) == "def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:\n    return None"
+    signature = "def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:"
+    assert side_by_side.answer_text(exercise, file) == f"{signature}\n    return None"

@@ -32,7 +32,8 @@ def orientation() -> None:
     terminal.say(console)
     print_next(found)
     terminal.say(console)
-    terminal.say(console, "`course watch` checks whenever you save. `course status` shows where you stand. `course --help` lists all commands.")
+    keys = "`course watch` checks whenever you save. `course status` shows where you stand. `course --help` lists all commands."
+    terminal.say(console, keys)
 
 
 def print_next(found: list[standing.Standing]) -> None:
@@ -50,9 +51,9 @@ def next_command() -> None:
     print_next(standing.standings(find_workspace()))
 
 
-@cli.command(epilog=examples("course check", "course check 01", "course check 01.cross_entropy 01.evaluate", "course check 01 --impl reference"))
+@cli.command(epilog=examples("course check", "course check 01", "course check 01.evaluate 01.train_step", "course check --impl reference"))
 @click.argument("names", nargs=-1, metavar="[NN[.name]]...")
-@click.option("--impl", "implementation", type=click.Choice(["mine", "reference"]), default="mine", help="Your file (default), or the solutions.")
+@click.option("--impl", "implementation", type=click.Choice(["mine", "reference"]), default="mine", help="Your file, or the solutions.")
 @click.option("--compare", is_flag=True, help="Show your answers beside the solutions also where several are checked.")
 def check(names: tuple[str, ...], implementation: str, compare: bool) -> None:
     """Check your answers: all, a chapter's, or the ones named.

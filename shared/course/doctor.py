@@ -87,7 +87,8 @@ def command_on_path() -> Finding:
     if found and Path(found).resolve() == here.resolve():
         return Finding(OK, "command", f"`course` is {found}")
     if found:
-        return Finding(WARNING, "command", f"`course` is {found}, which belongs to another environment than {here}. Activate the one you mean.")
+        sentence = f"`course` is {found}, which belongs to another environment than {here}. Activate the one you mean."
+        return Finding(WARNING, "command", sentence)
     return Finding(WARNING, "command", f"`course` is not on the PATH. Activate the environment: `. {shown(here.parent)}/activate`.")
 
 
@@ -107,7 +108,8 @@ def packages(dependencies: list[str]) -> Iterator[Finding]:
             continue
         pinned = all(specifier.operator == "==" for specifier in wanted.specifier)
         consequence = "figures may differ from those in the notebooks" if pinned else "something may not work"
-        findings.append(Finding(WARNING if pinned else PROBLEM, "packages", f"{wanted.name} is {version}, wanted {wanted.specifier}: {consequence}. {INSTALL}"))
+        sentence = f"{wanted.name} is {version}, wanted {wanted.specifier}: {consequence}. {INSTALL}"
+        findings.append(Finding(WARNING if pinned else PROBLEM, "packages", sentence))
     yield from findings or [Finding(OK, "packages", f"all {len(dependencies)} that pyproject.toml names")]
 
 
@@ -180,7 +182,8 @@ def stub_files(workspace: Path, seconds: float = 60.0) -> Iterator[Finding]:
         command = [sys.executable, "-c", LOADER, *map(str, paths)]
         ended = subprocess.run(command, cwd=workspace, capture_output=True, text=True, errors="replace", timeout=seconds)
     except subprocess.TimeoutExpired:
-        yield Finding(PROBLEM, "exercises", f"the files in {shown(workspace / 'chapters')} do not load within {seconds:g} s. Is there a loop at a top level?")
+        sentence = f"the files in {shown(workspace / 'chapters')} do not load within {seconds:g} s. Is there a loop at a top level?"
+        yield Finding(PROBLEM, "exercises", sentence)
         return
     said = [line.split(" ", 2)[2] for line in ended.stdout.splitlines() if line.startswith("course-doctor ")]
     if ended.returncode and not said:

@@ -24,7 +24,7 @@ KEYS = "h hint   n next   s status   q quit   (then Enter; an empty line checks 
 
 
 class Watch:
-    """One session: the workspace, the exercise that is open, and where its output goes."""
+    """One watch: the workspace, the exercise that is open, and where its output goes."""
 
     def __init__(self, console: Console, workspace: Path, exercise: Exercise):
         self.console, self.workspace, self.exercise = console, workspace, exercise
@@ -104,29 +104,29 @@ def watch(console: Console, workspace: Path, exercise: Exercise | None) -> None:
     if begin is None:
         say(console, "Every exercise has passed: there is nothing to watch. `course watch NN.name` watches one again.")
         return
-    session = Watch(console, workspace, begin)
+    watching = Watch(console, workspace, begin)
     try:
-        session.check()
-        loop(session)
+        watching.check()
+        loop(watching)
     except KeyboardInterrupt:
         say(console)
     say(console, standing.tally(standing.standings(workspace)))
 
 
-def loop(session: Watch) -> None:
+def loop(watching: Watch) -> None:
     """Look at what was typed and what was saved, until no exercise is left or someone leaves."""
     sources = [sys.stdin] if sys.stdin else []
-    while session.exercise is not None:
+    while watching.exercise is not None:
         readable, _, _ = select.select(sources, [], [], WAKE)
         if readable:
             typed = os.read(sys.stdin.fileno(), 4096).decode(errors="replace").splitlines()
             if not typed:  # the input has ended: from now on only saving counts
                 sources.clear()
             for line in typed:
-                if session.exercise is None or not session.typed(line):
+                if watching.exercise is None or not watching.typed(line):
                     return
         else:
-            session.look()
+            watching.look()
 
 
 def marks(path: Path) -> tuple | None:
