@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.course.comparing import differences, flatten, written
+from shared.course.comparing import differences, flatten, form, written
 from shared.course.outcome import FAIL, PASS, Outcome
 
-RUNGS = ("shape and dtype", "worked example", "property", "oracle", "two ranks", "budget")
+SHAPE = "shape and dtype"
+RUNGS = (SHAPE, "worked example", "property", "oracle", "two ranks", "budget")
 
 Observation = dict[str, Any]
 
@@ -26,7 +27,8 @@ Observation = dict[str, Any]
 class Case:
     """One question to an answer.
 
-    rung: which of RUNGS this case stands on; a check's cases climb in that order.
+    rung: which of RUNGS this case stands on; a check's cases climb in that order. On the first, results are compared by
+        shape and dtype only.
     title: what is asked, as a person would say it.
     given: makes the arguments anew, the same ones at each call.
     expected: expected(**given()) -> named results, by the oracle's way of getting them.
@@ -52,8 +54,9 @@ class Check:
     """What decides whether an answer is right.
 
     outputs: names of the return value, or of its parts where it is a tuple.
-    spoilt: where the harness spoils a right answer to see that the check notices: names of `outputs`, or
-        "gradients of ARGUMENT", "update of ARGUMENT" for what the function leaves behind.
+    spoilt: where the harness spoils a right answer to see that the check notices: names of `outputs` (dotted for a
+        part: "totals.loss_sum"), "gradients through OUTPUT" for what flows back through a result, and
+        "gradients of ARGUMENT", "update of ARGUMENT" for what the function leaves in a module.
     forbidden: functions of torch that are the exercise itself.
     """
 
@@ -74,19 +77,24 @@ def run_check(check: Check, function: Callable, mutants: Mapping[str, Callable])
     for case in check.cases:
         outcome.cases += 1
         observed, error = observe(check, case, function)
-        problems = differences(case_expectation(case), observed, case.rtol, case.atol)
+        problems = differences(expectation(case), observed, case.rtol, case.atol)
         if problems:
             outcome.state, outcome.rung, outcome.title = FAIL, case.rung, case.title
             outcome.problem = describe(case, problems, error)
-            outcome.misconception = diagnose(check, case, function, observed, mutants)
+            outcome.misconception = diagnose(check, case, function, mutants)
             break
     outcome.seconds = time.perf_counter() - began
     return outcome
 
 
-def case_expectation(case: Case) -> Observation:
+def expectation(case: Case) -> Observation:
     torch.manual_seed(0)
-    return flatten(case.expected(**case.given()))
+    return results(case, case.expected(**case.given()))
+
+
+def results(case: Case, value: Any) -> Observation:
+    flat = flatten(value)
+    return {name: form(item) for name, item in flat.items()} if case.rung == SHAPE and "raised" not in flat else flat
 
 
 def observe(check: Check, case: Case, function: Callable) -> tuple[Observation, Exception | None]:
@@ -101,7 +109,7 @@ def observe(check: Check, case: Case, function: Callable) -> tuple[Observation, 
                 result, error = case.observe(function, **given), None
         except Exception as raised:
             result, error = {"raised": type(raised).__name__}, raised
-    result = flatten(result)
+    result = results(case, result)
     for name, fresh in case.given().items():
         if name not in case.changes and differences(flatten(contents(fresh)), flatten(contents(given[name])), 0.0, 0.0):
             result[f"changed its argument {name}"] = True
@@ -115,14 +123,14 @@ def named(check: Check, result: Any) -> Observation:
         return {check.outputs[0]: result}
     if isinstance(result, tuple) and len(result) == len(check.outputs):
         return dict(zip(check.outputs, result, strict=True))
-    return {"returned": written(result) if isinstance(result, Tensor) else f"{type(result).__name__}: {result!r}"[:200]}
+    return {"returned": result}
 
 
 def contents(value: Any) -> Any:
     """What must be the same in an argument after the call. Callables and generators are not looked into."""
     match value:
         case nn.Module():
-            return dict(value.named_parameters()) | {"training": value.training}
+            return dict(value.named_parameters()) | dict(value.named_buffers()) | {"training": value.training}
         case dict():
             return {key: contents(item) for key, item in value.items()}
         case list() | tuple():
@@ -146,32 +154,31 @@ class Forbidden(torch.overrides.TorchFunctionMode):
 
 
 def describe(case: Case, problems: list[str], error: Exception | None) -> list[str]:
-    given = [f"given     {name} = {written(value)}" for name, value in case.given().items() if shows(value)]
-    lines = given + problems + [f"says      {case.source}"]
+    """A failing case as lines: what was given, what came out, what was expected, who says so, and where it was raised."""
+    lines = [f"given     {name} = {written(value)}" for name, value in case.given().items()] + problems
     if error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = [frame for frame in frames if frame.filename.endswith("exercises.py")][-1:]
-        lines.append(f"raised    {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        lines += [f"          exercises.py, line {frame.lineno}: {frame.line}" for frame in where]
-        if isinstance(error, RecursionError):
-            lines.append("          Does your function call itself? The core's function of this name is yours while it is checked.")
-    return lines
+        said = (str(error).splitlines() or [""])[0]
+        lines.append(f"raised    {type(error).__name__}: {said}")
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith("exercises.py")]
+        lines += [f"          exercises.py, line {frame.lineno}: {frame.line}" for frame in frames[-1:]]
+    if isinstance(error, RecursionError):
+        lines.append("          Does your function call itself? The core's function of this name is yours while it is checked.")
+    return lines + [f"says      {case.source}"]
 
 
-def shows(value: Any) -> bool:
-    return isinstance(value, Tensor | int | float | str | list | tuple | dict) or value is None
+def diagnose(check: Check, failing: Case, function: Callable, mutants: Mapping[str, Callable]) -> str:
+    """The sentence of the one mutant that does what `function` does, on the failing case and on all that come before it.
+
+    Where several mutants do, the cases after it decide; where those do not either, nothing is said.
+    """
+    alike, place = dict(mutants), check.cases.index(failing)
+    for number, case in enumerate([failing, *check.cases[:place], *check.cases[place + 1 :]]):
+        if number <= place or len(alike) > 1:
+            here = observe(check, case, function)
+            alike = {said: mutant for said, mutant in alike.items() if same(here, observe(check, case, mutant), case)}
+    return next(iter(alike)) if len(alike) == 1 else ""
 
 
-def diagnose(check: Check, case: Case, function: Callable, observed: Observation, mutants: Mapping[str, Callable]) -> str:
-    """The sentence of the one mutant that does what `function` does: on the failing case, and where several do, on all."""
-    alike = {said: mutant for said, mutant in mutants.items() if same(observed, observe(check, case, mutant)[0], case)}
-    for other in check.cases:
-        if len(alike) < 2:
-            break
-        here = observe(check, other, function)[0]
-        alike = {said: mutant for said, mutant in alike.items() if same(here, observe(check, other, mutant)[0], other)}
-    return next(iter(alike), "") if len(alike) == 1 else ""
-
-
-def same(left: Observation, right: Observation, case: Case) -> bool:
-    return not differences(left, right, case.rtol, case.atol)
+def same(left: tuple[Observation, Exception | None], right: tuple[Observation, Exception | None], case: Case) -> bool:
+    """Whether two answers did the same on a case; exceptions are the same where their messages are."""
+    return str(left[1]) == str(right[1]) and not differences(left[0], right[0], case.rtol, case.atol)

@@ -1,12 +1,14 @@
 """Floor 0. Comparing what came out with what was expected, and writing both so that the difference can be seen."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
 
 FEW = 12  # elements that are printed in full
+LONG = 240  # characters of a nested value
 
 
 def flatten(value: Any, name: str = "") -> dict[str, Any]:
@@ -27,17 +29,22 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
 
 def differences(expected: Mapping[str, Any], observed: Mapping[str, Any], rtol: float, atol: float) -> list[str]:
     """Lines that say where two observations differ; none where they agree. NaN equals NaN and nothing else."""
+    if "raised" in observed and "raised" not in expected:
+        return ["came out  an exception", *(f"expected  {name} = {written(value)}" for name, value in [*expected.items()][:3])]
+    if "returned" in observed and "returned" not in expected:
+        return [f"came out  {written(observed['returned'])}", f"expected  {len(expected)} results: {', '.join(expected)}"]
     lines = []
-    for name in [*expected, *(name for name in observed if name not in expected)]:
-        if name == "raised" and name not in expected:
-            lines.append("came out  an exception")
-        elif name not in expected:
-            lines.append(f"came out  {name}: {written(observed[name])}" if observed[name] is not True else f"came out  it {name}")
-        elif name not in observed:
+    for name in expected:
+        if name in observed:
+            note = difference(expected[name], observed[name], rtol, atol)
+            if note is not None:
+                lines += [f"came out  {name} = {written(observed[name])}", f"expected  {name} = {written(expected[name])}{note and '   ' + note}"]
+        elif not any(name.startswith(f"{whole}.") for whole in observed):
             lines.append(f"missing   {'the exception ' + str(expected[name]) if name == 'raised' else name}")
-        elif (note := difference(expected[name], observed[name], rtol, atol)) is not None:
-            lines.append(f"came out  {name} = {written(observed[name])}")
-            lines.append(f"expected  {name} = {written(expected[name])}{note and '   ' + note}")
+    for name in (name for name in observed if name not in expected):
+        parts = [part.removeprefix(f"{name}.") for part in expected if part.startswith(f"{name}.")]
+        lines.append(f"came out  it {name}" if observed[name] is True else f"came out  {name} = {written(observed[name])}")
+        lines += [f"expected  {name} with {', '.join(parts)}"] if parts else []
     return lines
 
 
@@ -46,7 +53,7 @@ def difference(expected: Any, observed: Any, rtol: float, atol: float) -> str | 
     if isinstance(expected, Tensor) and isinstance(observed, Tensor):
         return tensor_difference(expected.detach(), observed.detach(), rtol, atol)
     if type(expected) is not type(observed):
-        return f"(a {type(observed).__name__}, expected a {type(expected).__name__})"
+        return f"(type {type(observed).__name__}, expected {type(expected).__name__})"
     if isinstance(expected, float):
         left, right = torch.tensor([expected, observed], dtype=torch.float64)
         return tensor_difference(left, right, rtol, atol)
@@ -71,19 +78,45 @@ def tensor_difference(expected: Tensor, observed: Tensor, rtol: float, atol: flo
 
 
 def written(value: Any) -> str:
-    """A value on one line: small tensors in full, large ones by shape and first elements."""
+    """A value on one line: small tensors in full, large ones by shape and first elements, modules by their weights."""
     if isinstance(value, Tensor):
-        kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
         if value.numel() <= FEW:
-            return f"{numbers(value)}  ({kind})" if value.dim() else f"{numbers(value)}  ({kind.removesuffix(' []')})"
-        return f"{numbers(value.flatten()[:4])[:-1]}, ...]  ({kind})"
+            return f"{numbers(value)}  ({form(value)})"
+        return f"{numbers(value.flatten()[:4])[:-1]}, ...]  ({form(value)})"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}"
+        return clipped("{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}")
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(written(item) for item in value) + "]"
-    return str(value)
+        return clipped("[" + ", ".join(written(item) for item in value) + "]")
+    if isinstance(value, nn.Module):
+        return clipped(f"{type(value).__name__} with {written(dict(value.named_parameters()))}")
+    if isinstance(value, Optimizer):
+        return f"{type(value).__name__} with lr {value.defaults['lr']:g}"
+    if isinstance(value, Generator):
+        return f"torch.Generator, seed {value.initial_seed()}"
+    if callable(value):
+        return described(value)
+    return clipped(str(value)) if isinstance(value, str | int | None) else type(value).__name__
+
+
+def form(value: Any) -> str:
+    """The kind of a value without its numbers: "float32 [3, 4]" for a tensor, the type's name for anything else."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{dtype} {list(value.shape)}" if value.dim() else f"{dtype}, a scalar"
+
+
+def described(function: Callable) -> str:
+    """A function by its name, or an object that is called like one by its type's, and the first line of its docstring."""
+    owner = function if hasattr(function, "__name__") else type(function)
+    sentence = (owner.__doc__ or "").strip().split("\n")[0]
+    return f"{owner.__name__}: {sentence}" if sentence else owner.__name__
+
+
+def clipped(text: str) -> str:
+    return text if len(text) <= LONG else f"{text[:LONG]} ..."
 
 
 def numbers(tensor: Tensor) -> str:

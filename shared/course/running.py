@@ -207,7 +207,11 @@ def check_in_this_process(exercise_id: str, file: BodyFile) -> Outcome:
 
 
 def read_check(exercise: Exercise) -> "Check":
-    """The `CHECK` that a check file defines."""
-    module = ModuleType(f"course_checks.{exercise.chapter}.{exercise.name}")
-    execute(BodyFile.read(check_path(exercise)), module)
+    """The `CHECK` that a check file defines. The file may import what stands beside it: `from .pieces import ...`."""
+    path = check_path(exercise)
+    package = ModuleType(f"course_checks_{exercise.chapter}")
+    package.__path__ = [str(path.parent)]
+    sys.modules[package.__name__] = package
+    module = ModuleType(f"{package.__name__}.{exercise.name}")
+    execute(BodyFile.read(path), module)
     return module.CHECK
