@@ -20,6 +20,8 @@ from shared.course.outcome import FAIL, PASS, Outcome
 SHAPE = "shape and dtype"
 RUNGS = (SHAPE, "worked example", "property", "oracle", "two ranks", "budget")
 
+PROBLEMS = 6  # lines of them that are shown: came out and expected, for three results
+
 Observation = dict[str, Any]
 
 
@@ -155,7 +157,9 @@ class Forbidden(torch.overrides.TorchFunctionMode):
 
 def describe(case: Case, problems: list[str], error: Exception | None) -> list[str]:
     """A failing case as lines: what was given, what came out, what was expected, who says so, and where it was raised."""
-    lines = [f"given     {name} = {written(value)}" for name, value in case.given().items()] + problems
+    lines = [f"given     {name} = {written(value)}" for name, value in case.given().items()] + problems[:PROBLEMS]
+    if len(problems) > PROBLEMS:
+        lines.append("          and more results that differ")
     if error is not None:
         said = (str(error).splitlines() or [""])[0]
         lines.append(f"raised    {type(error).__name__}: {said}")

@@ -12,12 +12,12 @@ LONG = 240  # characters of a nested value
 
 
 def flatten(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested results as one level of dotted names: {"totals.loss_sum": ...}."""
+    """Nested results as one level of dotted names: {"totals.loss_sum": ...}. A list of numbers or words stays whole."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
         items = value.items()
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and not all(isinstance(item, int | float | str) for item in value):
         items = enumerate(value)
     else:
         return {name: value}
