@@ -113,8 +113,8 @@ def observe(check: Check, case: Case, function: Callable) -> tuple[Observation, 
             result, error = {"raised": type(raised).__name__}, raised
     result = results(case, result)
     for name, fresh in case.given().items():
-        if name not in case.changes and differences(flatten(contents(fresh)), flatten(contents(given[name])), 0.0, 0.0):
-            result[f"changed its argument {name}"] = True
+        if name not in case.changes and (change := changed(flatten(contents(fresh)), flatten(contents(given[name])))):
+            result[f"changed its argument {name}{change}"] = True
     for called in sorted(calls.made):
         result[f"called torch's own {called}, which is what this exercise is to write"] = True
     return result, error
@@ -140,6 +140,14 @@ def contents(value: Any) -> Any:
         case Tensor() | int() | float() | str() | None:
             return value
     return None
+
+
+def changed(before: Observation, after: Observation) -> str:
+    """What of an argument's contents is not as it was, in words; nothing where all is."""
+    for part in before | after:
+        if differences({part: before.get(part)}, {part: after.get(part)}, 0.0, 0.0):
+            return f": {part}{part and ' '}is now {written(after.get(part))}, was {written(before.get(part))}"
+    return ""
 
 
 class Forbidden(torch.overrides.TorchFunctionMode):

@@ -38,7 +38,8 @@ def differences(expected: Mapping[str, Any], observed: Mapping[str, Any], rtol: 
         if name in observed:
             note = difference(expected[name], observed[name], rtol, atol)
             if note is not None:
-                lines += [f"came out  {name} = {written(observed[name])}", f"expected  {name} = {written(expected[name])}{note and '   ' + note}"]
+                wanted = f"{written(expected[name])}   {note}".rstrip()
+                lines += [f"came out  {name} = {written(observed[name])}", f"expected  {name} = {wanted}"]
         elif not any(name.startswith(f"{whole}.") for whole in observed):
             lines.append(f"missing   {'the exception ' + str(expected[name]) if name == 'raised' else name}")
     for name in (name for name in observed if name not in expected):

@@ -10,7 +10,20 @@ import torch.nn.functional as F
 from shared.course.checking import Case, Check
 from shared.totals import Totals
 
-from .pieces import TinyModel, Watched, Weight, digits, gradients, holds_graph, joined, next_token_loss, product_sum, totals_by_torch, uneven, with_gradient
+from .pieces import (
+    TinyModel,
+    Watched,
+    Weight,
+    digits,
+    gradients,
+    holds_graph,
+    joined,
+    next_token_loss,
+    product_sum,
+    totals_by_torch,
+    uneven,
+    with_gradient,
+)
 
 CONTRACT = "the contract"
 ORACLE = "torch: backward of the summed loss of all micro-batches as one batch"

@@ -128,7 +128,8 @@ CHECK = Check(
         ),
         Case(
             "property", "the optimizer steps once, and finds the divided gradients", without_unused,
-            lambda **given: {"gradients of first and last as optimizer.step() finds them": ["20 and 3"]}, CONTRACT, steps, changes=("model",),
+            lambda **given: {"gradients of first and last as optimizer.step() finds them": ["20 and 3"]}, CONTRACT, steps,
+            changes=("model",),
         ),
         Case(
             "property", "the division is in place", one_weight(6.0, 3),

@@ -81,7 +81,10 @@ CHECK = Check(
         shape_case("half-precision logits are computed with in float32", random(3, vocab=5, dtype=torch.bfloat16)),
         Case("worked example", "one target among four equally likely tokens", exactly([[0.0] * 4], [3]), answer(1.3862944, 1), LOG_4),
         Case("worked example", "two such targets, one of them token 0", exactly([[0.0] * 4] * 2, [0, 3]), answer(2.7725887, 2), LOG_4),
-        Case("worked example", "a third target, -100, changes nothing", exactly([[0.0] * 4] * 3, [0, 3, -100]), answer(2.7725887, 2), LOG_4),
+        Case(
+            "worked example", "a third target, -100, changes nothing", exactly([[0.0] * 4] * 3, [0, 3, -100]),
+            answer(2.7725887, 2), LOG_4,
+        ),
         Case(
             "worked example", "probabilities 1/8 and 7/8, and the target is the less likely token",
             exactly([[0.0, 1.9459101]], [0]), answer(2.0794415, 1), "arithmetic: -log(1/8) = 2.0794415",

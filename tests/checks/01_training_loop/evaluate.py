@@ -1,0 +1,163 @@
+"""Check of 01.evaluate. Oracle: torch.nn.functional.cross_entropy(reduction="mean") over all held-out tokens at once.
+
+Tolerances. Powers of ten in float64 add up exactly. Against the oracle, at most 66 losses are added in another order: 1e-12.
+"""
+
+import torch
+
+from shared.course.checking import Case, Check
+
+from .pieces import (
+    TinyModel,
+    Watched,
+    Weight,
+    digits,
+    gradients,
+    holds_graph,
+    joined,
+    mean_loss_by_torch,
+    next_token_loss,
+    product_sum,
+    totals_by_torch,
+    uneven,
+    with_gradient,
+)
+
+CONTRACT = "the contract"
+ORACLE = 'torch.nn.functional.cross_entropy(..., reduction="mean") over all tokens as one batch'
+
+
+class SecondBatchBroken(Exception):
+    """What the objective of one case raises."""
+
+
+def one_weight(*sizes: int, training: bool = True, objective=product_sum, container=list):
+    """A model of one weight (2.0) in training or evaluation mode, and batches that weigh 1, 10, 100, ..."""
+    return lambda: {"model": Weight().train(training), "batches": container(digits(*sizes)), "objective": objective}
+
+
+def watched(*sizes: int):
+    return lambda: {"model": Weight(), "batches": digits(*sizes), "objective": Watched(product_sum)}
+
+
+def language_model(*counted: int, dropout: float = 0.0):
+    return lambda: {"model": TinyModel(dropout), "batches": uneven(*counted), "objective": next_token_loss}
+
+
+def earlier_gradient():
+    return {"model": with_gradient(Weight(), 5.0), "batches": digits(1, 2), "objective": product_sum}
+
+
+def broken_second_batch(model, batch):
+    """Raises at the second batch."""
+    if batch["x"].sum() == 10:
+        raise SecondBatchBroken("the second batch cannot be read")
+    return product_sum(model, batch)
+
+
+def sums(loss_sum: float, token_count: int, x: float):
+    def expected(**given):
+        loss_sum_and_x = [torch.tensor(value, dtype=torch.float64) for value in (loss_sum, x)]
+        return {"totals": {"loss_sum": loss_sum_and_x[0], "token_count": torch.tensor(token_count), "metrics": {"x": loss_sum_and_x[1]}}}
+
+    return expected
+
+
+def mean(function, **given):
+    return {"mean_loss": function(**given).mean_loss}
+
+
+def with_mean(function, **given):
+    totals = function(**given)
+    return {"totals": totals, "mean_loss": totals.mean_loss}
+
+
+def by_torch(model, batches, objective):
+    model.eval()
+    with torch.no_grad():
+        return {"totals": totals_by_torch(model, batches), "mean_loss": mean_loss_by_torch(model, joined(batches)).item()}
+
+
+def mode(function, model, **given):
+    function(model=model, **given)
+    return {"model.training afterwards": model.training}
+
+
+def mode_after_error(function, model, **given):
+    try:
+        function(model=model, **given)
+    except SecondBatchBroken as error:
+        return {"raised": type(error).__name__, "model.training afterwards": model.training}
+    return {"model.training afterwards": model.training}
+
+
+def seen(function, objective, **given):
+    function(objective=objective, **given)
+    return {
+        "sums of x, call by call": objective.sums,
+        "model.training at each call": objective.training,
+        "gradients recorded at each call": objective.recording,
+    }
+
+
+def graph(function, model, **given):
+    return {"the totals hold a graph": holds_graph(function(model=model, **given)), **gradients(model)}
+
+
+def mode_case(title: str, given, training: bool) -> Case:
+    expected = {"model.training afterwards": training}
+    return Case("property", title, given, lambda **given: expected, "the contract: left as it was found", mode, changes=("model",))
+
+
+CHECK = Check(
+    exercise="01.evaluate",
+    outputs=("totals",),
+    spoilt=("totals.loss_sum", "totals.token_count", "totals.metrics"),
+    cases=[
+        Case("shape and dtype", "one batch", one_weight(1), sums(2, 1, 1), CONTRACT),
+        Case(
+            "worked example", "one batch of three values that add up to 1", one_weight(3), sums(2, 3, 1),
+            "arithmetic: 2 * 1, over 3 tokens",
+        ),
+        Case(
+            "worked example", "batches of 3 and 1 values: sums 1 and 10", one_weight(3, 1), sums(22, 4, 11),
+            "arithmetic: 2 * (1 + 10), over 4 tokens",
+        ),
+        Case(
+            "worked example", "the mean loss of batches of 3 and 1 values", one_weight(3, 1), lambda **given: {"mean_loss": 5.5},
+            "arithmetic: 22 / 4; the mean of the batches' means would be (2/3 + 20) / 2", mean,
+        ),
+        Case(
+            "property", "four batches from a generator: sums 1, 10, 100, 1000", one_weight(3, 1, 5, 2, container=iter),
+            sums(2222, 11, 1111), "arithmetic: 2 * 1111",
+        ),
+        Case(
+            "property", "what the objective finds: each batch once, evaluation mode, no gradients recorded", watched(1, 3, 2),
+            lambda **given: {
+                "sums of x, call by call": [1, 10, 100], "model.training at each call": [False] * 3,
+                "gradients recorded at each call": [False] * 3,
+            },
+            CONTRACT, seen,
+        ),
+        mode_case("a model in training mode is handed back in training mode", one_weight(1, 3), True),
+        mode_case("a model in evaluation mode is handed back in evaluation mode", one_weight(1, 3, training=False), False),
+        Case(
+            "property", "the mode is put back where the objective raises", one_weight(1, 3, objective=broken_second_batch),
+            lambda **given: {"raised": "SecondBatchBroken", "model.training afterwards": True},
+            "the contract: left as it was found, also where the objective raises", mode_after_error, changes=("model",),
+        ),
+        Case(
+            "property", "gradients that are there stay as they are", earlier_gradient,
+            lambda **given: {"the totals hold a graph": False, "gradient of weight": torch.tensor(5.0, dtype=torch.float64)},
+            CONTRACT, graph,
+        ),
+        Case(
+            "oracle", "dropout off, batches with 5 and 2 counted targets", language_model(5, 2, dropout=0.5), by_torch, ORACLE, with_mean,
+            rtol=1e-12,
+        ),
+        Case(
+            "oracle", "batches with 22, 22, 0, 13 and 3 counted targets", language_model(22, 22, 0, 13, 3), by_torch, ORACLE, with_mean,
+            rtol=1e-12,
+        ),
+    ],
+)

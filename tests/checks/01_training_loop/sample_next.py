@@ -1,0 +1,156 @@
+"""Check of 01.sample_next. Oracle: transformers' TemperatureLogitsWarper and TopKLogitsWarper, then softmax.
+
+Tolerance. Sampling is checked by frequencies: a token's share of 40,000 draws has a standard deviation of at most 0.0025. A
+right answer is off by more than five of them, 0.0125, about once in two million times; a token that the oracle cuts off may
+not be drawn once. Generators are seeded, so the same answer always gets the same verdict.
+"""
+
+import math
+
+import torch
+from torch import Generator, Tensor
+
+from shared.course.checking import Case, Check
+
+CONTRACT = "the contract"
+ORACLE = "transformers: TemperatureLogitsWarper, TopKLogitsWarper, softmax"
+DRAWS = 40_000
+ROW = [1.0, 2.5, -0.5, 2.0, 0.0]  # likeliest first: 1, 3, 0, 4, 2
+OTHER = [0.5, -1.0, 1.5, -0.5, 3.0]  # 4, 2, 0, 3, 1
+THIRD = [2.5, 0.0, 1.5, 1.0, -0.5]  # 0, 2, 3, 1, 4
+
+
+def rows(*logits: list[float], dtype=torch.float32, **options):
+    return lambda: {"logits": torch.tensor(logits, dtype=dtype), **options}
+
+
+def many(*logits: list[float], **options):
+    """The rows, DRAWS times over."""
+    return lambda: {"logits": torch.tensor(logits).repeat(DRAWS, 1), "generator": Generator().manual_seed(3), **options}
+
+
+def token_ids(*ids: int):
+    return lambda **given: {"ids": torch.tensor(ids)}
+
+
+def refused(**given):
+    return {"raised": "ValueError"}
+
+
+def frequencies(function, logits, **options):
+    drawn = function(logits, **options)
+    distinct = len(logits) // DRAWS
+    return results(torch.stack([torch.bincount(drawn[row::distinct], minlength=logits.shape[1]) / DRAWS for row in range(distinct)]))
+
+
+def probabilities(logits, generator, temperature=1.0, top_k=None):
+    from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
+
+    scores = TemperatureLogitsWarper(temperature)(None, logits[: len(logits) // DRAWS])
+    if top_k is not None:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    return results(scores.softmax(dim=-1))
+
+
+def results(shares: Tensor) -> dict:
+    """Each row's shares, and the tokens that have none."""
+    found = {}
+    for number, share in enumerate(shares):
+        row = f" in row {number}" if len(shares) > 1 else ""
+        found |= {f"share of each token{row}": share, f"tokens never drawn{row}": (share == 0).nonzero().flatten().tolist()}
+    return found
+
+
+def frequency_case(title: str, given) -> Case:
+    return Case("oracle", title, given, probabilities, ORACLE, frequencies, atol=0.0125)
+
+
+def odds_case(title: str, odds: list[float], expected: list[float], source: str, **options) -> Case:
+    """A worked example whose logits are the logarithms of small odds."""
+    given = many([math.log(odd) for odd in odds], **options)
+    return Case("worked example", title, given, lambda **given: results(torch.tensor([expected])), source, frequencies, atol=0.0125)
+
+
+def with_generator(function, logits):
+    """Two calls with one generator, a third with a fresh one of the same seed; torch's default one watched meanwhile."""
+    default = torch.get_rng_state()
+    one, fresh = Generator().manual_seed(7), Generator().manual_seed(7)
+    first, second, third = function(logits, generator=one), function(logits, generator=one), function(logits, generator=fresh)
+    return {
+        "the same seed draws the same": torch.equal(first, third), "the next call draws the same": torch.equal(first, second),
+        "torch's default generator was used": not torch.equal(default, torch.get_rng_state()),
+    }
+
+
+def without_generator(function, logits):
+    """Three calls with torch's default generator, seeded before the first and again before the third."""
+    torch.manual_seed(7)
+    first, second = function(logits), function(logits)
+    torch.manual_seed(7)
+    third = function(logits)
+    return {"the same seed draws the same": torch.equal(first, third), "the next call draws the same": torch.equal(first, second)}
+
+
+def of_generators(**default):
+    return lambda **given: {"the same seed draws the same": True, "the next call draws the same": False} | default
+
+
+CHECK = Check(
+    exercise="01.sample_next",
+    outputs=("ids",),
+    spoilt=("ids",),
+    cases=[
+        Case("shape and dtype", "one row", rows(ROW), token_ids(1), CONTRACT),
+        Case("shape and dtype", "three rows, the likeliest tokens", rows(ROW, OTHER, THIRD, temperature=0.0), token_ids(1, 4, 0), CONTRACT),
+        Case(
+            "worked example", "temperature 0 of one row", rows([1.0, 3.0, 2.0], temperature=0.0), token_ids(1),
+            "the contract: the likeliest",
+        ),
+        Case(
+            "worked example", "temperature 0 of three rows", rows(ROW, OTHER, THIRD, temperature=0.0), token_ids(1, 4, 0),
+            "the contract: the likeliest of each row",
+        ),
+        odds_case("temperature 1, logits log(1) and log(3)", [1, 3], [0.25, 0.75], "arithmetic: 1 to 3"),
+        odds_case("temperature 0.5 of the same", [1, 3], [0.1, 0.9], "arithmetic: 1**2 to 3**2", temperature=0.5),
+        odds_case("top_k 2, logits log(3), log(1) and log(2)", [3, 1, 2], [0.6, 0, 0.4], "arithmetic: 3 to 2, token 1 is cut off", top_k=2),
+        Case(
+            "worked example", "top_k 1 leaves the likeliest at any temperature", rows(ROW, OTHER, THIRD, temperature=9.0, top_k=1),
+            token_ids(1, 4, 0), "the contract: among one",
+        ),
+        Case(
+            "property", "temperature 0 with top_k", rows(ROW, OTHER, temperature=0.0, top_k=3), token_ids(1, 4),
+            "the contract: the likeliest",
+        ),
+        Case("property", "a temperature of -1", rows(ROW, temperature=-1.0), refused, CONTRACT),
+        Case("property", "a temperature of -0.001", rows(ROW, temperature=-0.001), refused, CONTRACT),
+        Case("property", "top_k of 0", rows(ROW, top_k=0), refused, CONTRACT),
+        Case("property", "top_k of -1", rows(ROW, top_k=-1), refused, CONTRACT),
+        Case(
+            "property", "a tiny temperature takes the likeliest, even by a little",
+            rows([2.0, 2.01, 1.0], [5.0, 4.0, 5.01], temperature=1e-4), token_ids(1, 2), "arithmetic: exp(-0.01 / 0.0001) = 4e-44",
+        ),
+        Case(
+            "property", "large logits and a small temperature", rows([1e4, -1e4, 9e3], [-1e4, 0.0, -9e3], temperature=1e-3),
+            token_ids(0, 1), "arithmetic: exp(-1000 / 0.001) = 0",
+        ),
+        Case(
+            "property", "the same in float16, which ends at 65,504",
+            rows([6e4, -6e4, 5e4], [0.0, 300.0, -300.0], dtype=torch.float16, temperature=1e-3), token_ids(0, 1),
+            "arithmetic: exp(-300 / 0.001) = 0",
+        ),
+        Case(
+            "property", "a generator decides, and no other source", rows(*[ROW] * 97),
+            of_generators(**{"torch's default generator was used": False}), CONTRACT, with_generator,
+        ),
+        Case(
+            "property", "without a generator torch's default one decides", rows(*[ROW] * 97), of_generators(), CONTRACT,
+            without_generator,
+        ),
+        frequency_case("temperature 1", many(ROW)),
+        frequency_case("temperature 0.5", many(ROW, temperature=0.5)),
+        frequency_case("temperature 3", many(ROW, temperature=3.0)),
+        frequency_case("top_k 2", many(ROW, top_k=2)),
+        frequency_case("top_k 3 at temperature 2, two rows of different logits", many(ROW, OTHER, top_k=3, temperature=2.0)),
+        frequency_case("top_k larger than the vocabulary", many(ROW, top_k=11)),
+    ],
+)
