@@ -146,7 +146,7 @@ def changed(before: Observation, after: Observation) -> str:
     """What of an argument's contents is not as it was, in words; nothing where all is."""
     for part in before | after:
         if differences({part: before.get(part)}, {part: after.get(part)}, 0.0, 0.0):
-            return f": {part}{part and ' '}is now {written(after.get(part))}, was {written(before.get(part))}"
+            return f"{part and ': '}{part} is now {written(after.get(part))}, was {written(before.get(part))}"
     return ""
 
 

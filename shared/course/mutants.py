@@ -43,12 +43,16 @@ class Mutant:
 
 
 @cache
-def mutants_of(exercise_id: str) -> tuple[Mutant, ...]:
-    path = CHECKOUT / "tests" / "mutants" / f"{exercise_id.split('.', 1)[0]}.toml"
+def mutants_in(chapter: str) -> tuple[Mutant, ...]:
+    """Every mutant that a chapter ("01") lists."""
+    path = CHECKOUT / "tests" / "mutants" / f"{chapter}.toml"
     if not path.exists():
         return ()
-    listed = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
-    return tuple(Mutant(**entry) for entry in listed if entry["exercise"] == exercise_id)
+    return tuple(Mutant(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"])
+
+
+def mutants_of(exercise_id: str) -> tuple[Mutant, ...]:
+    return tuple(mutant for mutant in mutants_in(exercise_id.split(".", 1)[0]) if mutant.exercise == exercise_id)
 
 
 def sentences(exercise_id: str) -> dict[str, Callable]:

@@ -1,0 +1,39 @@
+"""Work in a child of the preloaded fork server: a fresh process without the cost of one, for many answers at a time."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from shared.course.running import PRELOADED
+
+
+def in_child(function: Callable, *arguments: Any, seconds: float) -> Any:
+    """`function(*arguments)` in a child. The function is one of a module's own, its result plain data.
+
+    Raises:
+        AssertionError: it raised, ended its process, or took longer than `seconds`.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=answer, args=(sender, function, arguments), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        assert receiver.poll(seconds), f"{function.__name__}{arguments} took longer than {seconds} s."
+        result, error = receiver.recv()
+    except EOFError:
+        raise AssertionError(f"{function.__name__}{arguments} ended its process.") from None
+    finally:
+        child.kill()
+        child.join()
+    assert not error, error
+    return result
+
+
+def answer(sender, function: Callable, arguments: tuple) -> None:
+    try:
+        sender.send((function(*arguments), ""))
+    except Exception:
+        sender.send((None, traceback.format_exc()))
