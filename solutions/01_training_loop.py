@@ -78,7 +78,8 @@ def sample_next(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
         raise ValueError(f"top_k is {top_k}: give at least 1, or None for all tokens.")
     if temperature == 0:
         return logits.argmax(dim=-1)
-    likeliest, ids = logits.float().topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
+    vocab = logits.shape[-1]
+    likeliest, ids = logits.float().topk(min(top_k or vocab, vocab), dim=-1)
     probabilities = (likeliest / temperature).softmax(dim=-1)
     drawn = torch.multinomial(probabilities, num_samples=1, generator=generator)
     return ids.gather(-1, drawn).squeeze(-1)

@@ -129,13 +129,17 @@ HOSTILE = {
         "it changed its argument logits is now [[-1, 0, 1]]  (float32 [1, 3]), was [[0, 1, 2]]  (float32 [1, 3])",
     ),
     "raises": ("raise KeyError('logit')", "exercises.py, line {line}: raise KeyError('logit')"),
-    "calls itself through the core": ("import shared.loss\nreturn shared.loss.cross_entropy(logits, targets)", "Does your function call itself?"),
+    "calls itself through the core": (
+        "import shared.loss\nreturn shared.loss.cross_entropy(logits, targets)", "Does your function call itself?",
+    ),
     "calls torch's own": (
         "import torch.nn.functional as F\nreturn F.cross_entropy(logits, targets, reduction='sum'), (targets != -100).sum()",
         "called torch's own cross_entropy, which is what this exercise is to write",
     ),
     "imports the solution": ("import solutions\nreturn 0", "this reads the solution"),
-    "imports the solution by name": ("import importlib\nreturn importlib.import_module('solutions.01_training_loop')", "this reads the solution"),
+    "imports the solution by name": (
+        "import importlib\nreturn importlib.import_module('solutions.01_training_loop')", "this reads the solution",
+    ),
     "reads the solution's file": ("return open('solutions/01_training_loop.py').read()", "this reads the solution"),
     "exits as if all were well": ("import sys\nsys.exit(0)", "ended the process (exit code 0) before the check was through"),
     "ends the process at once": ("import os\nos._exit(0)", "ended the process (exit code 0) before the check was through"),
@@ -189,5 +193,6 @@ def test_a_spoilt_answer_that_a_check_misses_is_noticed():
     check = Check("01.cross_entropy", ("y",), [constant_case(rung="shape and dtype")], ("y",))
     answers = spoilt_answers(check, lambda x: x + 1)
     failed = {name for name, answer in answers.items() if run_check(check, answer, {}).state == FAIL}
-    assert failed == {f"y: {how}" for how in ("in another dtype", "with a dimension too many", "last element dropped", "last element doubled")}
+    of_another_form = ("in another dtype", "with a dimension too many", "last element dropped", "last element doubled")
+    assert failed == {f"y: {how}" for how in of_another_form}
     assert len(answers) == 11

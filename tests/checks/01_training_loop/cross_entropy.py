@@ -91,6 +91,10 @@ CHECK = Check(
         ),
         Case("property", "one prediction without a batch dimension", exactly([0.0] * 4, 2), answer(1.3862944, 1), LOG_4),
         Case(
+            "property", "a vocabulary of one token holds no surprise", exactly([[3.0], [5.0]], [0, -100]),
+            answer(0.0, 1), "arithmetic: -log(1) = 0",
+        ),
+        Case(
             "property", "no target counts", exactly([[0.5, -1.0, 2.0]] * 2, [-100, -100]),
             answer(0.0, 0), "the contract: -100 costs nothing and is not counted",
         ),

@@ -71,6 +71,11 @@ def odds_case(title: str, odds: list[float], expected: list[float], source: str,
     return Case("worked example", title, given, lambda **given: results(torch.tensor([expected])), source, frequencies, atol=0.0125)
 
 
+def seen(function, logits):
+    """The different tokens that 200 calls draw; each of three equally likely ones is missing with probability 1e-35."""
+    return {"different tokens drawn": sorted({function(logits).item() for _ in range(200)})}
+
+
 def with_generator(function, logits):
     """Two calls with one generator, a third with a fresh one of the same seed; torch's default one watched meanwhile."""
     default = torch.get_rng_state()
@@ -116,6 +121,10 @@ CHECK = Check(
         Case(
             "worked example", "top_k 1 leaves the likeliest at any temperature", rows(ROW, OTHER, THIRD, temperature=9.0, top_k=1),
             token_ids(1, 4, 0), "the contract: among one",
+        ),
+        Case(
+            "property", "one row of three equally likely tokens, drawn 200 times", rows([2.0, 2.0, 2.0]),
+            lambda **given: {"different tokens drawn": [0, 1, 2]}, CONTRACT, seen,
         ),
         Case(
             "property", "temperature 0 with top_k", rows(ROW, OTHER, temperature=0.0, top_k=3), token_ids(1, 4),

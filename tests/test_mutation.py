@@ -1,0 +1,66 @@
+"""Automatic mutation: nearly every small edit of a solution is noticed by its check, and each that is not has a reason."""
+
+import pytest
+from edits import edits_of
+from mutation import ALIVE, survivors_of, verdicts_of
+
+from shared.course import catalogue
+
+EXERCISES = list(catalogue.all_exercises())
+AT_MOST_ALIVE = 0.10
+
+TOY = '''
+def scaled(x: float, factor: float = 2) -> float:
+    """Times the factor."""
+    product = factor * x
+    return abs(product)
+'''
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    """The verdicts on an exercise's edits, once each."""
+    found = {}
+
+    def of(exercise_id: str):
+        if exercise_id not in found:
+            found[exercise_id] = verdicts_of(exercise_id)
+        return found[exercise_id]
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exercise_id", EXERCISES)
+def test_every_survivor_has_its_reason_and_every_reason_its_survivor(exercise_id, verdicts):
+    alive = {(verdict.edit.before, verdict.edit.after) for verdict in verdicts(exercise_id) if verdict.state == ALIVE}
+    explained = {(survivor.before, after) for survivor in survivors_of(exercise_id) for after in survivor.after if survivor.reason}
+    assert alive - explained == set(), "edits that live without a reason: add a case, or say in survivors.toml why not"
+    assert explained - alive == set(), "edits in survivors.toml that are noticed by now, or made no more"
+
+
+@pytest.mark.slow
+def test_few_edits_survive(verdicts):
+    every = [verdict for exercise_id in EXERCISES for verdict in verdicts(exercise_id)]
+    alive = sum(verdict.state == ALIVE for verdict in every)
+    assert len(every) >= 30 * len(EXERCISES)
+    assert alive / len(every) <= AT_MOST_ALIVE
+
+
+def test_the_rules_make_the_edits_that_they_promise():
+    edits = [(edit.operator, edit.after) for edit in edits_of(TOY)]
+    for expected in [
+        ("ReplaceBinaryOperator_Mul_Add", "product = factor + x"),
+        ("NumberReplacer", "def scaled(x: float, factor: float = 3) -> float:"),
+        ("statement", "pass"),
+        ("call", "return product"),
+        ("name", "product = x * x"),
+        ("name", "return abs(factor)"),
+    ]:
+        assert expected in edits
+    assert len({edit.source for edit in edits_of(TOY)}) == len(edits)
+
+
+def test_annotations_and_docstrings_are_not_edited():
+    assert all("abs" in edit.before or "product" in edit.before or "factor: float = 2" in edit.before for edit in edits_of(TOY))
+    assert not any("|" in edit.after for edit in edits_of("def f(x: int | None):\n    return x\n"))
