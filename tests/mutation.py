@@ -113,8 +113,8 @@ def summary(found: dict[str, list[Verdict]]) -> str:
         states = Counter(verdict.state for verdict in verdicts)
         total += states
         lines.append(f"{exercise_id:28}{len(verdicts):7}{states[NOTICED]:9}{states[STUCK]:7}{states[ALIVE]:7}")
-    lines.append(f"{'all':28}{total.total():7}{total[NOTICED]:9}{total[STUCK]:7}{total[ALIVE]:7}   {total[ALIVE] / total.total():.1%} alive")
-    return "\n".join(lines)
+    lines.append(f"{'all':28}{total.total():7}{total[NOTICED]:9}{total[STUCK]:7}{total[ALIVE]:7}")
+    return "\n".join([*lines, f"{total[ALIVE] / total.total():.1%} alive"])
 
 
 def main() -> None:

@@ -1,7 +1,10 @@
 """The checks themselves: right answers pass, every known wrong one fails with its reason, and nothing passes by doing nothing."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.report import outcome_text
 from shared.course.stubs import BodyFile
 
+RIGHT_ANSWERS = Path(__file__).parent / "right_answers"
 EXERCISES = catalogue.all_exercises()
 by_exercise = pytest.mark.parametrize("exercise_id", EXERCISES)
 
@@ -31,12 +35,21 @@ def try_known_answers(exercise_id: str) -> dict:
     sentences = mutants.sentences(exercise_id)
     wrong = {f"mutant {mutant.name}": mutant.function() for mutant in mutants.mutants_of(exercise_id)}
     spoilt = {f"spoilt {name}": answer for name, answer in spoilt_answers(check, solution).items()}
+    right = other_right_answers(exercise)
     return {
         "rungs": [case.rung for case in check.cases],
+        "right": {name: run_check(check, answer, {}) for name, answer in right.items()},
         "solution": run_check(check, solution, sentences),
         "wrong": {name: run_check(check, answer, sentences) for name, answer in (wrong | spoilt).items()},
         "idle": [case.title for case in check.cases if not any(fails(check, case, answer) for answer in (wrong | spoilt).values())],
     }
+
+
+def other_right_answers(exercise: catalogue.Exercise) -> dict[str, Callable]:
+    """The functions of tests/right_answers/NN_name.py that answer an exercise."""
+    module = ModuleType("right_answers")
+    binding.execute(BodyFile.read(RIGHT_ANSWERS / f"{catalogue.chapter_of(exercise.id).slug}.py"), module)
+    return {name: answer for name, answer in vars(module).items() if name.startswith(f"{exercise.name}__")}
 
 
 def fails(check: Check, case: Case, answer) -> bool:
@@ -61,6 +74,13 @@ def test_the_solution_passes_every_case_that_is_declared(exercise_id, known_answ
     outcome, rungs = known_answers(exercise_id)["solution"], known_answers(exercise_id)["rungs"]
     assert outcome.state == PASS, outcome_text(outcome)
     assert outcome.cases == outcome.of == len(rungs) > 0
+
+
+@by_exercise
+def test_right_answers_that_are_not_the_solution_pass(exercise_id, known_answers):
+    outcomes = known_answers(exercise_id)["right"]
+    assert len(outcomes) >= 2
+    assert [outcome_text(outcome) for outcome in outcomes.values() if outcome.state != PASS] == []
 
 
 @by_exercise

@@ -54,7 +54,7 @@ def difference(expected: Any, observed: Any, rtol: float, atol: float) -> str | 
     if isinstance(expected, Tensor) and isinstance(observed, Tensor):
         return tensor_difference(expected.detach(), observed.detach(), rtol, atol)
     if type(expected) is not type(observed):
-        return f"(type {type(observed).__name__}, expected {type(expected).__name__})"
+        return f"({form(observed)} in place of {form(expected)})" if expected is not None and observed is not None else ""
     if isinstance(expected, float):
         left, right = torch.tensor([expected, observed], dtype=torch.float64)
         return tensor_difference(left, right, rtol, atol)
@@ -72,6 +72,8 @@ def tensor_difference(expected: Tensor, observed: Tensor, rtol: float, atol: flo
         close = observed == expected
     if close.all():
         return None
+    if numbers(expected) == numbers(observed):
+        return f"(they differ by up to {(observed.double() - expected.double()).abs().max().item():.1g}, which is too much)"
     if expected.numel() <= FEW:
         return ""
     at = tuple((~close).nonzero()[0].tolist())
@@ -102,9 +104,9 @@ def written(value: Any) -> str:
 
 
 def form(value: Any) -> str:
-    """The kind of a value without its numbers: "float32 [3, 4]" for a tensor, the type's name for anything else."""
+    """The kind of a value without its numbers: "float32 [3, 4]" for a tensor, the type's name for the rest."""
     if not isinstance(value, Tensor):
-        return type(value).__name__
+        return "None" if value is None else type(value).__name__
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype} {list(value.shape)}" if value.dim() else f"{dtype}, a scalar"
 

@@ -30,8 +30,8 @@ class Mutant:
         """The solutions with this one edit, under a path of its own."""
         file = BodyFile.read(chapter_of(self.exercise).solution_file)
         text = file.text(self.exercise.split(".", 1)[1])
-        if text.count(self.find) != 1:
-            raise CourseError(f"Mutant {self.exercise}/{self.name}: its text stands {text.count(self.find)} times in the solution, not once.")
+        if (times := text.count(self.find)) != 1:
+            raise CourseError(f"Mutant {self.exercise}/{self.name}: its text stands {times} times in the solution, not once.")
         edited = file.source.replace(text, text.replace(self.find, self.replace))
         return BodyFile.parsed(Path(f"{file.path}#{self.name}"), edited)
 

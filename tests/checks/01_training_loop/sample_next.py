@@ -117,7 +117,10 @@ CHECK = Check(
         ),
         odds_case("temperature 1, logits log(1) and log(3)", [1, 3], [0.25, 0.75], "arithmetic: 1 to 3"),
         odds_case("temperature 0.5 of the same", [1, 3], [0.1, 0.9], "arithmetic: 1**2 to 3**2", temperature=0.5),
-        odds_case("top_k 2, logits log(3), log(1) and log(2)", [3, 1, 2], [0.6, 0, 0.4], "arithmetic: 3 to 2, token 1 is cut off", top_k=2),
+        odds_case(
+            "top_k 2, logits log(3), log(6), log(1) and log(4)", [3, 6, 1, 4], [0, 0.6, 0, 0.4],
+            "arithmetic: 6 to 4, and tokens 0 and 2 are cut off", top_k=2,
+        ),
         Case(
             "worked example", "top_k 1 leaves the likeliest at any temperature", rows(ROW, OTHER, THIRD, temperature=9.0, top_k=1),
             token_ids(1, 4, 0), "the contract: among one",
