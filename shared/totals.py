@@ -55,6 +55,6 @@ def add_totals(parts: Iterable[Totals]) -> Totals:
     return Totals(sum(part.loss_sum.detach() for part in parts), sum(part.token_count for part in parts), metrics)
 
 
-def bits_per_byte(loss_sum: float | Tensor, byte_count: int) -> float:
+def bits_per_byte(loss_sum: float | Tensor, byte_count: int | Tensor) -> float:
     """Nats over a text of `byte_count` bytes as bits per byte, which compares models with different tokens."""
-    return float(loss_sum) / (math.log(2) * byte_count)
+    return float(loss_sum) / (math.log(2) * int(byte_count))
