@@ -62,7 +62,8 @@ def run_on_text(config: Any, build_model: Callable[[], nn.Module], context: int)
     require_sensible(config)
     device = pick_device(config.device)
     require_writable(config.output)
-    corpus = read_files(config.data) if config.data else embedded_corpus()
+    paths = config.data if isinstance(config.data, list) else [config.data]
+    corpus = read_files(paths) if paths else embedded_corpus()
     texts = Texts(corpus.training_bytes().to(device), corpus.held_out_bytes().to(device))
     require_long_enough(texts, config.seq)
     torch.manual_seed(config.seed)
@@ -85,8 +86,8 @@ def run_on_text(config: Any, build_model: Callable[[], nn.Module], context: int)
         "steps": history.training[-1][0] if history.training else 0,
         "training bytes seen": history.tokens,
         "bytes per second": round(history.tokens / history.seconds) if history.seconds else 0,
-        "held-out bits per byte": round(model_bits, 3),
-        "held-out bits per byte, bigram table": round(table_bits, 3),
+        "held-out bits per byte": f"{model_bits:.3f}",
+        "held-out bits per byte, bigram table": f"{table_bits:.3f}",
         "held-out next bytes guessed right": f"{correct:.1%}",
     }
     console.rule("a sample")
@@ -94,7 +95,7 @@ def run_on_text(config: Any, build_model: Callable[[], nn.Module], context: int)
     console.rule()
     print_table(console, figures)
     write_results(config.output, model, history, figures, sample, table_bits)
-    console.print(f"Plot: {config.output / 'loss.png'}   sample, figures and weights beside it.")
+    console.print(f"Plot: {config.output / 'loss.png'}   sample, figures and weights beside it.", highlight=False)
 
 
 def require_sensible(config: Any) -> None:

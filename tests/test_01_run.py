@@ -27,7 +27,7 @@ def text_file(tmp_path):
 
 
 def test_a_run_learns_and_leaves_its_results(tmp_path, text_file):
-    done = run(*SMALL, "--data", f"[{text_file}]", "--prompt", "the ", cwd=tmp_path)
+    done = run(*SMALL, "--data", text_file, "--prompt", "the ", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "01_training_loop"
     record = json.loads((folder / "figures.json").read_text())

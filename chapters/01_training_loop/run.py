@@ -35,7 +35,7 @@ class RunConfig:
 
     Args:
         impl: whose exercises run: the solutions, yours, or yours where their check passed.
-        data: text files or folders to train on; none for the embedded corpus.
+        data: a text file or folder to train on, or a list of them; none for the embedded corpus.
         steps: training steps.
         seq: bytes that each window of text predicts.
         batch_size: windows in a step.
@@ -53,7 +53,7 @@ class RunConfig:
     """
 
     impl: Literal["reference", "mine", "mixed"] = "reference"
-    data: list[Path] = field(default_factory=list)
+    data: Path | list[Path] = field(default_factory=list)
     steps: int = 4000
     seq: int = 64
     batch_size: int = 32

@@ -23,7 +23,7 @@ class OptionParser(ArgumentParser):
     """jsonargparse's parser, with the nearest name offered for one that it does not know."""
 
     def error(self, message: str, *args: Any, **kwargs: Any) -> None:
-        unknown = re.search(r"(?:option|Unrecognized arguments:|Key) '?(?:--)?([\w.]+)", message)
+        unknown = re.search(r"(?i)(?:option|unrecognized arguments:|key) '?(?:--)?([\w.]+)", message)
         known = {action.dest for action in self._actions} | {action.dest.split(".")[-1] for action in self._actions}
         nearest = difflib.get_close_matches(unknown[1], known - {"help"}, n=1) if unknown and unknown[1] not in known else []
         super().error(message + (f"\n  Did you mean {nearest[0]!r}?" if nearest else ""), *args, **kwargs)
