@@ -1,0 +1,92 @@
+"""Floor 0. Keeping a notebook's stored outputs true: run it afresh, run it again another way, store it only if both agree.
+
+    python -m shared.course.refresh 01
+
+A notebook always runs in a temporary workspace with untouched stubs, so a learner's progress never shows in it.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+from shared.course import catalogue, stubs
+from shared.course.errors import CourseError
+from shared.course.progress import replace_text
+
+# Other ways of running that must print the same: another CPU's rounding, and one thread.
+VARIANTS = {
+    "AVX2 rounding": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "one thread": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+}
+
+
+@contextmanager
+def workspace(notebook: nbformat.NotebookNode, name: str) -> Iterator[Path]:
+    """A temporary folder with `notebooks/NAME` and every chapter's fresh stubs; gives the notebook's path."""
+    with tempfile.TemporaryDirectory(prefix="course-notebook-") as folder:
+        for chapter in catalogue.chapters().values():
+            path = chapter.stub_file(Path(folder))
+            path.parent.mkdir(parents=True)
+            path.write_text(stubs.stub_file(chapter), encoding="utf-8")
+        path = Path(folder, "notebooks", name)
+        path.parent.mkdir()
+        nbformat.write(notebook, path)
+        yield path
+
+
+def verify(notebook: nbformat.NotebookNode, name: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    """Run a notebook under nbval with `environment` on top of this process's, comparing every stored output."""
+    with workspace(notebook, name) as path:
+        command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider", "--rootdir", str(path.parent), "-c", os.devnull, path.name]
+        return subprocess.run(command, cwd=path.parent, env=os.environ | environment, capture_output=True, text=True)
+
+
+def executed(notebook: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode:
+    """The notebook with the outputs of a fresh kernel, and metadata that says nothing of where or when."""
+    with workspace(notebook, name) as path:
+        NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    for place, cell in enumerate(notebook.cells):
+        cell["id"] = f"c{place:02}"
+        cell.metadata = {"tags": cell.metadata["tags"]} if cell.metadata.get("tags") else {}
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    return notebook
+
+
+def refresh(chapter: catalogue.Chapter) -> None:
+    """Execute a chapter's notebook and store it.
+
+    Raises:
+        CourseError: a variant printed something else; the stored notebook is as it was.
+    """
+    path = chapter.notebook
+    notebook = executed(nbformat.read(path, as_version=4), path.name)
+    for variant, environment in VARIANTS.items():
+        done = verify(notebook, path.name, environment)
+        if done.returncode:
+            raise CourseError(f"{path.name} prints something else with {variant}; it is not stored. nbval says:\n{done.stdout[-6000:]}")
+    replace_text(path, nbformat.writes(notebook) + "\n")
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit(f"Say which notebooks: python -m shared.course.refresh {' '.join(catalogue.chapters())}")
+    try:
+        for number in sys.argv[1:]:
+            refresh(catalogue.find_chapter(number))
+            print(f"{number}: executed, compared with {' and '.join(VARIANTS)}, stored.")
+    except CourseError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

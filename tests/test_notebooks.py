@@ -1,0 +1,109 @@
+"""The notebooks hold what they say: every stored output is printed again, in a workspace with untouched stubs."""
+
+import base64
+import re
+
+import nbformat
+import pytest
+
+from shared.course import catalogue, refresh
+from shared.course.paths import CHECKOUT
+
+CHAPTERS = list(catalogue.chapters().values())
+by_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.slug)
+
+
+def read(chapter) -> nbformat.NotebookNode:
+    return nbformat.read(chapter.notebook, as_version=4)
+
+
+def code_cells(chapter) -> list[nbformat.NotebookNode]:
+    return [cell for cell in read(chapter).cells if cell.cell_type == "code"]
+
+
+def outputs(chapter) -> list[nbformat.NotebookNode]:
+    return [output for cell in code_cells(chapter) for output in cell.outputs]
+
+
+def assert_all_cells_pass(chapter, environment) -> None:
+    done = refresh.verify(read(chapter), chapter.notebook.name, environment)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert re.search(rf"\b{len(code_cells(chapter))} passed", done.stdout), done.stdout[-500:]
+
+
+@by_chapter
+def test_every_output_is_printed_again(chapter):
+    assert_all_cells_pass(chapter, {})
+
+
+@pytest.mark.slow
+@by_chapter
+@pytest.mark.parametrize("variant", refresh.VARIANTS)
+def test_every_output_is_printed_again_on_other_machines(chapter, variant):
+    assert_all_cells_pass(chapter, refresh.VARIANTS[variant])
+
+
+def test_a_changed_output_is_noticed():
+    """The negative control of the tests above."""
+    cell = nbformat.v4.new_code_cell("print(1 + 1)", outputs=[nbformat.v4.new_output("stream", name="stdout", text="3\n")])
+    cell.execution_count = 1
+    done = refresh.verify(nbformat.v4.new_notebook(cells=[cell]), "wrong.ipynb", {})
+    assert done.returncode == 1 and "1 failed" in done.stdout
+
+
+@by_chapter
+def test_the_workspace_of_a_notebook_has_untouched_stubs(chapter):
+    with refresh.workspace(nbformat.v4.new_notebook(), "n.ipynb") as path:
+        from shared.course.stubs import BodyFile
+
+        file = BodyFile.read(chapter.stub_file(path.parents[1]))
+        assert not any(file.attempted(exercise) for exercise in chapter.exercises)
+
+
+@by_chapter
+def test_the_size_is_what_a_reader_can_take(chapter):
+    words = sum(len(cell.source.split()) for cell in read(chapter).cells if cell.cell_type == "markdown")
+    assert 1500 <= words <= 3000
+    assert 25 <= len(code_cells(chapter)) <= 45
+    assert len(code_cells(chapter)[0].source.splitlines()) <= 4
+
+
+@by_chapter
+def test_figures_are_pictures_from_the_run(chapter):
+    pictures = [output.data["image/png"] for output in outputs(chapter) if "image/png" in output.get("data", {})]
+    assert len(pictures) >= 3
+    assert all(len(base64.b64decode(picture)) > 5000 for picture in pictures)
+
+
+@by_chapter
+def test_few_outputs_are_left_uncompared(chapter):
+    uncompared = [cell for cell in code_cells(chapter) if "nbval-ignore-output" in cell.metadata.get("tags", [])]
+    assert len(uncompared) <= 2
+    assert not any(line.startswith("# NBVAL") for cell in code_cells(chapter) for line in cell.source.splitlines())
+
+
+@by_chapter
+def test_each_exercise_is_shown_checked_and_got_wrong_once_in_teaching_order(chapter):
+    asked = [found[1] for cell in code_cells(chapter) if (found := re.search(r'contract\("([\w.]+)"\)\nprint\(\)\ncheck\("\1"\)$', cell.source))]
+    assert asked == [exercise.id for exercise in chapter.exercises]
+    wrong = [cell for cell in code_cells(chapter) if "raises-exception" in cell.metadata.get("tags", [])]
+    assert len(wrong) == len(chapter.exercises)
+    for exercise, cell in zip(chapter.exercises, wrong, strict=True):
+        [error] = cell.outputs
+        assert error.ename == "CheckFailed" and error.evalue.startswith(f"{exercise.id}  FAIL")
+        assert has_diagnosis(error.evalue, exercise), f"the wrong answer to {exercise.id} is not recognised"
+
+
+def has_diagnosis(report: str, exercise) -> bool:
+    from shared.course.mutants import mutants_of
+
+    told = " ".join(report.split())
+    return any(" ".join(mutant.sentence.split()) in told for mutant in mutants_of(exercise.id))
+
+
+@by_chapter
+def test_outputs_tell_nothing_of_the_machine(chapter):
+    text = nbformat.writes(read(chapter))
+    assert str(CHECKOUT) not in text and "/home/" not in text and "/root/" not in text and "site-packages" not in text
+    assert not any(output.get("name") == "stderr" for output in outputs(chapter))
+    assert not any("execution" in cell.metadata for cell in code_cells(chapter))
