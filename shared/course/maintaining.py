@@ -16,7 +16,7 @@ from shared.course.report import count
 
 
 def add_to(group: click.Group) -> None:
-    for command in (stubs_command, release_command, mutants_command):
+    for command in (stubs_command, release_command, refresh_command, mutants_command):
         group.add_command(command)
 
 
@@ -67,6 +67,17 @@ def release_command(only_check: bool) -> None:
         sys.exit(1 if differing or released.recorded() != released.current() else 0)
     released.write_manifest()
     click.echo(f"{shown(released.MANIFEST)} records {count(len(released.recorded()['files']), 'file')}; {len(differing)} had changed.")
+
+
+@click.command("refresh", cls=CourseCommand, section=MAINTAINERS, epilog=examples("course refresh", "course refresh 01"))
+@click.argument("number", required=False, metavar="[NN]")
+def refresh_command(number: str | None) -> None:
+    """Run a notebook afresh and store it, if other rounding and one thread print the same."""
+    from shared.course import refresh  # it imports Jupyter's client, which the other commands need not wait for
+
+    for chapter in chosen(number):
+        refresh.refresh(chapter)
+        click.echo(f"{shown(chapter.notebook)}: executed, compared with {' and '.join(refresh.VARIANTS)}, stored.")
 
 
 @click.command("mutants", cls=CourseCommand, section=MAINTAINERS, epilog=examples("course mutants", "course mutants 01"))

@@ -1,6 +1,6 @@
 """Floor 0. Keeping a notebook's stored outputs true: run it afresh, run it again another way, store it only if both agree.
 
-    python -m shared.course.refresh 01
+    course refresh 01
 
 A notebook always runs in a temporary workspace with untouched stubs, so a learner's progress never shows in it.
 """
@@ -76,17 +76,3 @@ def refresh(chapter: catalogue.Chapter) -> None:
             raise CourseError(f"{path.name} prints something else with {variant}; it is not stored. nbval says:\n{done.stdout[-6000:]}")
     replace_text(path, nbformat.writes(notebook) + "\n")
 
-
-def main() -> None:
-    if len(sys.argv) < 2:
-        sys.exit(f"Say which notebooks: python -m shared.course.refresh {' '.join(catalogue.chapters())}")
-    try:
-        for number in sys.argv[1:]:
-            refresh(catalogue.find_chapter(number))
-            print(f"{number}: executed, compared with {' and '.join(VARIANTS)}, stored.")
-    except CourseError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()
