@@ -32,7 +32,7 @@ run: $(READY)
 	@$(BIN)/python $(SCRIPT) --impl $(IMPL) $(ARGS)
 
 lab: $(READY)
-	@$(BIN)/jupyter lab notebooks/01_training_loop.ipynb
+	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/01_training_loop.ipynb $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
