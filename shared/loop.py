@@ -31,6 +31,8 @@ def accumulate_gradients(model: nn.Module, microbatches: Sequence[Batch], object
 
     Returns:
         The totals over all micro-batches (`add_totals` of the parts). They hold no graph: `requires_grad` is False.
+        Nor does anything that is kept in between: a metric may still hang on its micro-batch's graph, and
+        `add_totals([totals])` cuts it loose.
 
     >>> weight = torch.nn.Linear(1, 1, bias=False)
     >>> objective = lambda model, x: Totals(model(x).sum(), torch.tensor(x.numel()), {})

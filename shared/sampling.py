@@ -18,7 +18,8 @@ def sample_next(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
     """Draw the next token of each row from softmax(logits / temperature), among the `top_k` likeliest tokens.
 
     Args:
-        logits: [batch, vocab], any floating dtype. Left unchanged.
+        logits: [batch, vocab], any floating dtype. Left unchanged. Half-precision logits are computed with in float32, where
+            dividing by a small temperature does not overflow.
         temperature: 0 takes the likeliest token; otherwise positive.
         top_k: how many of the likeliest tokens may be drawn; None for all. More than `vocab` means all.
         generator: the source of randomness, on the logits' device; None for torch's default.

@@ -53,6 +53,8 @@ def accumulate_gradients(model: nn.Module, microbatches: Sequence[Batch], object
 
     Returns:
         The totals over all micro-batches (`add_totals` of the parts). They hold no graph: `requires_grad` is False.
+        Nor does anything that is kept in between: a metric may still hang on its micro-batch's graph, and
+        `add_totals([totals])` cuts it loose.
 
     >>> weight = torch.nn.Linear(1, 1, bias=False)
     >>> objective = lambda model, x: Totals(model(x).sum(), torch.tensor(x.numel()), {})
@@ -144,7 +146,8 @@ def sample_next(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
     """Draw the next token of each row from softmax(logits / temperature), among the `top_k` likeliest tokens.
 
     Args:
-        logits: [batch, vocab], any floating dtype. Left unchanged.
+        logits: [batch, vocab], any floating dtype. Left unchanged. Half-precision logits are computed with in float32, where
+            dividing by a small temperature does not overflow.
         temperature: 0 takes the likeliest token; otherwise positive.
         top_k: how many of the likeliest tokens may be drawn; None for all. More than `vocab` means all.
         generator: the source of randomness, on the logits' device; None for torch's default.
