@@ -53,7 +53,7 @@ def test_make_run_takes_the_newest_chapter_and_hands_options_on():
 
 
 def test_the_readme_lists_twelve_chapters_and_those_that_exist_as_built():
-    rows = re.findall(r"^\| \[?(\d\d)[^|]*\|.*\| ([^|]*) \|$", (CHECKOUT / "README.md").read_text(encoding="utf-8"), re.M)
+    rows = re.findall(r"^\| \[?(\d\d) [^|]*\|.*\| ([^|]*) \|$", (CHECKOUT / "README.md").read_text(encoding="utf-8"), re.M)
     states = dict(rows)
     assert sorted(states) == [f"{number:02}" for number in range(1, 13)]
     built = {folder.name[:2] for folder in CHECKOUT.glob("chapters/*_*") if (folder / "README.md").exists()}
