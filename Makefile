@@ -1,10 +1,11 @@
 # The course's commands. Each one first makes what is missing: the environment in .venv and the packages in it.
 #
-#   make run                   train the newest model that the chapters have built, on whatever hardware there is
+#   make run                   train a small LLaMA with the trainer, on whatever hardware there is, and write a report
 #   make run IMPL=mine         ... with your own exercises (mixed: yours where their check passed)
-#   make run CHAPTER=01        ... with that chapter's run script
-#   make run ARGS="--steps 500 --data my_texts"     options of the run script; ARGS=--help lists them
-#   make lab                   JupyterLab on the first chapter
+#   make run CONFIG=my.yaml ARGS="steps=500 optimizer.lr=0.002"    ... as that file and those words say; ARGS=--help lists all
+#   make run LAYOUT=dp2        ... on two processes: dp2, fsdp2, dp2_zero1, dp2_fsdp2, ... BACKEND=torch on PyTorch's own engine
+#   make run CHAPTER=01        a chapter's own run script; its options are ARGS="--steps 500 --data my_texts", ARGS=--help
+#   make lab                   JupyterLab on the first chapter; make lab CHAPTER=02 on that one
 #   make test                  what must hold before every commit
 #   make test-all              also what takes longer: other rounding and thread counts, mutation of the solutions
 #   make install               the environment alone
@@ -13,13 +14,15 @@
 # PYTHON=python3.12            which Python makes the environment (3.11 or 3.12; default: the first that is found)
 # TORCH_INDEX=ADDRESS          where to take PyTorch from, for its smaller build without CUDA: see the README
 
-CHAPTER ?= $(patsubst chapters/%/run.py,%,$(lastword $(sort $(wildcard chapters/*/run.py))))
+CONFIG  ?= chapters/12_grpo/laptop.yaml
 IMPL    ?= reference
+BACKEND ?= course
 ARGS    ?=
 VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/ready
 SCRIPT   = $(firstword $(wildcard chapters/$(CHAPTER)*/run.py))
+NOTEBOOK = $(firstword $(wildcard notebooks/$(or $(CHAPTER),01)*.ipynb))
 
 .PHONY: run lab test test-all install clean help
 .DEFAULT_GOAL := help
@@ -28,14 +31,21 @@ help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 run: $(READY)
+ifdef CHAPTER
 	@test -n "$(SCRIPT)" || { echo "There is no chapter $(CHAPTER) with a run script. There are: $(wildcard chapters/*/run.py)"; exit 2; }
 	@$(BIN)/python $(SCRIPT) --impl $(IMPL) $(ARGS)
+else ifdef LAYOUT
+	@$(BIN)/python -m shared.trainer.start $(LAYOUT) $(CONFIG) impl=$(IMPL) parallel.backend=$(BACKEND) $(ARGS)
+else
+	@$(BIN)/python chapters/12_grpo/train.py $(CONFIG) impl=$(IMPL) $(ARGS)
+endif
 
 lab: $(READY)
-	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/01_training_loop.ipynb $(ARGS)
+	@test -n "$(NOTEBOOK)" || { echo "There is no notebook of chapter $(CHAPTER). There are: $(wildcard notebooks/*.ipynb)"; exit 2; }
+	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-all: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)

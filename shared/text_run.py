@@ -5,9 +5,11 @@ leaves out: the device, the progress bar, what is written to disk. Checkpoints a
 """
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,19 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from safetensors.torch import save_file
+from safetensors.torch import save_model
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shared.batches import random_batches, require_window, sequential_batches, split_batch
 from shared.bigram import BigramModel
 from shared.corpus import Corpus, embedded_corpus, read_files
 from shared.course import binding
 from shared.course.errors import CourseError
-from shared.loop import evaluate, train
+from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
 from shared.sampling import generate, sample_next
-from shared.totals import Batch, Totals, bits_per_byte
+from shared.totals import Batch, Objective, Runner, Totals, Updater, bits_per_byte
 
 QUICK_WINDOWS = 512  # held-out windows of an evaluation during training; the last one takes all
 EVALUATION_BATCH = 64
@@ -50,35 +53,51 @@ class Texts:
     held_out: Tensor
 
 
-def run_on_text(config: Any, build_model: Callable[[], nn.Module], context: int) -> None:
+def adamw(model: nn.Module, config: Any) -> Optimizer:
+    """PyTorch's AdamW at a constant rate: the optimizer until chapter 05 builds its own."""
+    return torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+
+
+def run_on_text(
+    config: Any,
+    build_model: Callable[[], nn.Module],
+    context: int,
+    objective: Objective = next_token_objective,
+    *,
+    make_optimizer: Callable[[nn.Module, Any], Optimizer] = adamw,
+    runner: Runner = accumulate_gradients,
+    updater: Updater = apply_update,
+) -> None:
     """Train the model that `build_model` makes on text, as `config` says, and leave the results in `config.output`.
 
     Args:
         config: the fields of chapter 01's `RunConfig`.
         build_model: makes the model; called after the seed is set.
         context: how many of the last bytes the model needs to see when it samples.
+        objective: trains the model and judges it. The bigram table beside it is always judged by `next_token_objective`.
+        make_optimizer: make_optimizer(model, config) -> the optimizer.
+        runner, updater: parts of a step, as `shared.loop.train` takes them.
     """
     console = Console()
     require_sensible(config)
     device = pick_device(config.device)
     require_writable(config.output)
-    paths = config.data if isinstance(config.data, list) else [config.data]
-    corpus = read_files(paths) if paths else embedded_corpus()
-    texts = Texts(corpus.training_bytes().to(device), corpus.held_out_bytes().to(device))
-    require_long_enough(texts, config.seq)
+    corpus = corpus_of(config.data)
+    texts = texts_of(corpus, config.seq, device)
     torch.manual_seed(config.seed)
     model = build_model().to(device)
     print_header(console, corpus, model, device)
 
     history = History()
     try:
-        train_with_progress(config, model, texts, history, console)
+        loop = partial(train, model, make_optimizer(model, config), objective=objective, steps=config.steps, runner=runner, updater=updater)
+        train_with_progress(config, model, loop, texts, objective, history, console)
     except KeyboardInterrupt:
         if not history.held_out:
             raise
         console.print("[yellow]Stopped early: what follows is the model as it is now.[/]")
-    totals, byte_count = evaluate_text(model, texts.held_out, config.seq)
-    table_bits, _ = bits(*evaluate_text(BigramModel.count(texts.training).to(device), texts.held_out, config.seq))
+    totals, byte_count = evaluate_text(model, texts.held_out, config.seq, objective)
+    table_bits, _ = bits(*evaluate_text(BigramModel.count(texts.training).to(device), texts.held_out, config.seq, next_token_objective))
     model_bits, correct = bits(totals, byte_count)
     sample = sample_text(model, config, context, device)
 
@@ -98,17 +117,46 @@ def run_on_text(config: Any, build_model: Callable[[], nn.Module], context: int)
     console.print(f"Plot: {config.output / 'loss.png'}   sample, figures and weights beside it.", highlight=False)
 
 
+def corpus_of(data: Path | list[Path]) -> Corpus:
+    """The reader's own files, or the embedded corpus where none are given."""
+    paths = data if isinstance(data, list) else [data]
+    return read_files(paths) if paths else embedded_corpus()
+
+
+def texts_of(corpus: Corpus, seq: int, device: torch.device) -> Texts:
+    """Both parts of a corpus on the device, each long enough for one window of `seq` bytes."""
+    texts = Texts(corpus.training_bytes().to(device), corpus.held_out_bytes().to(device))
+    require_long_enough(texts, seq)
+    return texts
+
+
 def require_sensible(config: Any) -> None:
     """Refuse, before any work, values that would only fail after it."""
-    for name in ("steps", "seq", "batch_size", "micro_batch_size", "evaluate_every", "sample_bytes"):
-        if getattr(config, name) < 1:
-            raise CourseError(f"{name} is {getattr(config, name)}: give at least 1.")
+    require_numbers(config, ("steps", "seq", "batch_size", "micro_batch_size", "evaluate_every", "sample_bytes"))
     if not config.prompt:
         raise CourseError("The prompt is empty: give at least one character to continue from.")
     try:
         sample_next(torch.zeros(1, 256), config.temperature, config.top_k)
     except ValueError as error:
         raise CourseError(str(error)) from None
+
+
+def require_numbers(config: Any, counts: Sequence[str]) -> None:
+    """Refuse a count below 1, a seed that no generator takes, and a learning rate, where there is one, that is not above 0."""
+    for name in counts:
+        if getattr(config, name) < 1:
+            raise CourseError(f"{name} is {getattr(config, name)}: give at least 1.")
+    if not 0 <= config.seed < 2**63:
+        raise CourseError(f"seed is {config.seed}: give at least 0 and less than 2**63.")
+    rate = getattr(config, "learning_rate", 1.0)
+    if not 0 < rate < math.inf:
+        raise CourseError(f"learning_rate is {rate}: give a number above 0.")
+
+
+def require_finite(loss: float, step: int) -> None:
+    """Stop a training that has diverged where it did, rather than at whatever fails later."""
+    if not math.isfinite(loss):
+        raise CourseError(f"The loss is {loss} at step {step}: the training has diverged, start it again with a smaller learning rate.")
 
 
 def pick_device(asked: str) -> torch.device:
@@ -126,7 +174,7 @@ def require_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".probe"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another process of the run may have been faster
     except OSError as error:
         raise CourseError(f"The output folder {folder} cannot be written ({error.strerror}): give another one with --output.") from None
 
@@ -149,9 +197,10 @@ def print_header(console: Console, corpus: Corpus, model: nn.Module, device: tor
     )
 
 
-def train_with_progress(config: Any, model: nn.Module, texts: Texts, history: History, console: Console) -> None:
-    """The training itself, under a progress bar; without a terminal, a line at each evaluation instead."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+def train_with_progress(
+    config: Any, model: nn.Module, loop: Callable[..., Iterator], texts: Texts, objective: Objective, history: History, console: Console
+) -> None:
+    """The training itself, `loop` over the run's batches, under a progress bar; without a terminal, a line at each evaluation instead."""
     bar = Progress(
         TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn(),
         console=console, disable=not console.is_terminal,
@@ -159,13 +208,15 @@ def train_with_progress(config: Any, model: nn.Module, texts: Texts, history: Hi
     with bar:
         task = bar.add_task("training", total=config.steps, loss="")
         began = time.perf_counter()
-        for step, totals in train(model, optimizer, steps_of(config, texts.training), next_token_objective, steps=config.steps):
+        for step, totals in loop(batches=steps_of(config, texts.training)):
             loss = bits_per_byte(totals.loss_sum, totals.token_count.item())
+            require_finite(loss, step)
             history.training.append((step, loss))
             history.tokens += totals.token_count.item()
             if step % config.evaluate_every == 0 or step == config.steps:
                 history.seconds += time.perf_counter() - began
-                quick = bits(*evaluate_text(model, texts.held_out, config.seq, QUICK_WINDOWS))[0]
+                quick = bits(*evaluate_text(model, texts.held_out, config.seq, objective, QUICK_WINDOWS))[0]
+                require_finite(quick, step)
                 history.held_out.append((step, quick))
                 if not console.is_terminal:
                     console.print(f"step {step:>6}   training {loss:.3f}   held out {quick:.3f} bits per byte", highlight=False)
@@ -184,9 +235,11 @@ def steps_of(config: Any, stream: Tensor) -> Iterator[list[Batch]]:
         yield split_batch(batch, config.micro_batch_size)
 
 
-def evaluate_text(model: nn.Module, stream: Tensor, seq: int, limit: int | None = None) -> tuple[Totals, int]:
+def evaluate_text(
+    model: nn.Module, stream: Tensor, seq: int, objective: Objective, limit: int | None = None
+) -> tuple[Totals, int]:
     """The totals over held-out text and the bytes that they cover. Here a token is a byte."""
-    totals = evaluate(model, sequential_batches(stream, EVALUATION_BATCH, seq, limit), next_token_objective)
+    totals = evaluate(model, sequential_batches(stream, EVALUATION_BATCH, seq, limit), objective)
     return totals, totals.token_count.item()
 
 
@@ -221,7 +274,7 @@ def write_results(folder: Path, model: nn.Module, history: History, figures: dic
     (folder / "sample.txt").write_text(sample, encoding="utf-8")
     record = {"figures": figures, "training": history.training, "held_out": history.held_out}
     (folder / "figures.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    save_model(model, str(folder / "model.safetensors"))  # holds a tensor that two modules share once
 
 
 def plot_losses(history: History, table_bits: float, path: Path) -> None:

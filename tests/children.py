@@ -8,11 +8,16 @@ from typing import Any
 from shared.course.running import PRELOADED
 
 
+class EndedItsProcess(AssertionError):
+    """A function that was run in a child ended the child's process."""
+
+
 def in_child(function: Callable, *arguments: Any, seconds: float) -> Any:
     """`function(*arguments)` in a child. The function is one of a module's own, its result plain data.
 
     Raises:
-        AssertionError: it raised, ended its process, or took longer than `seconds`.
+        AssertionError: it raised or took longer than `seconds`.
+        EndedItsProcess: so it did.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -24,7 +29,7 @@ def in_child(function: Callable, *arguments: Any, seconds: float) -> Any:
         assert receiver.poll(seconds), f"{function.__name__}{arguments} took longer than {seconds} s."
         result, error = receiver.recv()
     except EOFError:
-        raise AssertionError(f"{function.__name__}{arguments} ended its process.") from None
+        raise EndedItsProcess(f"{function.__name__} ended its process. Its arguments: {arguments}") from None
     finally:
         child.kill()
         child.join()

@@ -1,6 +1,7 @@
 """`make run` as a reader uses it: a small real run, the learner's parts in it, and what bad options say."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,10 @@ SMALL = ["--steps", "30", "--evaluate_every", "10", "--model.hidden_size", "32",
 
 
 def run(*options, cwd) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SCRIPT), *map(str, options)], cwd=cwd, capture_output=True, text=True, timeout=120)
+    """On one thread: on two, a loaded machine now and then adds up a matrix product in another order."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), *map(str, options)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture

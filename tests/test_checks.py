@@ -146,12 +146,13 @@ HOSTILE = {
     "returns a constant": (f"{TOTAL}\nreturn total * 0, torch.tensor(1)", "came out  loss_sum = 0"),
     "modifies its input": (
         f"{TOTAL}\nlogits -= 1\nreturn total, (targets != -100).sum()",
-        "it changed its argument logits is now [[-1, 0, 1]]  (float32 [1, 3]), was [[0, 1, 2]]  (float32 [1, 3])",
+        "it changed its argument logits: it is now [[-1, 0, 1]]  (float32 [1, 3]), was [[0, 1, 2]]  (float32 [1, 3])",
     ),
     "raises": ("raise KeyError('logit')", "exercises.py, line {line}: raise KeyError('logit')"),
     "calls itself through the core": (
         "import shared.loss\nreturn shared.loss.cross_entropy(logits, targets)", "Does your function call itself?",
     ),
+    "returns a list that holds itself": ("totals = []\ntotals.append(totals)\nreturn totals", "raised    RecursionError"),
     "calls torch's own": (
         "import torch.nn.functional as F\nreturn F.cross_entropy(logits, targets, reduction='sum'), (targets != -100).sum()",
         "called torch's own cross_entropy, which is what this exercise is to write",
@@ -206,6 +207,22 @@ def test_a_right_answer_with_two_mutants_that_do_the_same_gets_no_sentence():
     assert run_check(check, lambda x: x, one).misconception == "one"
     assert run_check(check, lambda x: x, one | other).misconception == ""
     assert run_check(check, lambda x: x + 1, one | other).state == PASS
+
+
+def test_a_refusal_in_other_words_hides_no_misconception():
+    """Everyone words a refusal in their own way: a case that asks for one tells no two answers apart."""
+
+    def of(message: str) -> Callable:
+        def answer(x):
+            if x.numel() == 1:
+                raise ValueError(message)
+            return x
+
+        return answer
+
+    refused = constant_case(given=lambda: {"x": torch.zeros(1)}, expected=lambda x: {"raised": "ValueError"})
+    check = Check("01.cross_entropy", ("y",), [refused, constant_case()], ("y",))
+    assert run_check(check, of("too short"), {"one": of("give two")}).misconception == "one"
 
 
 def test_a_spoilt_answer_that_a_check_misses_is_noticed():

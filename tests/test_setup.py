@@ -46,10 +46,15 @@ def test_make_without_a_target_explains_the_commands():
         assert target in shown
 
 
-def test_make_run_takes_the_newest_chapter_and_hands_options_on():
-    newest = sorted(path.parent.name for path in CHECKOUT.glob("chapters/*/run.py"))[-1]
-    assert f"chapters/{newest}/run.py --impl mine --steps 3" in make("--dry-run", "run", "IMPL=mine", "ARGS=--steps 3")
-    assert "chapters/01_training_loop/run.py --impl reference" in make("--dry-run", "run", "CHAPTER=01")
+def test_make_lab_opens_the_first_chapter_or_the_one_that_is_asked_for():
+    assert "/lab/tree/notebooks/01_training_loop.ipynb" in make("--dry-run", "lab")
+    assert "/lab/tree/notebooks/02_transformer.ipynb" in make("--dry-run", "lab", "CHAPTER=02")
+
+
+def test_make_run_starts_the_trainer_or_a_chapter_and_hands_options_on():
+    assert "train.py chapters/12_grpo/laptop.yaml impl=mine steps=3" in make("--dry-run", "run", "IMPL=mine", "ARGS=steps=3")
+    assert "train.py my.yaml impl=reference" in make("--dry-run", "run", "CONFIG=my.yaml")
+    assert "chapters/01_training_loop/run.py --impl reference --steps 3" in make("--dry-run", "run", "CHAPTER=01", "ARGS=--steps 3")
 
 
 def test_the_readme_lists_twelve_chapters_and_those_that_exist_as_built():

@@ -58,7 +58,8 @@ class Check:
     outputs: names of the return value, or of its parts where it is a tuple.
     spoilt: where the harness spoils a right answer to see that the check notices: names of `outputs` (dotted for a
         part: "totals.loss_sum"), "gradients through OUTPUT" for what flows back through a result, and
-        "gradients of ARGUMENT", "update of ARGUMENT" for what the function leaves in a module.
+        "gradients of ARGUMENT", "update of ARGUMENT" for what the function leaves in a module, "elements of ARGUMENT" for
+        the tensor that it works in, "files of ARGUMENT" for what it leaves in a folder.
     forbidden: functions of torch that are the exercise itself.
     """
 
@@ -106,12 +107,11 @@ def observe(check: Check, case: Case, function: Callable) -> tuple[Observation, 
     with Forbidden(check.forbidden) as calls:
         try:
             if case.observe is None:
-                result, error = named(check, function(**given)), None
+                result, error = results(case, named(check, function(**given))), None
             else:
-                result, error = case.observe(function, **given), None
-        except Exception as raised:
+                result, error = results(case, case.observe(function, **given)), None
+        except Exception as raised:  # also of a list that holds itself, which has no end to look through
             result, error = {"raised": type(raised).__name__}, raised
-    result = results(case, result)
     for name, fresh in case.given().items():
         if name not in case.changes and (change := changed(flatten(contents(fresh)), flatten(contents(given[name])))):
             result[f"changed its argument {name}{change}"] = True
@@ -146,7 +146,7 @@ def changed(before: Observation, after: Observation) -> str:
     """What of an argument's contents is not as it was, in words; nothing where all is."""
     for part in before | after:
         if differences({part: before.get(part)}, {part: after.get(part)}, 0.0, 0.0):
-            return f"{part and ': '}{part} is now {written(after.get(part))}, was {written(before.get(part))}"
+            return f": {part or 'it'} is now {written(after.get(part))}, was {written(before.get(part))}"
     return ""
 
 
@@ -192,5 +192,9 @@ def diagnose(check: Check, failing: Case, function: Callable, mutants: Mapping[s
 
 
 def same(left: tuple[Observation, Exception | None], right: tuple[Observation, Exception | None], case: Case) -> bool:
-    """Whether two answers did the same on a case; exceptions are the same where their messages are."""
-    return str(left[1]) == str(right[1]) and not differences(left[0], right[0], case.rtol, case.atol)
+    """Whether two answers did the same on a case.
+
+    Exceptions are the same where their messages are; where the contract asks to refuse, everyone words it in their own way.
+    """
+    both_refuse = left[1] is not None and right[1] is not None and "raised" in expectation(case)
+    return (both_refuse or str(left[1]) == str(right[1])) and not differences(left[0], right[0], case.rtol, case.atol)

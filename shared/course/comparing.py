@@ -77,7 +77,11 @@ def tensor_difference(expected: Tensor, observed: Tensor, rtol: float, atol: flo
     if expected.numel() <= FEW:
         return ""
     at = tuple((~close).nonzero()[0].tolist())
-    return f"(first at {list(at)}: {observed[at].item():.6g}, expected {expected[at].item():.6g})"
+    found, wanted = f"{observed[at].item():.6g}", f"{expected[at].item():.6g}"
+    if found == wanted:
+        gap = abs(observed[at].item() - expected[at].item())
+        return f"(first at {list(at)}: they differ by {gap:.1g}, which is too much)"
+    return f"(first at {list(at)}: {found}, expected {wanted})"
 
 
 def written(value: Any) -> str:

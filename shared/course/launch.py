@@ -32,13 +32,16 @@ class OptionParser(ArgumentParser):
 def parse(config_class: type[Config], defaults: Path, arguments: list[str] | None = None) -> Config:
     """The configuration: the class's defaults, over them the chapter's YAML, `--config` files and options, in that order.
 
-    An unknown key or a value of the wrong type ends the process with one sentence and exit code 2.
+    An unknown key, a value of the wrong type, or values that a configuration refuses end the process with one sentence and exit code 2.
     """
     parser = OptionParser(description=config_class.__doc__.splitlines()[0], default_config_files=[str(defaults)], allow_abbrev=False)
     parser.add_argument("--config", action="config", help="a YAML file of options, over those of the chapter")
     parser.add_class_arguments(config_class, fail_untyped=True)
     values = parser.parse_args(arguments)
-    fields = parser.instantiate(values)
+    try:
+        fields = parser.instantiate(values)
+    except ValueError as error:  # a configuration that refuses its own values
+        parser.error(str(error))
     del fields["config"]
     return config_class(**vars(fields))
 

@@ -32,8 +32,9 @@ from shared.course.stubs import BodyFile
 
 MEMORY_LIMIT = 4 * 2**30  # bytes resident in a child
 OUTPUT_LIMIT = 16 * 2**20  # bytes printed by a child
+STARTING = 20.0  # seconds that a child may take, on a loaded machine, until its check begins
 SHOWN_OUTPUT = 2000  # characters of it that are shown
-PRELOADED = ["torch", "shared.course.checking"]
+PRELOADED = ["torch", "cloudpickle", "shared.course.checking", "shared.course.running"]  # nothing of the core: it is bound in the child
 
 
 def check_files(exercises: Iterable[Exercise], workspace: Path) -> Iterator[Outcome]:
@@ -125,20 +126,21 @@ def run_apart(exercise: Exercise, file: BodyFile, seconds: float) -> Outcome:
 
 def watch(child: multiprocessing.Process, output: Path, seconds: float) -> str:
     """Wait for a child until it ends or passes a limit. Returns which one, or nothing."""
-    deadline, over = time.monotonic() + seconds + 5.0, ""  # the child's own alarm comes first; 5 s cover a loaded machine
+    deadline, over = time.monotonic() + STARTING + seconds + 5.0, ""  # the child's own alarm comes first
+    too_slow = f"Your code did not finish within {seconds:g} s."
     while child.exitcode is None and not over:
         child.join(0.02)
         try:
             resident = psutil.Process(child.pid).memory_info().rss
         except psutil.NoSuchProcess:
             continue
-        if time.monotonic() > deadline or output.with_name("stuck.txt").exists() and output.with_name("stuck.txt").stat().st_size:
-            over = f"Your code did not finish within {seconds:g} s."
+        if time.monotonic() > deadline:
+            over = too_slow
         elif resident > MEMORY_LIMIT:
             over = f"Your code used more than {MEMORY_LIMIT / 2**30:.0f} GiB of memory."
         elif output.stat().st_size > OUTPUT_LIMIT:
             over = f"Your code printed more than {OUTPUT_LIMIT // 2**20} MiB."
-    return over
+    return too_slow if child.exitcode == -signal.SIGALRM else over
 
 
 def clipped(output: Path) -> str:
@@ -159,10 +161,13 @@ def child_main(exercise_id: str, file: BodyFile, folder: str, seconds: float) ->
     """The child: bind the answer into the core, climb the check, leave the outcome as JSON."""
     redirect(Path(folder, "output.txt"))
     threading.Thread(target=end_with_parent, daemon=True).start()
-    faulthandler.dump_traceback_later(seconds, file=open(Path(folder, "stuck.txt"), "w"))
+    # By a signal, so that the main thread writes down its own frames: another thread that read them could meet one half made. Then the
+    # signal's own way, which ends the process: so the parent sees the trace whole or not at all.
+    faulthandler.register(signal.SIGALRM, file=open(Path(folder, "stuck.txt"), "w"), all_threads=False, chain=True)
+    signal.setitimer(signal.ITIMER_REAL, max(STARTING, seconds))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills this process
     try:
-        outcome = check_in_this_process(exercise_id, file)
+        outcome = check_in_this_process(exercise_id, file, seconds)
     except Exception as error:  # what the answer raises is caught where it is called
         traceback.print_exc()
         outcome = failed_check(exercise_id, error)
@@ -189,7 +194,7 @@ def redirect(output: Path) -> None:
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="replace")
 
 
-def check_in_this_process(exercise_id: str, file: BodyFile) -> Outcome:
+def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float) -> Outcome:
     """Bind the answer in `file` into the core of this process, which must be fresh, and climb its check."""
     import torch
 
@@ -201,6 +206,7 @@ def check_in_this_process(exercise_id: str, file: BodyFile) -> Outcome:
         binding.choose("reference", replaced={exercise_id: file})
         core = importlib.import_module(exercise.contract.module)
         check = read_check(exercise)
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # from here on the time is the answer's
         return checking.run_check(check, getattr(core, exercise.name), mutants.sentences(exercise_id))
     except CourseError as error:
         return failed(exercise, str(error))
