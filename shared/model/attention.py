@@ -1,0 +1,157 @@
+"""Chapter 02. Attention: each position asks all others a question and takes a weighted mean of their answers.
+
+    weights = softmax(Q K^T * scale), out = weights V          (Vaswani et al. 2017, equation 1)
+
+With fewer key-value heads than query heads (grouped-query attention, Ainslie et al. 2023; one: multi-query, Shazeer 2019)
+several queries share a key and value. `grouped_query_attention` writes the equation out and keeps a [Q, K] matrix of
+weights per head; `fused_attention` is PyTorch's kernel, which never holds that matrix. They agree to rounding.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared.course.binding import exercise
+from shared.model.autocast import to_compute_dtype
+from shared.model.config import ModelConfig
+from shared.model.masks import AttentionMask
+from shared.model.rope import RopeTables, Rotation
+
+if TYPE_CHECKING:
+    from shared.model.builders import Builders
+
+
+@exercise("02.grouped_query_attention")
+def grouped_query_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Attention in which group g of H / K query heads shares key-value head g (Ainslie et al. 2023, section 2.2).
+
+        weights[h, i, :] = softmax over the j that i may look at of (queries[h, i] . keys[g, j] * scale + bias[h, i, j])
+        out[h, i] = sum over j of weights[h, i, j] * values[g, j]          with g = h // (H / K)
+
+    Args:
+        queries: [batch, H, Q, d].
+        keys, values: [batch, K, T, d]; K divides H. Neither they nor the queries are changed.
+        mask: bool, broadcastable to [batch, H, Q, T] (its second size is 1), True where a query may look; None: everywhere.
+        bias: float, broadcastable to [batch, H, Q, T], added to the scaled scores; None for 0.
+        scale: None for d ** -0.5.
+
+    Returns:
+        [batch, H, Q, d] in the dtype of `values`. The softmax is computed in float32 (float64 for float64 input). A query
+        that may look nowhere gets zeros, and passes a gradient of zero.
+
+    >>> queries, values = torch.zeros(1, 1, 1, 2), torch.tensor([[[[1.0, 0.0], [3.0, 4.0]]]])
+    >>> grouped_query_attention(queries, values, values)                       # equal scores: the mean of the values
+    tensor([[[[2., 2.]]]])
+    >>> grouped_query_attention(queries, values, values, mask=torch.tensor([[[[True, False]]]]))
+    tensor([[[[1., 0.]]]])
+
+    The body stands in solutions/02_transformer.py; `course read shared.model.attention` shows it in place.
+    """
+
+
+def naive_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scale: float, dropout: float) -> Tensor:
+    """`grouped_query_attention` behind the fused kernel's signature.
+
+    Raises:
+        ValueError: a mask in the fused kernel's own form, or dropout: it would ignore both.
+    """
+    if mask.causal or dropout:
+        raise ValueError("Naive attention has no causal flag and no dropout: lower the mask with fused=False, and set dropout to 0.")
+    return grouped_query_attention(queries, keys, values, mask.allowed, mask.bias, scale)
+
+
+def fused_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scale: float, dropout: float) -> Tensor:
+    """The same through PyTorch's kernel. Shapes as in `grouped_query_attention`.
+
+    Sharing heads is left to the kernel only where no tensor masks: with one, some devices would fall back to the slow path.
+
+    Raises:
+        ValueError: the causal flag with more keys than queries, for which the kernel would hide the wrong ones.
+    """
+    if mask.causal and queries.shape[2] != keys.shape[2]:
+        lengths = f"{queries.shape[2]} and {keys.shape[2]}"
+        raise ValueError(f"The causal flag is for as many queries as keys, not {lengths}: give a mask as a tensor.")
+    tensor = mask.allowed if mask.bias is None else mask.bias.to(queries.dtype)
+    groups = queries.shape[1] // keys.shape[1]
+    if tensor is not None and groups > 1:
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+        groups = 1
+    return F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=tensor, dropout_p=dropout, is_causal=mask.causal, scale=scale, enable_gqa=groups > 1
+    )
+
+
+class KeyValueCache(Protocol):
+    """What generation keeps of the past. Chapter 12 brings one; attention calls it once per layer and forward pass."""
+
+    length: int  # positions held before this forward pass
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in [batch, K, new, d] keys (after RoPE) and values; return those of the whole sequence so far."""
+
+
+@dataclass
+class AttentionContext:
+    """What every block's attention needs beside its input. A stack makes it once per forward pass.
+
+    masks: "full_attention" and, where a layer has that type, "sliding_attention" -> the lowered mask.
+    rope: the tables of the queries' positions, or None.
+    memory: [batch, T, D], the encoder's output that cross-attention looks at, or None.
+    memory_mask: which part of it each query may look at.
+    """
+
+    masks: dict[str, AttentionMask]
+    rope: RopeTables | None = None
+    cache: KeyValueCache | None = None
+    memory: Tensor | None = None
+    memory_mask: AttentionMask | None = None
+
+
+class Attention(nn.Module):
+    """Projections, RoPE, attention, output projection: [batch, seq, D] -> [batch, seq, D].
+
+    The number of heads is read off the projections' outputs, so that a module with a part of the heads works alike.
+
+    Args:
+        config: a resolved configuration.
+        layer: the block's number, from 0.
+        cross: look at `context.memory` instead of at the input itself.
+    """
+
+    def __init__(self, config: ModelConfig, builders: "Builders", layer: int, cross: bool = False):
+        super().__init__()
+        self.layer, self.cross = layer, cross
+        self.layer_type = config.layer_types[layer]
+        self.head_dim, self.scale = config.head_dim, config.attention_scale
+        self.dropout = config.attention_dropout
+        self.attend = fused_attention if config.attention == "fused" else naive_attention
+        inner, shared = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = builders.linear("q_proj", config.hidden_size, inner, config.attention_bias)
+        self.k_proj = builders.linear("k_proj", config.hidden_size, shared, config.attention_bias)
+        self.v_proj = builders.linear("v_proj", config.hidden_size, shared, config.attention_bias)
+        self.o_proj = builders.linear("o_proj", inner, config.hidden_size, config.attention_output_bias)
+        self.q_norm = builders.norm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = builders.norm(config, config.head_dim) if config.qk_norm else None
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        x = to_compute_dtype(x)
+        source = to_compute_dtype(context.memory) if self.cross else x
+        queries, keys = self.split_heads(self.q_proj(x)), self.split_heads(self.k_proj(source))
+        values = self.split_heads(self.v_proj(source))
+        if self.q_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        if context.rope is not None and not self.cross:
+            queries, keys = Rotation.apply(queries, *context.rope), Rotation.apply(keys, *context.rope)
+        if context.cache is not None and not self.cross:
+            keys, values = context.cache.update(self.layer, keys, values)
+        mask = context.memory_mask if self.cross else context.masks[self.layer_type]
+        mixed = self.attend(queries, keys, values, mask, self.scale, self.dropout if self.training else 0.0)
+        return self.o_proj(mixed.transpose(1, 2).flatten(start_dim=2))
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[batch, seq, heads * d] -> [batch, heads, seq, d]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

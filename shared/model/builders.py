@@ -1,0 +1,51 @@
+"""Chapter 02. Where later chapters put parts of their own: the functions with which a model builds its pieces.
+
+A `Builders` handed to `TransformerModel` replaces any of them: linear layers that hold a slice, a low-rank addition or four-bit
+weights, a mixture of experts as feed-forward layer, an attention of another kind, a way to run a block that recomputes it. Names
+of submodules stay as they are, so checkpoints and initial weights do not depend on who built a piece.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shared.model.attention import Attention, AttentionContext
+from shared.model.config import ModelConfig
+from shared.model.feed_forward import build_feed_forward
+from shared.model.norm import build_norm
+
+
+def build_linear(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+    return nn.Linear(in_features, out_features, bias=bias)
+
+
+def build_embedding(name: str, num_embeddings: int, size: int) -> nn.Module:
+    return nn.Embedding(num_embeddings, size)
+
+
+def run_block(block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
+    return block(x, context)
+
+
+@dataclass(frozen=True)
+class Builders:
+    """How a model makes its pieces. Every configuration that they get is resolved.
+
+    linear: linear(name, in_features, out_features, bias) -> module [..., in] -> [..., out]. The names are q_proj, k_proj,
+        v_proj, o_proj, gate_proj, up_proj, down_proj, transform and head. A tied head's weight becomes the token
+        embedding's, so its module must have a `weight` of that shape.
+    embedding: embedding(name, num_embeddings, size) -> module, int64 [...] -> [..., size], with a `weight`. The names are
+        tokens, positions and types.
+    norm: norm(config, size) -> module over the last dimension.
+    attention: attention(config, builders, layer, cross) -> module, called as module(x, context).
+    feed_forward: feed_forward(config, builders, layer) -> module, [..., D] -> [..., D].
+    run_block: run_block(block, x, context) -> x, called for each block in a forward pass.
+    """
+
+    linear: Callable[[str, int, int, bool], nn.Module] = build_linear
+    embedding: Callable[[str, int, int], nn.Module] = build_embedding
+    norm: Callable[[ModelConfig, int], nn.Module] = build_norm
+    attention: Callable[[ModelConfig, "Builders", int, bool], nn.Module] = Attention
+    feed_forward: Callable[[ModelConfig, "Builders", int], nn.Module] = build_feed_forward
+    run_block: Callable[[nn.Module, Tensor, AttentionContext], Tensor] = run_block

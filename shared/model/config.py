@@ -1,0 +1,227 @@
+"""Chapter 02. The configuration that tells one family of transformers from another.
+
+Field names are those of Hugging Face's LLaMA configuration where one exists, so what is known from there can be typed here.
+The defaults are a small LLaMA: causal, RoPE, RMSNorm before each sublayer, SwiGLU. `shared.model.families` holds the
+values of the published models, `shared.model.hf` reads and writes their `config.json`.
+
+Left out on purpose: how a model is trained or sharded, and token ids with a meaning (end of text, padding).
+"""
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args, get_origin, get_type_hints
+
+
+def require_choices(record: object) -> None:
+    """Refuse a value that its field's `Literal` does not list, and offer the nearest one.
+
+    Raises:
+        ValueError: names the field, the value and the choices.
+    """
+    for name, hint in get_type_hints(type(record)).items():
+        if get_origin(hint) is Literal and getattr(record, name) not in get_args(hint):
+            value, choices = getattr(record, name), get_args(hint)
+            nearest = difflib.get_close_matches(str(value), choices, n=1)
+            offered = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"{name} is {value!r}: choose {', '.join(map(repr, choices))}.{offered}")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE's frequencies are changed so that a model reads further than it was trained to. See `shared.model.rope`.
+
+    Args:
+        rope_type: linear (Chen et al. 2023), dynamic (NTK-aware, grows with the sequence), yarn (Peng et al. 2023) or
+            llama3 (Grattafiori et al. 2024, section 3.2).
+        factor: how many times longer than the original the context is to become.
+        original_max_position_embeddings: the length of training; yarn and llama3 need it.
+        low_freq_factor: llama3: wavelengths above original / low_freq_factor are stretched by the whole factor.
+        high_freq_factor: llama3: wavelengths below original / high_freq_factor are left alone.
+        beta_fast: yarn: dimensions that turn more often than this over the original length are left alone.
+        beta_slow: yarn: dimensions that turn less often than this are stretched by the whole factor.
+        attention_factor: yarn: multiplies cos and sin; None for 0.1 log(factor) + 1.
+    """
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
+    factor: float
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        if self.factor < 1:
+            raise ValueError(f"rope_scaling.factor is {self.factor}: scaling lengthens the context, so give at least 1.")
+        if self.rope_type in ("yarn", "llama3") and not self.original_max_position_embeddings:
+            raise ValueError(f"{self.rope_type} scaling needs original_max_position_embeddings, the length of training.")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(f"high_freq_factor is {self.high_freq_factor}: give more than low_freq_factor ({self.low_freq_factor}).")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One transformer.
+
+    Args:
+        vocab_size: number of token ids.
+        hidden_size: D, the width of the residual stream.
+        num_hidden_layers: blocks (of the decoder, where there are both).
+        num_attention_heads: H, query heads.
+        num_key_value_heads: K, which divides H. None for H (multi-head attention); 1 is multi-query attention.
+        head_dim: size of a head; None for D / H.
+        intermediate_size: inner width of the feed-forward layer; None for 4 D, or about 8/3 D where it is gated, which
+            holds as many weights.
+        max_position_embeddings: the longest sequence that the model is made for.
+
+        architecture: decoder (causal), encoder (every position sees every other) or encoder-decoder.
+        num_encoder_layers: blocks of the encoder of an encoder-decoder; None for num_hidden_layers.
+        position: how a position is told: a learned embedding, rotation of queries and keys (rope), a penalty that grows
+            with the distance (alibi), a learned bias per distance (relative), or not at all.
+        rope_theta: the base of RoPE's frequencies.
+        rope_scaling: how they are stretched, if they are.
+        relative_attention_num_buckets: how many groups of distances `relative` tells apart.
+        relative_attention_max_distance: from here on all distances are one group.
+
+        norm: rms_norm or layer_norm.
+        norm_eps: added to the mean square, or the variance, before the root.
+        norm_position: pre (before each sublayer, and once at the end) or post (after each residual sum).
+        embedding_norm: normalise the embeddings as well.
+        qk_norm: normalise each head's queries and keys before RoPE.
+        hidden_act: the feed-forward activation; gelu_tanh is GPT-2's approximation.
+        gated: multiply the activation by a second projection (SwiGLU with silu, GeGLU with gelu).
+        attention_bias: biases on the query, key and value projections.
+        attention_output_bias: a bias on the output projection of attention.
+        mlp_bias: biases in the feed-forward layer.
+        attention_scale: multiplies queries times keys; None for head_dim ** -0.5.
+        sliding_window: each position sees this many last ones, itself included; None for all.
+        layer_types: for each block `full_attention` or `sliding_attention`; None for the window in all blocks.
+        attention: fused (PyTorch's kernel) or naive (`grouped_query_attention`, written out).
+
+        type_vocab_size: number of segment embeddings, as BERT has two; 0 for none.
+        head: linear, or mlm for BERT's: a layer with activation and norm before, a bias after.
+        tie_word_embeddings: the head's weight is the token embedding.
+        logit_scale: multiplies what goes into the head; T5 uses hidden_size ** -0.5 with tied embeddings.
+        hidden_dropout: on the embeddings and on each sublayer's output.
+        attention_dropout: on the attention weights.
+        initializer_range: standard deviation of the initial weights.
+
+    Raises:
+        ValueError: an unknown choice, sizes that do not divide, or options that exclude each other.
+    """
+
+    vocab_size: int = 256
+    hidden_size: int = 256
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 1024
+
+    architecture: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
+    num_encoder_layers: int | None = None
+    position: Literal["none", "learned", "rope", "alibi", "relative"] = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+
+    norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    norm_eps: float = 1e-5
+    norm_position: Literal["pre", "post"] = "pre"
+    embedding_norm: bool = False
+    qk_norm: bool = False
+    hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    gated: bool = True
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    attention_scale: float | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    attention: Literal["fused", "naive"] = "fused"
+
+    type_vocab_size: int = 0
+    head: Literal["linear", "mlm"] = "linear"
+    tie_word_embeddings: bool = False
+    logit_scale: float = 1.0
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        require_sizes(self)
+        require_compatible(self)
+
+    def resolved(self) -> "ModelConfig":
+        """The same model with every None that stands for a number replaced by that number. A model keeps this one."""
+        return replace(
+            self,
+            num_key_value_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
+            intermediate_size=self.intermediate_size or default_intermediate_size(self.hidden_size, self.gated),
+            num_encoder_layers=(self.num_encoder_layers or self.num_hidden_layers) if self.architecture == "encoder-decoder" else None,
+            attention_scale=self.attention_scale or (self.head_dim or self.hidden_size // self.num_attention_heads) ** -0.5,
+            layer_types=self.layer_types or (("sliding_attention" if self.sliding_window else "full_attention"),) * self.num_hidden_layers,
+        )
+
+    def encoder(self) -> "ModelConfig":
+        """The encoder of a resolved encoder-decoder, as a model of its own."""
+        changes = {"architecture": "encoder", "num_hidden_layers": self.num_encoder_layers, "num_encoder_layers": None}
+        return replace(self, **changes, sliding_window=None, layer_types=None).resolved()
+
+    def differences(self, other: "ModelConfig") -> dict[str, tuple]:
+        """The fields in which two configurations describe different models: name -> (here, there)."""
+        pairs = [(field.name, getattr(self.resolved(), field.name), getattr(other.resolved(), field.name)) for field in fields(self)]
+        return {name: (here, there) for name, here, there in pairs if here != there}
+
+
+def default_intermediate_size(hidden_size: int, gated: bool) -> int:
+    """4 D, or 8/3 D rounded up to a multiple of 64 where three matrices share the weights of two (Shazeer 2020, section 3)."""
+    return -(-8 * hidden_size // (3 * 64)) * 64 if gated else 4 * hidden_size
+
+
+def require_sizes(config: ModelConfig) -> None:
+    whole = {name: value for name, value in vars(config).items() if isinstance(value, int) and not isinstance(value, bool)}
+    for name, value in whole.items():
+        if value < (0 if name == "type_vocab_size" else 1):
+            raise ValueError(f"{name} is {value}: give at least 1.")
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}: it is a probability, so give at least 0 and less than 1.")
+    heads, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    if config.head_dim is None and config.hidden_size % heads:
+        raise ValueError(
+            f"hidden_size ({config.hidden_size}) is no multiple of num_attention_heads ({heads}): change one, or give head_dim."
+        )
+    if heads % groups:
+        raise ValueError(
+            f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({groups}): every group needs as many queries."
+        )
+    head_dim = config.head_dim or config.hidden_size // heads
+    if config.position == "rope" and head_dim % 2:
+        raise ValueError(f"The head size is {head_dim}: rope turns pairs of dimensions, so make it even.")
+
+
+def require_compatible(config: ModelConfig) -> None:
+    """Refuse options of which one would be without effect, or wrong, beside the other."""
+    wrong = [
+        (config.rope_scaling and config.position != "rope", "rope_scaling needs position 'rope'"),
+        (config.num_encoder_layers and config.architecture != "encoder-decoder", "num_encoder_layers needs architecture 'encoder-decoder'"),
+        (config.sliding_window and config.architecture == "encoder", "sliding_window looks back only, and an encoder looks both ways"),
+        (config.attention == "naive" and config.attention_dropout, "naive attention has no dropout: set attention_dropout to 0"),
+        (config.layer_types and len(config.layer_types) != config.num_hidden_layers, "layer_types needs one entry for each block"),
+        (
+            config.layer_types and set(config.layer_types) - {"full_attention", "sliding_attention"},
+            "layer_types takes 'full_attention' and 'sliding_attention'",
+        ),
+        ("sliding_attention" in (config.layer_types or ()) and not config.sliding_window, "sliding_attention needs sliding_window"),
+        (config.type_vocab_size and config.architecture == "encoder-decoder", "segment embeddings are for one stack only"),
+    ]
+    for is_wrong, reason in wrong:
+        if is_wrong:
+            raise ValueError(f"This model cannot be built: {reason}.")

@@ -1,0 +1,166 @@
+"""Chapter 02. A model out of a folder, and into one: `config.json` and safetensors, as transformers reads and writes them.
+
+What does not fit is refused before a weight is read: the names and shapes in the files are held against those that the
+configuration asks for, and everything missing, extra or misshapen is named.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared.model.builders import Builders
+from shared.model.config import ModelConfig
+from shared.model.hf.files import INDEX, SINGLE, PretrainedError, TensorFolder, read_json, write_json, write_tensors
+from shared.model.hf.format import Format
+from shared.model.hf.registry import read_config, write_config
+from shared.model.hf.stored import Stored
+from shared.model.transformer import TIED_TO, TransformerModel
+
+LISTED = 12  # names in a refusal
+
+
+def load_pretrained(
+    folder: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    builders: Builders = Builders(),  # noqa: B008 (frozen)
+) -> TransformerModel:
+    """The model in a folder of Hugging Face's format. It is in training mode, as every new module is.
+
+    Args:
+        folder: holds config.json and model.safetensors, or several files with their index.
+        dtype: of the parameters, whatever the files hold.
+        device: where they are put, one tensor at a time.
+        builders: what the model's pieces are made of.
+
+    Raises:
+        PretrainedError: no such folder, no or damaged files, a model that is not built here, tensors that do not fit.
+    """
+    folder = Path(folder)
+    known, config = read_folder(folder)
+    files = TensorFolder(folder)
+    if known.tied_by_file:
+        config = replace(config, tie_word_embeddings=not set(known.tied) & set(files.shapes))
+    with torch.device("meta"):
+        model = TransformerModel(config, builders)
+    stored = {entry.name: entry for entry in known.tensors(model.config)}
+    in_files = names_in_files(known, stored, files, config)
+    require_fit(folder, stored, in_files, files, logical_parameters(model))
+    model.to(dtype).to_empty(device=device)
+    model.tie_weights()
+    parameters = logical_parameters(model)
+    with torch.no_grad():
+        for name, tensor in files.read(in_files):
+            entry = stored[in_files[name]]
+            for ours, value in zip(entry.ours, entry.unpack(tensor), strict=True):
+                parameters[ours].copy_(value)
+        require_equal_tied(folder, known, config, files, parameters)
+    return model
+
+
+def logical_parameters(model: TransformerModel) -> dict[str, Tensor]:
+    """Every parameter once, by the name that does not depend on tying."""
+    return {model.logical_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def require_equal_tied(folder: Path, known: Format, config: ModelConfig, files: TensorFolder, parameters: dict[str, Tensor]) -> None:
+    """Refuse a head that stands in the file beside an embedding that it is said to be tied to, and is another matrix."""
+    repeated = [name for name in known.tied if name in files.shapes and config.tie_word_embeddings]
+    for name, tensor in files.read(repeated):
+        embedding = parameters[TIED_TO]
+        if not torch.equal(tensor.to(embedding.device, embedding.dtype), embedding):
+            raise PretrainedError(
+                f"config.json in {folder} ties the head to the embedding, but {name} in the file is another matrix: set "
+                "tie_word_embeddings to false to keep it, or remove the tensor."
+            )
+
+
+def read_folder(folder: Path) -> tuple[Format, ModelConfig]:
+    """The format and the configuration that a folder describes."""
+    if not folder.is_dir():
+        raise PretrainedError(f"{folder} is no folder: give the one that holds a model's config.json.")
+    told = read_json(folder / "config.json")
+    try:
+        return read_config(told)
+    except (ValueError, TypeError) as error:
+        raise PretrainedError(f"{folder / 'config.json'}: {error}") from None
+
+
+def names_in_files(known: Format, stored: dict[str, Stored], files: TensorFolder, config: ModelConfig) -> dict[str, str]:
+    """Name in the files -> name in the format, without what no model reads. Files of the bare model lack the prefix."""
+    bare = known.prefix and not any(name.startswith(known.prefix) for name in files.shapes)
+    names = {}
+    for name in files.shapes:
+        full = known.prefix + name if bare and not name.startswith("lm_head") else name
+        for old, new in known.renamed.items():
+            full = full.removesuffix(old) + new if full.endswith(old) else full
+        repeated = full in known.tied and config.tie_word_embeddings
+        if not repeated and (full in stored or not any(re.fullmatch(pattern, full) for pattern in known.ignored)):
+            names[name] = full
+    return names
+
+
+def require_fit(
+    folder: Path, stored: dict[str, Stored], in_files: dict[str, str], files: TensorFolder, parameters: dict[str, Tensor]
+) -> None:
+    """Refuse files that do not hold just the tensors that the configuration asks for."""
+    present = {full: files.shapes[name] for name, full in in_files.items()}
+    wanted = {name: packed_shape(entry, parameters) for name, entry in stored.items()}
+    misshapen = [
+        f"{name} is {list(present[name])}, not {list(wanted[name])}" for name in wanted if present.get(name, wanted[name]) != wanted[name]
+    ]
+    problems = []
+    for title, names in (("missing", set(wanted) - set(present)), ("extra", set(present) - set(wanted)), ("misshapen", misshapen)):
+        if names:
+            problems.append(f"{title}: {listed(names)}")
+    if problems:
+        raise PretrainedError(f"The tensors in {folder} are not those of its config.json. {'; '.join(problems)}.")
+
+
+def packed_shape(entry: Stored, parameters: dict[str, Tensor]) -> tuple[int, ...]:
+    return tuple(entry.pack([torch.empty(parameters[name].shape, device="meta") for name in entry.ours]).shape)
+
+
+def listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def save_pretrained(
+    model: TransformerModel, folder: Path | str, *, model_type: str | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a whole model into a folder that transformers loads. A tied head is written once, as the embedding.
+
+    Every file is put in place whole, `config.json` last; files of another model that were there are removed.
+
+    Args:
+        model: with its embedding, all its blocks and its head.
+        folder: made if it is not there.
+        model_type: the format; None for the first that can hold the model. GPT-3's dense models are of type gpt2.
+        max_shard_bytes: the weights are split into files of at most this size.
+
+    Raises:
+        ValueError: no format can describe the model, or part of it is absent.
+    """
+    folder = Path(folder)
+    known, told = write_config(model.config, model_type)
+    parameters = {name: parameter.detach() for name, parameter in logical_parameters(model).items()}
+    stored = {entry.name: entry for entry in known.tensors(model.config)}
+    if absent := {name for entry in stored.values() for name in entry.ours} - set(parameters):
+        raise ValueError(f"Only a whole model can be saved in this format; this one lacks {listed(absent)}.")
+    sizes = {name: sum(parameters[ours].nbytes for ours in entry.ours) for name, entry in stored.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    written = write_tensors(
+        folder, sizes, lambda name: stored[name].pack([parameters[ours].cpu() for ours in stored[name].ours]), max_shard_bytes
+    )
+    for old in [*folder.glob("model*.safetensors"), folder / INDEX, folder / SINGLE]:
+        if old.name not in written:
+            old.unlink(missing_ok=True)
+    dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
+    write_json(folder / "config.json", told | {"dtype": dtype})

@@ -1,0 +1,77 @@
+"""Chapter 02. The formats that are known here, and which of them can hold a configuration."""
+
+from dataclasses import replace
+
+from shared.model.config import ModelConfig
+from shared.model.hf.bert import BERT
+from shared.model.hf.bloom import BLOOM
+from shared.model.hf.format import Format, Told
+from shared.model.hf.gpt2 import GPT2
+from shared.model.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from shared.model.hf.t5 import T5
+
+FORMATS: dict[str, Format] = {known.model_type: known for known in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, BERT, T5, BLOOM)}
+OF_TRAINING = {"attention": "fused", "hidden_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.02}
+
+
+def read_config(told: Told) -> tuple[Format, ModelConfig]:
+    """The format and the configuration that a `config.json` describes.
+
+    Raises:
+        ValueError: a model_type that is not known here, a key that is missing, or one that asks for what is not built here.
+    """
+    model_type = told.get("model_type")
+    if model_type not in FORMATS:
+        raise ValueError(f"model_type {model_type!r} is not known here. These are: {', '.join(FORMATS)}.")
+    known = FORMATS[model_type]
+    for key, allowed in known.required.items():
+        if told.get(key, allowed[0]) not in allowed:
+            raise ValueError(f"{key} is {told[key]!r}: of {model_type} models, only those with {allowed[0]!r} are built here.")
+    try:
+        return known, known.read(told)
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]} is missing, and a {model_type} model cannot be built without it.") from None
+
+
+def write_config(config: ModelConfig, model_type: str | None = None) -> tuple[Format, Told]:
+    """The format that describes this model, and its `config.json`.
+
+    Args:
+        config: the model.
+        model_type: which format to take; None for the first one that can say all that the model computes.
+
+    Raises:
+        ValueError: the format, or every format, would lose something; it is named.
+    """
+    if model_type is not None and model_type not in FORMATS:
+        raise ValueError(f"model_type {model_type!r} is not known here. These are: {', '.join(FORMATS)}.")
+    config = config.resolved()
+    lost = {}
+    for known in [FORMATS[model_type]] if model_type else FORMATS.values():
+        told = {"model_type": known.model_type, "architectures": [known.architecture]} | known.write(config)
+        lost[known.model_type] = unsaid(config, known.read(told))
+        if not lost[known.model_type]:
+            return known, told
+    nearest = min(lost, key=lambda name: len(lost[name]))
+    fields = ", ".join(f"{name} {here!r} (it would be {there!r})" for name, (here, there) in lost[nearest].items())
+    raise ValueError(f"No {'such' if model_type else 'known'} format can describe this model. {nearest} would lose: {fields}.")
+
+
+def unsaid(config: ModelConfig, read_back: ModelConfig) -> dict[str, tuple]:
+    """The fields in which two configurations compute something else. How a model is trained or run is no difference."""
+    return comparable(config).differences(comparable(read_back))
+
+
+def comparable(config: ModelConfig) -> ModelConfig:
+    """The same computation with every field that has no effect in it at one value."""
+    config = config.resolved()
+    changes = dict(OF_TRAINING)
+    if config.position != "learned" and (config.rope_scaling is None or config.rope_scaling.rope_type != "dynamic"):
+        changes["max_position_embeddings"] = 1
+    if config.position != "relative":
+        changes |= {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
+    if config.position != "rope":
+        changes["rope_theta"] = 10000.0
+    if "sliding_attention" not in config.layer_types:
+        changes["sliding_window"] = None
+    return replace(config, **changes)

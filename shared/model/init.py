@@ -1,0 +1,74 @@
+"""Chapter 02. Initial weights that depend on a parameter's name and the seed, and on nothing else.
+
+Each parameter has a stream of random numbers of its own, seeded by its name, so a model cut in two, built in another order
+or on another device starts with the same weights. Matrices and embeddings are normal with `initializer_range`; the matrices that
+write into the residual stream are divided by sqrt(number of additions), so that its variance does not grow with depth
+(Radford et al. 2019, section 2.3). With post-norm nothing grows, and nothing is divided.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from shared.model.config import ModelConfig
+from shared.model.roles import role_of
+
+
+def initial_value(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> Tensor:
+    """The whole initial value of a parameter: float32 on the CPU, in its shape.
+
+    A parameter that carries a function as attribute `initializer` gets what that returns for (shape, generator).
+
+    Args:
+        name: its name in the uncut model.
+        parameter: for its shape, role and `initializer`; its values are not read, and it may be on any device.
+        config: a resolved configuration.
+        seed: the model's.
+    """
+    generator = torch.Generator().manual_seed(stream_seed(name, seed))
+    if initializer := getattr(parameter, "initializer", None):
+        return initializer(parameter.shape, generator)
+    role = role_of(name, parameter)
+    if role == "norm":
+        return torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0)
+    if role == "bias":
+        return torch.zeros(parameter.shape)
+    return torch.randn(parameter.shape, generator=generator) * standard_deviation(name, config)
+
+
+def stream_seed(name: str, seed: int) -> int:
+    """63 bits that another name or another seed changes completely."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
+
+
+def standard_deviation(name: str, config: ModelConfig) -> float:
+    """Of a matrix or an embedding.
+
+    Where the scores are not divided by sqrt(head_dim), the queries start smaller by as much (Raffel et al. 2019).
+    """
+    if name.endswith(("o_proj.weight", "down_proj.weight")) and config.norm_position == "pre":
+        stack = config.encoder() if name.startswith("encoder.") else config
+        additions = stack.num_hidden_layers * (3 if stack.architecture == "encoder-decoder" else 2)
+        return config.initializer_range / math.sqrt(additions)
+    if name.endswith("q_proj.weight"):
+        return config.initializer_range * config.head_dim**-0.5 / config.attention_scale
+    return config.initializer_range
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int) -> None:
+    """Set every parameter of a `TransformerModel`, whole or cut, to its initial value."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(initial_value(model.logical_name(name), parameter, model.config, seed))
+
+
+def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None:
+    """Give a model that was built on the meta device its memory and its initial weights.
+
+    A model too large to build whole is built under `with torch.device("meta")`, cut, and then materialised.
+    """
+    model.to_empty(device=device)
+    model.tie_weights()
+    initialize(model, seed)

@@ -1,0 +1,49 @@
+"""Chapter 02. What a parameter is for, read off its name: the optimizer, clipping, checkpoints and LoRA ask nothing else.
+
+embedding: one side is counted in tokens, positions or groups of distances; the head is one too, tied or not.
+matrix: the weight of a linear layer inside the model. expert: the same, one of several that take turns.
+norm: weight and bias of a normalisation. bias: the bias of a linear layer or of the head.
+"""
+
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+
+Role = Literal["embedding", "matrix", "norm", "bias", "expert"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+def role_of(name: str, parameter: Tensor | None = None) -> Role:
+    """The role of a parameter.
+
+    Args:
+        name: its name in the model, like `stack.blocks.0.attention.q_proj.weight`.
+        parameter: where it carries an attribute `role`, that decides: a module of a later chapter may say what its
+            parameters are for.
+
+    Raises:
+        ValueError: the attribute is no role.
+    """
+    said = getattr(parameter, "role", None)
+    if said is not None:
+        if said not in ROLES:
+            raise ValueError(f"{name} carries the role {said!r}: choose {', '.join(ROLES)}.")
+        return said
+    parts = name.split(".")
+    if any(part == "norm" or part.endswith("_norm") for part in parts[:-1]):
+        return "norm"
+    if parts[-1] == "bias":
+        return "bias"
+    if "experts" in parts:
+        return "expert"
+    if "embedding" in parts or "relative_bias" in parts or parts[:2] == ["head", "linear"]:
+        return "embedding"
+    return "matrix"
+
+
+def parameters_by_role(model: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
+    """Every parameter once, by role and name."""
+    grouped: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in ROLES}
+    for name, parameter in model.named_parameters():
+        grouped[role_of(name, parameter)][name] = parameter
+    return grouped

@@ -1,0 +1,130 @@
+"""Chapter 02. Rotary position embedding: queries and keys are turned by angles that grow with the position.
+
+A pair of dimensions (x1, x2) at position p is rotated by p * frequency (Su et al. 2021, section 3.4.2). The product of a
+query and a key then depends on the difference of their positions only. Dimension i is paired with i + d/2 ("half-rotated",
+as Hugging Face stores weights); Meta's original files pair 2i with 2i + 1, which is another order of the same rows.
+
+Tables are computed in float32 once per forward pass: there is no buffer that a change of device or dtype could spoil.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shared.course.binding import exercise
+from shared.model.config import ModelConfig, RopeScaling
+
+
+@exercise("02.apply_rope")
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + d/2]) by its position's angle (Su et al. 2021, equation 34, half-rotated layout).
+
+        out[i]       = x[i] * cos[i] - x[i + d/2] * sin[i]
+        out[i + d/2] = x[i + d/2] * cos[i] + x[i] * sin[i]          for i in 0 .. d/2 - 1
+
+    Args:
+        x: [batch, heads, seq, d], any floating dtype; d is even. Left unchanged.
+        cos, sin: [seq, d/2], or [batch, 1, seq, d/2] where rows have positions of their own. float32.
+
+    Returns:
+        [batch, heads, seq, d] in the dtype of `x`. The rotation is computed in float32 (float64 for float64 input).
+
+    >>> x = torch.tensor([[[[1.0, 2.0, 0.0, 0.0]]]])               # pairs (1, 0) and (2, 0)
+    >>> quarter, none = torch.tensor(0.0), torch.tensor(1.0)       # a quarter turn, no turn
+    >>> apply_rope(x, torch.stack([quarter, none])[None], torch.stack([none, quarter])[None])
+    tensor([[[[0., 2., 1., 0.]]]])
+
+    The body stands in solutions/02_transformer.py; `course read shared.model.rope` shows it in place.
+    """
+
+
+class Rotation(torch.autograd.Function):
+    """`apply_rope` with its gradient written out: the gradient of a rotation is the rotation back. Nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return apply_rope(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return apply_rope(upstream, cos, -sin), None, None
+
+
+class RopeTables(NamedTuple):
+    """cos and sin of each position's angles: [seq, head_dim / 2] or [batch, 1, seq, head_dim / 2], float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rope_tables(config: ModelConfig, positions: Tensor, length: int) -> RopeTables:
+    """The tables for `positions`.
+
+    Args:
+        config: a resolved configuration with position "rope".
+        positions: [seq] or [batch, seq] int64.
+        length: the length of the whole sequence; dynamic scaling depends on it.
+    """
+    frequencies, magnitude = rope_frequencies(config, length, positions.device)
+    angles = positions.unsqueeze(-1).float() * frequencies
+    if positions.dim() == 2:
+        angles = angles.unsqueeze(1)  # one table for all heads
+    return RopeTables(angles.cos() * magnitude, angles.sin() * magnitude)
+
+
+def rope_frequencies(config: ModelConfig, length: int, device: torch.device | None = None) -> tuple[Tensor, float]:
+    """[head_dim / 2] float32, radians per position, and a factor for cos and sin (1 except for yarn)."""
+    scaling, size = config.rope_scaling, config.head_dim
+    theta = config.rope_theta
+    if scaling and scaling.rope_type == "dynamic":
+        theta = dynamic_theta(config, scaling, length)
+    frequencies = 1.0 / theta ** (torch.arange(0, size, 2, device=device).float() / size)
+    if scaling and scaling.rope_type == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling and scaling.rope_type == "llama3":
+        return llama3_frequencies(frequencies, scaling), 1.0
+    if scaling and scaling.rope_type == "yarn":
+        return yarn_frequencies(frequencies, config, scaling)
+    return frequencies, 1.0
+
+
+def dynamic_theta(config: ModelConfig, scaling: RopeScaling, length: int) -> float:
+    """A larger base for a longer sequence, so that the slowest dimension interpolates and the fastest does not change.
+
+    From max_position_embeddings on, theta' = theta * (factor * length / max - (factor - 1)) ** (d / (d - 2)). Each forward
+    pass is taken by its own length; Hugging Face also remembers the longest sequence that it has seen.
+    """
+    longest = config.max_position_embeddings
+    growth = scaling.factor * max(length, longest) / longest - (scaling.factor - 1)
+    return config.rope_theta * growth ** (config.head_dim / (config.head_dim - 2))
+
+
+def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long wavelengths stretched by the factor, short ones left alone, a linear blend in frequency between the two."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return frequencies * kept + frequencies / scaling.factor * (1 - kept)
+
+
+def yarn_frequencies(frequencies: Tensor, config: ModelConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Peng et al. 2023, section 3.2: the blend is linear in the dimension's index instead, and attention is sharpened."""
+
+    def dimension(turns: float) -> float:
+        """The index of the dimension that turns this often over the original context."""
+        ratio = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return config.head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    first = max(math.floor(dimension(scaling.beta_fast)), 0)
+    last = min(math.ceil(dimension(scaling.beta_slow)), config.head_dim - 1)
+    index = torch.arange(len(frequencies), device=frequencies.device).float()
+    stretched = ((index - first) / max(last - first, 0.001)).clamp(0, 1)
+    blended = frequencies / scaling.factor * stretched + frequencies * (1 - stretched)
+    magnitude = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+    return blended, magnitude

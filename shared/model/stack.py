@@ -1,0 +1,79 @@
+"""Chapter 02. A stack of blocks with what they share: the mask, the position tables or biases, the last norm."""
+
+import torch
+from torch import Tensor, nn
+
+from shared.model.attention import AttentionContext, KeyValueCache
+from shared.model.block import Block
+from shared.model.builders import Builders
+from shared.model.config import ModelConfig
+from shared.model.masks import Causal, Everything, Mask, Window, lower
+from shared.model.positions import RelativeBias, alibi_bias
+from shared.model.rope import rope_tables
+
+
+class Stack(nn.Module):
+    """The blocks of a model, or of one half of an encoder-decoder: [batch, seq, D] -> [batch, seq, D].
+
+    Blocks are kept by their number, so that a part of them has the names that the whole has. `run_block` may also be set
+    later, from outside; see `Builders`.
+
+    Args:
+        config: a resolved configuration; its architecture says whether the stack is causal and has cross-attention.
+    """
+
+    def __init__(self, config: ModelConfig, builders: Builders):
+        super().__init__()
+        self.config, self.run_block = config, builders.run_block
+        self.pattern: Mask = Everything() if config.architecture == "encoder" else Causal()
+        cross = config.architecture == "encoder-decoder"
+        bidirectional = config.architecture == "encoder"
+        self.relative_bias = RelativeBias(config, bidirectional) if config.position == "relative" else None
+        self.blocks = nn.ModuleDict({str(layer): Block(config, builders, layer, cross) for layer in range(config.num_hidden_layers)})
+        self.final_norm = builders.norm(config, config.hidden_size) if config.norm_position == "pre" else None
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        *,
+        mask: Mask | None = None,
+        pattern: Mask | None = None,
+        cache: KeyValueCache | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Mask | None = None,
+    ) -> Tensor:
+        """See `TransformerModel.forward`. positions: [seq] or [batch, seq] int64; memory: [batch, T, D]."""
+        past = cache.length if cache is not None else 0
+        keys = torch.arange(past + x.shape[1], device=x.device)
+        queries = keys[past:]
+        context = self.context(queries, keys, positions, mask, pattern)
+        context.cache = cache
+        if memory is not None:
+            context.memory = memory
+            remembered = torch.arange(memory.shape[1], device=x.device)
+            context.memory_mask = lower(memory_mask or Everything(), queries, remembered, fused=self.fused)
+        for block in self.blocks.values():
+            x = self.run_block(block, x, context)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def context(self, queries: Tensor, keys: Tensor, positions: Tensor, mask: Mask | None, pattern: Mask | None) -> AttentionContext:
+        """What the blocks' attention shares, made once: a mask for each layer type, position biases, RoPE tables."""
+        rule = pattern or self.pattern
+        rule = rule if mask is None else rule & mask
+        bias = self.position_bias(queries, keys)
+        masks = {}
+        for name in {self.config.layer_types[int(layer)] for layer in self.blocks}:
+            of_layer = rule & Window(self.config.sliding_window) if name == "sliding_attention" else rule
+            masks[name] = lower(of_layer, queries, keys, bias, fused=self.fused)
+        rope = rope_tables(self.config, positions, len(keys)) if self.config.position == "rope" else None
+        return AttentionContext(masks, rope)
+
+    def position_bias(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        if self.relative_bias is not None:
+            return self.relative_bias(queries, keys)
+        return alibi_bias(self.config.num_attention_heads, queries, keys) if self.config.position == "alibi" else None
+
+    @property
+    def fused(self) -> bool:
+        return self.config.attention == "fused"

@@ -1,0 +1,153 @@
+"""Chapter 02. `TransformerModel`: every family, by configuration alone.
+
+    ids -> embedding -> (encoder ->) stack of blocks -> norm -> head -> logits [batch, seq, vocab]
+
+`model(input_ids)` is all that chapter 01's loop needs. Submodule names are stable: the same with any builders, and in a
+part of the model as in the whole (`keep_part`), so checkpoints and initial weights do not depend on how it is laid out.
+
+Left out on purpose: losses (an objective's), generation (chapter 12) and anything about several devices.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.model.attention import KeyValueCache
+from shared.model.builders import Builders
+from shared.model.config import ModelConfig
+from shared.model.embedding import Embedding, Head
+from shared.model.init import initialize
+from shared.model.masks import Mask
+from shared.model.stack import Stack
+
+TIED = "head.linear.weight"
+TIED_TO = "embedding.tokens.weight"
+
+
+class TransformerModel(nn.Module):
+    """A transformer of any family.
+
+    Args:
+        config: which one. `model.config` is its resolved form.
+        builders: what its pieces are made of; later chapters put their own in.
+        seed: of the initial weights. On the meta device there are none; see `shared.model.init.materialize`.
+
+    `embedding`, `head`, single blocks of `stack.blocks` and `stack.final_norm` may be absent, which makes the model one
+    stage of a pipeline; see `keep_part`.
+    """
+
+    def __init__(self, config: ModelConfig, builders: Builders = Builders(), seed: int = 0):  # noqa: B008 (frozen)
+        super().__init__()
+        self.config = config = config.resolved()
+        self.embedding: Embedding | None = Embedding(config, builders)
+        self.encoder = Stack(config.encoder(), builders) if config.architecture == "encoder-decoder" else None
+        self.stack = Stack(config, builders)
+        self.head: Head | None = Head(config, builders)
+        self.tie_weights()
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            initialize(self, seed)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        pattern: Mask | None = None,
+        token_type_ids: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        encoder_mask: Mask | None = None,
+        cross_mask: Mask | None = None,
+        cache: KeyValueCache | None = None,
+        read_out: Callable[[nn.Module, Tensor], Any] | None = None,
+    ) -> Any:
+        """The logits [batch, seq, vocab]; without a head, the stream [batch, seq, D].
+
+        Args:
+            input_ids: [batch, seq] int64; without an embedding, the stream [batch, seq, D] from the stage before. Those
+                of the encoder in an encoder-decoder.
+            positions: [seq] or [batch, seq] int64; None to count from 0, or on from a cache.
+            mask: restricts attention beyond the model's own pattern: padding, documents. `shared.model.masks`.
+            pattern: takes the place of the model's own pattern (causal, or everything): `Causal() | Prefix(n)`.
+            token_type_ids: [batch, seq] int64 segments, for models that have them; None for all 0.
+            decoder_input_ids: [batch, seq] int64, of the decoder in an encoder-decoder. `positions`, `mask`, `pattern`
+                and the logits are then the decoder's.
+            encoder_mask: restricts attention within the encoder.
+            cross_mask: restricts what the decoder sees of the encoder.
+            cache: keys and values of positions before these, and a place for the new ones; chapter 12.
+            read_out: read_out(head, stream) takes the head's place, and what it returns is returned: a loss that never
+                holds all logits, the logits of some positions only. Called inside `forward`, so that whatever wraps the
+                model sees it.
+
+        Raises:
+            ValueError: decoder_input_ids missing, or given to a model without a decoder of its own.
+        """
+        self.require_inputs(decoder_input_ids, encoder_mask, cross_mask)
+        memory = None
+        if self.encoder is not None:
+            memory = self.encode(input_ids, encoder_mask)
+            input_ids = decoder_input_ids
+        if positions is None:
+            past = cache.length if cache is not None else 0
+            positions = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
+        x = self.embed(input_ids, positions, token_type_ids, cache)
+        x = self.stack(x, positions, mask=mask, pattern=pattern, cache=cache, memory=memory, memory_mask=cross_mask)
+        if self.head is None:
+            return x
+        return self.head(x) if read_out is None else read_out(self.head, x)
+
+    def encode(self, input_ids: Tensor, mask: Mask | None = None) -> Tensor:
+        """An encoder-decoder's encoder alone: [batch, T] ids -> [batch, T, D]."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return self.encoder(self.embed(input_ids, positions), positions, mask=mask)
+
+    def embed(
+        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Ids to [batch, seq, D]; without an embedding, what came in is that already."""
+        if self.embedding is None:
+            return input_ids
+        length = input_ids.shape[1] + (cache.length if cache is not None else 0)
+        return self.embedding(input_ids, positions, token_type_ids, length)
+
+    def require_inputs(self, decoder_input_ids: Tensor | None, encoder_mask: Mask | None, cross_mask: Mask | None) -> None:
+        if self.encoder is not None and decoder_input_ids is None:
+            raise ValueError("An encoder-decoder needs decoder_input_ids: [batch, seq], what the decoder has read so far.")
+        extra = {"decoder_input_ids": decoder_input_ids, "encoder_mask": encoder_mask, "cross_mask": cross_mask}
+        given = [name for name, value in extra.items() if value is not None]
+        if self.encoder is None and given:
+            raise ValueError(f"{', '.join(given)} given to a model without an encoder: architecture is {self.config.architecture!r}.")
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the token embedding, where both are here and the configuration ties them."""
+        if self.config.tie_word_embeddings and self.embedding is not None and self.head is not None:
+            self.head.linear.weight = self.embedding.tokens.weight
+
+    def logical_name(self, name: str) -> str:
+        """The name under which a parameter is stored and initialised: a tied head is the token embedding."""
+        return TIED_TO if name == TIED and self.config.tie_word_embeddings else name
+
+
+def keep_part(model: TransformerModel, blocks: range, *, embedding: bool, head: bool) -> TransformerModel:
+    """Cut a model down to one stage of a pipeline, in place: some blocks, and the ends or not. Names do not change.
+
+    The final norm stays with the head. Where embeddings are tied, the stages at the two ends each hold the weight, and
+    whoever trains them must add up its two gradients.
+
+    Raises:
+        ValueError: blocks that the model does not have, or a model whose blocks share more than the stream.
+    """
+    present = {int(layer) for layer in model.stack.blocks}
+    if missing := sorted(set(blocks) - present):
+        raise ValueError(f"The model has no blocks {missing}: it has {sorted(present)}.")
+    if model.encoder is not None or model.stack.relative_bias is not None:
+        raise ValueError("An encoder-decoder, or a model with relative positions, cannot be cut: its blocks share more than the stream.")
+    for layer in present - set(blocks):
+        del model.stack.blocks[str(layer)]
+    if not head:
+        model.head, model.stack.final_norm = None, None
+    if not embedding:
+        model.embedding = None
+    return model

@@ -1,0 +1,102 @@
+"""Two contenders, timed in turn: each in a process of its own, alternating, with the median ratio and its interval.
+
+Machines are noisy, and noise comes in stretches, so single times say little. A pair is one round of each, back to back; the order within
+pairs alternates. The median of the pairs' ratios is reported with an interval by order statistics, which assumes nothing about how the
+noise is distributed.
+"""
+
+import math
+import multiprocessing
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+Round = Callable[[], dict[str, float]]  # does one round and returns its figures, `seconds` among them
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The figures of each pair's rounds, ours and theirs."""
+
+    ours: list[dict[str, float]]
+    theirs: list[dict[str, float]]
+
+    def ratios(self) -> list[float]:
+        """How many times longer theirs took, pair by pair: above 1, ours is faster."""
+        return [their["seconds"] / our["seconds"] for our, their in zip(self.ours, self.theirs, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios())
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """At least 95 % sure to hold the true median of the ratios."""
+        ordered = sorted(self.ratios())
+        rank = interval_rank(len(ordered))
+        return ordered[rank - 1], ordered[-rank]
+
+    def median(self, who: str, figure: str = "seconds") -> float:
+        return statistics.median(entry[figure] for entry in getattr(self, who))
+
+
+def interval_rank(count: int) -> int:
+    """The largest rank k for which the k-th smallest and k-th largest of `count` values hold the median with 95 %.
+
+    Raises:
+        ValueError: fewer than 6 values, for which there is none.
+    """
+    below = [math.comb(count, i) / 2**count for i in range(count + 1)]
+    ranks = [k for k in range(1, count // 2 + 1) if 2 * sum(below[:k]) <= 0.05]
+    if not ranks:
+        raise ValueError(f"{count} pairs are too few for an interval of 95 %: take at least 6.")
+    return max(ranks)
+
+
+class Contender:
+    """A process that prepares once and then does rounds on demand.
+
+    Args:
+        prepare: prepare(**options) -> a function that does one round; imported by the process, so a module-level function.
+    """
+
+    def __init__(self, prepare: Callable[..., Round], **options: Any):
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, prepare, options), daemon=True)
+        self.process.start()
+
+    def round(self) -> dict[str, float]:
+        self.pipe.send("round")
+        answer = self.pipe.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(f"A contender failed: {answer}")
+        return answer
+
+    def close(self) -> None:
+        self.pipe.send("stop")
+        self.process.join(30)
+
+
+def serve(pipe: Connection, prepare: Callable[..., Round], options: dict[str, Any]) -> None:
+    try:
+        one_round = prepare(**options)
+        while pipe.recv() == "round":
+            pipe.send(one_round())
+    except EOFError:
+        pass
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def compare(ours: Contender, theirs: Contender, pairs: int, warmup: int) -> Comparison:
+    """`warmup` rounds of each, then `pairs` pairs with alternating order."""
+    for _ in range(warmup):
+        ours.round(), theirs.round()
+    found = Comparison([], [])
+    for number in range(pairs):
+        for contender, kept in ((ours, found.ours), (theirs, found.theirs))[:: 1 if number % 2 else -1]:
+            kept.append(contender.round())
+    return found

@@ -1,0 +1,155 @@
+"""Chapter 02's run and experiments as a reader uses them: small real runs, what they leave, and what bad options say."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shared import experiments
+from shared.course.paths import CHECKOUT
+from shared.experiments import Spread
+from shared.model.config import ModelConfig
+from shared.model.counting import parameter_counts
+
+FOLDER = CHECKOUT / "chapters" / "02_transformer"
+SMALL = ["--steps", "20", "--evaluate_every", "10", "--model.hidden_size", "32", "--model.num_hidden_layers", "2", "--sample_bytes", "30"]
+QUICK = ["--steps", "3", "--seeds", "2", "--seq", "32", "--batch_size", "2", "--windows", "4"]
+
+
+def start(script: str, *options, cwd) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(FOLDER / script), *map(str, options)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the cat sat on the mat; the dog sat on the log.\n" * 400, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def chapters_experiments():
+    """experiments.py as a module."""
+    specification = importlib.util.spec_from_file_location("experiments_of_chapter_02", FOLDER / "experiments.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_a_run_learns_and_leaves_its_results(tmp_path, text_file):
+    done = start("run.py", *SMALL, "--data", text_file, "--prompt", "the ", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "runs/02_transformer/figures.json").read_text())
+    losses = [loss for _, loss in record["training"]]
+    assert len(losses) == 20 and losses[0] > 7.5 and losses[-1] < 5.0
+    for said in ("TransformerModel", "held-out bits per byte", "a sample"):
+        assert said in done.stdout
+
+
+OTHERS = {
+    "ALiBi": "--model.position alibi",
+    "post-norm": "--model.norm_position post --model.norm layer_norm",
+    "a window": "--model.sliding_window 9",
+    "GPT-2": "--model.position learned --model.tie_word_embeddings true --model.gated false --model.hidden_act gelu_tanh",
+}
+
+
+@pytest.mark.parametrize("model", OTHERS.values(), ids=OTHERS)
+def test_other_models_are_an_option_away(tmp_path, text_file, model):
+    done = start("run.py", *SMALL, *model.split(), "--data", text_file, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model.num_attention_heads", "3"], "no multiple of num_attention_heads (3)"),
+        (["--model.positon", "rope"], "Did you mean 'model.position'"),
+        (["--model.position", "rotary"], "rotary"),
+        (["--model.architecture", "encoder"], "needs a decoder"),
+        (["--model.vocab_size", "300"], "tokens are bytes here"),
+        (["--seq", "256"], "seq is 256 and model.max_position_embeddings only 128"),
+    ],
+)
+def test_a_bad_option_is_one_sentence_before_any_work(tmp_path, options, said):
+    done = start("run.py", *SMALL, *options, cwd=tmp_path)
+    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_experiment_shows_and_keeps_its_results(tmp_path, text_file):
+    done = start("experiments.py", "--experiment", "positions", *QUICK, "--data", text_file, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/02_experiments"
+    assert (folder / "positions.png").read_bytes().startswith(b"\x89PNG")
+    kept = json.loads((folder / "positions.json").read_text())
+    assert len(kept) == 2 * 5 and {entry["seed"] for entry in kept} == {0, 1}
+    assert next(entry for entry in kept if entry["variant"] == "learned")["figures"]["at twice the length"] is None
+    for said in ("positions: 3 steps, 2 seeds", "Lowest", "relative"):
+        assert said in done.stdout
+
+    kept[0]["figures"]["held-out bits per byte"] = 77.0  # a result that is there is not measured again
+    (folder / "positions.json").write_text(json.dumps(kept[:7]))
+    again = start("experiments.py", "--experiment", "positions", *QUICK, "--data", text_file, cwd=tmp_path)
+    assert again.stdout.count(", seed ") == 3 and "77.000" in again.stdout
+    other = start("experiments.py", "--experiment", "positions", *QUICK, "--steps", "2", "--data", text_file, cwd=tmp_path)
+    assert other.stdout.count(", seed ") == 10, "other settings are other trials"
+
+
+def test_an_experiment_refuses_what_cannot_be(tmp_path, text_file):
+    for options, said in (
+        (["--experiment", "position"], "position"),
+        (["--experiment", "norms", "--seeds", "0"], "seeds is 0"),
+        (["--experiment", "norms", "--seq", "500"], "seq is 500"),
+    ):
+        done = start("experiments.py", *options, "--data", text_file, cwd=tmp_path)
+        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "runs/02_experiments").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "runs/02_experiments/norms.json").write_text("[1]")
+    done = start("experiments.py", "--experiment", "norms", *QUICK, "--data", text_file, cwd=tmp_path)
+    assert done.returncode != 0 and "is not a file of experiment results" in done.stderr
+
+
+def test_every_variant_is_a_model_and_rivals_are_of_one_size(chapters_experiments):
+    sizes = {}
+    for experiment, variants in chapters_experiments.EXPERIMENTS.items():
+        for name, changes in variants.items():
+            fields = {key: value for key, value in (chapters_experiments.BASE | changes).items() if key != "learning_rate"}
+            sizes[experiment, name] = sum(parameter_counts(ModelConfig(**fields)).values())
+    for experiment, tolerance in (("activations", 0.0), ("norms", 0.01), ("positions", 0.04)):
+        of_one = [size for (which, _), size in sizes.items() if which == experiment]
+        assert max(of_one) - min(of_one) <= tolerance * min(of_one), experiment
+
+
+# The comparison itself.
+
+
+def test_a_spread_is_mean_and_range():
+    spread = Spread.of([1.0, 2.0, 6.0])
+    assert (spread.mean, spread.low, spread.high) == (3.0, 1.0, 6.0)
+    assert str(Spread.of([1.0, float("nan")])) == "diverged"
+    assert spread.touches(Spread.of([6.0, 7.0])) and not spread.touches(Spread.of([6.1, 7.0]))
+
+
+def test_a_verdict_claims_only_what_the_ranges_allow():
+    results = {name: [{"loss": value} for value in values] for name, values in (("a", (1.0, 1.2)), ("b", (1.1, 1.4)), ("c", (2.0, 2.1)))}
+    assert experiments.verdict(results, "loss") == "Lowest mean loss: a. With 2 seeds it cannot be told from: b."
+    del results["b"]
+    assert "Its 2 seeds all lie below every other variant's" in experiments.verdict(results, "loss")
+    results["d"] = [{"loss": None}, {"loss": None}]
+    assert "a" in experiments.verdict(results, "loss")
+
+
+def test_the_seed_changes_weights_and_order_and_the_same_one_repeats(tmp_path, text_file):
+    options = ["--experiment", "positions", *QUICK, "--data", text_file]
+    figures = []
+    for name in ("one", "two"):
+        start("experiments.py", *options, "--output", tmp_path / name, cwd=tmp_path)
+        kept = json.loads((tmp_path / name / "positions.json").read_text())
+        figures.append([entry["figures"]["held-out bits per byte"] for entry in kept])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-6)
+    assert abs(figures[0][0] - figures[0][5]) > 1e-4
