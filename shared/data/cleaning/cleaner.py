@@ -1,0 +1,197 @@
+"""Chapter 03. Cleaning a stream of documents: every stage in order, in one process or several, with the same result.
+
+Measuring is most of the work and needs the one text only, so workers do it. Judging may need what came before, so it happens here, in
+the order of the documents. What a stage remembers can be taken out and put back, which lets an interrupted cleaning go on.
+"""
+
+import difflib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from multiprocessing import get_context
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from shared.corpus import Document
+from shared.data.cleaning.duplicates import ExactDuplicates, NearDuplicates
+from shared.data.cleaning.quality import CodeQuality, ProseQuality
+from shared.data.cleaning.report import LENGTH_BINS, CleaningReport, StageReport
+from shared.data.cleaning.stages import Language, Length, Repair, Stage, Verdict
+
+NAMES = ("repair", "length", "exact duplicates", "language", "quality", "near duplicates")
+CHUNK = 32  # documents sent to a worker at a time
+
+
+@dataclass(frozen=True)
+class CleaningConfig:
+    """How to clean.
+
+    Args:
+        stages: which stages, in which order: repair, length, exact duplicates, language, quality, near duplicates.
+        text: what the rules of quality are for.
+        shortest: bytes of the shortest document to keep.
+        longest: bytes of the longest.
+        languages: to keep, by their codes, such as [en, de]; for the stage language.
+        certainty: the least probability of the language.
+        similarity: share of common runs of words from which two documents are near duplicates.
+
+    Raises:
+        ValueError: an unknown stage, one given twice, languages without their stage, or a share outside 0 to 1.
+    """
+
+    stages: tuple[str, ...] = ("repair", "length", "exact duplicates", "quality", "near duplicates")
+    text: Literal["code", "prose"] = "code"
+    shortest: int = 64
+    longest: int = 2_000_000
+    languages: tuple[str, ...] = ()
+    certainty: float = 0.5
+    similarity: float = 0.8
+
+    def __post_init__(self) -> None:
+        for stage in self.stages:
+            if stage not in NAMES:
+                nearest = difflib.get_close_matches(stage, NAMES, n=1, cutoff=0)[0]
+                raise ValueError(f"There is no cleaning stage {stage!r}. Did you mean {nearest!r}? There are: {', '.join(NAMES)}.")
+        if len(set(self.stages)) < len(self.stages):
+            raise ValueError(f"The cleaning stages are {list(self.stages)}: give each at most once.")
+        if bool(self.languages) != ("language" in self.stages):
+            raise ValueError("Languages and the cleaning stage 'language' need each other: give both or neither.")
+        for name in ("certainty", "similarity"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give more than 0 and at most 1.")
+
+    def build(self) -> list[Stage]:
+        """The stages, new ones that remember nothing."""
+        stages = {
+            "repair": Repair,
+            "length": lambda: Length(self.shortest, self.longest),
+            "exact duplicates": ExactDuplicates,
+            "language": lambda: Language(self.languages, self.certainty),
+            "quality": CodeQuality if self.text == "code" else ProseQuality,
+            "near duplicates": lambda: NearDuplicates(self.similarity),
+        }
+        return [stages[name]() for name in self.stages]
+
+
+class Step(NamedTuple):
+    """What one stage did to one document: sizes in bytes, and its value if the judgement has to wait, else the verdict."""
+
+    size_in: int
+    size_out: int
+    changed: bool
+    value: Any
+    verdict: Verdict | None
+
+
+class Cleaner:
+    """Cleans documents and reports.
+
+    Args:
+        config: which stages.
+        report: to go on counting in; None for a new one.
+
+    Attributes:
+        remembered: for each stage that remembers, by name, what it took in since the last `forget_remembered`.
+    """
+
+    def __init__(self, config: CleaningConfig, report: CleaningReport | None = None):
+        self.config = config
+        self.stages = config.build()
+        self.report = report or CleaningReport([StageReport(stage.name, getattr(stage, "threshold", None)) for stage in self.stages])
+        self.remembered: dict[str, list[np.ndarray]] = {stage.name: [] for stage in self.stages if stage.remembers}
+
+    def clean(self, documents: Iterable[Document], workers: int = 0) -> Iterator[Document]:
+        """The documents that pass every stage, as the stages left them, in their order.
+
+        Args:
+            documents: UTF-8, as `open_source` yields them.
+            workers: processes that measure; 0 to do it here.
+        """
+        for document, text, steps in self.examined(documents, workers):
+            if self.judged(document, steps):
+                cleaned = Document(document.name, text.encode())
+                self.report.lengths_out[length_bin(len(cleaned.content))] += 1
+                yield cleaned
+
+    def examined(self, documents: Iterable[Document], workers: int) -> Iterator[tuple[Document, str, list[Step]]]:
+        """Each document with its text after all stages and their steps, in order; a few chunks are under way at a time."""
+        if not workers:
+            for document in documents:
+                yield document, *examine(self.stages, document.content)
+            return
+        context = get_context("forkserver")  # a fork of this process would take its threads' locks along
+        with ProcessPoolExecutor(workers, context) as pool:
+            waiting: deque = deque()
+            try:
+                source = iter(documents)
+                while chunk := list(islice(source, CHUNK)):
+                    waiting.append((chunk, pool.submit(examine_all, self.config, [document.content for document in chunk])))
+                    if len(waiting) > 2 * workers:
+                        yield from finished(*waiting.popleft())
+                while waiting:
+                    yield from finished(*waiting.popleft())
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def judged(self, document: Document, steps: list[Step]) -> bool:
+        """Let every stage judge, count, and say whether the document is kept."""
+        self.report.lengths_in[length_bin(len(document.content))] += 1
+        for stage, counted, step in zip(self.stages, self.report.stages, steps, strict=False):
+            verdict = step.verdict or stage.judge(step.value)
+            counted.count(document.name, step.size_in, step.size_out, step.changed, verdict)
+            if verdict.reason is not None:
+                return False
+            if stage.remembers:
+                self.remembered[stage.name].append(step.value)
+        return True
+
+    def remember(self, values: dict[str, Iterable[np.ndarray]]) -> None:
+        """Put back what an interrupted cleaning remembered."""
+        for stage in self.stages:
+            for value in values.get(stage.name, ()):
+                stage.remember(value)
+
+    def forget_remembered(self) -> None:
+        """Begin `remembered` anew; the stages themselves forget nothing."""
+        for values in self.remembered.values():
+            values.clear()
+
+
+def examine(stages: list[Stage], content: bytes) -> tuple[str, list[Step]]:
+    """Measure a document stage by stage, up to the first that drops it whatever came before."""
+    text, steps = content.decode(), []
+    for stage in stages:
+        measured = stage.measure(text)
+        verdict = None if stage.remembers else stage.judge(measured.value)
+        size_in = steps[-1].size_out if steps else len(content)
+        changed = measured.text != text
+        size_out = len(measured.text.encode()) if changed else size_in
+        steps.append(Step(size_in, size_out, changed, measured.value if stage.remembers else None, verdict))
+        text = measured.text
+        if verdict is not None and verdict.reason is not None:
+            break
+    return text, steps
+
+
+def examine_all(config: CleaningConfig, contents: list[bytes]) -> list[tuple[str, list[Step]]]:
+    return [examine(stages_of(config), content) for content in contents]
+
+
+@cache
+def stages_of(config: CleaningConfig) -> list[Stage]:
+    """A worker's own stages, which only measure."""
+    return config.build()
+
+
+def finished(chunk: list[Document], future: Any) -> Iterator[tuple[Document, str, list[Step]]]:
+    for document, (text, steps) in zip(chunk, future.result(), strict=True):
+        yield document, text, steps
+
+
+def length_bin(size: int) -> int:
+    """The bin of a length in bytes: its power of two."""
+    return min(max(size, 1).bit_length() - 1, LENGTH_BINS - 1)

@@ -1,0 +1,209 @@
+"""Chapter 03. The loader: each step's micro-batches for one rank, and a position that any number of ranks can resume from.
+
+Rows are counted globally, in the order in which training sees them: step k takes rows k * batch_size and on, rank r its share of
+them. So the position is one number for all ranks, and a run that stops after n rows goes on with row n, also with other ranks,
+another batch or micro-batch size. It counts rows that were handed out, not those that the thread has made in advance.
+
+Left out on purpose: moving batches to a device, which is the engine's (chapter 04), and worker processes: rows are cut from mapped
+memory, which takes a thread less than a hundredth of a training step.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from shared.batches import split_batch
+from shared.course.errors import CourseError
+from shared.data import packing
+from shared.data.prefetch import ahead
+from shared.data.rows import PackedRows, Position, Row, Transform, as_ids, padding_row, stack_rows
+from shared.data.shards import TokenStore
+from shared.totals import Batch
+
+
+class RowFeed(Protocol):
+    """Where a loader takes its rows: `PackedRows`, or a mixture of several. `seq` is the positions in a row."""
+
+    seq: int
+
+    def settings(self) -> dict[str, Any]:
+        """What decides which rows there are, in values that JSON can hold."""
+
+    def beginning(self) -> Position:
+        """The position before the first row."""
+
+    def deal(self, position: Position, count: int) -> tuple[list, Position]:
+        """The places of the next `count` rows, fewer at the end, and the position after them. Cheap: reads no token."""
+
+    def row(self, place: Any) -> Row:
+        """Make the row at a place: the same one whenever and wherever it is made."""
+
+
+class Step(NamedTuple):
+    """A step of this rank: its micro-batches, and where the feed stands after it."""
+
+    microbatches: list[Batch]
+    position: Position
+    sample: int
+    not_fitting: int
+
+
+class FeedLoader:
+    """Batches from any feed of rows.
+
+    Iterating yields a step's micro-batches, each a dict of [rows, seq] int64 tensors as `pack_documents` makes them, and goes on
+    where it stands. A last step with fewer rows is filled with rows of padding, which count nothing, so that all ranks take equally
+    many steps of equal shapes.
+
+    Args:
+        feed: where the rows come from.
+        batch_size: rows in a step, over all ranks.
+        micro_batch_size: rows in a micro-batch.
+        rank, ranks: which share of each step this loader yields.
+        prefetch: steps to make ahead in a thread; 0 for none.
+
+    Attributes:
+        sample: rows handed out so far, over all ranks.
+        not_fitting: segments of this rank's rows that stayed as they were because the transform's result did not fit.
+
+    Raises:
+        CourseError: sizes that do not divide, or a rank that is not there.
+    """
+
+    def __init__(
+        self, feed: RowFeed, *, batch_size: int, micro_batch_size: int | None = None, rank: int = 0, ranks: int = 1, prefetch: int = 2
+    ):
+        micro_batch_size = micro_batch_size or max(1, batch_size // max(ranks, 1))
+        require_sizes(batch_size, micro_batch_size, rank, ranks)
+        self.feed, self.rank, self.ranks, self.prefetch = feed, rank, ranks, prefetch
+        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
+        self.position, self.sample, self.not_fitting = feed.beginning(), 0, 0
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        steps = ahead(self.steps(), self.prefetch)
+        try:
+            for step in steps:
+                self.position, self.sample = step.position, step.sample
+                self.not_fitting += step.not_fitting
+                yield step.microbatches
+        finally:
+            steps.close()
+
+    def steps(self) -> Iterator[Step]:
+        """All steps from here on; run by the thread, so it changes nothing of the loader."""
+        position, sample = self.position, self.sample
+        share = self.batch_size // self.ranks
+        while True:
+            places, position = self.feed.deal(position, self.batch_size)
+            if not places:
+                return
+            sample += len(places)
+            rows = [self.feed.row(place) for place in places[self.rank * share : (self.rank + 1) * share]]
+            tensors = [row.tensors for row in rows] + [padding_row(self.feed.seq)] * (share - len(rows))
+            microbatches = split_batch(stack_rows(tensors), self.micro_batch_size)
+            yield Step(microbatches, position, sample, sum(row.not_fitting for row in rows))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The global position: the same on every rank, small, and JSON."""
+        return {"sample": self.sample, "position": self.position, "settings": self.feed.settings()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another loader stood, whatever its ranks and batch sizes.
+
+        Raises:
+            CourseError: the rows after that position would be others: another seed, row length, or other data.
+        """
+        now = self.feed.settings()
+        for name in now:
+            if state["settings"].get(name) != now[name]:
+                was, here = (shortened(settings.get(name)) for settings in (state["settings"], now))
+                raise CourseError(
+                    f"The data cannot go on where the checkpoint stood: its {name} was {was}, here it is {here}. "
+                    "Give the same, or begin a new run."
+                )
+        self.position, self.sample = state["position"], state["sample"]
+
+
+class PackedLoader(FeedLoader):
+    """Shuffled, packed rows of one store: `FeedLoader` over `PackedRows`, whose arguments these are."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        seq: int,
+        batch_size: int,
+        micro_batch_size: int | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+        epochs: int | None = None,
+        transform: Transform | None = None,
+        spare: int = 0,
+        strategy: str = "best_fit",
+        prefetch: int = 2,
+    ):
+        rows = PackedRows(store, seq, seed, epochs, transform, spare, strategy)
+        super().__init__(rows, batch_size=batch_size, micro_batch_size=micro_batch_size, rank=rank, ranks=ranks, prefetch=prefetch)
+
+
+class EvaluationLoader:
+    """Every token of a store once, packed and always alike, for evaluation: yields batches, the last one possibly smaller.
+
+    With several ranks, rank r takes every ranks-th row from r on, and all take equally many batches: a rank that has one row fewer
+    gets one of padding. Iterating again begins again.
+
+    Args:
+        batch_size: rows in a batch of one rank.
+        limit: at most this many rows, spread evenly; None for all.
+    """
+
+    def __init__(self, store: TokenStore, *, seq: int, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1):
+        require_sizes(batch_size * ranks, batch_size, rank, ranks)
+        if not (store.lengths > 1).any():
+            raise CourseError(f"{store.folder} holds no document of two tokens or more: there is nothing to predict.")
+        self.store, self.seq, self.batch_size = store, seq, batch_size
+        self.plan = packing.plan_rows(store.lengths, seq)
+        rows = np.arange(self.plan.rows)
+        if limit is not None and limit < len(rows):
+            rows = rows[np.arange(limit) * len(rows) // limit]
+        self.rows: list[int | None] = rows[rank::ranks].tolist()
+        self.rows += [None] * (-(-len(rows) // ranks) - len(self.rows))
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for first in range(0, len(self.rows), self.batch_size):
+            yield stack_rows([self.row(number) for number in self.rows[first : first + self.batch_size]])
+
+    def row(self, number: int | None) -> Batch:
+        if number is None:
+            return padding_row(self.seq)
+        segments = self.plan.segments(number)
+        return packing.pack_documents([as_ids(self.store.document(s.document)[s.start : s.stop]) for s in segments], self.seq)
+
+    def byte_count(self, byte_lengths: np.ndarray) -> int:
+        """The bytes of text that this rank's predictions cover, which bits per byte divides by.
+
+        The first token of a document is given, not predicted, so its bytes do not count.
+
+        Args:
+            byte_lengths: [vocab] of the tokenizer: `TextTokenizer.byte_lengths`.
+        """
+        segments = (segment for number in self.rows if number is not None for segment in self.plan.segments(number))
+        return sum(int(byte_lengths[self.store.document(s.document)[s.start + 1 : s.stop]].sum()) for s in segments)
+
+
+def require_sizes(batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> None:
+    if min(batch_size, micro_batch_size, ranks) < 1:
+        raise CourseError(f"batch_size is {batch_size}, micro_batch_size {micro_batch_size}, ranks {ranks}: give at least 1 of each.")
+    if not 0 <= rank < ranks:
+        raise CourseError(f"There is no rank {rank} among {ranks}: ranks count from 0.")
+    if batch_size % ranks:
+        raise CourseError(f"batch_size is {batch_size} and cannot be shared equally among {ranks} ranks: give a multiple of {ranks}.")
+
+
+def shortened(value: Any) -> str:
+    return f"{value[:12]!r}..." if isinstance(value, str) and len(value) > 20 else repr(value)

@@ -1,0 +1,66 @@
+"""Chapter 03. What a model is asked on each kind of batch: the next token, a hidden token, or the other text of a pair.
+
+Each objective is chapter 02's model with chapter 02's loss; what differs is who may look at whom. In a packed row nobody looks
+into another document (`Documents`), and positions are those within a document. No objective ever holds all logits.
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from shared.loss import IGNORED
+from shared.model.masks import Documents, Padding
+from shared.model.sliced_loss import sliced_loss
+from shared.totals import Batch, Totals
+
+
+def packed_next_token_objective(model: nn.Module, batch: Batch) -> Totals:
+    """Next-token prediction in which each document of a packed row is as if it were alone.
+
+    Args:
+        model: a decoder.
+        batch: `input_ids` and `targets` [batch, seq] int64. With `documents` and `positions`, both [batch, seq] int64, the
+            rows are packed; without, each row is one text.
+    """
+    return model(batch["input_ids"], read_out=partial(sliced_loss, targets=batch["targets"]), **apart(batch))
+
+
+def masked_language_objective(model: nn.Module, batch: Batch) -> Totals:
+    """Prediction of hidden tokens from both sides. The head is asked for the targets only, a seventh of the positions.
+
+    Args:
+        model: an encoder.
+        batch: `input_ids` and `targets` [batch, seq] int64, as `shared.data.masking.Masking` makes them; `documents` and
+            `positions` as above.
+    """
+    return model(batch["input_ids"], read_out=partial(loss_of_targets, targets=batch["targets"]), **apart(batch))
+
+
+def encoder_decoder_objective(model: nn.Module, batch: Batch) -> Totals:
+    """Prediction of each token of the text that is written, from those before it and from the text that is read.
+
+    Args:
+        model: an encoder-decoder.
+        batch: as `shared.data.pairs.pair_batch` makes it: spans with their text, a sentence with its translation.
+    """
+    read = Padding(batch["valid"])
+    return model(
+        batch["input_ids"],
+        decoder_input_ids=batch["decoder_input_ids"],
+        encoder_mask=read,
+        cross_mask=read,
+        read_out=partial(sliced_loss, targets=batch["targets"]),
+    )
+
+
+def apart(batch: Batch) -> dict:
+    """What keeps the documents of packed rows apart, as arguments for a model; nothing where rows were not packed."""
+    if "documents" not in batch:
+        return {}
+    return {"positions": batch["positions"], "mask": Documents(batch["documents"])}
+
+
+def loss_of_targets(head: nn.Module, stream: Tensor, targets: Tensor) -> Totals:
+    """The loss of the positions that have a target. stream: [batch, seq, D]; targets: [batch, seq]."""
+    counted = targets != IGNORED
+    return sliced_loss(head, stream[counted], targets[counted])

@@ -1,0 +1,223 @@
+"""Chapter 03. Cleaned text on disk, in parts: each a Parquet file of documents, with all that is needed to go on after it.
+
+A part is there when its JSON file is, which is written last. It holds the report up to there and how many documents had been read; a
+third file holds what the stages came to remember. So whoever is interrupted, by whatever, goes on after the last whole part, and ends
+with the same parts as if nothing had happened.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+
+from shared.corpus import Document, split
+from shared.course.errors import CourseError
+from shared.data.cleaning.cleaner import Cleaner, CleaningConfig
+from shared.data.cleaning.report import CleaningReport
+from shared.data.shards import map_arrays, serialized, write_whole
+from shared.data.sources import Source, open_source
+
+LAST = "complete.json"  # there when all parts are
+
+
+class Parts:
+    """The parts of a folder.
+
+    Args:
+        folder: made if it is not there.
+        held_out_share: which share of the documents is held out, by their names, as `shared.corpus.split` does.
+    """
+
+    def __init__(self, folder: Path, held_out_share: float):
+        self.folder, self.held_out_share = folder, held_out_share
+
+    def path(self, number: int, ending: str) -> Path:
+        return self.folder / f"{number:05}{ending}"
+
+    def count(self) -> int:
+        """How many parts are whole."""
+        number = 0
+        while self.path(number, ".json").exists():
+            number += 1
+        return number
+
+    def complete(self) -> bool:
+        return (self.folder / LAST).exists()
+
+    def record(self, number: int) -> dict:
+        """Sizes of a part's two sides, and the report up to its end."""
+        return json.loads(self.path(number, ".json").read_text(encoding="utf-8"))
+
+    def size(self, side: str) -> int:
+        """Bytes of text of one side, "training" or "held_out", over all parts."""
+        return json.loads((self.folder / LAST).read_text(encoding="utf-8"))[f"{side}_bytes"]
+
+    def report(self) -> CleaningReport:
+        return CleaningReport.from_dict(json.loads((self.folder / LAST).read_text(encoding="utf-8"))["report"])
+
+    def make(
+        self, sources: Sequence[Source], config: CleaningConfig, part_bytes: int, workers: int, progress: Callable[[int], None]
+    ) -> None:
+        """Read, clean and write whatever parts are missing.
+
+        Args:
+            part_bytes: bytes of text after which a part ends.
+            workers: processes that measure; 0 for none.
+            progress: called with the bytes of each document that was kept.
+
+        Raises:
+            CourseError: nothing is left to train on.
+        """
+        number = self.count()
+        cleaner, read = self.go_on(config, number)
+        reading = Reading(sources, read)
+        documents: list[Document] = []
+        size = 0
+        for document in cleaner.clean(reading, workers):
+            documents.append(document)
+            size += len(document.content)
+            progress(len(document.content))
+            if size >= part_bytes:
+                reading.release(cleaner.report)
+                self.write(number, documents, cleaner)
+                documents, size, number = [], 0, number + 1
+        reading.release(cleaner.report, everything=True)
+        if documents:
+            self.write(number, documents, cleaner, only=number == 0)
+            number += 1
+        self.finish(number, cleaner.report, sources)
+
+    def go_on(self, config: CleaningConfig, parts: int) -> tuple[Cleaner, int]:
+        """A cleaner that stands where the last whole part ended, and how many documents had been read."""
+        if not parts:
+            return Cleaner(config), 0
+        record = self.record(parts - 1)
+        cleaner = Cleaner(config, CleaningReport.from_dict(record["report"]))
+        for number in range(parts):
+            _, arrays = map_arrays(self.path(number, ".remembered.safetensors"))
+            ends = {name.removesuffix(" ends"): end for name, end in arrays.items() if name.endswith(" ends")}
+            cleaner.remember({name: np.split(arrays[name], end[:-1]) if len(end) else [] for name, end in ends.items()})
+        return cleaner, cleaner.report.documents_in
+
+    def write(self, number: int, documents: list[Document], cleaner: Cleaner, only: bool = False) -> None:
+        """Write one part: its text, what the stages remembered in it, and last its record.
+
+        Args:
+            only: it is all there is, so where no document is on one side, each document is cut in two.
+        """
+        names = [document.name for document in documents]
+        texts = [document.content.decode() for document in documents]
+        held_out = [is_held_out(name, self.held_out_share) for name in names]
+        if only and len(set(held_out)) < 2:
+            names, texts, held_out = cut_by_end(names, texts, self.held_out_share)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        table = pyarrow.table({"name": names, "text": pyarrow.array(texts, pyarrow.large_string()), "held_out": held_out})
+        sink = pyarrow.BufferOutputStream()
+        pyarrow.parquet.write_table(table, sink, compression="zstd", row_group_size=512)
+        write_whole(self.path(number, ".parquet"), sink.getvalue())
+        write_whole(self.path(number, ".remembered.safetensors"), serialized(flattened(cleaner.remembered)))
+        cleaner.forget_remembered()
+        sizes = [sum(len(text.encode()) for text, side in zip(texts, held_out, strict=True) if side is out) for out in (False, True)]
+        record = {"training_bytes": sizes[0], "held_out_bytes": sizes[1], "report": asdict(cleaner.report)}
+        write_whole(self.path(number, ".json"), json.dumps(record).encode())
+
+    def finish(self, parts: int, report: CleaningReport, sources: Sequence[Source]) -> None:
+        """Note that all parts are there."""
+        if not report.documents_out:
+            raise CourseError(nothing_kept(report) if report.documents_in else nothing_read(report, sources))
+        totals = {side: sum(self.record(number)[side] for number in range(parts)) for side in ("training_bytes", "held_out_bytes")}
+        for side, purpose, other in (("training_bytes", "to train on", "smaller"), ("held_out_bytes", "to hold out", "larger")):
+            if not totals[side]:
+                raise CourseError(
+                    f"Of {counted(report.documents_out)} that cleaning kept, nothing is left {purpose}: "
+                    f"give more text, or a {other} held_out_share than {self.held_out_share}."
+                )
+        write_whole(self.folder / LAST, json.dumps(totals | {"parts": parts, "report": asdict(report)}).encode())
+
+    def documents(self, number: int, held_out: bool, rows: int = 64) -> Iterator[tuple[list[str], list[str]]]:
+        """Names and texts of one part's documents of one side, some at a time."""
+        with pyarrow.parquet.ParquetFile(self.path(number, ".parquet")) as file:
+            for batch in file.iter_batches(batch_size=rows):
+                chosen = batch.filter(batch.column("held_out") if held_out else pyarrow.compute.invert(batch.column("held_out")))
+                yield chosen.column("name").to_pylist(), chosen.column("text").to_pylist()
+
+
+class Reading:
+    """The documents of several sources, one after the other, beginning after the first `read`.
+
+    What is no text goes into the report once the document after it has been judged: workers read ahead, and a part's report must
+    stand where the part ends.
+    """
+
+    def __init__(self, sources: Sequence[Source], read: int):
+        self.sources, self.read = sources, read
+        self.skipped: deque[tuple[int, str, str]] = deque()  # documents before it, its name, the reason
+
+    def __iter__(self) -> Iterator[Document]:
+        opened = 0
+
+        def note(name: str, reason: str) -> None:
+            if opened >= self.read:
+                self.skipped.append((opened, name, reason))
+
+        for source in self.sources:
+            prefix = f"{Path(source.path).name}/" if len(self.sources) > 1 else ""
+            for document in open_source(source, note):
+                opened += 1
+                if opened > self.read:
+                    yield Document(prefix + document.name, document.content)
+
+    def release(self, report: CleaningReport, everything: bool = False) -> None:
+        """Report what was skipped among the documents that have been judged."""
+        while self.skipped and (everything or self.skipped[0][0] < report.documents_in):
+            report.skip(*self.skipped.popleft()[1:])
+
+
+def nothing_read(report: CleaningReport, sources: Sequence[Source]) -> str:
+    """Why there is no document at all, with examples of what was no text."""
+    examples, others = report.unreadable_examples, sum(report.unreadable.values()) - len(report.unreadable_examples)
+    listed = [f"{example.name} {example.reason}" for example in examples] + [f"and {others:,} more"] * (others > 0)
+    where = ", ".join(source.path for source in sources)
+    reasons = "; ".join(listed) or "it holds nothing"
+    return f"Nothing in {where} could be read: {reasons}. Convert it to UTF-8 text, or give another --data."
+
+
+def nothing_kept(report: CleaningReport) -> str:
+    """Why cleaning dropped every document, commonest reason first."""
+    reasons = [(count, f"{reason} ({stage.name})") for stage in report.stages for reason, count in stage.reasons.items()]
+    listed = "; ".join(f"{count:,} {reason}" for count, reason in sorted(reasons, key=lambda entry: -entry[0]))
+    return (
+        f"Cleaning left no text to train on: of {counted(report.documents_in)}, 0 were kept. Dropped: {listed}. "
+        "Give other text, or less strict cleaning (--prepare.cleaning)."
+    )
+
+
+def counted(documents: int) -> str:
+    return f"{documents:,} document{'s' * (documents != 1)}"
+
+
+def flattened(remembered: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    """For each stage the values end to end, and where each ends."""
+    arrays = {}
+    for name, values in remembered.items():
+        arrays[name] = np.concatenate(values) if values else np.empty(0, np.uint8)
+        arrays[f"{name} ends"] = np.cumsum([len(value) for value in values], dtype=np.int64)
+    return arrays
+
+
+def is_held_out(name: str, share: float) -> bool:
+    return bool(split([Document(name, b"")], share).held_out)
+
+
+def cut_by_end(names: list[str], texts: list[str], share: float) -> tuple[list[str], list[str], list[bool]]:
+    """For too few documents to hold one out: the last part of each is held out."""
+    cuts = [round(len(text) * (1 - share)) for text in texts]
+    begins = [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
+    ends = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
+    return names + [f"{name} (end)" for name in names], begins + ends, [False] * len(names) + [True] * len(names)

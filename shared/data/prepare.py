@@ -1,0 +1,176 @@
+"""Chapter 03. From raw text to data that a training can read: read, clean, split, tokenize, store.
+
+Everything lands in a folder named after the configuration and the text that it was applied to, so preparing the same again finds
+it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation, even a
+killed one, goes on after the last whole file, and ends with the same bytes.
+
+    clean/00000.parquet ...      cleaned text, with the names of its documents (`shared.data.parts`)
+    tokenizer.json               trained on it, or copied from the one that was given
+    training/00000.tokens.safetensors ..., held_out/...      the shards (`shared.data.shards`)
+    report.json, report.png      what cleaning did
+
+Left out on purpose: several machines. Text is prepared once, and copied.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from shared.data.cleaning.cleaner import CleaningConfig
+from shared.data.cleaning.report import CleaningReport
+from shared.data.parts import Parts
+from shared.data.shards import ENDING, TokenStore, write_shard, write_whole
+from shared.data.sources import Source, identity
+from shared.data.tokenizer import TextTokenizer
+
+FORMAT = 1  # of the whole folder; another one means that the same text must be prepared again
+LIBRARIES = ("tokenizers", "ftfy", "py3langid")  # whose versions change what comes out
+SIDES = {"training": False, "held_out": True}
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """What to prepare and how.
+
+    Args:
+        sources: where the text comes from, one after the other.
+        cleaning: which stages clean it.
+        held_out_share: share of the documents that is held out for evaluation, chosen by their names.
+        tokenizer: a tokenizer.json, or a folder with one, to use; null to train one.
+        vocab_size: of the tokenizer to train.
+        sentinels: how many tokens for T5's spans it gets.
+        tokenizer_bytes: bytes of training text to train it on, spread over all documents.
+        part_bytes: bytes of text in a part and its shard, which is what is held in memory.
+        workers: processes that clean; 0 to clean in this one.
+    """
+
+    sources: tuple[Source, ...] = (Source(),)
+    cleaning: CleaningConfig = field(default_factory=CleaningConfig)
+    held_out_share: float = 0.05
+    tokenizer: Path | None = None
+    vocab_size: int = 4096
+    sentinels: int = 100
+    tokenizer_bytes: int = 2**25
+    part_bytes: int = 2**25
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("There are no sources: give at least one.")
+        if not 0 < self.held_out_share < 1:
+            raise ValueError(f"held_out_share is {self.held_out_share}: give more than 0 and less than 1.")
+        for name, least in (("tokenizer_bytes", 1), ("part_bytes", 1), ("workers", 0), ("sentinels", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least {least}.")
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """What a training needs: the stores, the tokenizer, and the report."""
+
+    folder: Path
+    training: TokenStore
+    held_out: TokenStore
+    tokenizer: TextTokenizer
+    report: CleaningReport
+
+
+def prepare(config: PrepareConfig, output: Path, console: Console | None = None) -> PreparedText:
+    """Prepare text, or find it prepared.
+
+    Args:
+        output: the folder of all preparations; this one gets a folder in it.
+        console: where a progress bar goes, if it is a terminal.
+
+    Raises:
+        CourseError: a source, the tokenizer, or a file of an earlier preparation cannot be used; or no text is left.
+    """
+    console = console or Console(quiet=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeElapsedColumn())
+    folder = output / fingerprint(config)
+    parts = Parts(folder / "clean", config.held_out_share)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        if not parts.complete():
+            advance = counter(bar, "cleaning", None)
+            parts.make(config.sources, config.cleaning, config.part_bytes, config.workers, advance)
+        report = parts.report()
+        if not (folder / "report.png").exists():
+            report.save(folder / "report.json")
+            report.plot(folder / "report.png")
+        tokenizer = tokenizer_of(config, folder, parts, bar)
+        write_shards(folder, parts, tokenizer, bar)
+    stores = {side: TokenStore(folder / side, tokenizer.identity) for side in SIDES}
+    return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, report)
+
+
+def fingerprint(config: PrepareConfig) -> str:
+    """The name of the folder: a hash of everything that decides what is in it."""
+    decisive = asdict(config) | {
+        "format": FORMAT,
+        "sources": [identity(source) for source in config.sources],
+        "tokenizer": TextTokenizer.load(config.tokenizer).identity if config.tokenizer else None,
+        "libraries": [metadata.version(name) for name in LIBRARIES],
+    }
+    del decisive["workers"]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def tokenizer_of(config: PrepareConfig, folder: Path, parts: Parts, bar: Progress) -> TextTokenizer:
+    """The folder's tokenizer: there already, the one that was given, or a new one."""
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return TextTokenizer.load(path)
+    if config.tokenizer:
+        tokenizer = TextTokenizer.load(config.tokenizer)
+    else:
+        advance = counter(bar, "training the tokenizer", min(config.tokenizer_bytes, parts.size("training")))
+        tokenizer = TextTokenizer.train(sample(parts, config.tokenizer_bytes, advance), config.vocab_size, config.sentinels)
+    write_whole(path, tokenizer.to_json().encode())
+    return TextTokenizer.load(path, tokenizer.end)
+
+
+def sample(parts: Parts, size: int, advance: Callable[[int], None]) -> Iterator[str]:
+    """Training documents of about `size` bytes in all, chosen by their names, so that every part of the text has its share."""
+    share = size / parts.size("training")
+    for number in range(parts.count()):
+        for names, texts in parts.documents(number, held_out=False):
+            for name, text in zip(names, texts, strict=True):
+                drawn = int.from_bytes(hashlib.sha256(name.encode()).digest()[4:8]) / 2**32
+                if drawn < share:
+                    advance(len(text))
+                    yield text
+
+
+def write_shards(folder: Path, parts: Parts, tokenizer: TextTokenizer, bar: Progress) -> None:
+    """Tokenize every part whose shard is missing. The library's threads use all cores."""
+    advance = counter(bar, "tokenizing", parts.size("training") + parts.size("held_out"))
+    for number in range(parts.count()):
+        for side, held_out in SIDES.items():
+            path = folder / side / f"{number:05}{ENDING}"
+            if path.exists():
+                continue
+            documents, byte_counts = [], []
+            for _, texts in parts.documents(number, held_out):
+                encoded = tokenizer.encode_batch_fast(texts)
+                documents += [np.append(ids, tokenizer.end_id).astype(np.uint32) for ids in encoded]
+                byte_counts += [len(text.encode()) for text in texts]
+                advance(sum(byte_counts[len(byte_counts) - len(texts) :]))
+            write_shard(path, documents, byte_counts, tokenizer.identity, tokenizer.vocab_size)
+
+
+def counter(bar: Progress, what: str, total: int | None) -> Callable[[int], None]:
+    """A line of the progress bar: call it with the bytes that are done."""
+    task = bar.add_task(what, total=total, done="")
+
+    def advance(size: int) -> None:
+        bar.advance(task, size)
+        bar.update(task, done=f"{bar.tasks[task].completed / 1e6:.1f} MB")
+
+    return advance

@@ -1,0 +1,147 @@
+"""Chapter 03. Endless rows of packed text: which row comes next is a function of the seed and of how many came before.
+
+Each epoch shuffles the documents, plans rows for them, and shuffles the rows; the shuffle is drawn from (seed, epoch), a transform's
+draws from (seed, epoch, row, segment). So any row can be made again by whoever knows its place, on any rank, before or after
+a restart: a place is two numbers, `Place(epoch, row)`.
+
+Left out on purpose: batches, ranks and threads. They are the loader's, and change nothing about the rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.course.errors import CourseError
+from shared.data import packing
+from shared.data.shards import TokenStore
+from shared.loss import IGNORED
+from shared.totals import Batch
+
+Position = dict[str, Any]  # where a feed of rows stands, in values that JSON can hold
+Transform = Callable[[np.ndarray, np.random.Generator], np.ndarray]  # ids of one piece of text -> other ids
+
+
+class Place(NamedTuple):
+    """The next row: `row` in the shuffled order of `epoch`, both from 0."""
+
+    epoch: int
+    row: int
+
+
+class Row(NamedTuple):
+    """One row, [seq] int64 tensors, and how many of its segments stayed as they were because the transform's result did not fit."""
+
+    tensors: Batch
+    not_fitting: int
+
+
+class PackedRows:
+    """The rows of one store.
+
+    Args:
+        store: where the tokens are.
+        seq: positions in a row.
+        seed: of the shuffles and of what the transform draws.
+        epochs: how many times through the store; None for no end.
+        transform: transform(ids, generator) -> ids, called on each segment of each row: a whole document, or a piece of one that
+            is longer than a row. Same ids for the same generator state. One whose result does not fit into its row is left out
+            for that segment, and counted.
+        spare: positions that a row keeps free for each segment, for a transform that adds tokens.
+        strategy: of `plan_rows`.
+
+    Raises:
+        CourseError: the store holds nothing to predict.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        seq: int,
+        seed: int,
+        epochs: int | None = None,
+        transform: Transform | None = None,
+        spare: int = 0,
+        strategy: str = "best_fit",
+    ):
+        if not (store.lengths > 1).any():
+            raise CourseError(f"{store.folder} holds no document of two tokens or more: there is nothing to predict.")
+        self.store, self.seq, self.seed, self.epochs = store, seq, seed, epochs
+        self.transform, self.spare, self.strategy = transform, spare, strategy
+        self.plans: dict[int, tuple[packing.RowPlan, np.ndarray, np.ndarray]] = {}
+
+    def settings(self) -> dict[str, Any]:
+        """What decides which rows there are: two runs with equal settings see the same ones."""
+        sizes = {"seed": self.seed, "seq": self.seq, "spare": self.spare, "strategy": self.strategy}
+        return sizes | {"transform": described(self.transform), "data": self.store.fingerprint}
+
+    def plan(self, epoch: int) -> tuple[packing.RowPlan, np.ndarray, np.ndarray]:
+        """The epoch's plan, the documents that its numbers stand for, and the order of its rows."""
+        if epoch not in self.plans:
+            generator = np.random.default_rng([self.seed, epoch])
+            documents = generator.permutation(len(self.store))
+            plan = packing.plan_rows(self.store.lengths[documents], self.seq, self.strategy, self.spare)
+            # A batch may hold the end of one epoch and the beginning of the next, never more than is kept here.
+            self.plans = dict([*self.plans.items()][-1:]) | {epoch: (plan, documents, generator.permutation(plan.rows))}
+        return self.plans[epoch]
+
+    def beginning(self) -> Position:
+        return {"epoch": 0, "row": 0}
+
+    def deal(self, position: Position, count: int) -> tuple[list[Place], Position]:
+        """The places of the next `count` rows, fewer at the end of the last epoch, and the position after them."""
+        place, dealt = Place(**position), []
+        while len(dealt) < count and (self.epochs is None or place.epoch < self.epochs):
+            dealt.append(place)
+            place = Place(place.epoch, place.row + 1)
+            if place.row >= self.plan(place.epoch)[0].rows:
+                place = Place(place.epoch + 1, 0)
+        return dealt, place._asdict()
+
+    def row(self, place: Place) -> Row:
+        """Make the row at a place."""
+        plan, documents, order = self.plan(place.epoch)
+        number = int(order[place.row])
+        segments = plan.segments(number)
+        pieces = [self.store.document(int(documents[s.document]))[s.start : s.stop] for s in segments]
+        not_fitting = self.apply_transform(pieces, place.epoch, number) if self.transform else 0
+        return Row(packing.pack_documents([as_ids(piece) for piece in pieces], self.seq), not_fitting)
+
+    def apply_transform(self, pieces: list[np.ndarray], epoch: int, row: int) -> int:
+        """Transform the pieces in place where the result fits; how many did not."""
+        room = self.seq - sum(len(piece) - 1 for piece in pieces)
+        not_fitting = 0
+        for segment, piece in enumerate(pieces):
+            made = self.transform(piece, np.random.default_rng([self.seed, epoch, row, segment]))
+            if 2 <= len(made) <= len(piece) + room:
+                room -= len(made) - len(piece)
+                pieces[segment] = made
+            else:
+                not_fitting += 1
+        return not_fitting
+
+
+def described(transform: Transform | None) -> str | None:
+    """A transform by its settings, if it keeps any, or by its name."""
+    if transform is None:
+        return None
+    return f"{getattr(transform, '__name__', type(transform).__name__)}({getattr(transform, 'config', '')})"
+
+
+def padding_row(seq: int) -> Batch:
+    """A row that holds nothing, which fills up a last batch: [seq] int64 each."""
+    nothing: Tensor = torch.zeros(seq, dtype=torch.int64)
+    padding = torch.full_like(nothing, packing.PADDING)
+    return {"input_ids": nothing, "targets": torch.full_like(nothing, IGNORED), "documents": padding, "positions": nothing}
+
+
+def stack_rows(rows: list[Batch]) -> Batch:
+    """Rows [seq] to one batch [rows, seq]."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def as_ids(tokens: np.ndarray) -> Tensor:
+    """[tokens] of any integer dtype as an int64 tensor of its own: a store's arrays are files, and must not be written to."""
+    return torch.from_numpy(np.array(tokens, dtype=np.int64))

@@ -1,0 +1,214 @@
+"""Chapter 03. Tokens on disk: shards that are mapped into memory, never read into it.
+
+A shard is a safetensors file of three arrays: `tokens` (uint16 while the vocabulary allows), `offsets` (where each document
+begins) and `byte_counts` (the text that each stands for); its metadata says which tokenizer made it and what its content adds up
+to. So any tool of the format can read a shard, and whatever was changed, cut short or mixed up is refused by name.
+
+Left out on purpose: compression. Mapped memory is read at a random place in microseconds, a compressed file is not.
+"""
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shared.course.errors import CourseError
+
+FORMAT = "course tokens 1"
+ENDING = ".tokens.safetensors"
+DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64}
+
+
+class ShardError(CourseError):
+    """A shard that cannot be used; the message says which, why, and what to do."""
+
+
+def write_shard(
+    path: Path, documents: Iterable[Sequence[int]], byte_counts: Iterable[int], tokenizer_identity: str, vocab_size: int
+) -> None:
+    """Write one shard. It appears under its name when it is whole, or not at all.
+
+    Args:
+        path: ends in ENDING.
+        documents: ids of each document, its end token included.
+        byte_counts: bytes of text of each document.
+
+    Raises:
+        ValueError: an id outside the vocabulary, or as many byte counts as there are not documents.
+    """
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    arrays = [fitting(ids, vocab_size).astype(dtype) for ids in documents]
+    offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in arrays], dtype=np.int64)])
+    counts = np.asarray(list(byte_counts), dtype=np.int64)
+    if len(counts) != len(arrays):
+        raise ValueError(f"{len(arrays)} documents and {len(counts)} byte counts: give one for each.")
+    stored = {
+        "tokens": np.concatenate([*arrays, np.empty(0, dtype)]),
+        "offsets": offsets,
+        "byte_counts": counts,
+    }
+    metadata = {
+        "format": FORMAT,
+        "tokenizer": tokenizer_identity,
+        "vocab_size": str(vocab_size),
+        "documents": str(len(arrays)),
+        "tokens": str(offsets[-1]),
+        "bytes": str(counts.sum()),
+    }
+    write_whole(path, serialized(stored, metadata | {"sha256": checksum(stored, metadata)}))
+
+
+def fitting(ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """The ids of one document, each within the vocabulary."""
+    ids = np.asarray(ids)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(f"A shard for {vocab_size} token ids was given ids from {ids.min()} to {ids.max()}.")
+    return ids
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all, also when the process or the machine dies half way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def serialized(arrays: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
+    """The arrays, each of one dimension, as a safetensors file. The library's own writer puts metadata in another order each time, and
+    a file that is made again must be the same bytes."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    codes = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+    content, end = [], 0
+    for name, array in sorted(arrays.items(), key=lambda entry: (-entry[1].itemsize, entry[0])):  # widest first: all are aligned
+        content.append(np.ascontiguousarray(array).tobytes())
+        header[name] = {"dtype": codes[array.dtype], "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(header, sort_keys=True).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *content])
+
+
+def checksum(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> str:
+    """sha256 over the metadata, except for the checksum itself, and over the bytes of all arrays in the order of their names."""
+    said = {name: value for name, value in metadata.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    for name in sorted(arrays):
+        digest.update(memoryview(np.ascontiguousarray(arrays[name])).cast("B"))
+    return digest.hexdigest()
+
+
+class Shard:
+    """One shard, mapped into memory.
+
+    Args:
+        verify: compare the content with its checksum, which reads all of it once.
+
+    Attributes:
+        tokens: [tokens] uint16 or uint32; offsets: [documents + 1] int64; byte_counts: [documents] int64.
+
+    Raises:
+        ShardError: it is no shard, cut short, or changed.
+    """
+
+    def __init__(self, path: Path, verify: bool = True):
+        self.path = path
+        try:
+            self.metadata, arrays = map_arrays(path)
+            if self.metadata.get("format") != FORMAT:
+                raise ShardError(f"{path} is not a shard of tokens (format {self.metadata.get('format')!r}): prepare the text again.")
+            self.tokens, self.offsets, self.byte_counts = (arrays[name] for name in ("tokens", "offsets", "byte_counts"))
+            counts = len(self.byte_counts), len(self.tokens)
+            sound = counts == (int(self.metadata["documents"]), int(self.metadata["tokens"]))
+            sound &= len(self.offsets) == counts[0] + 1 and self.offsets[0] == 0 and self.offsets[-1] == counts[1]
+            sound &= bool((np.diff(self.offsets) >= 0).all())
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ShardError(f"{path} is cut short, or no shard ({error}): delete it and prepare the text again.") from None
+        if not sound or (verify and checksum(arrays, self.metadata) != self.metadata.get("sha256")):
+            raise ShardError(f"{path} was changed after it was written: delete it and prepare the text again.")
+
+
+def map_arrays(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """A safetensors file's metadata and its arrays, mapped: eight bytes of header length, a JSON header, then the arrays."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError("the header does not fit into the file")
+        header: dict[str, Any] = json.loads(file.read(length))
+    metadata = header.pop("__metadata__", {})
+    arrays = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        dtype = np.dtype(DTYPES[entry["dtype"]])
+        if end - begin != dtype.itemsize * entry["shape"][0] or 8 + length + end > size:
+            raise ValueError("the arrays do not fit into the file")
+        shape = tuple(entry["shape"])
+        # An empty array cannot be mapped, and needs not be.
+        arrays[name] = np.memmap(path, dtype, "r", 8 + length + begin, shape).view(np.ndarray) if end > begin else np.empty(shape, dtype)
+    if 8 + length + max(entry["data_offsets"][1] for entry in header.values()) != size:
+        raise ValueError("the file is longer than its arrays")
+    return metadata, arrays
+
+
+class TokenStore:
+    """All shards of a folder as one list of documents.
+
+    Args:
+        folder: where the shards lie; they count in the order of their names.
+        tokenizer_identity: of the tokenizer that the tokens are to be read with; None to take any.
+        verify: compare every shard with its checksum.
+
+    Attributes:
+        lengths: [documents] int64, tokens of each document, its end token included.
+        byte_counts: [documents] int64, bytes of text of each.
+        vocab_size, tokenizer: the tokenizer's size and identity.
+        fingerprint: of the whole content.
+
+    Raises:
+        ShardError: no shards, a shard that is damaged, or one that another tokenizer made.
+    """
+
+    def __init__(self, folder: Path, tokenizer_identity: str | None = None, verify: bool = True):
+        self.folder = Path(folder)
+        self.shards = [Shard(path, verify) for path in sorted(self.folder.glob(f"*{ENDING}"))]
+        if not self.shards:
+            raise ShardError(f"{folder} holds no shards of tokens (*{ENDING}): prepare the text first.")
+        wanted = tokenizer_identity or self.shards[0].metadata["tokenizer"]
+        for shard in self.shards:
+            if shard.metadata["tokenizer"] != wanted:
+                made = f"by tokenizer {shard.metadata['tokenizer'][:12]}, not by {wanted[:12]}"
+                raise ShardError(f"{shard.path} was made {made}: use the tokenizer that lies beside it, or prepare the text again.")
+        self.tokenizer = wanted
+        self.vocab_size = int(self.shards[0].metadata["vocab_size"])
+        self.lengths = np.concatenate([np.diff(shard.offsets) for shard in self.shards])
+        self.byte_counts = np.concatenate([shard.byte_counts for shard in self.shards])
+        self.first_of_shard = np.cumsum([0, *(len(shard.byte_counts) for shard in self.shards)]).tolist()
+        self.fingerprint = hashlib.sha256("".join(shard.metadata["sha256"] for shard in self.shards).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def token_count(self) -> int:
+        return int(self.lengths.sum())
+
+    def document(self, number: int) -> np.ndarray:
+        """[tokens] uint16 or uint32: the ids of a document, its end token last. A view of the file: nothing is copied.
+
+        Raises:
+            IndexError: there is no such document.
+        """
+        if not 0 <= number < len(self):
+            raise IndexError(f"There is no document {number}: {self.folder} holds {len(self)}, counted from 0.")
+        which = bisect_right(self.first_of_shard, number) - 1
+        shard, place = self.shards[which], number - self.first_of_shard[which]
+        return shard.tokens[shard.offsets[place] : shard.offsets[place + 1]]

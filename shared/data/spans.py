@@ -1,0 +1,139 @@
+"""Chapter 03. T5's task: cut spans out of a text and have an encoder-decoder write what was in them.
+
+Each span becomes one sentinel token, another one for each span, so the encoder reads less than the whole text and the decoder
+writes only the spans (Raffel et al. 2019, section 3.1.4):
+
+    text     Thank you for inviting me to your party last week
+    input    Thank you <X> me to your party <Y> week <END>
+    target   <X> for inviting <Y> last <END>
+
+15 % of the tokens are cut out, in spans of 3 on average. The paper's figure ends the target with one more sentinel; the
+released code, where a text always ends within a span, does not, and neither does this.
+
+Left out on purpose: the objective (`shared.data.objectives`), which is that of any pair of texts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from shared.course.binding import exercise
+
+
+@exercise("03.corrupt_spans")
+def corrupt_spans(input_ids: Tensor, noise: Tensor, sentinels: Sequence[int], end_id: int) -> tuple[Tensor, Tensor]:
+    """Replace each span by a sentinel, and collect the spans behind their sentinels (Raffel et al. 2019, figure 2).
+
+    A span is a run of neighbouring noise tokens, as long as it goes. The first span gets sentinels[0], the second sentinels[1], ...
+
+    Args:
+        input_ids: [n] int64, without an end token.
+        noise: [n] bool, True for the tokens that are cut out.
+        sentinels: token ids that stand nowhere else. T5's count downwards from the last id of its vocabulary.
+        end_id: ends both results.
+
+    Returns:
+        inputs: [...] int64: the text with one sentinel in place of each span, and the end token.
+        targets: [...] int64: for each span its sentinel and its tokens, and the end token.
+
+    Raises:
+        ValueError: there are more spans than sentinels.
+
+    >>> noise = torch.tensor([False, True, True, False, True])
+    >>> corrupt_spans(torch.tensor([11, 12, 13, 14, 15]), noise, sentinels=[99, 98, 97], end_id=1)
+    (tensor([11, 99, 14, 98,  1]), tensor([99, 12, 13, 98, 15,  1]))
+
+    The body stands in solutions/03_data_pipeline.py; `course read shared.data.spans` shows it in place.
+    """
+
+
+@dataclass(frozen=True)
+class SpanConfig:
+    """Which share of the tokens is cut out, and how long a span is on average.
+
+    Raises:
+        ValueError: a share that leaves nothing to read or nothing to write, or spans shorter than one token.
+    """
+
+    density: float = 0.15
+    mean_length: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density < 1:
+            raise ValueError(f"density is {self.density}: give a share between 0 and 1, such as 0.15.")
+        if self.mean_length < 1:
+            raise ValueError(f"mean_length is {self.mean_length}: a span has at least one token.")
+
+    def counts(self, length: int) -> tuple[int, int]:
+        """How many tokens of a text of `length` are cut out, and in how many spans.
+
+        Raises:
+            ValueError: the text is too short to keep one token and lose one.
+        """
+        if length < 2:
+            raise ValueError(f"A text of {length} tokens cannot lose a span: give at least 2 tokens.")
+        noise = min(max(round(length * self.density), 1), length - 1)
+        spans = min(max(round(noise / self.mean_length), 1), length - noise)
+        return noise, spans
+
+    def sizes(self, length: int) -> tuple[int, int]:
+        """The lengths of input and target that a text of `length` tokens becomes, end tokens included."""
+        noise, spans = self.counts(length)
+        return length - noise + spans + 1, noise + spans + 1
+
+    def raw_length(self, inputs: int) -> int:
+        """The longest text whose input has at most `inputs` tokens: 512 for T5's, which takes texts of 568.
+
+        Raises:
+            ValueError: not even two tokens fit.
+        """
+        length = 2
+        if self.sizes(length)[0] > inputs:
+            raise ValueError(f"An input of {inputs} tokens is too short: the shortest text needs {self.sizes(length)[0]}.")
+        while self.sizes(length + 1)[0] <= inputs:
+            length += 1
+        return length
+
+
+def random_spans(length: int, config: SpanConfig, generator: Generator) -> Tensor:
+    """[length] bool: T5's random spans. Kept and cut-out runs take turns, a kept one first; all lengths are equally likely.
+
+    Raises:
+        ValueError: see `SpanConfig.counts`.
+    """
+    noise, spans = config.counts(length)
+    kept_runs, noise_runs = random_parts(length - noise, spans, generator), random_parts(noise, spans, generator)
+    runs = torch.stack([kept_runs, noise_runs], dim=1).flatten()
+    return torch.tensor([False, True]).repeat(spans).repeat_interleave(runs)
+
+
+def random_parts(total: int, parts: int, generator: Generator) -> Tensor:
+    """[parts] int64: `total` as a sum of that many positive numbers, each way of doing so equally likely."""
+    cuts = torch.randperm(total - 1, generator=generator)[: parts - 1].sort().values + 1
+    return torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([total]))
+
+
+@dataclass(frozen=True)
+class SpanCorruption:
+    """Turns texts into pairs for an encoder-decoder: `task(ids, generator) -> (inputs, targets)`, with new spans each time.
+
+    Args:
+        sentinels: token ids that stand nowhere else.
+        end_id: the end token.
+    """
+
+    config: SpanConfig
+    sentinels: Sequence[int]
+    end_id: int
+
+    def __call__(self, ids: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+        """Args:
+            ids: [n] int64, a text of at least 2 tokens, with its end token or without.
+
+        Raises:
+            ValueError: see `SpanConfig.counts` and `corrupt_spans`.
+        """
+        body = ids[:-1] if len(ids) and ids[-1] == self.end_id else ids
+        return corrupt_spans(body, random_spans(len(body), self.config, generator), self.sentinels, self.end_id)

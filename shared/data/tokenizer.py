@@ -1,0 +1,186 @@
+"""Chapter 03. A tokenizer for training: byte-level BPE from the `tokenizers` library, with special tokens that text cannot forge.
+
+`shared.data.bpe` shows how byte-level BPE is trained and applied; this is the same in a fast library. A special token is one id
+that stands for no text: the end of a document, the borders of a middle to fill in, a mask. Text that spells its name is encoded
+as ordinary text. A tokenizer's identity is a hash of all that it is, so data can say which one made it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from shared.course.errors import CourseError
+
+if TYPE_CHECKING:
+    from shared.data.fim import FimTokens
+
+END = "<|end|>"
+FIM_TOKENS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>")
+MASK = "<|mask|>"
+CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|turn_end|>")  # for chapter 10
+ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # what others call the end of a document
+BYTES = 256
+
+
+def special_names(sentinels: int) -> list[str]:
+    """The special tokens of a tokenizer that we train, in the order of their ids, from 0."""
+    return [END, *FIM_TOKENS, MASK, *CHAT_TOKENS, *(f"<|extra_{i}|>" for i in range(sentinels))]
+
+
+class TokenizerError(CourseError):
+    """A tokenizer that cannot be used; the message says which, why, and what to do."""
+
+
+class TextTokenizer:
+    """A tokenizer of the `tokenizers` library, for text alone: no template, no truncation, no padding.
+
+    Args:
+        tokenizer: taken over; its own special tokens stay, but text never becomes one.
+        end: the name of the token that ends a document; None to look for a usual one.
+
+    Attributes:
+        vocab_size: ids are 0 .. vocab_size - 1.
+        end_id: the id that ends a document.
+        identity: sha256 of the tokenizer, equal for equal ones.
+
+    Raises:
+        TokenizerError: it has no token that ends a document.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end: str | None = None):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.identity = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+        tokenizer.encode_special_tokens = True
+        self.tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_ids: dict[str, int] = {token.content: number for number, token in added if token.special}
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        found = next((name for name in ([end] if end else ENDS) if name in self.special_ids), None)
+        if found is None:
+            wanted = repr(end) if end else "that ends a document"
+            raise TokenizerError(f"The tokenizer has no special token {wanted}. It has: {', '.join(self.special_ids) or 'none'}.")
+        self.end = found
+        self.end_id = self.special_ids[found]
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, sentinels: int = 100) -> "TextTokenizer":
+        """Train byte-level BPE (Sennrich et al. 2016; Radford et al. 2019, section 2.2), the same for the same texts.
+
+        Args:
+            texts: read once; the trainer holds their distinct words, not the texts.
+            vocab_size: of the whole vocabulary: special tokens, 256 bytes, merges. Small text may give fewer merges.
+            sentinels: how many tokens <|extra_0|>, <|extra_1|> ... T5's span corruption may use.
+
+        Raises:
+            TokenizerError: the vocabulary has no room for special tokens and bytes.
+        """
+        names = special_names(sentinels)
+        if vocab_size < len(names) + BYTES:
+            raise TokenizerError(f"vocab_size is {vocab_size}: {len(names)} special tokens and {BYTES} bytes need {len(names) + BYTES}.")
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[AddedToken(name, special=True, normalized=False) for name in names],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer, END)
+
+    @classmethod
+    def load(cls, path: Path, end: str | None = None) -> "TextTokenizer":
+        """From a `tokenizer.json`, or a folder that holds one, ours or transformers'.
+
+        Raises:
+            TokenizerError: there is none, or it cannot be read.
+        """
+        path = Path(path).expanduser()
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.exists():
+            raise TokenizerError(f"{file} does not exist: give a tokenizer.json or the folder that holds it.")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise TokenizerError(f"{file} is not a tokenizer of the tokenizers library: {error}.") from None
+        return cls(tokenizer, end or end_beside(file))
+
+    def save(self, path: Path) -> None:
+        """Write a `tokenizer.json` that tokenizers and transformers read."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        return self.tokenizer.to_str(pretty=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without any special token. `decode` gives the text back."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch_fast(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, on all cores: [tokens] int32 each."""
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
+        """The text of ids. Special tokens are left out, or spelt by their names."""
+        return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=not keep_special)
+
+    def special(self, name: str) -> int:
+        """The id of a special token.
+
+        Raises:
+            TokenizerError: there is none of that name.
+        """
+        if name not in self.special_ids:
+            raise TokenizerError(f"The tokenizer has no special token {name!r}: it has {', '.join(self.special_ids)}.")
+        return self.special_ids[name]
+
+    @property
+    def fim_tokens(self) -> "FimTokens":
+        """The ids that `shared.data.fim` needs, by our names for them."""
+        # Imported here, for it holds an exercise: configurations are read before it is chosen whose exercises run.
+        from shared.data.fim import FimTokens
+
+        prefix, middle, suffix, _ = map(self.special, FIM_TOKENS)
+        return FimTokens(prefix, suffix, middle, self.end_id)
+
+    @property
+    def sentinels(self) -> list[int]:
+        """The ids of <|extra_0|>, <|extra_1|>, ..., as many as there are."""
+        names = (f"<|extra_{i}|>" for i in range(len(self.special_ids)))
+        return [self.special_ids[name] for name in names if name in self.special_ids]
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """[vocab_size] int64: the bytes of text that each id stands for; 0 for special tokens.
+
+        Bits per byte needs it: the loss is a sum over tokens, and compares across tokenizers only by the bytes that they cover.
+        """
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(self.tokenizer.to_str())["decoder"])
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
+            if number in self.special_ids.values():
+                continue
+            if byte_level:
+                lengths[number] = len(token)  # each character stands for one byte
+            elif len(token) == 6 and token.startswith("<0x"):
+                lengths[number] = 1
+            else:
+                lengths[number] = len(token.replace("▁", " ").encode())
+        return lengths
+
+
+def end_beside(file: Path) -> str | None:
+    """The end token that transformers noted in the `tokenizer_config.json` beside the file, if there is one."""
+    config = file.with_name("tokenizer_config.json")
+    if not config.exists():
+        return None
+    end = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    return end.get("content") if isinstance(end, dict) else end
