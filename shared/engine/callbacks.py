@@ -1,0 +1,104 @@
+"""Chapter 04. Callbacks: how everything that is not the loop takes part in a run.
+
+A callback is told what happens, in the order of a step, and reads the engine; logging, trackers, early stopping, profiling, dumps and
+learning-rate schedules are all callbacks. One that changes from step to step says so in `state_dict`, and a resumed run goes on with
+that state.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shared.totals import Batch
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+Figures = dict[str, float]  # name -> value; names like `train/loss`, grouped before the slash
+
+
+class Callback:
+    """Does nothing. Override what you need; every hook is given the engine.
+
+    In a step: on_batch, (forward, backward, reduce), before_optimizer, (step), on_step; then, when they are due, on_evaluate, on_log,
+    on_save. `engine.step` counts the steps that are done, so it is one lower in on_batch and before_optimizer than in on_step.
+    """
+
+    def on_start(self, engine: "RuntimeEngine") -> None:
+        """Before the first step of this process, after a resume. May raise to refuse the run."""
+
+    def on_batch(self, engine: "RuntimeEngine", microbatches: Sequence[Batch]) -> None:
+        """A step's micro-batches, on the device, before the forward pass."""
+
+    def before_optimizer(self, engine: "RuntimeEngine") -> None:
+        """Gradients are complete (of the loss *sum*; `engine.totals.token_count` divides them), the weights still the old ones.
+        Learning rates may be set here."""
+
+    def on_step(self, engine: "RuntimeEngine") -> None:
+        """The optimizer has stepped; `engine.totals` are the step's, reduced."""
+
+    def on_evaluate(self, engine: "RuntimeEngine", figures: Figures) -> None:
+        """Held-out data was evaluated. Callbacks may add to `figures` before on_log shows them; `engine.stop(reason)` ends the run."""
+
+    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
+        """Figures to show or keep, at `engine.step`. Callbacks that measure add to them in `measure`; those that show read them here."""
+
+    def measure(self, engine: "RuntimeEngine") -> Figures:
+        """Figures of this callback for the log that is due. Called before on_log, once for each."""
+        return {}
+
+    def on_save(self, engine: "RuntimeEngine", folder: Any) -> None:
+        """A checkpoint is complete in `folder` (pathlib.Path)."""
+
+    def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
+        """The run is ending with an error, Ctrl-C included, which is raised again afterwards."""
+
+    def on_end(self, engine: "RuntimeEngine") -> None:
+        """The run ends, well or with an error (then after on_error). Close what is open."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of this callback, as JSON can hold it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+
+
+class Callbacks:
+    """Several callbacks, told one after the other in their order; `on_end` reaches all of them, whatever one raises."""
+
+    def __init__(self, callbacks: Sequence[Callback]):
+        self.callbacks = list(callbacks)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self.callbacks)
+
+    def tell(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(*arguments)
+
+    def measured(self, engine: "RuntimeEngine") -> Figures:
+        figures: Figures = {}
+        for callback in self.callbacks:
+            figures |= callback.measure(engine)
+        return figures
+
+    def end(self, engine: "RuntimeEngine") -> None:
+        errors = []
+        for callback in self.callbacks:
+            try:
+                callback.on_end(engine)
+            except Exception as error:  # the others must still close what they hold
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def by_name(self) -> dict[str, Callback]:
+        """Name -> callback, the names unique: the class's, with a number after the second of a kind."""
+        named: dict[str, Callback] = {}
+        for callback in self.callbacks:
+            name, count = type(callback).__name__, 1
+            while name in named:
+                count += 1
+                name = f"{type(callback).__name__}{count}"
+            named[name] = callback
+        return named

@@ -1,0 +1,300 @@
+"""Chapter 04. `RuntimeEngine`: chapter 01's loop with everything around it that a long run needs.
+
+    engine = RuntimeEngine(model, optimizer, config)
+    engine.fit(train_loader, val_loader, steps=1000)
+
+The loop is `shared.loop.train`, unchanged. The engine tells callbacks what happens, evaluates, saves, resumes, and leaves in good
+order when it is asked to. A step's parts (objective, runner, reducer, updater) are handed in, as in chapter 01.
+
+Left out on purpose: what is measured and shown. Those are callbacks; `shared.engine.defaults` makes the usual ones.
+"""
+
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
+
+from shared.course.errors import CourseError
+from shared.engine.callbacks import Callback, Callbacks, Figures
+from shared.engine.checkpoint import CheckpointError, Checkpoints
+from shared.engine.config import EngineConfig
+from shared.engine.interruption import Interruption
+from shared.engine.resume import Stateful
+from shared.engine.saving import CALLBACK, Saver
+from shared.engine.timing import PhaseTimer
+from shared.engine.window import Window
+from shared.engine.world import OneProcess, World
+from shared.loop import accumulate_gradients, apply_update, evaluate, keep_totals, train
+from shared.loss import next_token_objective
+from shared.text_run import pick_device, require_writable
+from shared.totals import Batch, Objective, Reducer, Runner, Totals, Updater
+
+
+class RuntimeEngine:
+    """Trains a model, watched, saved and resumable.
+
+    Args:
+        model: the model; it is moved to the device.
+        optimizer: over the model's parameters.
+        config: how the run is watched, saved and ended.
+        objective, runner, reducer, updater: the parts of a step, as `shared.loop.train_step` takes them.
+        callbacks: None for those that `config` asks for (`shared.engine.defaults.default_callbacks`).
+        parts: name -> whatever else changes from step to step and must be saved, such as a dynamic loss scale.
+        saver: saves and restores the run; None for one that writes `config.output / "checkpoints"`.
+        world: the processes of the run.
+        console: where the engine speaks.
+
+    Attributes for callbacks: `step` (steps done), `steps` (wanted), `totals` (of the step, reduced), `microbatches`, `timings`
+    (seconds by phase of the last step), `log_due` (whether the step under way will be logged), `output`, `device`, `stopped` (why
+    the run ended early), `validation` (totals of the last evaluation).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: EngineConfig | None = None,
+        *,
+        objective: Objective = next_token_objective,
+        runner: Runner = accumulate_gradients,
+        reducer: Reducer = keep_totals,
+        updater: Updater = apply_update,
+        callbacks: Sequence[Callback] | None = None,
+        parts: Mapping[str, Stateful] | None = None,
+        saver: Saver | None = None,
+        world: World | None = None,
+        console: Console | None = None,
+    ):
+        self.config = config = config or EngineConfig()
+        self.output: Path = config.output
+        self.console = console or Console()
+        self.device = pick_device(config.device)
+        self.model, self.optimizer = model.to(self.device), optimizer
+        self.objective, self.updater = objective, updater
+        self.timer = PhaseTimer(self.device)
+        self.runner = self.timer.timed("compute", runner)
+        self.reducer = self.timer.timed("reduce", reducer)
+        if callbacks is None:
+            from shared.engine.defaults import default_callbacks
+
+            callbacks = default_callbacks(config, self.device, getattr(model, "config", None))
+        self.callbacks = Callbacks(callbacks)
+        self.parts = dict(parts or {})
+        self.stateful: dict[str, Stateful] = {}
+        self.window = Window()
+        keep = config.checkpoint
+        self.saver = saver or Saver(Checkpoints(self.output / "checkpoints", keep.keep_last, keep.keep_best), keep.asynchronous)
+        self.checkpoints = self.saver.checkpoints
+        self.world = world or OneProcess()
+        self.interruption = Interruption()
+        self.step = self.steps = 0
+        self.evaluated_at = self.saved_at = self.began_at = -1
+        self.totals: Totals | None = None
+        self.validation: Totals | None = None
+        self.microbatches: Sequence[Batch] = []
+        self.timings: dict[str, float] = {}
+        self.stopped: str | None = None
+
+    def fit(self, train_loader: Iterable[Sequence[Batch]], val_loader: Iterable[Batch] | None = None, *, steps: int) -> "RuntimeEngine":
+        """Train until `steps` steps are done, counting those of earlier calls and of the run that this one goes on from.
+
+        Args:
+            train_loader: yields each step's micro-batches. Where it has `state_dict`, its position is saved and restored.
+            val_loader: held-out batches, gone through from the start at each evaluation.
+            steps: of the whole run.
+
+        Raises:
+            CourseError: something that the reader can mend, in one sentence: the folder, a checkpoint, the data's end.
+        """
+        self.steps, self.val_loader, self.stopped = steps, val_loader, None
+        require_writable(self.output)
+        self.stateful = self.stateful_parts(train_loader)
+        if self.step == 0:
+            self.resume()
+        self.began_at = self.step
+        if self.config.compile:
+            self.model.compile()
+        with self.interruption:
+            try:
+                self.callbacks.tell("on_start", self)
+                if not self.stopped:
+                    for _ in self.trained(train_loader):
+                        self.after_step()
+                        if self.stopped:
+                            break
+                self.finish()
+            except BaseException as error:
+                self.callbacks.tell("on_error", self, error)
+                raise
+            finally:
+                self.saver.close()
+                self.callbacks.end(self)
+        return self
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, saved, with `reason` shown."""
+        self.stopped = self.stopped or reason
+
+    @property
+    def log_due(self) -> bool:
+        """Whether the step that is under way, or just done in `on_step`, is one that is logged."""
+        return self.timer.exact
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the run ends because it was asked to, in any of its processes."""
+        return self.stopped in signal.Signals.__members__
+
+    # A step, in its order.
+
+    def trained(self, train_loader: Iterable[Sequence[Batch]]) -> Iterator[None]:
+        """The loop of chapter 01, from the step where this run stands. One pass of this generator is one step."""
+        remaining = self.steps - self.step
+        if remaining <= 0:
+            return
+        loop = train(
+            self.model,
+            self.optimizer,
+            self.batches(train_loader),
+            self.objective,
+            steps=remaining,
+            runner=self.runner,
+            reducer=self.reduce,
+            updater=self.update,
+        )
+        for _, self.totals in loop:
+            yield
+
+    def batches(self, train_loader: Iterable[Sequence[Batch]]) -> Iterator[Sequence[Batch]]:
+        """The loader's steps, on the device, announced."""
+        source = iter(train_loader)
+        fetch = self.timer.timed("data", lambda: [on_device(batch, self.device) for batch in next(source, [])])
+        while True:
+            step = self.step + 1
+            self.timer.begin(exact=step % self.config.log_every == 0 or step == 1 or self.evaluation_due(step))
+            self.microbatches = fetch()
+            if not self.microbatches:
+                self.save()
+                self.note_saved(wait=True, last=True)
+                raise CourseError(
+                    f"The data ended after {self.step} of {self.steps} steps: give more data, more epochs, or ask for fewer steps."
+                )
+            self.callbacks.tell("on_batch", self, self.microbatches)
+            yield self.microbatches
+
+    def reduce(self, model: nn.Module, totals: Totals) -> Totals:
+        self.totals = self.reducer(model, totals)
+        return self.totals
+
+    def update(self, model: nn.Module, optimizer: Optimizer, token_count: Any) -> None:
+        self.callbacks.tell("before_optimizer", self)
+        self.timer.timed("update", self.updater)(model, optimizer, token_count)
+
+    def after_step(self) -> None:
+        self.step += 1
+        self.timings = self.timer.take()
+        self.window.add(self.totals)
+        self.callbacks.tell("on_step", self)
+        figures = self.evaluate() if self.evaluation_due(self.step) else {}
+        if self.log_due:
+            self.log(figures)
+        if self.interruption.asked:
+            self.stop(self.interruption.asked)
+        self.stopped = self.world.agree(self.stopped)
+        every = self.config.checkpoint.every
+        if (every and self.step % every == 0) or (figures and self.config.checkpoint.keep_best and self.is_best()):
+            self.save()
+        self.note_saved()
+
+    def evaluation_due(self, step: int) -> bool:
+        every = self.config.evaluate_every
+        return step == self.steps or bool(every and step % every == 0)
+
+    def is_best(self) -> bool:
+        """Whether the evaluation just made is better than every one that is saved."""
+        self.note_saved(wait=True)
+        return self.saver.is_best(self.validation.mean_loss)
+
+    def finish(self) -> None:
+        """The last evaluation, the last log and the last checkpoint, which must succeed; of steps that this call made."""
+        trained = self.step > self.began_at
+        if trained and not self.leaving and self.val_loader is not None and self.evaluated_at != self.step:
+            self.log(self.evaluate())
+        if trained and self.saved_at != self.step:
+            self.save()
+        self.note_saved(wait=True, last=True)
+        if self.stopped:
+            self.console.print(f"Stopped after step {self.step} of {self.steps}: {self.stopped}.", highlight=False, soft_wrap=True)
+
+    # What happens between steps.
+
+    def evaluate(self) -> Figures:
+        """Held-out data, where there is any: `validation/loss` in nats per token, and the objective's metrics."""
+        if self.val_loader is None:
+            return {}
+        batches = (on_device(batch, self.device) for batch in self.val_loader)
+        self.validation = self.world.add(evaluate(self.model, batches, self.objective))
+        self.evaluated_at = self.step
+        means = {"loss": self.validation.mean_loss, **self.validation.mean_metrics()}
+        figures = {f"validation/{name}": value for name, value in means.items()}
+        self.callbacks.tell("on_evaluate", self, figures)
+        return figures
+
+    def log(self, figures: Figures) -> None:
+        """Tell the callbacks the figures since the last log, theirs included."""
+        rates = {group.get("name", str(index)): group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
+        rates = {f"learning_rate/{name}" if len(rates) > 1 else "learning_rate": float(rate) for name, rate in rates.items()}
+        shown = {f"train/{name}": value for name, value in self.window.take().items()} | rates | self.callbacks.measured(self) | figures
+        self.callbacks.tell("on_log", self, shown)
+
+    def stateful_parts(self, train_loader: Any) -> dict[str, Stateful]:
+        """Everything that a checkpoint holds beside weights, optimizer and generators, by name."""
+        parts: dict[str, Stateful] = {CALLBACK + name: callback for name, callback in self.callbacks.by_name().items()}
+        if hasattr(train_loader, "state_dict"):
+            parts["loader"] = train_loader
+        return parts | {"window": self.window} | self.parts
+
+    def resume(self) -> None:
+        """Go on from the newest intact checkpoint, if there is one."""
+        if not self.config.checkpoint.resume:
+            if self.checkpoints.steps():
+                raise CourseError(
+                    f"{self.checkpoints.folder} holds checkpoints of another run: choose another output folder, or set checkpoint.resume."
+                )
+            return
+        step, damaged = self.saver.restore(self.model, self.optimizer, self.stateful)
+        for sentence in damaged:
+            self.console.print(f"[yellow]{sentence} Going on from the one before it.[/]", highlight=False, soft_wrap=True)
+        if step is not None:
+            self.step = self.saved_at = step
+            self.console.print(f"Going on from step {step}, saved in {self.checkpoints.path(step)}.", highlight=False, soft_wrap=True)
+
+    def save(self) -> None:
+        """Save the run as it stands between two steps. Callbacks hear of it when it is complete."""
+        self.note_saved(wait=True)
+        notes: dict[str, Any] = {"steps": self.steps}
+        if self.validation is not None and self.evaluated_at == self.step:
+            notes["validation_loss"] = self.validation.mean_loss
+        self.saver.save(self.saver.snapshot(self.step, self.model, self.optimizer, self.stateful), notes)
+        self.saved_at = self.step
+
+    def note_saved(self, wait: bool = False, last: bool = False) -> None:
+        """Tell the callbacks of a checkpoint that was completed. One that failed is shown; the last one must not fail."""
+        try:
+            folder = self.saver.finished(wait)
+        except CheckpointError as error:
+            self.saved_at = -1
+            if last:
+                raise
+            self.console.print(f"[red]{error} Training goes on; the next checkpoint will be tried.[/]", highlight=False, soft_wrap=True)
+            return
+        if folder is not None:
+            self.callbacks.tell("on_save", self, folder)
+
+
+def on_device(batch: Batch, device: Any) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

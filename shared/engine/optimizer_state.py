@@ -1,0 +1,90 @@
+"""Chapter 04. An optimizer's state by parameter name.
+
+PyTorch numbers parameters by their order in the groups. A name survives what a number does not: another order, another grouping, a
+layout in which this process holds only some of the parameters.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+OF_THIS_RUN = ("params", "param_names", "foreach", "fused", "capturable")  # what a group holds, and how its step is computed
+
+Plain = float | int | bool | str | None | list | tuple
+
+
+@dataclass
+class OptimizerState:
+    """tensors: parameter name -> key -> tensor, such as `exp_avg`. values: the same for what is not a tensor. groups: the groups'
+    settings, each with the `names` of its parameters."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    values: dict[str, dict[str, Plain]]
+    groups: list[dict[str, Any]]
+
+
+def name_optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
+    """The state of `optimizer` by the names that `model` gives its parameters. Tensors are the live ones.
+
+    Raises:
+        ValueError: the optimizer holds a parameter that is not the model's.
+    """
+    names = names_of(model, optimizer)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    values: dict[str, dict[str, Plain]] = {}
+    for parameter, state in optimizer.state.items():
+        name = names[parameter]
+        tensors[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        values[name] = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+    groups = [
+        {key: value for key, value in group.items() if key not in OF_THIS_RUN} | {"names": [names[p] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return OptimizerState(tensors, values, groups)
+
+
+def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: OptimizerState) -> None:
+    """Put a named state back, as copies on each parameter's device. Grouping may differ; settings follow the group of each first name.
+    How a step is computed (`foreach`, `fused`, `capturable`) stays this run's choice.
+
+    Raises:
+        ValueError: parameters that only one of the two has, by name. Nothing is changed then.
+    """
+    names = names_of(model, optimizer)
+    saved = {name: group for group in state.groups for name in group["names"]}
+    if differing := sorted(set(names.values()) ^ set(saved)):
+        raise ValueError(
+            f"The optimizer of this run and the saved one differ in the parameters {', '.join(differing[:5])}"
+            f"{' ...' if len(differing) > 5 else ''}: resume with the model and optimizer that were saved."
+        )
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[parameter]
+            tensors = {key: placed(tensor, key, parameter, group) for key, tensor in state.tensors.get(name, {}).items()}
+            if entries := tensors | state.values.get(name, {}):
+                optimizer.state[parameter] = entries
+        if group["params"]:
+            settings = copy.deepcopy(saved[names[group["params"][0]]])
+            group.update({key: value for key, value in settings.items() if key != "names"})
+
+
+def placed(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """A copy where the optimizer wants it: beside the parameter, but the count of steps on the CPU, which reads it at each step,
+    unless the step is computed on the device alone."""
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    return tensor.to(parameter.device if on_device else "cpu", copy=True)
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if strangers:
+        raise ValueError(
+            f"The optimizer holds {len(strangers)} parameters that are not the model's, of shapes {strangers[:3]}: "
+            "make it over model.parameters()."
+        )
+    return {parameter: names[parameter] for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,0 +1,79 @@
+"""Chapter 04. Looking inside a step: every operation with its start and its length, for a few chosen steps.
+
+A profiler slows down what it watches, so it runs for some steps and is off in all others. The trace opens in Perfetto
+(https://ui.perfetto.dev, a page that keeps the file on your machine) or in chrome://tracing.
+
+Left out on purpose: memory profiles, and GPU counters, for which NVIDIA's own tools are made.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shared.course.errors import CourseError
+from shared.engine.callbacks import Callback
+from shared.totals import Batch
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+ROWS = 10
+
+
+class Profile(Callback):
+    """Profiles the steps first_step .. first_step + steps - 1, from their batch to the end of their update.
+
+    Writes `profile/steps-AAAAAAAA-BBBBBBBB.json`, the trace, and a `.txt` beside it: the ten operations that took most time themselves.
+
+    Args:
+        first_step: the first one, counted from 1. Leave a few before it: the first steps are not like the others.
+        steps: how many.
+    """
+
+    def __init__(self, first_step: int, steps: int = 3):
+        if first_step < 1 or steps < 1:
+            raise CourseError(f"first_step is {first_step} and steps {steps}: give at least 1 of each.")
+        self.first_step, self.last_step = first_step, first_step + steps - 1
+        self.profiler: profile | None = None
+
+    def on_start(self, engine: "RuntimeEngine") -> None:
+        if self.last_step > engine.steps:
+            raise CourseError(f"Steps {self.first_step} to {self.last_step} are to be profiled, but the run ends with step {engine.steps}.")
+
+    def on_batch(self, engine: "RuntimeEngine", microbatches: Sequence[Batch]) -> None:
+        if self.profiler is None and self.first_step <= engine.step + 1 <= self.last_step:
+            self.began = engine.step + 1
+            gpu = [ProfilerActivity.CUDA] if engine.device.type == "cuda" else []
+            self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
+            self.profiler.start()
+
+    def on_step(self, engine: "RuntimeEngine") -> None:
+        if self.profiler is None:
+            return
+        if engine.step < self.last_step:
+            self.profiler.step()  # marks the border in the trace
+            return
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        self.profiler.stop()
+        written = self.write(engine.output / "profile", engine.device.type == "cuda")
+        self.profiler = None
+        engine.console.print(f"Profile of steps {self.began} to {engine.step}: {written}", markup=False, highlight=False, soft_wrap=True)
+
+    def write(self, folder: Path, gpu: bool) -> Path:
+        """The trace and the table. Returns the trace's path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"steps-{self.began:08d}-{self.last_step:08d}.json"
+        self.profiler.export_chrome_trace(str(path))
+        key = "self_cuda_time_total" if gpu else "self_cpu_time_total"
+        table = self.profiler.key_averages().table(sort_by=key, row_limit=ROWS, max_name_column_width=48)
+        path.with_suffix(".txt").write_text(table, encoding="utf-8")
+        return path
+
+    def on_end(self, engine: "RuntimeEngine") -> None:
+        if self.profiler is not None:  # the run ends within the chosen steps
+            self.profiler.stop()
+            self.profiler = None

@@ -1,0 +1,56 @@
+"""Chapter 04. Figures for whoever is watching: a progress bar in a terminal, a line for each log everywhere else."""
+
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shared.engine.callbacks import Callback, Figures
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+# figure -> how it is told. A figure that a run does not measure is left out.
+TOLD = {
+    "train/loss": "loss {:.3f}",
+    "validation/loss": "held out {:.3f}",
+    "norm/gradient": "gradient norm {:.2f}",
+    "speed/tokens_per_second": "{:,.0f} tokens/s",
+    "speed/mfu": "MFU {:.0%}",
+}
+
+
+class ConsoleTracker(Callback):
+    """Loss, held-out loss, tokens per second and, in a terminal, the time that is left.
+
+    Args:
+        show: figure -> format, for more or other figures than these.
+    """
+
+    def __init__(self, show: dict[str, str] | None = None):
+        self.show = show or TOLD
+        self.bar: Progress | None = None
+
+    def on_start(self, engine: "RuntimeEngine") -> None:
+        if not engine.console.is_terminal:
+            return
+        told = TextColumn("{task.fields[told]}", markup=False)
+        self.bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), told, console=engine.console)
+        self.task = self.bar.add_task("training", total=engine.steps, completed=engine.step, told="")
+        self.bar.start()
+
+    def on_step(self, engine: "RuntimeEngine") -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=engine.step)
+
+    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
+        told = [form.format(figures[name]) for name, form in self.show.items() if name in figures]
+        if self.bar is not None:
+            self.bar.update(self.task, told=", ".join(told))
+        else:
+            step = f"step {engine.step:>{len(str(engine.steps))}} of {engine.steps}"
+            engine.console.print("   ".join([step, *told]), markup=False, highlight=False, soft_wrap=True)
+
+    def on_end(self, engine: "RuntimeEngine") -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None

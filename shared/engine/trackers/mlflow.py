@@ -1,0 +1,95 @@
+"""Chapter 04. Figures for MLflow, in a database file: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows them.
+
+Left out on purpose: its registry of models and its artifacts; checkpoints stay where the engine saves them.
+"""
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from shared.engine.callbacks import Callback, Figures
+from shared.engine.trackers.packages import require
+from shared.engine.trackers.settings import Settings, settings_of
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+
+class MlflowTracker(Callback):
+    """Logs to one MLflow run, whose id is saved with the checkpoints.
+
+    Args:
+        experiment: the MLflow experiment; made where it does not exist.
+        name: of the run; None lets MLflow choose one.
+        uri: the store; None for the SQLite database `mlflow.db` in the run's folder. A server's address works too.
+        settings: what else than the engine's configuration is logged as parameters.
+
+    MLflow cannot take a value back. So what a resumed run computes again, up to the last step that the store holds, is not
+    logged a second time.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "train-language-models",
+        name: str | None = None,
+        uri: str | None = None,
+        settings: Settings | None = None,
+    ):
+        self.experiment, self.name, self.uri, self.settings = experiment, name, uri, settings
+        self.client: Any = None
+        self.run_id: str | None = None
+        self.status = "FAILED"
+
+    def on_start(self, engine: "RuntimeEngine") -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow's own switch: without it, it reports its use to its makers
+        require("sqlalchemy", "mlflow-skinny sqlalchemy alembic")
+        mlflow = require("mlflow", "mlflow-skinny sqlalchemy alembic")
+        self.entities = mlflow.entities
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # a new database is announced with a line for each of its tables
+        engine.output.mkdir(parents=True, exist_ok=True)
+        self.client = mlflow.MlflowClient(tracking_uri=self.uri or f"sqlite:///{(engine.output / 'mlflow.db').resolve()}")
+        if self.run_id is None:
+            self.run_id = self.client.create_run(self.find_experiment(engine), run_name=self.name).info.run_id
+        else:
+            self.client.update_run(self.run_id, status="RUNNING")
+        self.log_settings(settings_of(engine, self.settings))
+        self.logged_before = self.last_step()
+        self.status = "FINISHED"
+
+    def find_experiment(self, engine: "RuntimeEngine") -> str:
+        experiment = self.client.get_experiment_by_name(self.experiment)
+        if experiment is not None:
+            return experiment.experiment_id
+        return self.client.create_experiment(self.experiment, artifact_location=(engine.output / "mlflow-artifacts").resolve().as_uri())
+
+    def log_settings(self, settings: Settings) -> None:
+        """As parameters, which cannot change: what a resumed run has otherwise, such as more steps, keeps its first value."""
+        known = self.client.get_run(self.run_id).data.params
+        new = [self.entities.Param(name, str(value)) for name, value in settings.items() if name not in known]
+        self.client.log_batch(self.run_id, params=new)
+
+    def last_step(self) -> int:
+        """The last step that the store holds of this run; 0 for none."""
+        names = self.client.get_run(self.run_id).data.metrics
+        return max((metric.step for name in names for metric in self.client.get_metric_history(self.run_id, name)), default=0)
+
+    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
+        if engine.step <= self.logged_before:
+            return
+        now = int(time.time() * 1000)
+        metrics = [self.entities.Metric(name, value, now, engine.step) for name, value in figures.items()]
+        self.client.log_batch(self.run_id, metrics=metrics)
+
+    def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
+        self.status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+
+    def on_end(self, engine: "RuntimeEngine") -> None:
+        if self.client is not None and self.run_id is not None:
+            self.client.set_terminated(self.run_id, status=self.status)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self.run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.run_id = state["run_id"]

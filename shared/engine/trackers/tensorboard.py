@@ -1,0 +1,45 @@
+"""Chapter 04. Figures for TensorBoard: `tensorboard --logdir RUN/tensorboard` draws them.
+
+Left out on purpose: histograms and images. Dumps (`shared.engine.dump`) keep distributions in files that need no server.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shared.engine.callbacks import Callback, Figures
+from shared.engine.trackers.packages import require
+from shared.engine.trackers.settings import Settings, settings_of
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+
+class TensorBoardTracker(Callback):
+    """Writes event files.
+
+    Args:
+        folder: None for `tensorboard` in the run's folder.
+        settings: what else than the engine's configuration stands on the page's text tab.
+
+    A resumed run writes a second file there, which begins by telling TensorBoard to drop what the first one holds of later steps.
+    """
+
+    def __init__(self, folder: Path | str | None = None, settings: Settings | None = None):
+        self.folder, self.settings = folder, settings
+        self.writer = None
+
+    def on_start(self, engine: "RuntimeEngine") -> None:
+        require("tensorboard", "tensorboard")
+        writers = require("torch.utils.tensorboard", "tensorboard")
+        self.writer = writers.SummaryWriter(self.folder or engine.output / "tensorboard", purge_step=engine.step + 1)
+        rows = [f"| {name} | {value} |" for name, value in settings_of(engine, self.settings).items()]
+        self.writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]), engine.step)
+
+    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, engine.step, new_style=True, double_precision=True)  # the old style is float32
+        self.writer.flush()
+
+    def on_end(self, engine: "RuntimeEngine") -> None:
+        if self.writer is not None:
+            self.writer.close()

@@ -1,0 +1,79 @@
+"""Chapter 04. Figures for Weights & Biases: kept in files beside the run unless sending them was asked for.
+
+`wandb sync FOLDER` sends an offline run later; parts of a run that was resumed offline carry the same id and become one.
+
+Left out on purpose: artifacts (checkpoints stay where the engine saves them), code and console output.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any, Literal
+
+from shared.engine.callbacks import Callback, Figures
+from shared.engine.trackers.packages import require
+from shared.engine.trackers.settings import Settings, settings_of
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+
+class WandbTracker(Callback):
+    """Logs to one W&B run, whose id is saved with the checkpoints.
+
+    Args:
+        project: the W&B project.
+        name: of the run; None lets W&B choose one.
+        mode: offline (files only), online (sends; needs an account), disabled (a dry run).
+        entity: the team or user; None for your own.
+        settings: what else than the engine's configuration goes into the run's config.
+
+    W&B keeps the first value of a step. The last step that was logged is noted in the run's folder, because a run that is killed has
+    logged more than its checkpoint knows; what a resumed run computes again, up to there, is not logged a second time.
+    """
+
+    def __init__(
+        self,
+        project: str = "train-language-models",
+        name: str | None = None,
+        mode: Literal["offline", "online", "disabled"] = "offline",
+        entity: str | None = None,
+        settings: Settings | None = None,
+    ):
+        self.project, self.name, self.mode, self.entity, self.settings = project, name, mode, entity, settings
+        self.run: Any = None
+        self.run_id: str | None = None
+
+    def on_start(self, engine: "RuntimeEngine") -> None:
+        # W&B's own switch for reports about itself, which it would otherwise send even from an offline run.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        wandb = require("wandb", "wandb")
+        engine.output.mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(
+            project=self.project, name=self.name, mode=self.mode, entity=self.entity, id=self.run_id, resume="allow",
+            dir=str(engine.output), config=settings_of(engine, self.settings), allow_val_change=True,
+            settings=wandb.Settings(silent=True, console="off"),  # its own copy of what is printed would tear a progress bar
+        )  # fmt: skip
+        self.run_id = self.run.id
+        self.note = engine.output / "wandb" / f"last-step-{self.run_id}"
+        self.logged_before = int(self.note.read_text()) if self.note.exists() else 0
+        self.failed = False
+
+    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
+        if engine.step <= self.logged_before:
+            return
+        self.run.log(figures, step=engine.step)
+        self.note.parent.mkdir(exist_ok=True)
+        self.note.write_text(str(engine.step))
+
+    def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
+        self.failed = True
+
+    def on_end(self, engine: "RuntimeEngine") -> None:
+        if self.run is not None:
+            self.run.finish(exit_code=int(self.failed))
+            self.run = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self.run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.run_id = state["run_id"]

@@ -1,0 +1,217 @@
+"""The engine: its hooks in their order, the loop of chapter 01 inside it, and a resume that is exact."""
+
+import pytest
+import torch
+from engine_runs import Digits, Recorder, held_out, make_engine, weights
+
+from shared.course.errors import CourseError
+from shared.engine.callbacks import Callback
+from shared.engine.checkpoint import Checkpoints
+from shared.engine.config import CheckpointConfig
+from shared.engine.saving import Saver
+from shared.engine.world import OneProcess
+from shared.loop import train
+from shared.loss import next_token_objective
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_engine_trains_as_the_bare_loop_does(tmp_path):
+    bare = make_engine(tmp_path / "bare")
+    loader = iter(Digits())
+    for _ in train(bare.model, bare.optimizer, loader, next_token_objective, steps=7):
+        pass
+    engine = make_engine(tmp_path / "engine")
+    torch.manual_seed(1)
+    engine.model.load_state_dict(weights(make_engine(tmp_path / "fresh")))  # and the generator stands where it stood for `bare`
+    engine.fit(Digits(), steps=7)
+    assert same(weights(bare), weights(engine))
+
+
+def test_hooks_come_in_their_order(tmp_path):
+    recorder = Recorder()
+    make_engine(tmp_path, [recorder], evaluate_every=2, checkpoint=CheckpointConfig(every=2, asynchronous=False)).fit(
+        Digits(), held_out(), steps=2
+    )
+    step = ["on_batch", "before_optimizer", "on_step"]
+    assert recorder.told == ["on_start", *step, "on_log", *step, "on_evaluate", "on_log", "on_save", "on_end"]
+
+
+def test_before_the_optimizer_gradients_are_whole_and_weights_are_old(tmp_path):
+    seen = {}
+
+    class Look(Callback):
+        def on_batch(self, engine, microbatches):
+            seen["weights"] = weights(engine)
+            seen["valid"] = sum(int((batch["targets"] != -100).sum()) for batch in microbatches)
+
+        def before_optimizer(self, engine):
+            assert engine.totals.token_count == seen["valid"] and engine.step == 0
+            assert same(weights(engine), seen["weights"])
+            seen["sum"] = engine.model.head.weight.grad.clone()
+
+        def on_step(self, engine):
+            assert engine.step == 1 and not same(weights(engine), seen["weights"])
+            torch.testing.assert_close(engine.model.head.weight.grad, seen["sum"] / seen["valid"])
+
+    make_engine(tmp_path, [Look()]).fit(Digits(), steps=1)
+    assert "sum" in seen
+
+
+def test_a_log_is_the_mean_over_tokens_since_the_last_one(tmp_path):
+    recorder, losses = Recorder(), []
+
+    class Losses(Callback):
+        def on_step(self, engine):
+            losses.append((engine.totals.loss_sum.item(), engine.totals.token_count.item()))
+
+    make_engine(tmp_path, [recorder, Losses()]).fit(Digits(), steps=9)
+    assert [figures["step"] for figures in recorder.figures] == [1, 4, 8, 9]
+    sums, counts = zip(*losses[1:4], strict=True)
+    assert recorder.figures[1]["train/loss"] == pytest.approx(sum(sums) / sum(counts), rel=1e-6)
+    assert recorder.figures[1]["learning_rate/0"] == 0.01
+
+
+@pytest.mark.parametrize("stop", [5, 7, 10])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_in_two_parts_equals_one(tmp_path, stop, asynchronous):
+    keep = CheckpointConfig(every=5, asynchronous=asynchronous)
+    whole_log, first_log, second_log = Recorder(), Recorder(), Recorder()
+    whole = make_engine(tmp_path / "whole", [whole_log], checkpoint=keep).fit(Digits(), steps=17)
+    make_engine(tmp_path / "parts", [first_log], checkpoint=keep).fit(Digits(), steps=stop)
+    torch.rand(3)  # whatever was drawn in between
+    second = make_engine(tmp_path / "parts", [second_log], seed=5, checkpoint=keep).fit(Digits(), steps=17)
+    assert same(weights(whole), weights(second))
+    later = [figures for figures in whole_log.figures if figures["step"] > stop + 4]
+    assert later and later == [figures for figures in second_log.figures if figures["step"] > stop + 4]
+
+
+def test_fit_may_be_called_again_for_more_steps(tmp_path):
+    whole = make_engine(tmp_path / "whole").fit(Digits(), steps=9)
+    engine, loader = make_engine(tmp_path / "again"), Digits()
+    engine.fit(loader, steps=4)
+    engine.fit(loader, steps=9)
+    assert engine.step == 9 and same(weights(whole), weights(engine)) and engine.checkpoints.steps()[-1] == 9
+
+
+def test_without_the_generators_state_the_resume_would_differ(tmp_path, monkeypatch):
+    """The negative control: dropout draws on."""
+    whole = make_engine(tmp_path / "whole").fit(Digits(), steps=10)
+    make_engine(tmp_path / "parts").fit(Digits(), steps=5)
+    monkeypatch.setattr("shared.engine.random_state.torch.set_rng_state", lambda state: None)
+    second = make_engine(tmp_path / "parts", seed=5).fit(Digits(), steps=10)
+    assert not same(weights(whole), weights(second))
+
+
+def test_a_callbacks_state_is_resumed(tmp_path):
+    class Counter(Callback):
+        count = 0
+
+        def on_step(self, engine):
+            self.count += 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    make_engine(tmp_path, [Counter(), Counter()]).fit(Digits(), steps=5)
+    counters = [Counter(), Counter()]
+    make_engine(tmp_path, counters).fit(Digits(), steps=8)
+    assert [counter.count for counter in counters] == [8, 8]
+
+
+def test_a_run_is_resumed_with_other_callbacks(tmp_path):
+    """The other one begins anew, and the weights are the same."""
+
+    class Other(Recorder):
+        pass
+
+    whole = make_engine(tmp_path / "whole").fit(Digits(), steps=8)
+    make_engine(tmp_path / "parts", [Recorder()]).fit(Digits(), steps=5)
+    assert same(weights(whole), weights(make_engine(tmp_path / "parts", [Other()]).fit(Digits(), steps=8)))
+
+
+def test_a_folder_with_another_runs_checkpoints_is_refused_where_resuming_is_off(tmp_path):
+    make_engine(tmp_path).fit(Digits(), steps=2)
+    with pytest.raises(CourseError, match="holds checkpoints of another run"):
+        make_engine(tmp_path, checkpoint=CheckpointConfig(resume=False)).fit(Digits(), steps=2)
+
+
+def test_another_models_checkpoint_is_refused_by_name(tmp_path):
+    make_engine(tmp_path).fit(Digits(), steps=2)
+    engine = make_engine(tmp_path)
+    engine.model.head = torch.nn.Linear(16, 11)
+    engine.optimizer = torch.optim.AdamW(engine.model.parameters(), lr=0.01)
+    before = weights(engine)
+    with pytest.raises(CourseError, match="does not fit this run.*head"):
+        engine.fit(Digits(), steps=4)
+    assert same(before, weights(engine))
+
+
+def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):
+    class Spoil(Callback):
+        """From step 6 on, the model gets worse."""
+
+        def before_optimizer(self, engine):
+            if engine.step >= 6:
+                for group in engine.optimizer.param_groups:
+                    group["lr"] = -0.01
+
+    engine = make_engine(tmp_path, [Spoil()], evaluate_every=3, checkpoint=CheckpointConfig(every=3, keep_last=1)).fit(
+        Digits(), held_out(), steps=15
+    )
+    assert engine.checkpoints.best()[0] == 6 and engine.checkpoints.steps() == [6, 15]
+
+
+def test_compiling_changes_no_name_in_the_checkpoint(tmp_path):
+    plain = make_engine(tmp_path / "plain").fit(Digits(), steps=1)
+    engine = make_engine(tmp_path / "compiled", compile=True)
+    engine.model.compile(backend="eager")
+    engine.config.compile = False
+    engine.fit(Digits(), steps=1)
+    assert engine.checkpoints.load(1).weights.keys() == plain.checkpoints.load(1).weights.keys()
+
+
+def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path):
+    losses = iter([float("nan"), 3.0, 2.0, 4.0])
+
+    class Judge(OneProcess):
+        def add(self, totals):
+            return totals._replace(loss_sum=totals.token_count * torch.tensor(next(losses)))
+
+    keep = CheckpointConfig(every=2, keep_last=1)
+    engine = make_engine(tmp_path, evaluate_every=2, checkpoint=keep, world=Judge()).fit(Digits(), held_out(), steps=8)
+    assert engine.checkpoints.best() == (6, 2.0) and engine.checkpoints.steps() == [6, 8]
+
+
+def test_what_is_written_on_the_thread_is_what_was_when_it_was_saved(tmp_path):
+    """The part goes on counting in the dictionary that it gave, while the thread waits to write it."""
+    part = {"count": 0}
+
+    class Counting(Digits):
+        def state_dict(self):
+            return part
+
+        def load_state_dict(self, state):
+            pass
+
+    class Late(Checkpoints):
+        def save(self, snapshot, notes=None):
+            part["count"] = 99
+            return super().save(snapshot, notes)
+
+    saver = Saver(Late(tmp_path / "checkpoints"), asynchronous=True)
+    make_engine(tmp_path, saver=saver).fit(Counting(), steps=1)
+    assert saver.checkpoints.load(1).parts["loader"] == {"count": 0}

@@ -1,0 +1,88 @@
+"""Chapter 04's run as a reader uses it: a small one from beginning to end, one that is interrupted and started again, bad options."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+
+from shared.course.paths import CHECKOUT
+
+SCRIPT = CHECKOUT / "chapters" / "04_runtime_engine" / "run.py"
+SMALL = """--steps 12 --seq 16 --batch_size 4 --micro_batch_size 2 --held_out_windows 8 --sample_bytes 20 --prompt the
+    --model.hidden_size 16 --model.num_hidden_layers 2 --model.hidden_dropout 0.1 --engine.log_every 4 --engine.evaluate_every 6
+    --engine.checkpoint.every 4 --engine.device cpu""".split()
+
+
+def command(*options) -> list[str]:
+    return [sys.executable, str(SCRIPT), *SMALL, *map(str, options)]
+
+
+def start(*options, cwd) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*options), cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the cat sat on the mat; the dog sat on the log.\n" * 400, encoding="utf-8")
+    return path
+
+
+def weights(folder, step: int) -> dict:
+    return load_file(folder / "checkpoints" / f"step-{step:08d}" / "weights.safetensors")
+
+
+def test_a_run_leaves_its_checkpoints_its_figures_and_its_plot(tmp_path, text_file):
+    done = start("--data", text_file, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "04_runtime_engine"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+    lines = [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 4, 6, 8, 12]
+    assert {"train/loss", "norm/gradient", "speed/tokens_per_second", "speed/mfu"} <= lines[-1].keys()
+    assert (folder / "run.png").stat().st_size > 5000
+    for said in ("TransformerModel", "held-out bits per byte", "a sample"):
+        assert said in done.stdout
+    again = start("--data", text_file, cwd=tmp_path)
+    assert again.returncode == 0 and "Going on from step 12" in again.stdout and "held-out bits per byte" in again.stdout
+    assert re.search(r"held-out bits per byte │\s+([\d.]+)", again.stdout)[1] == re.search(r"held-out bits per byte │\s+([\d.]+)", done.stdout)[1]
+
+
+def test_a_run_that_is_interrupted_goes_on_to_the_same_weights(tmp_path, text_file):
+    """Asked to leave after its first log, whenever that is; the second start does the rest."""
+    more = ["--data", text_file, "--steps", 300, "--engine.output"]
+    first = subprocess.Popen(command(*more, tmp_path / "left"), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        for line in first.stdout:
+            if line.startswith("step"):
+                first.send_signal(signal.SIGINT)
+                break
+        rest = first.communicate(timeout=120)[0]
+    finally:
+        first.kill()
+    assert first.returncode == 0 and re.search(r"Stopped after step \d+ of 300: SIGINT", rest)
+    left = re.search(r"The same command goes on from step (\d+)", rest)[1]
+    second = start(*more, tmp_path / "left", cwd=tmp_path)
+    assert second.returncode == 0 and f"Going on from step {left}" in second.stdout
+    assert start(*more, tmp_path / "whole", cwd=tmp_path).returncode == 0
+    one, other = weights(tmp_path / "left", 300), weights(tmp_path / "whole", 300)
+    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--engine.log_every", "0"], "log_every is 0: give at least 1 step"),
+        (["--engine.trackers", "[tensorbord]"], "Did you mean 'tensorboard'"),
+        (["--engine.checkpoint.evry", "3"], "checkpoint.every"),
+        (["--seq", "256"], "seq is 256 and model.max_position_embeddings only 128"),
+    ],
+)
+def test_a_bad_option_is_one_sentence_before_any_work(tmp_path, text_file, options, said):
+    done = start("--data", text_file, *options, cwd=tmp_path)
+    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "runs" / "04_runtime_engine" / "checkpoints").exists()
