@@ -1,0 +1,44 @@
+"""Chapter 05. From a configuration and a model to one optimizer over all of it.
+
+What was asked for either takes effect or is refused: a pattern that matches nothing, a choice that the rule cannot make.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from shared.optim.config import OptimizerConfig
+from shared.optim.optimizer import GroupedOptimizer
+from shared.optim.routing import Route, route
+
+BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99)}
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> GroupedOptimizer:
+    """One optimizer over every trainable parameter of the model.
+
+    Raises:
+        ValueError: see `route` and `OptimizerConfig`.
+    """
+    parameters = dict(model.named_parameters())
+    routes = route(model, config.name, no_decay=config.no_decay, to_adamw=config.to_adamw)
+    return GroupedOptimizer(
+        [{"params": [parameters[name] for name in part.names]} | settings_of(config, part) for part in routes]
+    )
+
+
+def settings_of(config: OptimizerConfig, part: Route) -> dict[str, Any]:
+    """What a group's rule reads, and nothing that it does not."""
+    lr = config.lr if part.rule == config.name or config.adamw_lr is None else config.adamw_lr
+    name = part.rule if part.decays else f"{part.rule}, no decay"
+    settings = {"name": name, "rule": part.rule, "lr": lr, "weight_decay": config.weight_decay if part.decays else 0.0}
+    if part.rule in BETAS:
+        settings["betas"] = config.betas or BETAS[part.rule]
+    if part.rule == "adamw":
+        settings |= {"eps": config.eps, "fused": config.fused}
+    if part.rule in ("muon", "sgd"):
+        settings["momentum"] = config.momentum
+    if part.rule == "muon":
+        settings |= {"nesterov": config.nesterov, "scaling": config.scaling}
+        settings |= {"steps": config.newton_schulz_steps, "dtype": config.newton_schulz_dtype or "bfloat16"}
+    return settings

@@ -1,0 +1,105 @@
+"""Chapter 05. What a reader configures: the optimizer and the schedule, typed and checked before anything is built.
+
+These classes stand apart from what they configure, so that a script can read its options before the core is bound to anybody's exercises.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Precision = Literal["float32", "bfloat16", "float16"]
+Scaling = Literal["original", "match_rms_adamw"]
+USED_BY = {  # options without a default of their own that only some rules read; tuning of another rule may stay in a file
+    "betas": ("adamw", "lion", "muon"),
+    "adamw_lr": ("muon",),
+    "to_adamw": ("muon",),
+    "fused": ("adamw", "muon"),
+}
+
+
+@dataclass
+class OptimizerConfig:
+    """Which optimizer, with what.
+
+    Args:
+        name: the rule; muon leaves embeddings, head, norms and biases to adamw.
+        lr: the peak learning rate.
+        weight_decay: decoupled; of matrices and embeddings.
+        betas: of adamw and lion, and of muon's adamw; none for adamw's (0.9, 0.95) or lion's (0.9, 0.99).
+        eps: of adamw.
+        momentum: of muon and sgd.
+        nesterov: of muon.
+        scaling: of muon's updates. match_rms_adamw lets muon and adamw share a learning rate; original needs an adamw_lr.
+        newton_schulz_steps: of muon.
+        newton_schulz_dtype: what muon orthogonalises in; none for bfloat16, which is enough, and fast where the hardware multiplies it.
+        adamw_lr: of what muon leaves to adamw; none for lr.
+        fused: run adamw's step by PyTorch's kernel in place of `adamw_update`: the same numbers, several times as fast.
+        no_decay: patterns of names that do not decay, beside norms and biases.
+        to_adamw: patterns of names of matrices that muon leaves to adamw.
+    """
+
+    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] | None = None
+    eps: float = 1e-8
+    momentum: float = 0.95
+    nesterov: bool = True
+    scaling: Scaling = "match_rms_adamw"
+    newton_schulz_steps: int = 5
+    newton_schulz_dtype: Literal["bfloat16", "float32", "float64"] | None = None
+    adamw_lr: float | None = None
+    fused: bool = False
+    no_decay: list[str] = field(default_factory=list)
+    to_adamw: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for option, rules in USED_BY.items():
+            if getattr(self, option) and self.name not in rules:
+                given = getattr(self, option)
+                raise ValueError(f"{option} is {given!r} and {self.name} does not read it: it is for {' and '.join(rules)}.")
+        for option in ("lr", "adamw_lr"):
+            if (rate := getattr(self, option)) is not None and not rate > 0:
+                raise ValueError(f"{option} is {rate}: give a positive learning rate.")
+        if self.weight_decay < 0 or self.eps < 0:
+            raise ValueError(f"weight_decay is {self.weight_decay} and eps is {self.eps}: neither may be negative.")
+        if not all(0 <= beta < 1 for beta in (*(self.betas or ()), self.momentum)):
+            raise ValueError(f"betas are {self.betas} and momentum is {self.momentum}: each must be at least 0 and below 1.")
+        if self.newton_schulz_steps < 1:
+            raise ValueError(f"newton_schulz_steps is {self.newton_schulz_steps}: give at least 1.")
+        if self.name == "muon" and self.scaling == "original" and self.adamw_lr is None:
+            raise ValueError("muon with the original scaling wants some ten times adamw's rate: give adamw_lr for what it leaves to adamw.")
+
+
+@dataclass
+class ScheduleConfig:
+    """How the learning rate moves over a run.
+
+    Args:
+        name: constant, linear, cosine, or wsd (warm-up, stable, decay). All of them warm up first.
+        steps: of the whole run.
+        warmup_steps: until the peak is reached; 0 for none.
+        decay_steps: wsd's decay at the end.
+        minimum: the factor at the end of a decay.
+    """
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    steps: int = 1000
+    warmup_steps: int = 50
+    decay_steps: int = 200
+    minimum: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.name not in ("constant", "linear", "cosine", "wsd"):
+            raise ValueError(f"There is no schedule {self.name!r}: choose constant, linear, cosine or wsd.")
+        if self.steps < 1 or self.warmup_steps < 0 or self.decay_steps < 0:
+            raise ValueError(
+                f"A schedule of {self.steps} steps with {self.warmup_steps} of warm-up and {self.decay_steps} of decay: "
+                "give at least one step, and no negative number."
+            )
+        if not 0 <= self.minimum <= 1:
+            raise ValueError(f"The schedule's minimum is {self.minimum}: it is a part of the peak, so give a number from 0 to 1.")
+        needed = {"constant": 0, "wsd": self.warmup_steps + self.decay_steps}.get(self.name, self.warmup_steps + 1)
+        if needed > self.steps:
+            raise ValueError(
+                f"{self.name}: warm-up and decay need {needed} steps and the run has {self.steps}. Shorten them, or train for longer."
+            )

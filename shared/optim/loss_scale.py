@@ -1,0 +1,114 @@
+"""Chapter 05. Dynamic loss scaling: keep float16 gradients away from zero without pushing them over the top.
+
+float16 has no number between 0 and 6e-8, and many gradients deep in a network are smaller: they become 0, and nothing is learned.
+Multiplied by a large scale, the loss has gradients that are larger by that scale everywhere; the float32 gradient of the weight is
+divided by it again. The largest scale that overflows nothing is found by trying (Micikevicius et al. 2018, "Mixed Precision
+Training", section 3.2).
+
+Left out on purpose: bfloat16 needs none of this. It has float32's range.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from shared.course.binding import exercise
+from shared.totals import Batch, Objective, Runner, Totals
+
+SMALLEST = 2.0**-24  # below it float16 holds no gradient that the scale could save
+
+
+class LossScale(NamedTuple):
+    """scale: what the loss is multiplied by. good_steps: steps without an overflow since it last changed."""
+
+    scale: float
+    good_steps: int
+
+
+@exercise("05.update_scale")
+def update_scale(state: LossScale, finite: bool, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
+    """The loss scale of the next step (Micikevicius et al. 2018, section 3.2).
+
+    After a step whose gradients were not all finite: the scale times `backoff`, and the count begins anew.
+    After a good step: the count is one higher; where it reaches `interval`, the scale times `growth`, and the count begins anew.
+
+    Args:
+        state: of the step that was tried.
+        finite: whether all its gradients were finite.
+        growth: above 1. backoff: between 0 and 1.
+        interval: good steps in a row after which a larger scale is tried.
+
+    Returns:
+        A new state; the old one is left as it is.
+
+    >>> update_scale(LossScale(8.0, 1), finite=True, interval=2)
+    LossScale(scale=16.0, good_steps=0)
+
+    The body stands in solutions/05_optimizers.py; `course read shared.optim.loss_scale` shows it in place.
+    """
+
+
+@dataclass
+class LossScaleConfig:
+    """How the loss scale is found.
+
+    Args:
+        initial: of the first step. Too large costs a few skipped steps, too small the gradients that vanish until it has grown. Losses are
+            sums over tokens here, so it is smaller than the 2**16 that is usual for means.
+        growth: its factor after `interval` good steps.
+        backoff: its factor after an overflow.
+        interval: good steps in a row.
+    """
+
+    initial: float = 2.0**10
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if not (self.initial > 0 and self.growth > 1 and 0 < self.backoff < 1 and self.interval >= 1):
+            raise ValueError(f"{self}: give initial > 0, growth > 1, backoff between 0 and 1, and an interval of at least 1.")
+
+
+class LossScaler:
+    """Holds the scale between steps. `scaled` makes the runner of a step, `Update` (shared.optim.updater) its end."""
+
+    def __init__(self, config: LossScaleConfig | None = None):
+        self.config = config or LossScaleConfig()
+        self.state = LossScale(self.config.initial, 0)
+
+    def scaled(self, runner: Runner) -> Runner:
+        """`runner` with its losses multiplied by the scale before their backward pass. The totals that it returns are not."""
+
+        def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
+            scale = self.state.scale
+
+            def scaled_objective(model: nn.Module, batch: Batch) -> Totals:
+                totals = objective(model, batch)
+                return totals._replace(loss_sum=totals.loss_sum * scale)
+
+            totals = runner(model, microbatches, scaled_objective)
+            return totals._replace(loss_sum=totals.loss_sum / scale)
+
+        return run
+
+    def update(self, finite: bool) -> None:
+        """Go on to the next step's scale.
+
+        Raises:
+            ValueError: the scale has fallen so low that it is not the scale that overflows.
+        """
+        self.state = update_scale(self.state, finite, self.config.growth, self.config.backoff, self.config.interval)
+        if self.state.scale < SMALLEST:
+            raise ValueError(
+                f"The loss scale has fallen to {self.state.scale:.1e} and gradients are still not finite: the run has diverged. "
+                "Lower the learning rate, clip, or train in bfloat16."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state._asdict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = LossScale(**state)

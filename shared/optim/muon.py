@@ -1,0 +1,136 @@
+"""Chapter 05. Muon: the momentum of a whole matrix, orthogonalised, so that a step moves all directions alike.
+
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". A gradient of a linear layer is dominated by a few
+directions; its orthogonalised version has the same ones, all with a length near 1. It is for the matrices inside a model; embeddings,
+head, norms and biases keep AdamW (`shared.optim.routing`).
+
+The whole matrix is orthogonalised, never a part of it: of a part, all directions are others. A parameter that is cut over processes
+carries its `sharding`, and the whole direction is gathered by it at the one place where it is orthogonalised, `orthogonalized`.
+
+Left out on purpose: convolutions, whose weights are no matrices, and a rate that depends on the number of experts.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shared.course.binding import exercise
+from shared.optim.newton_schulz import newton_schulz
+
+BATCH_ELEMENTS = 2**24  # numbers in the matrices that are orthogonalised together; bounds what a step needs beside the state
+
+
+class Sharding(Protocol):
+    """How a parameter is cut over processes: the attribute `sharding` of a parameter, set by whoever cut it.
+
+    shape: of the whole parameter.
+    """
+
+    shape: torch.Size
+
+    def gather(self, part: Tensor) -> Tensor:
+        """This process's part -> the whole, in `shape`. Every process of the cut calls it."""
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The whole -> this process's part."""
+
+
+@exercise("05.muon_update")
+def muon_update(
+    gradient: Tensor,
+    momentum_buffer: Tensor,
+    orthogonalize: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    momentum: float,
+    nesterov: bool,
+    scaling: str,
+) -> Tensor:
+    """What Muon subtracts from a matrix, before the learning rate (Jordan et al. 2024).
+
+        b = momentum b + (1 - momentum) g
+        d = momentum b + (1 - momentum) g   with nesterov, which looks one step ahead;    d = b   without
+        update = orthogonalize(d) * scale
+
+    scale for a matrix with `rows` outputs and `columns` inputs:
+        original: sqrt(max(1, rows / columns)).
+        match_rms_adamw: 0.2 sqrt(max(rows, columns)), which gives the update AdamW's typical size, so that both can share a
+            learning rate (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
+
+    Args:
+        gradient: g, [..., rows, columns]; or a process's part of it, of any shape. Left unchanged.
+        momentum_buffer: b, in the shape of the gradient; zeros before the first step. Changed in place.
+        orthogonalize: maps a direction to the orthogonalised one, in the same shape; from a part it first gathers the whole.
+        shape: (..., rows, columns) of the whole parameter, which the scale is read from.
+        momentum: in [0, 1).
+        nesterov: see above.
+        scaling: see above.
+
+    Returns:
+        The update, in the shape of the gradient.
+
+    >>> b = torch.zeros(4, 1)                                      # b = 1, d = 0.9 * 1 + 0.1 * 10, times sqrt(4)
+    >>> muon_update(torch.full((4, 1), 10.0), b, lambda d: d, (4, 1), momentum=0.9, nesterov=True, scaling="original").T
+    tensor([[3.8000, 3.8000, 3.8000, 3.8000]])
+    >>> b.T
+    tensor([[1., 1., 1., 1.]])
+
+    The body stands in solutions/05_optimizers.py; `course read shared.optim.muon` shows it in place.
+    """
+
+
+def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> None:
+    """One step of Muon for a group of matrices; those without a gradient are left alone.
+
+    Matrices of one shape are orthogonalised together: a handful of large products in place of hundreds of small ones.
+
+    Args:
+        group: params, lr, weight_decay, momentum, nesterov, scaling, steps (of Newton-Schulz), dtype (its dtype's name).
+        state: parameter -> momentum_buffer, like the parameter.
+    """
+    for parameters in alike(group["params"]):
+        for parameter in parameters:
+            if not state[parameter]:
+                state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        gradients = torch.stack([parameter.grad for parameter in parameters])
+        buffers = torch.stack([state[parameter]["momentum_buffer"] for parameter in parameters])
+        sharding = getattr(parameters[0], "sharding", None)
+        whole = partial(orthogonalized, sharding=sharding, steps=group["steps"], dtype=getattr(torch, group["dtype"]))
+        shape = tuple(parameters[0].shape if sharding is None else sharding.shape)
+        updates = muon_update(gradients, buffers, whole, shape, group["momentum"], group["nesterov"], group["scaling"])
+        for parameter, buffer, update in zip(parameters, buffers, updates, strict=True):
+            state[parameter]["momentum_buffer"].copy_(buffer)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+
+
+def alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters that have a gradient, in batches of one shape, dtype and device; one that is cut is alone in its batch."""
+    batches: dict[tuple, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if hasattr(parameter, "sharding"):
+            yield [parameter]
+            continue
+        batch = batches.setdefault((parameter.shape, parameter.dtype, parameter.device), [])
+        batch.append(parameter)
+        if (len(batch) + 1) * parameter.numel() > BATCH_ELEMENTS:
+            yield batches.pop((parameter.shape, parameter.dtype, parameter.device))
+    yield from batches.values()
+
+
+def orthogonalized(direction: Tensor, sharding: Sharding | None, steps: int, dtype: torch.dtype) -> Tensor:
+    """The directions of a batch of parameters, orthogonalised as whole matrices.
+
+    Args:
+        direction: [batch, ..., rows, columns]; of a parameter that is cut: [1, ...] with this process's part.
+        sharding: how it is cut; None where it is whole.
+        steps: of Newton-Schulz.
+        dtype: what Newton-Schulz computes in; the result has the direction's own.
+    """
+    if sharding is not None:
+        whole = newton_schulz(sharding.gather(direction[0]).to(dtype), steps).to(direction.dtype)
+        return sharding.cut(whole).unsqueeze(0)
+    return newton_schulz(direction.to(dtype), steps).to(direction.dtype)

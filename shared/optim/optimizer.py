@@ -1,0 +1,58 @@
+"""Chapter 05. One optimizer for a whole model, whose groups of parameters each say by which rule they are updated.
+
+Muon needs a second rule for what is not a matrix. Two optimizer objects would have to be stepped, saved, loaded and scheduled together; one
+object with a rule in each group is a `torch.optim.Optimizer` like any other, with its usual `state_dict`.
+
+Left out on purpose: the dozens of hooks and switches (`maximize`, `capturable`) that PyTorch's own optimizers carry.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shared.optim.adamw import adamw_step
+from shared.optim.lion import lion_step
+from shared.optim.muon import muon_step
+from shared.optim.sgd import sgd_step
+
+RULES: dict[str, Callable[[dict[str, Any], dict], None]] = {
+    "adamw": adamw_step,
+    "lion": lion_step,
+    "muon": muon_step,
+    "sgd": sgd_step,
+}
+
+
+class GroupedOptimizer(Optimizer):
+    """Steps each group by its rule.
+
+    `lr` is a group's rate now, `base_lr` the one that schedules multiply; it is set to `lr` where a group has none.
+
+    Args:
+        groups: each a dictionary with `params`, `rule` (a name in RULES), `lr`, and what the rule's step function reads.
+
+    Raises:
+        ValueError: a group names no rule that exists.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]):
+        super().__init__(groups, defaults={})
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        if group.get("rule") not in RULES:
+            raise ValueError(f"A group of parameters has the rule {group.get('rule')!r}: choose {', '.join(RULES)}.")
+        group.setdefault("base_lr", group["lr"])
+        super().add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every group. `closure`, where given, computes the gradients, and its result is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            RULES[group["rule"]](group, self.state)
+        return loss

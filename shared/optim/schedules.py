@@ -1,0 +1,75 @@
+"""Chapter 05. Learning-rate schedules: a function from the step's number to a factor, and nothing else.
+
+A warm-up starts small, because the first gradients say little about the following ones and AdamW's running means are empty. A decay
+ends small, because a large step around a minimum cannot settle in it. Between them lies the peak, factor 1, which multiplies each
+group's own rate.
+
+Left out on purpose: schedules that react to the loss.
+"""
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shared.course.binding import exercise
+from shared.optim.config import ScheduleConfig
+
+
+@exercise("05.learning_rate_factor")
+def learning_rate_factor(step: int, name: str, warmup_steps: int, steps: int, decay_steps: int, minimum: float) -> float:
+    """What a step's learning rate is multiplied by.
+
+    Warm-up: factor step / warmup_steps until it is 1 at step `warmup_steps`. Without warm-up steps there is none.
+    Afterwards:
+        constant: 1, forever.
+        linear, cosine: a decay over all steps that are left.
+        wsd (warm-up, stable, decay): 1 until the last `decay_steps` steps, and a decay over those.
+    A decay over n steps ends at `minimum` in the step after the last, so that even with minimum 0 every step trains. In its i-th step the
+    part p = i / (n + 1) of the way is done, and the factor is minimum + (1 - minimum) * left, with
+        left = 1 - p (linear),  (1 + cos(pi p)) / 2 (cosine; Loshchilov and Hutter 2017, equation 5),
+        1 - sqrt(p) (wsd; Hägele et al. 2024, equation 1).
+    Steps behind the last one stay at the minimum.
+
+    Args:
+        step: the number of the step, from 1.
+        name: see above.
+        warmup_steps: 0 or more.
+        steps: of the whole run.
+        decay_steps: of wsd; the others do not read it.
+        minimum: the factor that a decay ends at; constant does not read it.
+
+    >>> [learning_rate_factor(step, "linear", 2, 5, 0, 0.0) for step in range(1, 8)]
+    [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    >>> [learning_rate_factor(step, "wsd", 2, 8, 3, 0.0) for step in range(1, 10)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.2928932188134524, 0.1339745962155614, 0.0]
+
+    The body stands in solutions/05_optimizers.py; `course read shared.optim.schedules` shows it in place.
+    """
+
+
+def factor_at(schedule: ScheduleConfig, step: int) -> float:
+    """`learning_rate_factor` of a configuration; steps count from 1."""
+    return learning_rate_factor(
+        step, schedule.name, schedule.warmup_steps, schedule.steps, schedule.decay_steps, schedule.minimum
+    )
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    """Give every group its base rate times a factor. Groups keep their proportions."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+def follow(schedule: ScheduleConfig, optimizer: Optimizer) -> None:
+    """Let the steps of `optimizer` take their learning rates from `schedule`, the first call of `step` being step 1.
+
+    For loops that start at the beginning. The engine's runs resume, so they count with `ScheduleLearningRate`.
+    """
+    taken = 0
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal taken
+        taken += 1
+        set_learning_rate(optimizer, factor_at(schedule, taken))
+
+    optimizer.register_step_pre_hook(before_step)

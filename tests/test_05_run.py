@@ -1,0 +1,95 @@
+"""Chapter 05's run and experiments as a reader uses them: small real runs, what they leave, and what bad options say."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shared.course.paths import CHECKOUT
+
+FOLDER = CHECKOUT / "chapters" / "05_optimizers"
+SMALL = [
+    "--steps", "20", "--evaluate_every", "5", "--schedule.warmup_steps", "4", "--sample_bytes", "30", "--seq", "32",
+    "--model.hidden_size", "32", "--model.num_hidden_layers", "2",
+]  # fmt: skip
+QUICK = ["--steps", "4", "--seeds", "2", "--seq", "16", "--batch_size", "2", "--windows", "4"]
+
+
+def start(script: str, *options, cwd) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(FOLDER / script), *map(str, options)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the cat sat on the mat; the dog sat on the log.\n" * 400, encoding="utf-8")
+    return path
+
+
+def test_a_run_trains_both_and_says_when_the_second_was_there(tmp_path, text_file):
+    done = start("run.py", *SMALL, "--data", text_file, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/05_optimizers"
+    ends = {}
+    for name in ("baseline", "run"):
+        record = json.loads((folder / name / "figures.json").read_text())
+        assert len(record["training"]) == 20 and record["training"][0][1] > 7.5
+        ends[name] = record["held_out"][-1][1]
+    said = " ".join(done.stdout.split())
+    assert f"adamw ended at {ends['baseline']:.3f}" in said and "muon was there after" in said and "both.png" in said
+    assert (folder / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_other_optimizers_and_precisions_are_an_option_away(tmp_path, text_file, precision):
+    options = "--baseline null --optimizer.name lion --optimizer.lr 0.003 --schedule.name wsd --schedule.decay_steps 5".split()
+    done = start("run.py", *SMALL, *options, "--precision", precision, "--data", text_file, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "runs/05_optimizers/run/figures.json").read_text())
+    assert record["held_out"][-1][1] < 6.0 and not (tmp_path / "runs/05_optimizers/baseline").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--optimizer.name", "adam"], "adam"),
+        (["--optimizer.learning_rate", "1"], "learning_rate"),
+        (["--optimizer.lr", "-1"], "positive learning rate"),
+        (["--schedule.warmup_steps", "20"], "warm-up and decay need 21 steps and the run has 20"),
+        (["--optimizer.to_adamw", "[nothing]"], "to_adamw: no trainable parameter has a name like 'nothing'"),
+        (["--max_norm", "0"], "max_norm is 0.0"),
+        (["--precision", "int8"], "int8"),
+    ],
+)
+def test_a_bad_option_is_one_sentence(tmp_path, text_file, options, said):
+    done = start("run.py", *SMALL, "--baseline", "null", *options, "--data", text_file, cwd=tmp_path)
+    assert done.returncode != 0 and said in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("experiment", ["optimizer", "schedule", "batch", "order"])
+def test_an_experiment_shows_and_keeps_its_results(tmp_path, text_file, experiment):
+    options = ["--experiment", experiment, *QUICK, "--data", text_file]
+    done = start("experiments.py", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/05_experiments"
+    assert (folder / f"{experiment}.png").read_bytes().startswith(b"\x89PNG")
+    kept = json.loads((folder / f"{experiment}.json").read_text())
+    assert {entry["seed"] for entry in kept} == {0, 1} and len({entry["variant"] for entry in kept}) * 2 == len(kept)
+    assert "Lowest" in done.stdout
+    if experiment == "optimizer":
+        rates = json.loads((folder / "rates.json").read_text())
+        assert len(rates) == 4 * 4 * 2 and "Best rate of each" in done.stdout and (folder / "rates.png").exists()
+        assert all("steps to AdamW's loss" in entry["figures"] for entry in kept)
+    if experiment == "batch":
+        seen = {entry["settings"]["steps"] * entry["settings"]["batch_size"] for entry in kept}
+        assert max(seen) <= 2 * 32 and min(seen) >= 8, "about the same number of windows for every variant"
+    again = start("experiments.py", *options, cwd=tmp_path)
+    assert ", seed " not in again.stdout, "a result that is there is not measured again"
+
+
+def test_an_experiment_refuses_what_cannot_be(tmp_path, text_file):
+    for options, said in ((["--steps", "3"], "at least 4"), (["--seq", "500"], "seq is 500"), (["--seeds", "0"], "seeds is 0")):
+        done = start("experiments.py", "--experiment", "order", *options, "--data", text_file, cwd=tmp_path)
+        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
