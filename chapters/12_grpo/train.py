@@ -1,0 +1,43 @@
+"""Train a language model as a YAML file says: `python chapters/12_grpo/train.py CONFIG.yaml [key=value ...]`, or under torchrun.
+
+python chapters/12_grpo/train.py chapters/12_grpo/laptop.yaml                     the main job, on whatever hardware there is
+python chapters/12_grpo/train.py chapters/12_grpo/laptop.yaml steps=200 optimizer.name=adamw
+torchrun --nproc-per-node 2 chapters/12_grpo/train.py chapters/12_grpo/laptop.yaml parallel.fully_sharded=2       on two GPUs
+python chapters/12_grpo/train.py --help                                           every key, with its meaning
+"""
+
+import os
+import sys
+
+from rich.console import Console
+
+from shared.course import binding
+from shared.course.errors import CourseError
+from shared.parallel.communicator import CommunicationError
+
+
+def main(words: list[str]) -> None:
+    # Settings are typed by classes of the core, so whose exercises it runs with is read from the words before it is imported.
+    from shared.trainer.first import implementation_asked
+
+    binding.choose(implementation_asked(words))
+    from shared.parallel.processes import from_torchrun
+    from shared.trainer.config import TrainerConfig
+    from shared.trainer.pretrain import pretrain
+    from shared.trainer.settings import parse_words
+
+    config = parse_words(TrainerConfig, words)
+    world, _ = from_torchrun(config.parallel.timeout, "auto" if config.engine.device == "auto" else config.engine.device)
+    pretrain(config, Console(), world)
+
+
+if __name__ == "__main__":
+    rank = int(os.environ.get("RANK", "0"))  # torchrun's own variable
+    try:
+        main(sys.argv[1:])
+    except CommunicationError as error:
+        sys.exit(f"\n{error}")
+    except CourseError as error:  # the same on all ranks, so one of them tells
+        sys.exit(1 if rank else f"\n{error}")
+    except KeyboardInterrupt:
+        sys.exit("\nStopped.")

@@ -1,0 +1,95 @@
+"""Chapter 12. The trainer's own callbacks: bits per byte of held-out text, and what the run has cost so far."""
+
+import resource
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shared.engine.callbacks import Callback, Figures
+from shared.parallel.ledger import Ledger
+from shared.totals import bits_per_byte
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+
+class BitsPerByte(Callback):
+    """Adds `validation/bits_per_byte`: unlike the loss per token, it compares models with different tokenizers.
+
+    Args:
+        byte_count: bytes of text that the evaluation's predictions cover.
+    """
+
+    def __init__(self, byte_count: int):
+        self.byte_count = byte_count
+
+    def on_evaluate(self, engine: "RuntimeEngine", figures: Figures) -> None:
+        figures["validation/bits_per_byte"] = bits_per_byte(engine.validation.loss_sum, self.byte_count)
+
+
+class Costs(Callback):
+    """Seconds spent in training steps and outside of them, and the largest memory, over all parts of the run."""
+
+    def __init__(self):
+        self.training = self.outside = 0.0
+        self.peak_memory = 0  # bytes
+        self.mark: float | None = None
+
+    def on_start(self, engine: "RuntimeEngine") -> None:
+        self.mark = time.perf_counter()
+
+    def on_batch(self, engine: "RuntimeEngine", microbatches: Any) -> None:
+        self.outside += self.since_mark()
+
+    def on_step(self, engine: "RuntimeEngine") -> None:
+        self.training += self.since_mark()
+        self.peak_memory = max(self.peak_memory, peak_memory(engine.device))
+
+    def on_end(self, engine: "RuntimeEngine") -> None:
+        self.outside += self.since_mark()
+
+    def since_mark(self) -> float:
+        before, self.mark = self.mark, time.perf_counter()
+        return self.mark - before
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"training": self.training, "outside": self.outside, "peak_memory": self.peak_memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.training, self.outside, self.peak_memory = state["training"], state["outside"], state["peak_memory"]
+
+
+class Traffic(Callback):
+    """What this rank's training steps said to other ranks: calls and bytes by operation and axis, since the process began."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self.steps, self.calls, self.bytes = 0, Counter(), Counter()
+        self.before: tuple[Counter, Counter] = (Counter(), Counter())
+
+    def on_batch(self, engine: "RuntimeEngine", microbatches: Any) -> None:
+        self.before = self.ledger.calls(), self.ledger.bytes()
+
+    def on_step(self, engine: "RuntimeEngine") -> None:
+        calls, sizes = self.before
+        self.steps += 1
+        self.calls += self.ledger.calls() - calls
+        self.bytes += self.ledger.bytes() - sizes
+
+    def a_step(self) -> dict[str, str]:
+        """Operation and axis -> calls and megabytes of one step, in words."""
+        return {
+            f"{operation} over {axis}, a step": f"{count / self.steps:.0f} calls, {self.bytes[operation, axis] / self.steps / 1e6:.2f} MB"
+            for (operation, axis), count in sorted(self.calls.items())
+        }
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: of the GPU's memory where it trains on one, else of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,55 @@
+"""Chapter 12. A run that was spread over ranks beside the same run in one process: what differs should be rounding.
+
+Loss curves that look alike prove nothing, so the weights are compared as well, tensor by tensor.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import safe_open
+
+from shared.engine.trackers.jsonl import read_jsonl
+from shared.parallel.config import layout_name
+from shared.trainer import provenance
+from shared.trainer.config import TrainerConfig
+
+
+def beside_one_process(config: TrainerConfig) -> dict[str, Any]:
+    """How far losses and weights are from those of the same run in one process, where a finished one lies beside this run's folder.
+
+    `make run LAYOUT=dp2` writes to `runs/laptop-dp2`, and looks for `runs/laptop`.
+    """
+    output, name = config.engine.output, layout_name(config.parallel)
+    other = output.with_name(output.name.removesuffix(f"-{config.parallel.backend}").removesuffix(f"-{name}"))
+    if config.parallel.ranks == 1 or other == output or not same_run(other, config):
+        return {}
+    here, there = read_jsonl(output / "figures.jsonl"), read_jsonl(other / "figures.jsonl")
+    found = {}
+    for figure in ("train/loss", "validation/loss"):
+        pairs = [(here[step][figure], there[step][figure]) for step in here if figure in here[step] and figure in there.get(step, {})]
+        if pairs:
+            found[f"largest difference in {figure} to {other}"] = max(abs(mine - theirs) for mine, theirs in pairs)
+    if config.report.export and (other / "model").is_dir():
+        found[f"largest difference in weights to {other}, relative"] = largest_difference(output / "model", other / "model")
+    return found
+
+
+def same_run(folder: Path, config: TrainerConfig) -> bool:
+    """Whether a folder holds a finished run of the same configuration, the layout aside."""
+    if not ((folder / provenance.CONFIG).is_file() and (folder / "results.json").is_file()):
+        return False
+    before = provenance.flat(yaml.safe_load((folder / provenance.CONFIG).read_text(encoding="utf-8")))
+    now = provenance.flat(provenance.plain(config))
+    return all(before.get(key) == value for key, value in now.items() if not provenance.may_change(key))
+
+
+def largest_difference(mine: Path, theirs: Path) -> float:
+    """Over the tensors of two exported models: |a - b| / |b|, by their lengths."""
+    largest = 0.0
+    for path in sorted(mine.glob("*.safetensors")):
+        with safe_open(path, "pt") as here, safe_open(theirs / path.name, "pt") as there:
+            for name in here.keys():
+                other = there.get_tensor(name).double()
+                largest = max(largest, ((here.get_tensor(name).double() - other).norm() / other.norm()).item())
+    return largest

@@ -1,0 +1,237 @@
+"""Chapter 12. Pretraining from text to a report: prepare, build, fit, look at what was learned.
+
+Read from the top: each function is one stage, and everything that a stage does stands in an earlier chapter's part of the core.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from shared.allocator import keep_freed_memory
+from shared.course import binding
+from shared.course.errors import CourseError
+from shared.data.fim import FillInMiddle
+from shared.data.loader import EvaluationLoader, PackedLoader
+from shared.data.objectives import packed_next_token_objective
+from shared.data.prepare import PreparedText, prepare
+from shared.engine.callbacks import Callback
+from shared.engine.defaults import default_callbacks
+from shared.engine.engine import RuntimeEngine
+from shared.loop import accumulate_gradients
+from shared.model.counting import parameter_counts
+from shared.model.hf.pretrained import save_pretrained
+from shared.model.hf.registry import write_config
+from shared.model.transformer import TransformerModel
+from shared.optim.build import build_optimizer
+from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
+from shared.optim.loss_scale import LossScaler
+from shared.optim.precision import in_precision
+from shared.optim.updater import Update
+from shared.parallel.apply import Parallel, apply_parallel
+from shared.parallel.communicator import Communicator, OneRank
+from shared.parallel.config import layout_name
+from shared.parallel.mesh import Mesh
+from shared.parallel.run_world import ManyRanks
+from shared.parallel.saving import RankSaver
+from shared.parallel.watching import for_ranks
+from shared.text_run import pick_device, require_writable
+from shared.trainer import provenance
+from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
+from shared.trainer.config import FIM_SPARE, TrainerConfig
+from shared.trainer.precision import resolve_precision
+from shared.trainer.results import Results, look_at
+from shared.trainer.tokenizer_files import save_tokenizer
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Run:
+    """A run that is ready to be fitted, as one rank sees it."""
+
+    config: TrainerConfig
+    text: PreparedText
+    engine: RuntimeEngine
+    costs: Costs
+    traffic: Traffic
+    preparation_seconds: float
+    mesh: Mesh
+    parallel: Parallel
+
+
+def pretrain(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Results | None:
+    """Train as `config` says and write the report. Every rank calls it; rank 0 speaks, and returns the results.
+
+    Args:
+        world: the ranks of the run; None for this process alone.
+
+    Raises:
+        SystemExit: the run was asked to leave before its end; the code is the one that shells give to that signal.
+        CourseError: something that the reader can mend, in one sentence.
+    """
+    world = world or OneRank()
+    console = console if world.rank == 0 else Console(quiet=True)
+    try:
+        run = build(config, console, world)
+    except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
+        raise CourseError(str(error)) from error
+    loader, held_out = loaders(run.config, run.text, run.mesh)
+    engine = run.engine.fit(loader, held_out, steps=config.steps)
+    if engine.step < config.steps and engine.leaving:
+        console.print(f"The same command goes on from step {engine.step}.", highlight=False)
+        raise SystemExit(128 + signal.Signals[engine.stopped])
+    return look_at(run, console)
+
+
+def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
+    """Everything up to the first step: the text, the model, spread over the ranks, the optimizer, the engine with its callbacks."""
+    mesh = Mesh(config.parallel, world or OneRank())
+    require_writable(config.engine.output)
+    device = pick_device(config.engine.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    began = time.perf_counter()
+    text = first_on_rank_0(mesh.world, lambda: prepare(config.data.prepare, config.data.prepared, console))
+    preparation_seconds = time.perf_counter() - began
+    config = resolved(config, text, device, mesh.world)
+    if config.report.export:
+        write_config(config.model)  # refuses a model that no format can hold, now rather than after the last step
+    first_on_rank_0(mesh.world, lambda: mesh.world.rank or provenance.keep_record(config, config.engine.output))
+
+    torch.manual_seed(config.seed + mesh.data.rank)
+    dtype = None if config.precision == "float32" else getattr(torch, config.precision)
+    parallel = apply_parallel(plain_model(config, mesh, device), mesh, config.optimizer, dtype, device, config.seed)
+    scaler = LossScaler() if config.precision == "float16" else None
+    costs, traffic, callbacks = callbacks_of(config, text, device, scaler, parallel, mesh)
+    keep = config.engine.checkpoint
+    engine = RuntimeEngine(
+        parallel.model,
+        build_optimizer(parallel.optimized, config.optimizer),
+        config.engine,
+        objective=in_precision(packed_next_token_objective, config.precision),
+        runner=parallel.runner(scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients),
+        reducer=parallel.reducer,
+        updater=parallel.updater(Update(config.max_gradient_norm, scaler, parallel.norm)),
+        callbacks=callbacks,
+        saver=RankSaver(
+            config.engine.output / "checkpoints", parallel, mesh.world, device,
+            keep_last=keep.keep_last, keep_best=keep.keep_best, asynchronous=keep.asynchronous,
+        ),
+        world=ManyRanks(mesh, device),
+        console=console,
+    )  # fmt: skip
+    announce(config, text, device, console)
+    if mesh.world.size > 1:
+        console.print(
+            f"{mesh.world.size} ranks, layout {layout_name(config.parallel)}, backend {config.parallel.backend}.", highlight=False
+        )
+    return Run(config, text, engine, costs, traffic, preparation_seconds, mesh, parallel)
+
+
+def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> TransformerModel:
+    """The model before it is spread; where weights will be cut, without memory, because no rank need have room for all of them."""
+    if mesh.fsdp.size > 1:
+        with torch.device("meta"):
+            return TransformerModel(config.model)
+    return TransformerModel(config.model, seed=config.seed).to(device)
+
+
+def first_on_rank_0(world: Communicator, work: Callable[[], Result]) -> Result:
+    """What `work` returns, done on rank 0 before the others, who find what it left. Where it fails on one rank, it fails on all."""
+    result, problem = None, None
+    for turn in (True, False):
+        if turn == (world.rank == 0) and problem is None:
+            try:
+                result = work()
+            except CourseError as error:
+                problem = str(error)
+        problem = next((each for each in world.gather_objects(problem) if each), None)
+    if problem is not None:
+        raise CourseError(problem)
+    return result
+
+
+def resolved(config: TrainerConfig, text: PreparedText, device: torch.device, world: Communicator) -> TrainerConfig:
+    """The configuration with what only the machine and the tokenizer can say. What is measured is rank 0's to decide."""
+    precision = config.precision
+    if precision == "auto":
+        precision = provenance.saved_value(config.engine.output, "precision") or resolve_precision("auto", device)
+        precision = world.gather_objects(precision)[0]
+    optimizer = config.optimizer
+    if optimizer.name == "muon" and optimizer.newton_schulz_dtype is None and precision == "float32":
+        optimizer = replace(optimizer, newton_schulz_dtype="float32")  # this machine multiplies bfloat16 no faster
+    return replace(config, precision=precision, optimizer=optimizer, model=replace(config.model, vocab_size=text.tokenizer.vocab_size))
+
+
+def callbacks_of(
+    config: TrainerConfig, text: PreparedText, device: torch.device, scaler: LossScaler | None, parallel: Parallel, mesh: Mesh
+) -> tuple[Costs, Traffic, list[Callback]]:
+    """The trainer's own callbacks, on every rank, then those that the engine's configuration asks for."""
+    costs, traffic = Costs(), Traffic(mesh.world.ledger)
+    mine: list[Callback] = [ScheduleLearningRate(config.schedule), costs, traffic]
+    mine.append(BitsPerByte(evaluation(config, text, config.data.held_out_rows).byte_count(text.tokenizer.byte_lengths)))
+    if scaler is not None:
+        mine.append(KeepLossScale(scaler))
+    trackers = list(dict.fromkeys([*config.engine.trackers, "jsonl"])) if mesh.world.rank == 0 else []  # the report reads the lines
+    found = default_callbacks(
+        replace(config.engine, trackers=trackers),
+        device,
+        config.model,
+        dtype=getattr(torch, config.precision),
+        loss_scale=(lambda: scaler.state.scale) if scaler else None,
+        settings=provenance.plain(config),
+    )
+    return costs, traffic, mine + for_ranks(found, parallel, mesh)
+
+
+def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[PackedLoader, EvaluationLoader]:
+    """This rank's share of what is trained on, with middles moved, and of what is held out, as it is."""
+    data, transform = config.data, None
+    if data.fim.rate > 0:
+        transform = FillInMiddle(data.fim, text.tokenizer.encode, text.tokenizer.decode, text.tokenizer.fim_tokens)
+    training = PackedLoader(
+        text.training,
+        seq=data.seq,
+        batch_size=data.batch_size,
+        micro_batch_size=min(data.micro_batch_size, data.batch_size // mesh.data.size),
+        seed=config.seed,
+        rank=mesh.data.rank,
+        ranks=mesh.data.size,
+        epochs=data.epochs,
+        transform=transform,
+        spare=FIM_SPARE if transform else 0,
+        strategy=data.strategy,
+    )
+    return training, evaluation(config, text, data.held_out_rows, mesh)
+
+
+def evaluation(config: TrainerConfig, text: PreparedText, rows: int | None, mesh: Mesh | None = None) -> EvaluationLoader:
+    """Held-out text: a rank's share of it, or, without a mesh, all of it."""
+    rank, ranks = (mesh.data.rank, mesh.data.size) if mesh else (0, 1)
+    return EvaluationLoader(text.held_out, seq=config.data.seq, batch_size=config.data.micro_batch_size, limit=rows, rank=rank, ranks=ranks)
+
+
+def announce(config: TrainerConfig, text: PreparedText, device: torch.device, console: Console) -> None:
+    """What is about to be trained, in three lines."""
+    parameters = sum(parameter_counts(config.model).values())
+    tokens = config.steps * config.data.batch_size * config.data.seq
+    console.print(
+        f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {text.training.token_count / 1e6:.1f} million tokens "
+        f"of text ({len(text.training):,} documents; {len(text.held_out):,} held out), {tokens / 1e6:.1f} million to be seen.\n"
+        f"{binding.summary()}\nEverything lands in {config.engine.output}.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def export(model: nn.Module, text: PreparedText, folder: Path) -> None:
+    """The model and its tokenizer in Hugging Face's format."""
+    save_pretrained(model, folder)
+    save_tokenizer(text.tokenizer, folder, model.config.max_position_embeddings)

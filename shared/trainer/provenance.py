@@ -1,0 +1,135 @@
+"""Chapter 12. What made a run: the resolved configuration and the code's version, kept beside its results.
+
+A run that is resumed must be the same run, so what decides its weights is compared with what was saved.
+"""
+
+import json
+import platform
+import subprocess
+from dataclasses import fields, is_dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from shared.course import binding
+from shared.course.errors import CourseError
+from shared.course.paths import CHECKOUT
+
+CONFIG, CODE = "config.yaml", "code.json"
+MAY_CHANGE = ("engine", "report", "impl", "parallel", "data.prepared", "data.held_out_rows")  # decides nothing about the weights
+
+
+def plain(value: Any) -> Any:
+    """A configuration as YAML and JSON hold it."""
+    if is_dataclass(value):
+        return {entry.name: plain(getattr(value, entry.name)) for entry in fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def keep_record(config: Any, output: Path) -> None:
+    """Write the configuration and the code's version into the run's folder, or find the same configuration there.
+
+    Raises:
+        CourseError: the folder holds a run of another configuration, and something of it is already trained.
+    """
+    path = output / CONFIG
+    if path.exists() and (output / "checkpoints").is_dir():
+        require_same(read_record(path), plain(config), output)
+    partial = path.with_suffix(".partial")  # a run that is killed right here must still find what it was told
+    partial.write_text(yaml.safe_dump(plain(config), sort_keys=False), encoding="utf-8")
+    partial.replace(path)
+    (output / CODE).write_text(json.dumps(code_version(), indent=1), encoding="utf-8")
+
+
+def saved_value(output: Path, key: str) -> Any:
+    """What the run in this folder was told for one key, or None where there is no such run."""
+    path = output / CONFIG
+    return read_record(path).get(key) if path.exists() else None
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The configuration that a run was told.
+
+    Raises:
+        CourseError: the file is not what `keep_record` wrote.
+    """
+    try:
+        record = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        record = None
+    if not isinstance(record, dict):
+        raise CourseError(
+            f"{path} is damaged, so it cannot be said what this run was told: restore the file, or give another engine.output."
+        )
+    return record
+
+
+def require_same(saved: dict, now: dict, output: Path) -> None:
+    before, after = flat(saved), flat(now)
+    differing = [
+        f"{key} ({before.get(key)!r} there, {after.get(key)!r} here)"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not may_change(key)
+    ]
+    if differing:
+        raise CourseError(
+            f"{output} holds a run that was told otherwise: {', '.join(differing[:4])}{' ...' if len(differing) > 4 else ''}. "
+            "Ask for the same to go on with it, or give another engine.output to begin a new one."
+        )
+
+
+def may_change(key: str) -> bool:
+    """Whether a key decides nothing about the weights, but for rounding."""
+    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+
+
+def flat(settings: dict, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def code_version() -> dict[str, Any]:
+    """The commit and whether files were changed since, the versions of what computes, the machine, and whose parts ran."""
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "version": metadata.version("train-language-models"),
+        "commit": git("rev-parse", "HEAD"),
+        "changed_files": None if changed is None else [line[3:] for line in changed.splitlines()],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": machine(),
+        "parts": binding.summary(),
+    }
+
+
+def git(*arguments: str) -> str | None:
+    """What git says, or None where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=CHECKOUT, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip("\n") if done.returncode == 0 else None
+
+
+def machine() -> str:
+    """The GPU's name, or the CPU's with its number of threads."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = next(
+        (line.split(":", 1)[1].strip() for line in cpu_lines() if line.startswith("model name")), platform.processor() or platform.machine()
+    )
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def cpu_lines() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

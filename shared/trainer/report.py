@@ -1,0 +1,90 @@
+"""Chapter 12. The report of a run: one HTML file that holds its own figures, to be opened, kept or sent."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from jinja2 import Environment
+from matplotlib.figure import Figure
+
+from shared.course import figures as style
+from shared.trainer import provenance
+from shared.trainer.results import Results, spelled
+
+if TYPE_CHECKING:
+    from shared.trainer.pretrain import Run
+
+Series = list[tuple[int, float]]
+
+
+def write_report(run: "Run", results: Results) -> None:
+    """Write the HTML file and, beside it in `figures`, each figure as a PNG."""
+    folder = run.config.engine.output / "figures"
+    folder.mkdir(exist_ok=True)
+    pictures = {}
+    for name, figure in drawn(results).items():
+        content = png(figure)
+        (folder / f"{name}.png").write_bytes(content)
+        pictures[name] = base64.b64encode(content).decode()
+    template = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    page = template.render(
+        title=run.config.engine.output.name,
+        summary=[(name, spelled(name, value)) for name, value in results.summary.items()],
+        pictures=pictures,
+        samples=results.samples,
+        completions=results.completions,
+        code=json.loads((run.config.engine.output / provenance.CODE).read_text(encoding="utf-8")),
+        config=yaml.safe_dump(provenance.plain(run.config), sort_keys=False),
+    )
+    results.report.write_text(page, encoding="utf-8")
+
+
+def drawn(results: Results) -> dict[str, Figure]:
+    """The report's figures by name. One of which nothing was logged is left out."""
+    found = {
+        "loss": curves(results, {"train/loss": "training", "validation/loss": "held-out files"}, "loss (nats per token)"),
+        "bits_per_byte": curves(results, {"validation/bits_per_byte": "held-out files"}, "bits per byte"),
+        "throughput": curves(results, {"speed/tokens_per_second": "tokens per second"}, "tokens per second", zero=True),
+        "utilisation": curves(results, {"speed/mfu": "model FLOPs utilisation"}, "share of the peak", zero=True),
+        "norms": curves(results, {"norm/gradient": "gradient"}, "gradient norm", zero=True),
+        "learning_rate": curves(results, learning_rates(results), "learning rate", zero=True),
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def learning_rates(results: Results) -> dict[str, str]:
+    names = sorted({name for row in results.figures.values() for name in row if name.startswith("learning_rate")})
+    return {name: name.removeprefix("learning_rate/") for name in names}
+
+
+def series(results: Results, name: str) -> Series:
+    return [(step, row[name]) for step, row in sorted(results.figures.items()) if row.get(name) is not None]
+
+
+def curves(results: Results, names: dict[str, str], label: str, zero: bool = False) -> Figure | None:
+    """Figures of the log against the step, each with its name."""
+    present = {title: points for name, title in names.items() if (points := series(results, name))}
+    if not present:
+        return None
+    style.use_style()
+    figure = Figure()
+    axes = figure.subplots()
+    colours = {"training": style.TRAINING, "held-out files": style.HELD_OUT}
+    for title, points in present.items():
+        marker = "o" if len(points) < 40 else None
+        axes.plot(*zip(*points, strict=True), label=title, marker=marker, markersize=3, color=colours.get(title))
+    axes.set(xlabel="training step", ylabel=label)
+    if zero:
+        axes.set_ylim(bottom=0)
+    if len(present) > 1:
+        axes.legend()
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

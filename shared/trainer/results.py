@@ -1,0 +1,158 @@
+"""Chapter 12. What a finished run is asked: its loss on all held-out files, texts it writes, gaps it fills, what it cost."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from shared.data.completion import Gap, continue_ids, fill_gap, find_gaps
+from shared.engine.anomalies import put_weights
+from shared.engine.engine import on_device
+from shared.engine.trackers.jsonl import read_jsonl
+from shared.loop import evaluate
+from shared.model.counting import parameter_counts
+from shared.model.transformer import TransformerModel
+from shared.parallel.config import layout_name
+from shared.parallel.local_state import weights_on_rank_0
+from shared.totals import bits_per_byte
+from shared.trainer.comparison import beside_one_process
+
+if TYPE_CHECKING:
+    from shared.trainer.pretrain import Run
+
+GIB = 2**30
+
+
+@dataclass
+class Results:
+    """All that the report shows. figures: step -> name -> value, as the run logged them."""
+
+    figures: dict[int, dict[str, float]]
+    summary: dict[str, Any]
+    samples: list[tuple[str, str]]  # prompt, what the model went on with
+    completions: list[Gap]
+    report: Path
+
+
+def look_at(run: "Run", console: Console) -> Results | None:
+    """Ask the trained model, write the report and show the summary. Every rank calls it; rank 0 writes and returns the results."""
+    from shared.trainer.pretrain import evaluation, export
+    from shared.trainer.report import write_report
+
+    config, engine, text = run.config, run.engine, run.text
+    began = time.perf_counter()
+    with console.status("Looking at what was learned ..."):
+        batches = (on_device(batch, engine.device) for batch in evaluation(config, text, None, run.mesh))
+        totals = engine.world.add(evaluate(engine.model, batches, engine.objective))
+        memory = run.mesh.world.gather_objects(run.costs.peak_memory)
+        model = whole_model(run)
+        if model is None:
+            return None
+        samples = [(prompt, sample(run, model, prompt, number)) for number, prompt in enumerate(config.report.prompts)]
+        seq, count = config.data.seq, config.report.completions if config.data.fim.rate > 0 else 0
+        gaps = find_gaps(text.held_out, text.tokenizer, count, config.seed, before=seq, after=seq // 2)
+        completions = [fill_gap(model, text.tokenizer, gap, seq // 8, context=seq) for gap in gaps]
+    if config.report.export:
+        export(model, text, config.engine.output / "model")
+    figures = read_jsonl(config.engine.output / "figures.jsonl")
+    summary = {
+        "held-out bits per byte": bits_per_byte(totals.loss_sum, evaluation(config, text, None).byte_count(text.tokenizer.byte_lengths)),
+        "held-out next tokens guessed right": totals.mean_metrics()["correct"],
+        "gaps filled exactly": f"{sum(completion.right for completion in completions)} of {len(completions)}",
+        **costs(run, figures, time.perf_counter() - began),
+        **spread(run, memory),
+        **beside_one_process(config),
+    }
+    results = Results(figures, summary, samples, completions, config.engine.output / "report.html")
+    write_report(run, results)
+    keep(results, config.engine.output / "results.json")
+    show(results, console)
+    return results
+
+
+def whole_model(run: "Run") -> nn.Module | None:
+    """The trained model on rank 0, whole; None on the others, which all take part in putting it together."""
+    world = run.mesh.world
+    if world.size == 1:
+        return run.engine.model
+    weights = weights_on_rank_0(run.parallel, world)
+    if world.rank:
+        return None
+    model = TransformerModel(run.config.model).to(run.engine.device)
+    put_weights(model, weights)
+    return model
+
+
+def spread(run: "Run", memory: list[int]) -> dict[str, Any]:
+    """How the run was spread, what ranks said to each other in a step, and what each of them held."""
+    if len(memory) == 1:
+        return {}
+    peaks = ", ".join(f"{peak / GIB:.3f}" for peak in memory)
+    layout = f"{layout_name(run.config.parallel)} ({run.config.parallel.backend})"
+    return {"layout": layout} | run.traffic.a_step() | {"peak memory by rank, GiB": peaks}
+
+
+def sample(run: "Run", model: nn.Module, prompt: str, number: int) -> str:
+    config, tokenizer = run.config, run.text.tokenizer
+    generator = torch.Generator(run.engine.device).manual_seed(config.seed + number)
+    ids = continue_ids(
+        model, tokenizer, tokenizer.encode(prompt), config.report.new_tokens, context=config.data.seq,
+        temperature=config.report.temperature, top_k=config.report.top_k, generator=generator,
+    )  # fmt: skip
+    return tokenizer.decode(ids)
+
+
+def costs(run: "Run", figures: dict[int, dict[str, float]], report_seconds: float) -> dict[str, Any]:
+    """What the run took. Medians over the logs, which a moment's pause does not move."""
+
+    def median(name: str) -> float | None:
+        values = sorted(row[name] for row in figures.values() if name in row)
+        return values[len(values) // 2] if values else None
+
+    return {
+        "parameters": sum(parameter_counts(run.config.model).values()),
+        "training tokens": max((int(row.get("progress/tokens", 0)) for row in figures.values()), default=0),
+        "tokens per second": median("speed/tokens_per_second"),
+        "model FLOPs utilisation": median("speed/mfu"),
+        "peak memory, GiB": run.costs.peak_memory / GIB,
+        "seconds to prepare the text": run.preparation_seconds,
+        "seconds in training steps": run.costs.training,
+        "seconds for data, evaluation and saving": run.costs.outside,
+        "seconds for this report": report_seconds,
+    }
+
+
+def spelled(name: str, value: Any) -> str:
+    """A value of the summary as a person reads it."""
+    if value is None:
+        return "not measured"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}"
+    if "right" in name or "utilisation" in name:
+        return f"{value:.1%}"
+    if "difference" in name:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def keep(results: Results, path: Path) -> None:
+    record = {"summary": results.summary, "samples": results.samples, "completions": [gap._asdict() for gap in results.completions]}
+    path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def show(results: Results, console: Console) -> None:
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in results.summary.items():
+        table.add_row(name, spelled(name, value))
+    console.print(table)
+    console.print(f"The report: {results.report}", highlight=False, soft_wrap=True)

@@ -1,0 +1,92 @@
+"""Chapter 12. From a YAML file and `key=value` words to a configuration, and back.
+
+A file may stand on another one: `extends: laptop.yaml` takes that file's keys first. Over the files go the words of the command
+line, as in `optimizer.lr=0.003`. A key that does not exist is refused, with the nearest that does.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from shared.course.errors import CourseError
+from shared.course.launch import OptionParser
+
+Config = TypeVar("Config")
+
+USAGE = "%(prog)s CONFIG.yaml [key=value ...]"
+
+
+def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The keys of a YAML file, over those of the file that it extends, as deep as they go.
+
+    Raises:
+        CourseError: a file that is not there, is not YAML, holds no keys, or extends itself.
+    """
+    path = path.resolve()
+    if path in seen:
+        raise CourseError(f"{path} extends itself, by way of {', '.join(file.name for file in seen)}.")
+    if not path.is_file():
+        raise CourseError(f"There is no configuration {path}" + (f", which {seen[-1].name} extends." if seen else "."))
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CourseError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict):
+        raise CourseError(f"{path} holds no keys: write `key: value` lines.")
+    below = settings.pop("extends", None)
+    return merged(read_settings(path.parent / below, (*seen, path)), settings) if below else settings
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, key by key; anything but a dictionary is replaced whole."""
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+def parser_of(config_class: type[Config]) -> OptionParser:
+    parser = OptionParser(description=config_class.__doc__.splitlines()[0], usage=USAGE, allow_abbrev=False)
+    parser.add_argument("--settings", action="config", help="for the file's keys; give the file itself as the first word")
+    parser.add_class_arguments(config_class, fail_untyped=True)
+    if "schedule" in config_class.__dataclass_fields__:
+        parser.link_arguments("steps", "schedule.steps")  # one number, said once
+    return parser
+
+
+def parse_words(config_class: type[Config], words: list[str]) -> Config:
+    """The configuration that a command line asks for: CONFIG.yaml, then key=value words.
+
+    Ends the process with one sentence and exit code 2 where something is unknown or of the wrong type.
+
+    Raises:
+        CourseError: the file cannot be read.
+    """
+    parser = parser_of(config_class)
+    if {"-h", "--help"} & set(words):
+        parser.print_help()
+        sys.exit(0)
+    if not words or "=" in words[0]:
+        parser.error("give a configuration first, such as chapters/12_grpo/laptop.yaml")
+    path, *changes = words
+    if strangers := [word for word in changes if "=" not in word]:
+        parser.error(f"{strangers[0]!r} is no key=value")
+    options = [f"--{change.removeprefix('--')}" for change in changes]
+    return configuration(parser, config_class, yaml.safe_dump(read_settings(Path(path))), options)
+
+
+def parse_text(config_class: type[Config], text: str) -> Config:
+    """The configuration that `dump` wrote."""
+    return configuration(parser_of(config_class), config_class, text, [])
+
+
+def configuration(parser: OptionParser, config_class: type[Config], text: str, options: list[str]) -> Config:
+    values = parser.parse_args([f"--settings={text}", *options])
+    try:
+        fields = vars(parser.instantiate(values))
+        return config_class(**{name: value for name, value in fields.items() if name != "settings"})
+    except ValueError as error:  # a configuration that refuses its own values
+        parser.error(str(error))

@@ -1,0 +1,110 @@
+"""What the trainer is told: files that stand on another, words, and a sentence for everything that cannot be."""
+
+import re
+
+import pytest
+import yaml
+from rich.console import Console
+from trainer_runs import TRAIN, settings_file
+
+from shared.course.errors import CourseError
+from shared.trainer.config import TrainerConfig
+from shared.trainer.pretrain import pretrain
+from shared.trainer.settings import parse_text, parse_words, read_settings
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return tmp_path_factory.mktemp("prepared")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
+        (["steps=many"], 'key "steps"'),
+        (["steps=0"], "A schedule of 0 steps"),
+        (["data.seq=4096"], "data.seq is 4096 and model.max_position_embeddings only 96"),
+        (["data.micro_batch_size=3"], "not a multiple of data.micro_batch_size, 3"),
+        (["schedule.decay_steps=60"], "warm-up and decay need 61 steps and the run has 6"),
+        (["data.strategy=sequential"], "use best_fit"),
+        (["data.held_out_rows=0"], "data.held_out_rows is 0"),
+        (["seed=-1"], "seed is -1"),
+        (["report.top_k=0"], "report.top_k is 0"),
+        (["faster"], "'faster' is no key=value"),
+        (["model.architecture=encoder"], "needs a decoder"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, words, sentence):
+    with pytest.raises(SystemExit) as left:
+        parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared)), *words])
+    assert left.value.code == 2 and sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"engine": {"trackers": ["consol"]}}, "Did you mean 'console'"),
+        ({"optimizer": {"to_adamw": ["nothing*"]}}, "nothing"),
+        ({"model": {"position": "alibi"}}, "No known format can describe this model"),
+    ],
+)
+def test_what_only_the_model_shows_is_refused_before_the_first_step(tmp_path, prepared, words, sentence):
+    config = parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared, **words))])
+    with pytest.raises(CourseError, match=sentence):
+        pretrain(config, Console(quiet=True))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_damaged_record_is_named(tmp_path, prepared):
+    path = settings_file(tmp_path, prepared)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    with pytest.raises(CourseError, match="config.yaml is damaged"):
+        pretrain(parse_words(TrainerConfig, [str(path)]), Console(quiet=True))
+
+
+def test_without_a_configuration_the_usage_is_said(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse_words(TrainerConfig, [])
+    assert left.value.code == 2 and "give a configuration first" in capsys.readouterr().err
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse_words(TrainerConfig, ["--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0
+    for name in ("--data.fim.rate", "--optimizer.lr", "--engine.checkpoint.every", "--model.num_key_value_heads", "--report.prompts"):
+        assert name in said
+    assert not re.search(r"--[\w.]+ [A-Z_]+\n\s+\(type", said), "a field without a sentence"
+
+
+def test_the_shipped_configurations_can_be_read():
+    files = sorted(TRAIN.parent.glob("*.yaml"))
+    assert files
+    for path in files:
+        parse_text(TrainerConfig, yaml.safe_dump(read_settings(path)))
+
+
+def test_a_file_stands_on_another(tmp_path):
+    (tmp_path / "below.yaml").write_text("steps: 7\nmodel: {hidden_size: 64, num_hidden_layers: 2}\nengine: {trackers: [console, jsonl]}\n")
+    (tmp_path / "above.yaml").write_text("extends: below.yaml\nmodel: {hidden_size: 32}\nengine: {trackers: [jsonl]}\n")
+    assert read_settings(tmp_path / "above.yaml") == {
+        "steps": 7, "model": {"hidden_size": 32, "num_hidden_layers": 2}, "engine": {"trackers": ["jsonl"]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("extends: a.yaml", "extends itself"),
+        ("extends: b.yaml", "no configuration .*b.yaml, which a.yaml extends"),
+        ("- 1", "holds no keys"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, text, sentence):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(CourseError, match=sentence):
+        read_settings(tmp_path / "a.yaml")

@@ -1,0 +1,171 @@
+"""The trainer as its user starts it: a run on real files, leaving and going on, the report, the exported model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from trainer_runs import TRAIN, settings_file, train
+
+from shared.model.hf.pretrained import load_pretrained
+from shared.trainer.config import TrainerConfig
+from shared.trainer.pretrain import build, loaders
+from shared.trainer.settings import parse_text, parse_words
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return tmp_path_factory.mktemp("prepared")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, prepared):
+    folder = tmp_path_factory.mktemp("finished")
+    done = train(settings_file(folder, prepared))
+    assert done.returncode == 0, done.stderr + done.stdout
+    return folder, done.stdout
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    folder, said = finished
+    run = folder / "run"
+    results = json.loads((run / "results.json").read_text())
+    assert 3 < results["summary"]["held-out bits per byte"] < 9 and results["summary"]["training tokens"] == 6 * 4 * 96
+    assert len(results["completions"]) == 2 and results["samples"][0][0] == "def "
+    rows = [json.loads(line) for line in (run / "figures.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
+    assert {"train/loss", "speed/tokens_per_second", "speed/mfu", "norm/gradient", "validation/bits_per_byte"} <= rows[-1].keys()
+    assert "parts are yours" in said and "The report:" in said
+
+
+def test_the_learning_rate_followed_its_schedule(finished):
+    rows = [json.loads(line) for line in (finished[0] / "run" / "figures.jsonl").read_text().splitlines()]
+    rates = {row["step"]: next(value for name, value in row.items() if name.startswith("learning_rate")) for row in rows}
+    assert rates[2] == rates[3] == rates[4] == 0.02 and 0 < rates[6] < 0.02
+
+
+def test_the_report_is_one_file_that_needs_no_other(finished):
+    page = (finished[0] / "run" / "report.html").read_text()
+    sources = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert len(sources) >= 5 and all(source.startswith("data:image/png;base64,iVBOR") for source in sources) and "url(" not in page
+    for shown in ("held-out bits per byte", "peak memory", "what stood there", "hidden_size: 32", "commit"):
+        assert shown in page
+
+
+def test_the_resolved_settings_begin_the_same_run(finished):
+    text = (finished[0] / "run" / "config.yaml").read_text()
+    config = parse_text(TrainerConfig, text)
+    assert config.model.vocab_size == 512 and config.schedule.steps == config.steps == 6 and config.optimizer.name == "muon"
+
+
+def test_the_code_that_ran_is_named(finished):
+    code = json.loads((finished[0] / "run" / "code.json").read_text())
+    assert code["torch"] == torch.__version__ and "parts are yours" in code["parts"]
+    assert code["commit"] is None or re.fullmatch(r"[0-9a-f]{40}", code["commit"])
+
+
+def test_the_exported_model_generates_the_same_tokens_in_transformers(finished):
+    import transformers
+
+    from shared.data.tokenizer import TextTokenizer
+    from shared.sampling import generate
+
+    folder = finished[0] / "run" / "model"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    their_tokenizer, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), TextTokenizer.load(folder)
+    prompt = "class Lexer:\n    def "
+    ids = tokenizer.encode(prompt)
+    assert their_tokenizer(prompt)["input_ids"] == ids
+    drawn = [token.item() for token in generate(load_pretrained(folder), torch.tensor([ids]), 24, context=96, temperature=0.0)]
+    output = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=tokenizer.end_id)
+    assert output[0, len(ids) :].tolist() == drawn
+    saved = load_file(finished[0] / "run" / "checkpoints" / "step-00000006" / "weights.safetensors")
+    torch.testing.assert_close(theirs.model.embed_tokens.weight, saved["embedding.tokens.weight"])
+
+
+def test_a_run_that_was_interrupted_goes_on_to_the_same_weights(tmp_path, finished, prepared):
+    path = settings_file(tmp_path, prepared, engine={"log_every": 1})
+    child = subprocess.Popen(
+        [sys.executable, str(TRAIN), str(path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for line in child.stdout:
+        if re.match(r"step\s+3 of 6", line):
+            child.send_signal(signal.SIGINT)
+            break
+    rest = child.stdout.read()
+    assert child.wait() == 130 and "The same command goes on from step" in rest, rest
+    assert not (tmp_path / "run" / "report.html").exists()
+    again = train(path)
+    assert again.returncode == 0 and "Going on from step" in again.stdout, again.stderr
+    one, other = (load_file(folder / "run/checkpoints/step-00000006/weights.safetensors") for folder in (finished[0], tmp_path))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_folder_of_another_run_is_refused_by_what_differs(finished, prepared):
+    done = train(settings_file(finished[0], prepared), "optimizer.lr=0.03", "seed=1")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "holds a run that was told otherwise: optimizer.lr (0.02 there, 0.03 here), seed (0 there, 1 here)" in done.stderr
+
+
+def built(folder: Path, prepared: Path, **changes):
+    config = parse_words(TrainerConfig, [str(settings_file(folder, prepared, **changes))])
+    return build(config, Console(quiet=True))
+
+
+def first_loss(folder: Path, prepared: Path, **changes) -> float:
+    run = built(folder, prepared, **changes)
+    loader, _ = loaders(run.config, run.text, run.mesh)
+    (first, *_) = next(iter(loader))
+    return run.engine.objective(run.engine.model.eval(), first).mean_loss
+
+
+def test_bits_per_byte_are_the_sum_over_every_document_alone(finished, prepared):
+    """No packing, no loader: each held-out document through the exported model by itself."""
+    run = built(finished[0], prepared)
+    model = load_pretrained(finished[0] / "run" / "model")
+    nats, size, seq = 0.0, 0, run.config.data.seq
+    for number in range(len(run.text.held_out)):
+        ids = torch.from_numpy(run.text.held_out.document(number).astype("int64"))
+        for start in range(0, len(ids) - 1, seq):
+            piece = ids[start : start + seq + 1]
+            with torch.no_grad():
+                nats += torch.nn.functional.cross_entropy(model(piece[None, :-1])[0], piece[1:], reduction="sum").item()
+        size += len(run.text.tokenizer.decode(ids.tolist()).encode()) - len(run.text.tokenizer.decode(ids[:1].tolist()).encode())
+    said = json.loads((finished[0] / "run" / "results.json").read_text())["summary"]["held-out bits per byte"]
+    assert said == pytest.approx(nats / size / 0.6931471805599453, rel=1e-4)
+
+
+@pytest.mark.parametrize(("rate", "moved"), [(0.0, False), (1.0, True)])
+def test_middles_are_moved_where_they_are_asked_for(tmp_path, prepared, rate, moved):
+    run = built(tmp_path, prepared, data={"fim": {"rate": rate}})
+    loader, held_out = loaders(run.config, run.text, run.mesh)
+    middle = run.text.tokenizer.fim_tokens.middle
+    assert any((batch["input_ids"] == middle).any() for batch in next(iter(loader))) == moved
+    assert not any((batch["input_ids"] == middle).any() for batch in held_out)
+
+
+def test_precision_seed_and_clipping_take_effect(tmp_path, prepared):
+    plain = first_loss(tmp_path / "a", prepared)
+    rounded = first_loss(tmp_path / "b", prepared, precision="bfloat16")
+    assert plain != rounded and rounded == pytest.approx(plain, rel=1e-2)
+    assert first_loss(tmp_path / "c", prepared, seed=1) != plain == first_loss(tmp_path / "d", prepared)
+    run = built(
+        tmp_path / "e", prepared, max_gradient_norm=1e-3, optimizer={"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+    )
+    loader, _ = loaders(run.config, run.text, run.mesh)
+    before = [parameter.detach().clone() for parameter in run.engine.model.parameters()]
+    run.engine.config.checkpoint.every = 0
+    run.engine.fit(loader, steps=2)  # the schedule's first step is at the full rate
+    moved = sum((old - new).pow(2).sum() for old, new in zip(before, run.engine.model.parameters(), strict=True)).sqrt().item()
+    assert 0 < moved < 2.1e-3
