@@ -1,0 +1,190 @@
+"""Your part of chapter 06. Write each body in place of its `raise` line, in any order.
+
+    course check 06          checks what you wrote
+    course hint 06.ring_all_reduce    the first of three hints
+
+Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shared.parallel.buckets import Bucket
+from shared.parallel.communicator import Communicator, Work
+from shared.parallel.pieces import Range
+from shared.parallel.random_numbers import random_numbers_from
+
+
+# Ring all-reduce (30 min, difficulty 3 of 5)
+def ring_all_reduce(tensor: Tensor, group: Communicator) -> None:
+    """Every rank's `tensor` becomes the sum over the ranks, in place, by sends to one neighbour and receives from the other.
+
+    Ranks form a ring: each sends to the next rank and receives from the one before, and the last one's next is rank 0. The tensor is cut
+    into n chunks for n ranks, as equal as can be.
+
+        reduce-scatter, n - 1 steps: send a chunk to the next rank; add the chunk that arrives to one's own numbers
+        all-gather, n - 1 steps:     send a chunk that is the whole sum to the next rank; the one that arrives replaces one's own
+
+    In each step all ranks send at once, each another chunk, and what a rank sends is what it completed in the step before. A send is over
+    once the other side receives: if all ranks waited for that first, none would ever get to its receive.
+
+    Args:
+        tensor: contiguous, of any shape, dtype and length: also shorter than n, so that some chunks are empty. Ranks hold the same bits
+            afterwards.
+        group: the ranks that add up. `group.rank` of `group.size`; `send(tensor, to)` and `receive(tensor, source)` count ranks
+            within the group, are done when they return, and with `asynchronous=True` once one calls `wait()` on what they return.
+
+    It sends 2 (n - 1) times, each time one chunk (an empty one too) and straight from the tensor, and beside the tensor needs memory for
+    one chunk. A group of one rank sends nothing.
+
+    >>> def add_up(world):                                         # ranks hold 1, 10 and 100 times [0, 1, 2, 3]
+    ...     tensor = 10.0**world.rank * torch.arange(4.0)
+    ...     ring_all_reduce(tensor, world)
+    ...     return tensor
+    >>> run_threads(add_up, 3)[0]
+    tensor([  0., 111., 222., 333.])
+    """
+    raise NotImplementedError("06.ring_all_reduce: write this body")
+
+
+# Gradients in buckets, while backward is at work (30 min, difficulty 4 of 5)
+def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
+    """Exchange gradients during the next backward pass: each bucket as soon as it can be.
+
+    It is called before the forward pass of a step's last micro-batch. A bucket is full once each of its parameters has its gradient of that
+    pass, added to those of earlier micro-batches: it calls what was given to `parameter.register_post_accumulate_grad_hook(function)`, with
+    the parameter.
+
+    Ranks may have their gradients in different orders, yet must begin the same operations in the same order. So bucket 0 starts
+    first, then bucket 1, and so on: a bucket that is full waits until those before it have started, and then starts at once.
+
+    A parameter that the pass did not use calls no hook. What is not full when the pass is over starts in `finish`, in order.
+
+    Args:
+        buckets: the same ones in the same order on every rank; no parameter is in two. `bucket.parameters` are its parameters;
+            `bucket.start()` takes their gradients as they are at that moment and begins to add them up over the ranks, without waiting.
+            It returns an operation under way, whose `wait()` completes the sums.
+
+    Returns:
+        finish: to be called once, without arguments, after the backward pass. Then every bucket has started once and is waited for,
+        and no hook is left, so that later passes exchange nothing.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> (5 * weight).sum().backward()                              # an earlier micro-batch
+    >>> finish = sync_buckets([SummedBucket([weight], OneRank())])
+    >>> (2 * weight).sum().backward()                              # the last one: the bucket starts in here, with 5 + 2
+    >>> finish()
+    >>> weight.grad
+    tensor([7.])
+    """
+    raise NotImplementedError("06.sync_buckets: write this body")
+
+
+# Who holds what under ZeRO (30 min, difficulty 3 of 5)
+def partition(sizes: Sequence[int], whole: Sequence[bool], held: Sequence[int]) -> list[list[Range]]:
+    """Share out parameters among ranks, so that ranks hold as equally many numbers as can be.
+
+    First the parameters that must stay whole, the largest first: each goes to the rank that then holds the fewest numbers. The others may
+    be cut anywhere, and are cut so that they level out what is uneven: afterwards the ranks that received something of them differ
+    by one number at most, and a rank that received nothing holds no fewer than those.
+
+    Args:
+        sizes: how many numbers each parameter has, at least 1.
+        whole: whether a parameter must stay on one rank.
+        held: how many numbers each rank holds already, one for each rank.
+
+    Returns:
+        ranges: ranges[p][r] = (start, stop) is what rank r gets of parameter p's flattened numbers; start == stop where it gets nothing.
+        Over the ranks, each number of p once.
+
+    >>> partition([10], whole=[False], held=[0, 0, 0])
+    [[(0, 4), (4, 7), (7, 10)]]
+    >>> partition([2, 6, 8], whole=[True, True, False], held=[0, 0])       # rank 0 holds 6, rank 1 holds 2, and 8 level them out
+    [[(0, 0), (0, 2)], [(0, 6), (0, 0)], [(0, 2), (2, 8)]]
+    """
+    raise NotImplementedError("06.partition: write this body")
+
+
+# Activation checkpointing (20 min, difficulty 3 of 5)
+def recompute(
+    run: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    upstream: Tensor,
+    random_state: list[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """The backward pass of a function of which only the inputs were kept: run it again, now with a graph, and differentiate.
+
+    Args:
+        run: run(*inputs) -> output. It uses `parameters`, and it may draw random numbers, as dropout does.
+        inputs: what it was run on. Tensors of any dtype; those of whole numbers have no gradient.
+        parameters: the tensors that it reads beside its inputs. They may be frozen, and it may leave some of them unused.
+        upstream: the gradient of the loss with respect to the output, in the output's shape.
+        random_state: the generators as they were before the first run. `with random_numbers_from(random_state):` makes them so, and puts
+            them back afterwards, so that whoever draws next sees nothing of the second run.
+
+    Returns:
+        The gradient of each input, then of each parameter, in their order and shapes. None for a tensor that does not require one, and
+        for one that the output does not depend on. No `.grad` is changed: whoever called backward adds the gradients up, so hooks on a
+        parameter see one gradient. Gradients are recorded here even where they are switched off outside, as in a backward pass.
+
+    >>> x, weight = torch.tensor([2.0]), torch.tensor([5.0], requires_grad=True)
+    >>> recompute(lambda x: (x * weight).square(), [x], [weight], torch.tensor([0.5]), random_state_of(x))    # 0.5 * 2 * (2 * 5) * 2
+    (None, tensor([20.]))
+    """
+    raise NotImplementedError("06.recompute: write this body")
+
+
+# FSDP: gather a unit (15 min, difficulty 2 of 5)
+def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
+    """Begin to gather a unit's weights from the ranks' shards.
+
+    The weights that the modules compute with are views of `whole`, made once, and autograd keeps such views for the backward pass. So the
+    numbers must come to lie in this very tensor, whose storage has 0 bytes until now.
+
+    Args:
+        whole: [size * n], of the dtype that is computed in. Its storage is given its bytes again, and filled.
+        shard: [n], what this rank keeps, possibly of a wider dtype: it is rounded before it travels. Left as it is.
+        group: the ranks that the unit is cut over.
+
+    Returns:
+        The gathering, under way: `whole` is complete once `wait()` of it has returned. Whoever calls this has something to do meanwhile.
+
+    >>> whole, shard = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
+    >>> first_two = whole[:2]
+    >>> whole.untyped_storage().resize_(0).nbytes()                # as it is between two uses
+    0
+    >>> unshard_unit(whole, shard, OneRank()).wait()
+    >>> first_two
+    tensor([1., 2.])
+    """
+    raise NotImplementedError("06.unshard_unit: write this body")
+
+
+# FSDP: reduce its gradients (20 min, difficulty 3 of 5)
+def reshard_unit(
+    whole: Tensor, gradients: Sequence[Tensor | None], sizes: Sequence[int], dtype: torch.dtype, group: Communicator
+) -> tuple[Tensor, Work]:
+    """After a unit's backward pass: let its whole weights go, and begin to add up its gradients, of which each rank keeps its shard.
+
+    Args:
+        whole: [size * n], the weights. Afterwards its storage has 0 bytes; the tensor itself, and views of it, stay.
+        gradients: this rank's gradient of each parameter, in the parameter's shape, in the order in which they lie in `whole`. None for one
+            that this rank has not used: others may have, and every rank sends equally much.
+        sizes: how many numbers each parameter has; together at most size * n, and the rest is padding.
+        dtype: what the gradients are added in, and kept in.
+        group: the ranks that the unit is cut over.
+
+    Returns:
+        This rank's shard of the sum over the ranks, [n] in `dtype`, and the operation under way that fills it: it is complete once `wait()`
+        has returned. The gradients are sums over tokens, so they are added and never averaged.
+
+    >>> whole, gradients = torch.ones(4), [torch.tensor([[5.0], [6.0]]), None]
+    >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, OneRank())
+    >>> work.wait()
+    >>> shard, whole.untyped_storage().nbytes()
+    (tensor([5., 6., 0., 0.], dtype=torch.float64), 0)
+    """
+    raise NotImplementedError("06.reshard_unit: write this body")

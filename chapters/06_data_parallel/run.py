@@ -1,0 +1,206 @@
+"""Train a small transformer on several ranks and in one process, and show that nothing differs but who holds and sends what.
+
+python chapters/06_data_parallel/run.py                              two replicas, then one process
+python chapters/06_data_parallel/run.py --layout dp2_zero1           also dp2_zero2, fsdp2, dp2_fsdp2, dp4, ...
+python chapters/06_data_parallel/run.py --impl mine                  with your own exercises
+python chapters/06_data_parallel/run.py --layout fsdp2 --parallel.backend torch --parallel.recompute blocks
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shared.course.launch import launch
+from shared.model.config import ModelConfig
+from shared.optim.config import OptimizerConfig
+from shared.parallel.config import ParallelConfig
+
+if TYPE_CHECKING:
+    from shared.parallel.communicator import Communicator
+
+
+@dataclass
+class RunConfig:
+    """Train on several ranks and in one process, and compare.
+
+    Args:
+        impl: whose exercises run: the solutions, yours, or yours where their check passed.
+        layout: how the run is spread: dp2, dp2_zero1, dp2_zero2, fsdp2, dp2_fsdp2, ... A process is started for each rank.
+        parallel: everything else about the ranks; its degrees are the layout's.
+        data: a text file or folder to train on, or a list of them; none for the embedded corpus.
+        steps: training steps.
+        seq: bytes that each window of text predicts.
+        batch_size: windows in a step, over all ranks.
+        micro_batch_size: windows in one forward and backward of a rank.
+        optimizer: every field of OptimizerConfig.
+        max_norm: the longest gradient that is not clipped; null for no clipping.
+        dtype: of weights and products. float64 agrees to 1e-9; float32 to its rounding, which training amplifies.
+        model: the model; every field of ModelConfig. Tokens are bytes, so the vocabulary is 256.
+        seed: of the initial weights and the order of the data.
+        output: folder for figures and plot.
+    """
+
+    impl: Literal["reference", "mine", "mixed"] = "reference"
+    layout: str = "dp2"
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: Path | list[Path] = field(default_factory=list)
+    steps: int = 60
+    seq: int = 128
+    batch_size: int = 16
+    micro_batch_size: int = 4
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    max_norm: float | None = 1.0
+    dtype: Literal["float64", "float32"] = "float64"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    seed: int = 0
+    output: Path = Path("runs/06_data_parallel")
+
+
+def run(config: RunConfig) -> None:
+    # The core is imported here, after `launch` has chosen whose exercises it runs with.
+    import torch
+    from rich.console import Console
+
+    from shared.course import binding
+    from shared.course.errors import CourseError
+    from shared.parallel.communicator import OneRank
+    from shared.parallel.config import layout_name, parse_layout
+    from shared.parallel.launch import run_processes
+    from shared.text_run import corpus_of, require_writable, texts_of
+
+    require_writable(config.output)
+    console = Console()
+    torch.set_num_threads(1)
+    try:
+        layout = parse_layout(config.layout, config.parallel)
+        require_sensible(config, layout)
+        stream = texts_of(corpus_of(config.data), config.seq, torch.device("cpu")).training
+        console.print(f"{layout_name(layout)} in {layout.ranks} processes, then one process to compare with.", highlight=False)
+        ranks = run_processes(train_on_a_rank, layout.ranks, config, layout, stream, timeout=3600.0)
+        alone = train_on_a_rank(OneRank(), config, parse_layout("one", ParallelConfig(check_every=0)), stream)
+    except ValueError as error:  # a layout that does not exist, sizes that do not divide
+        raise CourseError(str(error)) from None
+    console.print(binding.summary(), highlight=False)  # now that everything is bound
+    told = compared(ranks, alone)
+    for line in lines(told, layout.ranks):
+        console.print(line, highlight=False)
+    record = {"layout": layout_name(layout), "parallel": asdict(layout), **told}
+    (config.output / "figures.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    plot(told, config.layout, config.output / "figures.png")
+    console.print(f"Plot: {config.output / 'figures.png'}   figures.json beside it.", highlight=False)
+
+
+def require_sensible(config: RunConfig, layout: ParallelConfig) -> None:
+    if min(config.steps, config.seq) < 1:
+        raise ValueError("steps and seq must be at least 1.")
+    if config.model.architecture != "decoder" or config.model.vocab_size != 256:
+        raise ValueError("Predicting the next byte needs a decoder of 256 tokens: leave model.architecture and model.vocab_size.")
+    if config.seq > config.model.max_position_embeddings:
+        raise ValueError(f"seq is {config.seq} and model.max_position_embeddings {config.model.max_position_embeddings}: make it as large.")
+    if config.batch_size % (layout.data_ranks * config.micro_batch_size):
+        each = f"{layout.data_ranks} ranks with micro-batches of {config.micro_batch_size}"
+        raise ValueError(f"batch_size is {config.batch_size}, and {each} cannot share it out: give a multiple of their product.")
+
+
+def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelConfig, stream: Any) -> dict[str, Any]:
+    """The whole run on one rank: losses and traffic, bytes held, and the last gradients and weights, made whole."""
+    import torch
+
+    from shared.data.loader import FeedLoader
+    from shared.engine.text_windows import TextWindows
+    from shared.loop import accumulate_gradients, train
+    from shared.loss import next_token_objective
+    from shared.model.transformer import TransformerModel
+    from shared.optim.build import build_optimizer
+    from shared.optim.updater import Update
+    from shared.parallel.apply import apply_parallel
+    from shared.parallel.mesh import Mesh
+    from shared.totals import bits_per_byte
+
+    mesh = Mesh(layout, world)
+    model = TransformerModel(config.model, seed=config.seed).to(getattr(torch, config.dtype))
+    parallel = apply_parallel(model, mesh, config.optimizer)
+    optimizer = build_optimizer(parallel.optimized, config.optimizer)
+    windows = TextWindows(stream, config.seq, config.seed)
+    share = {"rank": mesh.data.rank, "ranks": mesh.data.size}
+    loader = FeedLoader(windows, batch_size=config.batch_size, micro_batch_size=config.micro_batch_size, **share)
+    parts = {
+        "runner": parallel.runner(accumulate_gradients),
+        "reducer": parallel.reducer,
+        "updater": parallel.updater(Update(config.max_norm, norm=parallel.norm)),
+    }
+    run = train(parallel.model, optimizer, loader, next_token_objective, steps=config.steps, **parts)
+    losses = [bits_per_byte(totals.loss_sum, totals.token_count) for _, totals in run]
+    calls, sizes = world.ledger.calls(), world.ledger.bytes()  # before the comparison's own
+    pieces, cuts = dict(parallel.optimized.named_parameters()), parallel.cuts()
+    held = {
+        "weights": sum(p.nbytes for p in (pieces if layout.fully_sharded > 1 else dict(model.named_parameters())).values()),
+        "gradients": sum(p.grad.nbytes for p in pieces.values() if p.grad is not None),
+        "optimizer state": sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
+    }
+    whole: Callable[[str, Any], Any] = lambda name, part: cuts[name].gather(part) if name in cuts else part.clone()  # noqa: E731
+    tensors = {f"weight {name}": whole(name, piece.detach()) for name, piece in pieces.items()}
+    tensors |= {f"gradient {n}": whole(n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in pieces.items()}
+    traffic = {" ".join(key): {"calls": calls[key], "megabytes": sizes[key] / 1e6} for key in sorted(calls)}
+    return {"losses": losses, "traffic": traffic, "held": held, "tensors": tensors if world.rank == 0 else {}}
+
+
+def compared(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks told, beside one process. Differences are relative to the length of the tensor."""
+    mine, theirs = ranks[0]["tensors"], alone["tensors"]
+    far = {name: ((mine[name] - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-300)).item() for name in theirs}
+    return {
+        "losses": ranks[0]["losses"],
+        "losses of one process": alone["losses"],
+        "largest difference": {
+            "losses": max(abs(a - b) for a, b in zip(ranks[0]["losses"], alone["losses"], strict=True)),
+            "last gradients": max(value for name, value in far.items() if name.startswith("gradient")),
+            "weights": max(value for name, value in far.items() if name.startswith("weight")),
+        },
+        "traffic of rank 0": ranks[0]["traffic"],
+        "bytes held": {f"rank {number}": rank["held"] for number, rank in enumerate(ranks)} | {"one process": alone["held"]},
+    }
+
+
+def lines(told: dict[str, Any], ranks: int) -> list[Any]:
+    from rich.table import Table
+
+    first, last = told["losses"][0], told["losses"][-1]
+    lone = told["losses of one process"][-1]
+    heading = f"loss {first:.3f} -> {last:.3f} bits per byte on {ranks} ranks, {lone:.3f} in one process"
+    differences = "largest difference: " + ", ".join(f"{name} {value:.1e}" for name, value in told["largest difference"].items())
+    traffic = Table("operation of rank 0", "calls", "MB")
+    for name, counted in told["traffic of rank 0"].items():
+        traffic.add_row(name, f"{counted['calls']:,}", f"{counted['megabytes']:,.1f}")
+    held = Table("MB held between steps", *next(iter(told["bytes held"].values())))
+    for who, kinds in told["bytes held"].items():
+        held.add_row(who, *(f"{bytes / 1e6:.2f}" for bytes in kinds.values()))
+    return [heading, differences, traffic, held]
+
+
+def plot(told: dict[str, Any], layout: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from shared.course import figures
+
+    figures.use_style()
+    drawing = Figure(figsize=(10.0, 3.4))
+    left, right = drawing.subplots(1, 2)
+    left.plot(told["losses of one process"], color=figures.REFERENCE, linewidth=4, alpha=0.4, label="one process")
+    left.plot(told["losses"], color=figures.TRAINING, linewidth=1.2, label=layout)
+    left.set(xlabel="training step", ylabel="loss (bits per byte)")
+    left.legend()
+    bottom = [0.0] * len(told["bytes held"])
+    for kind, color in (("weights", figures.TRAINING), ("gradients", figures.COMMUNICATION), ("optimizer state", figures.MEMORY)):
+        heights = [held[kind] / 1e6 for held in told["bytes held"].values()]
+        right.bar(list(told["bytes held"]), heights, bottom=bottom, color=color, label=kind)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    right.set(ylabel="MB held between steps")
+    right.legend()
+    drawing.savefig(path)
+
+
+if __name__ == "__main__":
+    launch(run, RunConfig, Path(__file__).with_name("run.yaml"))

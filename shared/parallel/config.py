@@ -1,0 +1,102 @@
+"""Chapter 06. How a run is spread over ranks: the degrees of the mesh, who does the work, and what each rank keeps.
+
+A layout is also one word, as `make run LAYOUT=dp2_zero1` takes it: axes with their degrees, and `zero1` or `zero2`, joined by `_`.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+AXES = {"pp": "pipeline_parallel", "dp": "data_parallel", "fsdp": "fully_sharded", "tp": "tensor_parallel"}  # from outside in
+LATER = {"pipeline_parallel": "08", "tensor_parallel": "07", "expert_parallel": "09"}  # the chapter that brings it
+
+
+@dataclass
+class ParallelConfig:
+    """How a run is spread over ranks.
+
+    Args:
+        backend: course runs this course's own parallelism, torch the same configuration on PyTorch's (DDP, fully_shard).
+        pipeline_parallel: how many stages the layers are cut into.
+        data_parallel: how many replicas of the model each see their share of the batch.
+        fully_sharded: over how many ranks each replica's weights, gradients and optimizer state are cut (FSDP, ZeRO-3).
+        tensor_parallel: over how many ranks each matrix is cut.
+        expert_parallel: over how many of the data-parallel ranks experts are spread.
+        zero: what the data-parallel replicas share out among themselves: 0 nothing, 1 the optimizer's state, 2 gradients as well.
+        recompute: which activations are computed again in the backward pass instead of kept: none, those of whole blocks, or, by
+            selective, all but the results of matrix products.
+        reshard_after_forward: whether fully sharded weights are let go after the forward pass and gathered again for the backward.
+        prefetch: how many units of fully sharded weights are gathered ahead of the one in use.
+        bucket_megabytes: how many gradients travel together.
+        offload_optimizer: keep the optimizer's state in the CPU's memory.
+        timeout: seconds without a heartbeat after which a rank is given up; one that lives may take its time.
+        check_every: steps between two comparisons of the replicas' weights; 0 for never.
+    """
+
+    backend: Literal["course", "torch"] = "course"
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    fully_sharded: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    zero: Literal[0, 1, 2] = 0
+    recompute: Literal["none", "blocks", "selective"] = "none"
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    bucket_megabytes: float = 25.0
+    offload_optimizer: bool = False
+    timeout: float = 30.0
+    check_every: int = 100
+
+    def __post_init__(self):
+        for name in (*AXES.values(), "expert_parallel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"parallel.{name} is {getattr(self, name)}: give at least 1.")
+        for name, chapter in LATER.items():
+            if getattr(self, name) > 1:
+                raise ValueError(f"parallel.{name} is {getattr(self, name)}: it comes with chapter {chapter}; until then it is 1.")
+        if self.zero and self.data_parallel == 1:
+            raise ValueError(
+                f"parallel.zero is {self.zero} and there is one replica: it shares out among replicas, so give data_parallel 2 or more."
+            )
+        if self.zero and self.fully_sharded > 1:
+            raise ValueError("parallel.zero beside fully_sharded: full sharding already cuts gradients and state. Set zero to 0.")
+        if self.prefetch < 0 or self.check_every < 0 or self.bucket_megabytes <= 0 or self.timeout <= 0:
+            raise ValueError("parallel: prefetch and check_every must be at least 0, bucket_megabytes and timeout above 0.")
+        if self.backend == "torch" and self.zero == 2:
+            raise ValueError(
+                "parallel.zero 2 with backend torch: PyTorch has no such engine. Use zero 1, fully_sharded, or backend course."
+            )
+
+    @property
+    def ranks(self) -> int:
+        """How many processes the run needs."""
+        return self.pipeline_parallel * self.data_parallel * self.fully_sharded * self.tensor_parallel
+
+    @property
+    def data_ranks(self) -> int:
+        """Among how many ranks a batch is shared out."""
+        return self.data_parallel * self.fully_sharded
+
+
+def parse_layout(word: str, base: ParallelConfig | None = None) -> ParallelConfig:
+    """`dp2`, `fsdp2`, `dp2_fsdp2`, `dp4_zero1`, `one`: a layout from its name. Axes that the word does not say have the degree 1, whatever
+    `base` says; everything else is `base`'s.
+
+    Raises:
+        ValueError: a part that is no axis with a degree, or one that is said twice.
+    """
+    chosen: dict[str, int] = {}
+    for part in word.split("_") if word != "one" else []:
+        match = re.fullmatch(r"([a-z]+)(\d+)", part)
+        name = AXES.get(match[1], "zero" if match[1] == "zero" else None) if match else None
+        if name is None or name in chosen:
+            raise ValueError(f"The layout {word!r} is not understood at {part!r}: join parts such as dp2, fsdp2 and zero1 by _, each once.")
+        chosen[name] = int(match[2])
+    return replace(base or ParallelConfig(), **dict.fromkeys(AXES.values(), 1) | {"zero": 0} | chosen)
+
+
+def layout_name(config: ParallelConfig) -> str:
+    """The word for a layout: the inverse of `parse_layout`."""
+    parts = [f"{axis}{getattr(config, name)}" for axis, name in AXES.items() if getattr(config, name) > 1]
+    return "_".join(parts + ([f"zero{config.zero}"] if config.zero else [])) or "one"

@@ -1,0 +1,95 @@
+"""Chapter 06. What a rank's memory holds, measured: the storages that tensors share, each counted once.
+
+A view costs nothing and a storage of 0 bytes neither, so tensors are not counted but the memory behind them. Activations are what autograd
+keeps: hooks see each tensor as it is kept, and what holds it in their place says when it is let go.
+
+Left out on purpose: memory that no tensor shows (the allocator's reserve, what libraries hold). On a GPU, `torch.cuda.memory_allocated`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shared.parallel.memory import Activations
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages behind these tensors."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}.values())
+
+
+def weight_bytes(*modules: nn.Module) -> int:
+    """Of modules that may share parameters, such as a model and the pieces of it that an optimizer steps."""
+    return storage_bytes(parameter for module in modules for parameter in module.parameters())
+
+
+def gradient_bytes(*modules: nn.Module) -> int:
+    return storage_bytes(parameter.grad for module in modules for parameter in module.parameters())
+
+
+def optimizer_bytes(optimizer: Optimizer) -> int:
+    state = (value for of_parameter in optimizer.state.values() for value in of_parameter.values())
+    return storage_bytes(value for value in state if isinstance(value, Tensor))
+
+
+class ActivationMeter:
+    """Counts what autograd keeps of the forward passes within `with meter:`, as long as it is kept, without the model's weights.
+
+    now, peak: bytes. The backward pass belongs inside too: recomputed blocks keep their activations there.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.now = self.peak = 0
+        self.holders: Counter[int] = Counter()  # of each storage, by its address
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+
+    def __enter__(self) -> "ActivationMeter":
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.__exit__(*error)
+
+    def pack(self, tensor: Tensor) -> "Tensor | Kept":
+        address = tensor.untyped_storage().data_ptr()
+        if address in {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}:
+            return tensor
+        return Kept(tensor, self)
+
+    def count(self, tensor: Tensor, step: int) -> None:
+        """One holder more or less of a tensor's storage."""
+        storage = tensor.untyped_storage()
+        before = self.holders[storage.data_ptr()]
+        self.holders[storage.data_ptr()] = before + step
+        if before == 0 or before + step == 0:
+            self.now += step * storage.nbytes()
+            self.peak = max(self.peak, self.now)
+
+
+class Kept:
+    """What autograd holds in place of a tensor; without the tensor's own graph, which would hold this in turn, for ever."""
+
+    def __init__(self, tensor: Tensor, meter: ActivationMeter):
+        self.tensor, self.meter = tensor.detach(), meter
+        meter.count(tensor, 1)
+
+    def __del__(self) -> None:
+        self.meter.count(self.tensor, -1)
+
+
+def unpack(kept: Tensor | Kept) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.tensor
+
+
+def measured_activations(model: nn.Module, loss_of: Any) -> Activations:
+    """Of `loss_of()` -> [] loss, and its backward pass."""
+    with ActivationMeter(model) as meter:
+        loss = loss_of()
+        after_forward = meter.now
+        loss.backward()
+    return Activations(after_forward, meter.peak)

@@ -1,0 +1,99 @@
+"""A small run on any layout, with its saver, for the tests of checkpoints and of parity over layouts."""
+
+from pathlib import Path
+
+import torch
+from sharded_runs import MICROBATCHES, MUON, SMALL, Told, batch_of, build, share, whole_gradient
+from torch import Tensor
+
+from shared.loop import accumulate_gradients, train_step
+from shared.loss import next_token_objective
+from shared.optim.build import build_optimizer
+from shared.optim.config import OptimizerConfig
+from shared.optim.updater import Update
+from shared.parallel.apply import apply_parallel
+from shared.parallel.communicator import Communicator
+from shared.parallel.config import ParallelConfig
+from shared.parallel.local_state import whole_weights
+from shared.parallel.mesh import Mesh
+from shared.parallel.saving import RankSaver
+
+
+class LayoutRun:
+    """One rank of a run. `step` counts the steps that are done, and is saved as a part, as a loader's position is."""
+
+    def __init__(
+        self, world: Communicator, layout: ParallelConfig, config=SMALL, optimizer: OptimizerConfig = MUON,
+        objective=next_token_objective, microbatches: int = MICROBATCHES, batches=batch_of, computed_in: torch.dtype | None = None,
+        seed: int = 0, **settings,
+    ):  # fmt: skip
+        self.world, self.mesh, self.config = world, Mesh(layout, world), config
+        self.objective, self.microbatches, self.batches = objective, microbatches, batches
+        self.plain = build(config, **settings)
+        if seed:
+            with torch.no_grad():
+                for parameter in self.plain.parameters():
+                    parameter.fill_(float(seed))
+        self.parallel = apply_parallel(self.plain, self.mesh, optimizer, computed_in)
+        self.optimizer = build_optimizer(self.parallel.optimized, optimizer)
+        self.update = Update(1.0, norm=self.parallel.norm)
+        self.step, self.told = 0, Told()
+
+    def train(self, steps: int) -> "LayoutRun":
+        for _ in range(steps):
+            batches = [self.batches(self.step, number, self.config) for number in range(self.microbatches)]
+            data = self.mesh.data
+            self.totals = train_step(
+                self.parallel.model, self.optimizer, [share(batch, data.rank, data.size) for batch in batches], self.objective,
+                self.parallel.runner(accumulate_gradients), self.parallel.reducer, self.parallel.updater(self.update),
+            )  # fmt: skip
+            self.step += 1
+        return self
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Of the last step, of the mean loss, clipped; whole on every rank."""
+        cuts = self.parallel.cuts()
+        named = dict(self.parallel.optimized.named_parameters())
+        return {
+            name: whole_gradient(piece, cuts[name]) if name in cuts else None if piece.grad is None else piece.grad.clone()
+            for name, piece in named.items()
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in whole_weights(self.parallel)}
+
+    def saver(self, folder: Path, **settings) -> RankSaver:
+        return RankSaver(folder, self.parallel, self.world, torch.device("cpu"), **settings)
+
+    def save(self, folder: Path, **settings) -> Path:
+        saver = self.saver(folder, **settings)
+        saver.save(saver.snapshot(self.step, self.parallel.model, self.optimizer, {"loader": self}), {})
+        try:
+            return saver.finished(wait=True)
+        finally:
+            saver.close()
+
+    def restore(self, folder: Path) -> "LayoutRun":
+        self.saver(folder).restore(self.parallel.model, self.optimizer, {"loader": self})
+        return self
+
+    def state_dict(self) -> dict:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.step = state["step"]
+
+
+def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative difference over all tensors; infinite where one is missing on a side."""
+    worst = 0.0
+    for name in found.keys() | expected.keys():
+        ours, theirs = found.get(name), expected.get(name)
+        if ours is None and theirs is None:
+            continue
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            return float("inf")
+        ours, theirs = ours.detach(), theirs.detach()
+        size = theirs.norm().clamp(min=torch.finfo(theirs.dtype).tiny)
+        worst = max(worst, float((ours - theirs).norm() / size))
+    return worst

@@ -1,0 +1,106 @@
+"""Every layout, on both backends, with every feature that it must get along with, against one process: the parity matrix of chapter 06."""
+
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from layout_runs import LayoutRun, largest_difference
+from sharded_runs import ADAMW, MICROBATCHES, MUON, SMALL, STEPS, Told, batch_of
+
+from shared.loss import next_token_objective
+from shared.model.config import ModelConfig
+from shared.optim.precision import in_precision
+from shared.parallel.communicator import Communicator, OneRank
+from shared.parallel.config import ParallelConfig, parse_layout
+from shared.totals import Batch
+
+TWO = {"course": ("dp2", "dp2_zero1", "dp2_zero2", "fsdp2"), "torch": ("dp2", "dp2_zero1", "fsdp2")}
+FOUR = {"course": ("dp4", "dp4_zero1", "dp4_zero2", "fsdp4", "dp2_fsdp2"), "torch": ("dp4", "dp4_zero1", "fsdp4", "dp2_fsdp2")}
+TIED = ModelConfig(**vars(SMALL) | {"tie_word_embeddings": True, "attention_bias": True})
+Difference = dict[str, float]  # loss, norm, gradients, weights -> the largest relative difference to one process
+
+
+def one_rank_has_none(step: int, microbatch: int, config: ModelConfig) -> Batch:
+    """The first quarter of the rows, which one rank of four has, holds no target; in the last step half of them."""
+    batch = batch_of(step, microbatch, config)
+    batch["targets"][: 6 if step == STEPS - 1 else 3] = -100
+    return batch
+
+
+def frozen(name: str) -> bool:
+    return name.endswith("norm.weight") or "blocks.1.attention" in name
+
+
+FEATURES = {  # settings of a `LayoutRun`; `recompute` is the layout's
+    "accumulation": {"microbatches": 3},
+    "uneven counts": {"microbatches": 1, "batches": one_rank_has_none, "optimizer": ADAMW},
+    "tied": {"config": TIED},
+    "frozen": {"frozen": frozen},
+    "recompute blocks": {"recompute": "blocks"},
+    "recompute selective": {"recompute": "selective", "optimizer": ADAMW},
+    "bfloat16": {
+        "objective": in_precision(next_token_objective, "bfloat16"), "computed_in": torch.bfloat16,
+        "dtype": torch.float32, "optimizer": ADAMW,
+    },
+}  # fmt: skip
+EXACT = [name for name in FEATURES if name != "bfloat16"]
+
+
+def trained(world: Communicator, layout: ParallelConfig, feature: str) -> Told:
+    """Three steps, and what they gave."""
+    settings = dict(FEATURES[feature])
+    layout = replace(layout, recompute=settings.pop("recompute", "none"), bucket_megabytes=0.02)
+    run = LayoutRun(world, layout, **settings)
+    for _ in range(STEPS):
+        run.train(1)
+        run.told.note(run.totals, run.update.gradient_norm, run.gradients())
+    run.told.weights = run.weights()
+    return run.told
+
+
+def references(features=FEATURES) -> dict[str, Told]:
+    """One process, without recomputation or anything else of this chapter."""
+    return {feature: trained(OneRank(), ParallelConfig(), feature) for feature in features}
+
+
+def difference(found: Told, expected: Told) -> Difference:
+    as_dict = lambda told: {str(step): torch.as_tensor(value) for step, value in enumerate(told)}  # noqa: E731
+    assert found.tokens == expected.tokens
+    return {
+        "loss": largest_difference(as_dict(found.losses), as_dict(expected.losses)),
+        "norm": largest_difference(as_dict(found.norms), as_dict(expected.norms)),
+        "gradients": max(largest_difference(*both) for both in zip(found.gradients, expected.gradients, strict=True)),
+        "weights": largest_difference(found.weights, expected.weights),
+    }
+
+
+def matrix(world: Communicator, cases: list[tuple[str, str, str]], expected: dict[str, Told]) -> dict[tuple[str, str, str], Difference]:
+    """(backend, layout, feature) -> how far this rank is from one process."""
+    results = {}
+    for backend, layout, feature in cases:
+        told = trained(world, parse_layout(layout, ParallelConfig(backend=backend)), feature)
+        results[backend, layout, feature] = difference(told, expected[feature])
+    return results
+
+
+def cases_of(layouts: dict[str, tuple[str, ...]], features=FEATURES) -> list[tuple[str, str, str]]:
+    return [(backend, layout, feature) for backend, names in layouts.items() for layout in names for feature in features]
+
+
+def handed_over(world: Communicator, pairs: list[tuple[str, str]], expected: Told) -> dict[tuple[str, str], float]:
+    """(writer, reader), each `backend layout` -> how far the weights are from one process that was not interrupted."""
+    results = {}
+    for writer, reader in pairs:
+        folder = Path(world.gather_objects(tempfile.mkdtemp() if world.rank == 0 else None)[0])
+        spread = partial(LayoutRun, world, microbatches=MICROBATCHES, optimizer=MUON)
+        spread(layout_of(writer)).train(STEPS - 1).save(folder)
+        weights = spread(layout_of(reader), seed=7).restore(folder).train(1).weights()
+        results[writer, reader] = largest_difference(weights, expected.weights)
+    return results
+
+
+def layout_of(words: str) -> ParallelConfig:
+    backend, layout = words.split()
+    return parse_layout(layout, ParallelConfig(backend=backend))

@@ -1,0 +1,197 @@
+"""Replicas for the tests of floor 6: a small model trained for three steps on ranks that are threads, and by one process on all of it.
+
+Every rank has other data, of other lengths, and another number of tokens that count.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shared.loop import accumulate_gradients, keep_totals, train_step
+from shared.loss import next_token_objective
+from shared.model.config import ModelConfig
+from shared.model.transformer import TransformerModel
+from shared.optim.build import build_optimizer
+from shared.optim.config import OptimizerConfig
+from shared.optim.updater import Update
+from shared.parallel.communicator import Communicator
+from shared.parallel.data import DataParallel, NaiveDataParallel
+from shared.parallel.threads import run_threads
+from shared.parallel.zero import Zero, muon_matrices
+from shared.totals import Totals
+
+STEPS = 3
+MEGABYTES = 0.004  # a handful of buckets, some of several parameters
+TINY = ModelConfig(vocab_size=19, hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=20, initializer_range=0.2)
+OPTIMIZERS = {
+    "adamw": OptimizerConfig("adamw", lr=0.01),
+    "lion": OptimizerConfig("lion", lr=0.002),
+    "sgd": OptimizerConfig("sgd", lr=0.3, momentum=0.9),
+    "muon": OptimizerConfig("muon", lr=0.02, newton_schulz_dtype="float64"),
+}
+CONFIGS = OPTIMIZERS | {"adamw without decay": OptimizerConfig("adamw", lr=0.01, weight_decay=0.0)}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a run is like. microbatches: of each rank. uneven: ranks and micro-batches have other lengths, and targets that do not count.
+    silent_rank: the last rank has no target that counts. frozen: the norms and one matrix."""
+
+    microbatches: int = 1
+    uneven: bool = False
+    silent_rank: bool = False
+    tied: bool = False
+    frozen: bool = False
+    max_norm: float | None = None
+
+
+SITUATIONS = {
+    "accumulation": Situation(microbatches=2),
+    "uneven counts": Situation(uneven=True),
+    "a rank without tokens": Situation(silent_rank=True),
+    "tied": Situation(tied=True),
+    "frozen": Situation(frozen=True),
+    "clipping": Situation(max_norm=0.05),
+}
+EVERYTHING = Situation(2, uneven=True, silent_rank=True, tied=True, frozen=True, max_norm=0.05)
+
+
+@dataclass
+class Run:
+    """What a run leaves: loss sums, counts and norms step by step, the last step's gradients and the weights, by name."""
+
+    losses: list[float]
+    counts: list[int]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def model_of(situation: Situation) -> TransformerModel:
+    model = TransformerModel(replace(TINY, tie_word_embeddings=situation.tied), seed=3).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (situation.frozen and ("q_proj" in name or "norm" in name)))
+    return model
+
+
+def share(situation: Situation, rank: int, ranks: int, step: int) -> list[dict[str, Tensor]]:
+    """A rank's micro-batches in a step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    found = []
+    for number in range(situation.microbatches):
+        length = 5 + (3 * rank + 2 * number if situation.uneven else 0)
+        ids = torch.randint(19, (2, length), generator=generator)
+        targets = torch.randint(19, (2, length), generator=generator)
+        if situation.uneven:
+            targets[:, : 1 + number] = -100
+        if situation.silent_rank and rank == ranks - 1:
+            targets[:] = -100
+        found.append({"input_ids": ids, "targets": targets})
+    return found
+
+
+@cache
+def alone(optimizer: str, situation: Situation, ranks: int) -> Run:
+    """One process on all ranks' micro-batches."""
+    model = model_of(situation)
+    built = build_optimizer(model, CONFIGS[optimizer])
+    update, totals, norms = Update(situation.max_norm), [], []
+    for step in range(STEPS):
+        everything = [microbatch for rank in range(ranks) for microbatch in share(situation, rank, ranks, step)]
+        totals.append(train_step(model, built, everything, next_token_objective, accumulate_gradients, keep_totals, update))
+        norms.append(update.gradient_norm.item())
+    return run_of(model, model, totals, norms)
+
+
+def run_of(model: nn.Module, optimized: nn.Module, totals, norms) -> Run:
+    return Run(
+        [each.loss_sum.item() for each in totals],
+        [each.token_count.item() for each in totals],
+        norms,
+        {name: parameter.grad for name, parameter in optimized.named_parameters() if parameter.grad is not None},
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+    )
+
+
+Make = Callable[[nn.Module, Communicator, str], NaiveDataParallel]  # applies parallelism to a model; the optimizer's name comes last
+
+
+def zero(stage: int) -> Make:
+    return lambda model, world, name: Zero(model, world, stage, muon_matrices(model, CONFIGS[name]), MEGABYTES)
+
+
+LAYOUTS: dict[str, tuple[int, Make]] = {
+    "naive dp2": (2, lambda model, world, name: NaiveDataParallel(model, world)),
+    "dp2": (2, lambda model, world, name: DataParallel(model, world, MEGABYTES)),
+    "dp3": (3, lambda model, world, name: DataParallel(model, world, MEGABYTES)),
+    "dp2_zero1": (2, zero(1)),
+    "dp2_zero2": (2, zero(2)),
+    "dp3_zero2": (3, zero(2)),
+    "dp4_zero1": (4, zero(1)),
+}
+
+
+def train_rank(world: Communicator, optimizer: str, situation: Situation, make: Make, look: Callable[[Optimizer], None] = id):
+    """One rank's run: its `Run` and what parallelism it was. look: is shown the optimizer at the end."""
+    model = model_of(situation)
+    parallel = make(model, world, optimizer)
+    built = build_optimizer(parallel.optimized, CONFIGS[optimizer])
+    update, totals, norms = Update(situation.max_norm, norm=parallel.norm), [], []
+    parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(update)
+    for step in range(STEPS):
+        mine = share(situation, world.rank, world.size, step)
+        totals.append(train_step(parallel.model, built, mine, next_token_objective, *parts))
+        norms.append(update.gradient_norm.item())
+    look(built)
+    return run_of(model, parallel.optimized, totals, norms), parallel
+
+
+def train_ranks(optimizer: str, situation: Situation, ranks: int, make: Make):
+    return run_threads(train_rank, ranks, optimizer, situation, make)
+
+
+def require_same(found, expected: Run) -> None:
+    """All ranks' runs against one process's: everything to 1e-9 relative, and weights alike to the bit on all ranks."""
+    for run, parallel in found:
+        assert run.counts == expected.counts
+        close(run.losses, expected.losses, "loss")
+        close(run.norms, expected.norms, "norm")
+        cuts = parallel.cuts()
+        held = [name for name in expected.gradients if name not in cuts or cuts[name].here[0] != cuts[name].here[1]]
+        assert set(run.gradients) == set(held), "ranks hold gradients of other parameters than one process has"
+        for name, gradient in run.gradients.items():
+            whole = expected.gradients[name]
+            close(gradient.flatten(), cuts[name].cut(whole) if name in cuts else whole.flatten(), f"gradient of {name}")
+        for name, weight in run.weights.items():
+            close(weight, expected.weights[name], f"weight {name}")
+            assert torch.equal(weight, found[0][0].weights[name]), f"{name} differs between ranks"
+
+
+def close(found, expected, what: str) -> None:
+    found, expected = torch.as_tensor(found, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
+    assert (found - expected).abs().max() <= 1e-9 * expected.abs().max(), what
+
+
+def exchange(parallel, microbatches, objective):
+    """The parts of a step before the update."""
+    return parallel.reducer(parallel.model, parallel.runner(accumulate_gradients)(parallel.model, microbatches, objective))
+
+
+class Weights(nn.Module):
+    """Weights of 1, 2, 3, ... numbers; a batch says which are used, in the order in which their gradients are to be ready."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in range(1, count + 1))
+
+    def forward(self, used):
+        return sum((self.weights[number].sum() for number in reversed(used)), torch.zeros((), dtype=torch.float64))
+
+
+def digit_objective(model, batch):
+    used, digit = batch
+    return Totals(model(used) * digit, torch.tensor(1), {})

@@ -1,0 +1,170 @@
+"""Small runs for the tests of FSDP and recomputation: the same three steps in one process and over ranks, in float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shared.loop import accumulate_gradients, keep_totals, train_step
+from shared.loss import next_token_objective
+from shared.model.config import ModelConfig
+from shared.model.transformer import TransformerModel
+from shared.optim.build import build_optimizer
+from shared.optim.config import OptimizerConfig
+from shared.optim.updater import Update
+from shared.parallel.communicator import Communicator
+from shared.parallel.config import ParallelConfig
+from shared.parallel.fsdp import FullySharded
+from shared.parallel.mesh import Mesh
+from shared.parallel.pieces import Cut
+from shared.parallel.recompute import apply_recompute
+from shared.parallel.threads import run_threads
+from shared.totals import Batch, Totals
+
+SMALL = ModelConfig(vocab_size=31, hidden_size=20, num_hidden_layers=3, num_attention_heads=2, intermediate_size=29, initializer_range=0.1)
+ROWS, MICROBATCHES, STEPS = 12, 2, 3
+ADAMW = OptimizerConfig("adamw", lr=0.01)
+MUON = OptimizerConfig("muon", lr=0.02, newton_schulz_dtype="float64")
+
+
+@dataclass
+class Told:
+    """What a run did: of each step the loss sum, the tokens, the gradient's norm and each gradient; the weights at the end."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def note(self, totals: Totals, norm: Tensor, gradients: dict[str, Tensor | None]) -> None:
+        self.losses.append(totals.loss_sum)
+        self.tokens.append(int(totals.token_count))
+        self.norms.append(norm)
+        self.gradients.append(gradients)
+
+
+def batch_of(step: int, microbatch: int, config: ModelConfig = SMALL) -> Batch:
+    """The whole batch. Its first two rows hold no target, so that a rank of six has none, and the others hold unequally many."""
+    generator = torch.Generator().manual_seed(100 * step + microbatch)
+    ids = torch.randint(config.vocab_size, (ROWS, 12), generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < torch.linspace(0.1, 0.8, ROWS)[:, None]] = -100
+    targets[:2] = -100
+    return {"input_ids": ids[:, :-1], "targets": targets}
+
+
+def share(batch: Batch, rank: int, ranks: int) -> Batch:
+    return {name: rows.chunk(ranks)[rank] for name, rows in batch.items()}
+
+
+def translation_objective(model: nn.Module, batch: Batch) -> Totals:
+    """Of an encoder-decoder: the targets from what the encoder has read backwards and what the decoder has read so far."""
+
+    class Decoder(nn.Module):
+        def forward(self, ids: Tensor, **more) -> Tensor:
+            return model(ids.flip(1), decoder_input_ids=ids, **more)
+
+    return next_token_objective(Decoder(), batch)
+
+
+def build(config: ModelConfig, frozen: Callable[[str], bool] = lambda name: False, dtype: torch.dtype = torch.float64) -> TransformerModel:
+    model = TransformerModel(config).to(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen(name))
+    return model
+
+
+def alone(config: ModelConfig, optimizer: OptimizerConfig = ADAMW, objective=next_token_objective, **settings) -> Told:
+    """The run in one process."""
+    model, told = build(config, **settings), Told()
+    stepper, update = build_optimizer(model, optimizer), Update(1.0)
+    for step in range(STEPS):
+        batches = [batch_of(step, number, config) for number in range(MICROBATCHES)]
+        totals = train_step(model, stepper, batches, objective, accumulate_gradients, keep_totals, update)
+        told.note(totals, update.gradient_norm, {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+    told.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return told
+
+
+def sharded(
+    world: Communicator, layout: ParallelConfig, config: ModelConfig, optimizer: OptimizerConfig = ADAMW, objective=next_token_objective,
+    watch: Callable[[FullySharded], None] = lambda sharded: None, **settings,
+) -> Told:  # fmt: skip
+    """The run on one of the ranks of a layout; gradients and weights are gathered, to be compared."""
+    mesh, told = Mesh(layout, world), Told()
+    parallel = fully_sharded(mesh, config, **settings)
+    watch(parallel)
+    stepper = build_optimizer(parallel.optimized, optimizer)
+    update = parallel.updater(Update(1.0, norm=parallel.norm))
+    cuts = parallel.cuts()
+    for step in range(STEPS):
+        batches = [share(batch_of(step, number, config), mesh.data.rank, mesh.data.size) for number in range(MICROBATCHES)]
+        runner = parallel.runner(accumulate_gradients)
+        totals = train_step(parallel.model, stepper, batches, objective, runner, parallel.reducer, update)
+        pieces = dict(parallel.optimized.named_parameters())
+        told.note(totals, update.gradient_norm, {name: whole_gradient(piece, cuts[name]) for name, piece in pieces.items()})
+    told.weights = {name: cuts[name].gather(piece.detach()) for name, piece in pieces.items()}
+    return told
+
+
+def fully_sharded(mesh: Mesh, config: ModelConfig, **settings) -> FullySharded:
+    model = build(config, **settings)
+    apply_recompute(model, mesh.config.recompute)
+    return FullySharded(model, mesh)
+
+
+def whole_gradient(piece: nn.Parameter, cut: Cut) -> Tensor | None:
+    """The gradient that the ranks hold together, or None where none of them has one. Every rank calls it."""
+    anybody = torch.tensor(float(piece.grad is not None))
+    cut.group.all_reduce(anybody, op="max")
+    part = torch.zeros_like(piece) if piece.grad is None else piece.grad
+    return cut.gather(part.detach()) if anybody else None
+
+
+def over_ranks(layout: ParallelConfig, *arguments, **settings) -> list[Told]:
+    """The run on every rank, as threads."""
+    return run_threads(lambda world: sharded(world, layout, *arguments, **settings), layout.ranks)
+
+
+def require_equal(here: Told, there: Told, tolerance: float = 1e-9) -> None:
+    """Losses, counts, norms, every gradient of every step and every weight agree, relative to the length of each."""
+    assert here.tokens == there.tokens
+    pairs = {f"loss {step}": pair for step, pair in enumerate(zip(here.losses, there.losses, strict=True))}
+    pairs |= {f"norm {step}": pair for step, pair in enumerate(zip(here.norms, there.norms, strict=True))}
+    for step, (mine, theirs) in enumerate(zip(here.gradients, there.gradients, strict=True)):
+        assert {name for name in mine if mine[name] is None} == {name for name in theirs if theirs[name] is None}
+        pairs |= {f"gradient {step} of {name}": (mine[name], theirs[name]) for name in theirs if theirs[name] is not None}
+    assert here.weights.keys() == there.weights.keys()
+    pairs |= {f"weight {name}": (here.weights[name], there.weights[name]) for name in there.weights}
+    far = {what: distance for what, (a, b) in pairs.items() if not (distance := relative(a, b)) <= tolerance}
+    assert not far, f"{len(far)} of {len(pairs)} differ: {dict(list(far.items())[:4])}"
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    assert value.shape == expected.shape
+    length = torch.linalg.vector_norm(expected.double())
+    return float(torch.linalg.vector_norm(value.double() - expected.double()) / (length if length > 0 else 1.0))
+
+
+def step(parallel: FullySharded, objective=next_token_objective, microbatches: int = 1) -> Totals:
+    """Forward, backward and reduction of a step's micro-batches."""
+    data = parallel.mesh.data
+    batches = [share(batch_of(0, number), data.rank, data.size) for number in range(microbatches)]
+    return parallel.reducer(parallel.model, parallel.runner(accumulate_gradients)(parallel.model, batches, objective))
+
+
+def gradients(parallel: FullySharded) -> dict:
+    cuts = parallel.cuts()
+    return {name: whole_gradient(piece, cuts[name]) for name, piece in parallel.model.named_parameters()}
+
+
+def gradients_alone(objective=next_token_objective, microbatches: int = 1) -> dict:
+    model = build(SMALL)
+    accumulate_gradients(model, [batch_of(0, number) for number in range(microbatches)], objective)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def padded(numbers: int, ranks: int) -> int:
+    return -(-numbers // ranks) * ranks

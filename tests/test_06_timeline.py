@@ -1,0 +1,226 @@
+"""The replay over a simulated link against cases done by hand, and rehearsals against what real ranks say."""
+
+import json
+import random
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from shared.loop import accumulate_gradients
+from shared.loss import next_token_objective
+from shared.model.config import ModelConfig
+from shared.model.transformer import TransformerModel
+from shared.parallel.config import ParallelConfig
+from shared.parallel.costs import Link, step_cost, step_exchanges
+from shared.parallel.data import DataParallel, NaiveDataParallel
+from shared.parallel.fsdp import FullySharded
+from shared.parallel.mesh import Mesh
+from shared.parallel.rehearsal import rehearse
+from shared.parallel.threads import run_threads
+from shared.parallel.timeline import Bar, Begin, Compute, Timeline, Wait, chrome_trace, draw, measured, replay
+from shared.parallel.zero import Zero
+
+SECOND = Link(latency=0.5, bandwidth=1.0)  # two ranks: an all-reduce of B bytes is 2 messages and B bytes, so it takes 1 + B seconds
+PAIR = 2
+
+
+def all_reduce(seconds: float) -> Begin:
+    return Begin("all_reduce", int(seconds - 1), PAIR)
+
+
+def bars_of(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
+    return sorted((bar.kind, bar.begin, bar.end) for bar in timeline.bars if bar.rank == rank)
+
+
+# The replay, by hand.
+
+
+def test_what_is_waited_for_at_once_is_exposed():
+    timeline = replay([[Compute(3), all_reduce(2), Wait(0), Compute(1)]] * PAIR, SECOND)
+    assert bars_of(timeline, 0) == bars_of(timeline, 1)
+    assert bars_of(timeline, 0) == [("communication", 3, 5), ("compute", 0, 3), ("compute", 5, 6), ("idle", 3, 5)]
+    assert (timeline.seconds, timeline.total("compute"), timeline.total("communication"), timeline.total("idle")) == (6, 4, 2, 2)
+
+
+def test_what_runs_beside_compute_is_hidden_and_the_rest_exposed():
+    """B must wait for the link until A is over."""
+    program = [Compute(1), all_reduce(3), Compute(1), all_reduce(4), Compute(4), Wait(0), Wait(1)]
+    timeline = replay([program] * PAIR, SECOND)
+    assert bars_of(timeline, 1) == [
+        ("communication", 1, 4), ("communication", 4, 8), ("compute", 0, 1), ("compute", 1, 2), ("compute", 2, 6), ("idle", 6, 8),
+    ]  # fmt: skip
+
+
+def test_the_slowest_rank_is_waited_for():
+    timeline = replay([[Compute(1), all_reduce(2), Wait(0)], [Compute(4), all_reduce(2), Wait(0)]], SECOND)
+    assert bars_of(timeline, 0) == [("communication", 4, 6), ("compute", 0, 1), ("idle", 1, 6)]
+    assert bars_of(timeline, 1) == [("communication", 4, 6), ("compute", 0, 4), ("idle", 4, 6)]
+
+
+def test_an_operation_that_is_over_is_not_waited_for():
+    timeline = replay([[all_reduce(2), Compute(5), Wait(0), Compute(1)]] * PAIR, SECOND)
+    assert timeline.total("idle") == 0 and timeline.seconds == 6
+
+
+def test_latency_counts_messages_and_bandwidth_bytes():
+    """Four ranks, 8 MB around a ring: 6 messages and 12 MB; gathered: 3 and 6 MB."""
+    link = Link(latency=1e-3, bandwidth=1e9)
+    program = [Begin("all_reduce", 8_000_000, 4), Wait(0), Begin("all_gather", 8_000_000, 4), Wait(1)]
+    timeline = replay([program] * 4, link)
+    assert timeline.seconds == pytest.approx(0.006 + 0.012 + 0.003 + 0.006)
+
+
+def test_what_does_not_match_is_refused():
+    with pytest.raises(ValueError, match=r"different operations as their number 1: \['all_gather', 'all_reduce'\]"):
+        replay([[all_reduce(2), all_reduce(2)], [all_reduce(2), Begin("all_gather", 1, PAIR)]], SECOND)
+    with pytest.raises(ValueError, match="Rank 0 waits for an operation that not every rank begins"):
+        replay([[Compute(1), all_reduce(2), Wait(0)], [Compute(1)]], SECOND)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_replay_keeps_its_sums(seed):
+    """Each rank computes what it should, waits in between and nothing else, and the link never carries two operations at once."""
+    dice = random.Random(seed)
+    steps = [(dice.randint(0, 5), dice.randint(0, 5), dice.randint(0, 5), dice.random() < 0.5) for _ in range(dice.randint(1, 6))]
+    programs: list[list] = [[], []]
+    for number, (mine, theirs, bytes, at_once) in enumerate(steps):
+        for program, seconds in zip(programs, (mine, theirs), strict=True):
+            program += [Compute(seconds), Begin("all_reduce", bytes, PAIR), *([Wait(number)] if at_once else [])]
+    for program in programs:
+        program += [Wait(number) for number, step in enumerate(steps) if not step[3]]
+    timeline = replay(programs, SECOND)
+    for rank in (0, 1):
+        assert timeline.total("compute", rank) == sum(step[rank] for step in steps)
+        assert timeline.total("communication", rank) == sum(1 + step[2] for step in steps)
+        own = sorted((bar.begin, bar.end) for bar in timeline.bars if bar.rank == rank and bar.kind != "communication")
+        assert all(end == begin for (_, end), (begin, _) in zip(own, own[1:], strict=False))
+        link = sorted((bar.begin, bar.end) for bar in timeline.bars if bar.rank == rank and bar.kind == "communication")
+        assert all(end <= begin for (_, end), (begin, _) in zip(link, link[1:], strict=False))
+        assert own[-1][1] == timeline.seconds >= max(timeline.total("compute", rank), timeline.total("communication", rank))
+
+
+# Rehearsals of the real strategies.
+
+MODEL = ModelConfig(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=80)
+RANKS = 4
+
+
+def sharded(world, **changes) -> FullySharded:
+    return FullySharded(TransformerModel(MODEL), Mesh(ParallelConfig(fully_sharded=RANKS, **changes), world))
+
+
+STRATEGIES = {
+    "naive": lambda world: NaiveDataParallel(TransformerModel(MODEL), world),
+    "one bucket": lambda world: DataParallel(TransformerModel(MODEL), world),
+    "small buckets": lambda world: DataParallel(TransformerModel(MODEL), world, 0.04),
+    "zero1": lambda world: Zero(TransformerModel(MODEL), world, 1, bucket_megabytes=0.04),
+    "fsdp": lambda world: sharded(world, prefetch=0),
+    "fsdp, prefetch": lambda world: sharded(world, prefetch=1),
+}
+
+
+def one_step(parallel, rank: int) -> None:
+    ids = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(rank))
+    batch = {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
+    totals = parallel.runner(accumulate_gradients)(parallel.model, [batch], next_token_objective)
+    parallel.reducer(parallel.model, totals)
+    parallel.updater(lambda model, optimizer, count: None)(parallel.model, None, totals.token_count)
+
+
+def rehearsed(name: str):
+    """The script of a step, computing at 1 GFLOP/s, and the ledger."""
+    with FlopCounterMode(display=False) as counter:
+        world = rehearse(RANKS, clock=lambda: counter.get_total_flops() / 1e9)
+        parallel = STRATEGIES[name](world)
+        world.taken()
+        world.ledger.clear()
+        one_step(parallel, 0)
+        return world.taken(), world.ledger, counter.get_total_flops() / 1e9
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_rehearsal_says_what_real_ranks_say(name):
+    def work(world):
+        parallel = STRATEGIES[name](world)
+        world.ledger.clear()
+        one_step(parallel, world.rank)
+        return world.ledger
+
+    script, ledger, seconds = rehearsed(name)
+    for real in run_threads(work, RANKS):
+        said = [[(entry.operation, entry.axis, entry.bytes, entry.size) for entry in each.entries] for each in (ledger, real)]
+        assert said[0] == said[1] and len(said[0]) > 1
+    assert sum(action.seconds for action in script if isinstance(action, Compute)) == pytest.approx(seconds)
+    begun = sum(isinstance(action, Begin) for action in script)
+    assert sorted(action.number for action in script if isinstance(action, Wait)) == list(range(begun))
+
+
+def test_overlap_hides_communication_and_prefetch_too():
+    """A link on which communication takes about as long as computing; what each strategy leaves exposed of it."""
+    scripts = {name: rehearsed(name)[0] for name in STRATEGIES}
+    link = Link(latency=1e-5, bandwidth=5e7)
+    timelines = {name: replay([script] * RANKS, link) for name, script in scripts.items()}
+    exposed = {name: timeline.total("idle") for name, timeline in timelines.items()}
+    assert len({timeline.total("compute") for timeline in timelines.values()}) == 1
+    assert exposed["naive"] == pytest.approx(timelines["naive"].total("communication"))  # nothing is hidden
+    assert exposed["small buckets"] < 0.7 * exposed["one bucket"] < 0.7 * exposed["naive"]
+    assert exposed["fsdp, prefetch"] < 0.8 * exposed["fsdp"]
+    slow_start = Link(latency=1e-3, bandwidth=5e7)  # every message is dear: many small buckets are worse than one
+    assert replay([scripts["small buckets"]] * RANKS, slow_start).seconds > replay([scripts["one bucket"]] * RANKS, slow_start).seconds
+
+
+def test_the_link_of_a_naive_step_is_busy_for_as_long_as_the_formulas_say():
+    script, ledger, _ = rehearsed("naive")
+    link = Link(latency=1e-5, bandwidth=5e7)
+    expected = step_cost(step_exchanges("ddp", [entry.bytes for entry in ledger.entries]), RANKS).seconds(link)
+    assert replay([script] * RANKS, link).total("communication") == pytest.approx(expected)
+
+
+def test_a_rehearsal_has_nobody_to_send_to():
+    with pytest.raises(ValueError, match="nobody is there to send to"):
+        rehearse(2).send(torch.zeros(1), to=1)
+
+
+# Drawings.
+
+
+def test_ledgers_are_measured_timelines():
+    def work(world):
+        operation = world.all_reduce(torch.zeros(3), asynchronous=True)
+        world.barrier()
+        operation.wait()
+        return world.ledger
+
+    timeline = measured(run_threads(work, 2))
+    assert not timeline.simulated and min(bar.begin for bar in timeline.bars) == 0
+    for rank in (0, 1):
+        reduced, barrier = sorted((bar for bar in timeline.bars if bar.rank == rank), key=lambda bar: bar.begin)
+        assert (reduced.name, barrier.name) == ("all_reduce", "barrier")
+        assert reduced.begin < barrier.begin < barrier.end <= reduced.end
+
+
+def test_a_drawing_has_a_row_for_each_stream_and_says_that_it_is_simulated():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    timeline = replay([[Compute(3), all_reduce(2), Wait(0)]] * PAIR, SECOND)
+    figure = draw({"naive": timeline, "measured": Timeline([Bar(0, "communication", "all_reduce", 0.0, 1.0)], False)}, ranks=(0, 1))
+    above, below = figure.axes
+    assert [label.get_text() for label in above.get_yticklabels()] == [f"rank {r}: {s}" for r in (0, 1) for s in ("compute", "link")]
+    assert [label.get_text() for label in below.get_yticklabels()] == ["rank 0: link"]
+    assert above.get_title(loc="left") == "naive (simulated)" and below.get_title(loc="left") == "measured"
+    widths = sorted(patch.get_width() for patch in above.patches)
+    assert widths == [2, 2, 2, 2, 3, 3] and below.get_xlabel() == "time, s"
+
+
+def test_a_chrome_trace_has_every_bar():
+    timeline = replay([[Compute(3, "forward"), all_reduce(2), Wait(0)]] * PAIR, SECOND)
+    trace = json.loads(chrome_trace(timeline))
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [(bar["name"], bar["pid"], bar["ts"], bar["dur"]) for bar in bars if bar["cat"] == "compute"] == [
+        ("forward", 0, 0, 3e6), ("forward", 1, 0, 3e6),
+    ]  # fmt: skip
+    assert len(bars) == len(timeline.bars) and trace["otherData"] == {"simulated": True}
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert {names[bar["pid"], bar["tid"]] for bar in bars if bar["cat"] == "communication"} == {"link"}

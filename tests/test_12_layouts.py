@@ -1,0 +1,104 @@
+"""The trainer on two ranks: the same run as on one, by `make run LAYOUT=...`; refusals before anything starts; another layout goes on."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+from trainer_runs import TINY, settings_file, train
+
+from shared.course.errors import CourseError
+from shared.trainer import start
+from shared.trainer.config import TrainerConfig
+from shared.trainer.settings import parse_text
+
+TIMEOUT = 240
+
+
+def spread(layout: str, *words) -> subprocess.CompletedProcess:
+    command, _ = start.command_of(layout, [str(word) for word in words])
+    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same settings on one process, and on two, whose folder is `run-fsdp2`. Dropout draws on each rank by itself, so there is none."""
+    folder = tmp_path_factory.mktemp("layouts")
+    file = settings_file(folder, folder / "prepared", model={"hidden_dropout": 0.0}, report={"completions": 0})
+    alone, together = train(file), spread("fsdp2", file)
+    assert alone.returncode == 0, alone.stderr
+    assert together.returncode == 0, together.stderr
+    return folder, file, together.stdout
+
+
+def weights(folder):
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def assert_same(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    for name, weight in mine.items():
+        assert (weight - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
+
+
+def test_two_ranks_train_the_model_of_one(runs):
+    folder, _, said = runs
+    assert_same(weights(folder / "run-fsdp2"), weights(folder / "run"))
+    summary = json.loads((folder / "run-fsdp2" / "results.json").read_text())["summary"]
+    alone = json.loads((folder / "run" / "results.json").read_text())["summary"]
+    assert summary["held-out bits per byte"] == pytest.approx(alone["held-out bits per byte"], rel=1e-4)
+    assert summary["training tokens"] == alone["training tokens"] == 6 * 4 * 96
+    differences = {name: value for name, value in summary.items() if "difference" in name}
+    assert len(differences) == 3 and all(value < 1e-4 for value in differences.values())
+    assert "2 ranks, layout fsdp2, backend course." in said and said.count("The report:") == 1
+    assert {"all_gather over fsdp, a step", "reduce_scatter over fsdp, a step"} <= summary.keys()
+
+
+def test_one_process_goes_on_where_two_ranks_stopped(runs, tmp_path):
+    folder, file, _ = runs
+    left = shutil.copytree(folder / "run-fsdp2", tmp_path / "left")
+    (newest,) = [path for path in (left / "checkpoints").iterdir() if path.name == "step-00000006"]
+    shutil.rmtree(newest)
+    done = train(file, f"engine.output={left}")
+    assert done.returncode == 0 and "Going on from step 4" in done.stdout, done.stderr
+    assert_same(weights(left), weights(folder / "run"))
+
+
+@pytest.mark.parametrize(
+    "layout, words, sentence",
+    [
+        ("dp2x", ["a.yaml"], "The layout 'dp2x' is not understood"),
+        ("tp2", ["a.yaml"], "it comes with chapter 07"),
+        ("dp2_zero2", ["a.yaml", "parallel.backend=torch"], "PyTorch has no such engine"),
+        ("dp2", ["steps=3"], "Give a configuration"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(layout, words, sentence):
+    with pytest.raises(CourseError, match=sentence):
+        start.command_of(layout, words)
+
+
+def test_a_layout_gets_a_folder_and_as_many_processes_as_it_needs(tmp_path):
+    file = settings_file(tmp_path, tmp_path / "prepared")
+    command, ranks = start.command_of("dp2_zero1", [str(file)])
+    assert ranks == 2 and command[:2] == [sys.executable, "-m"] and command[command.index("--nproc-per-node") + 1] == "2"
+    assert f"engine.output={tmp_path / 'run-dp2_zero1'}" in command and "parallel.zero=1" in command
+    assert start.command_of("one", [str(file)])[1] == 1
+    torch, _ = start.command_of("fsdp2", [str(file), "parallel.backend=torch"])
+    assert f"engine.output={tmp_path / 'run-fsdp2-torch'}" in torch
+
+
+def test_a_batch_that_cannot_be_shared_equally_is_refused(capsys):
+    spread_over = lambda ranks: parse_text(TrainerConfig, json.dumps(TINY | {"parallel": {"data_parallel": ranks}}))  # noqa: E731
+    assert spread_over(2).parallel.ranks == 2
+    with pytest.raises(SystemExit):
+        spread_over(3)
+    assert "data.batch_size is 4 and cannot be shared equally among 3 ranks" in capsys.readouterr().err
+
+
+def test_too_few_processes_are_refused(tmp_path):
+    done = train(settings_file(tmp_path, tmp_path / "prepared"), "parallel.data_parallel=2")
+    assert done.returncode == 1 and "This layout needs 2 ranks" in done.stderr and "Traceback" not in done.stderr
