@@ -13,7 +13,6 @@ import torch
 from shared import loop, loss
 from shared.course import catalogue, stubs
 from shared.course.binding import parameters
-from shared.course.paths import CHECKOUT
 from shared.course.progress import Progress
 
 CHAPTER = catalogue.find_chapter("01")

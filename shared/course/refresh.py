@@ -44,7 +44,8 @@ def workspace(notebook: nbformat.NotebookNode, name: str) -> Iterator[Path]:
 def verify(notebook: nbformat.NotebookNode, name: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
     """Run a notebook under nbval with `environment` on top of this process's, comparing every stored output."""
     with workspace(notebook, name) as path:
-        command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider", "--rootdir", str(path.parent), "-c", os.devnull, path.name]
+        command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider"]
+        command += ["--rootdir", str(path.parent), "-c", os.devnull, path.name]
         return subprocess.run(command, cwd=path.parent, env=os.environ | environment, capture_output=True, text=True)
 
 

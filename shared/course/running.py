@@ -59,7 +59,8 @@ def check_solutions(exercises: Iterable[Exercise]) -> Iterator[Outcome]:
 def check_file(exercise: Exercise, file: BodyFile) -> Outcome:
     """Check the answer to `exercise` that stands in `file`, in a child process."""
     if peeked := solution_mentioned(file, exercise.name):
-        return failed(exercise, f"{shown(file.path)}, line {peeked}: this reads the solution. Write your own; `course solution` opens it after a pass or the third hint.")
+        reads = f"{shown(file.path)}, line {peeked}: this reads the solution."
+        return failed(exercise, f"{reads} Write your own; `course solution` opens it after a pass or the third hint.")
     return run_apart(exercise, file, seconds=time_limit(exercise))
 
 
