@@ -26,7 +26,7 @@ def two_ranks(world, expected, uninterrupted):
 
 @pytest.fixture(scope="module")
 def on_two(expected):
-    return run_processes(two_ranks, 2, expected, alone(SMALL, MUON), timeout=300)
+    return run_processes(two_ranks, 2, expected, alone(SMALL, MUON), timeout=600)
 
 
 @pytest.fixture(scope="module")
