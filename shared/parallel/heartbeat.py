@@ -62,7 +62,7 @@ class Heartbeat:
         self.looked = self.waited_since = time.monotonic()
         self.waits_in: object = None
         self.problem: CommunicationError | None = None
-        self.told, self.found, self.closing = False, threading.Event(), threading.Event()
+        self.told, self.found, self.closing, self.writing = False, threading.Event(), threading.Event(), threading.Lock()
         self.cut = False
         self.beat()
         self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
@@ -140,9 +140,13 @@ class Heartbeat:
                 self.end_process()
 
     def beat(self, ended: str = "") -> None:
-        self.number += 1
-        text = Beat.of(self.number, self.ledger, where_it_stands(self.main), ended).to_json()
-        self.store.set(f"beat/{self.rank}", text)
+        """Write what this rank does. Nothing is written over its last word: a late beat would be its last one, and it would be missed."""
+        with self.writing:
+            if self.closing.is_set() and not ended:
+                return
+            self.number += 1
+            text = Beat.of(self.number, self.ledger, where_it_stands(self.main), ended).to_json()
+            self.store.set(f"beat/{self.rank}", text)
 
     def listen(self) -> None:
         """Hear everybody's last beat, and think about it."""
