@@ -45,6 +45,7 @@ ROWS = {
     "dp2_zero1": "DDP, ZeroRedundancyOptimizer",
     "fsdp2": "fully_shard",
     "fsdp2 kept": "fully_shard, reshard_after_forward=False",
+    "fsdp2 kept, itself": "our own fsdp2, which reshards",
 }
 Step = Callable[[dict[str, Tensor]], Tensor]  # step(this rank's share of a batch) -> its mean loss, or that of the whole batch
 
@@ -147,7 +148,9 @@ def prepared() -> TransformerModel:
 
 def run(row: str, pairs: int, steps: int) -> Comparison:
     """Raises: RuntimeError: the two have not done the same work."""
-    ours, theirs = (Ranks(prepare, RANKS, row=row, steps=steps) for prepare in (prepare_ours, prepare_theirs))
+    ours = Ranks(prepare_ours, RANKS, row=row, steps=steps)
+    peer = {"prepare": prepare_ours, "row": "fsdp2"} if row.endswith("itself") else {"prepare": prepare_theirs, "row": row}
+    theirs = Ranks(ranks=RANKS, steps=steps, **peer)
     found = compare(ours, theirs, pairs, WARMUP)
     here, there = (each.asked("weights")[0] for each in (ours, theirs))
     ours.close(), theirs.close()
