@@ -1,6 +1,11 @@
-"""Nothing in the tests reaches out: a connection to another machine is an error, whoever opens it."""
+"""Nothing in the tests reaches out: a connection to another machine is an error, whoever opens it. And what a terminal or a CI service
+says about colours and widths is not said to the programs that the tests start."""
 
+import os
 import sys
+
+for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 LOCAL = ("127.", "::1", "localhost")
 

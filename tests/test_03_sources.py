@@ -149,7 +149,7 @@ def test_a_stream_that_tells_its_fields_only_as_it_comes_is_read_whole(monkeypat
 def test_a_hub_dataset_that_cannot_be_reached_is_one_sentence():
     code = "from shared.data.sources import *; list(open_source(Source('someone/no-such-dataset')))"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(CHECKOUT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=180)
     assert "The hub dataset 'someone/no-such-dataset' (split 'train') cannot be opened: " in done.stderr.splitlines()[-1]
     assert "There is no file or folder someone/no-such-dataset here either: check the spelling" in done.stderr.splitlines()[-1]
 

@@ -205,7 +205,7 @@ def test_nobody_takes_a_checkpoint_for_complete_before_all_have_written(tmp_path
 
     def slow(folder, files, problem):
         if any("rank-00001" in name for name in files):
-            assert go_on.wait(30)
+            assert go_on.wait(600)
         return before(folder, files, problem)
 
     monkeypatch.setattr(saving, "write_files", slow)

@@ -14,15 +14,15 @@ import torch
 from fault_table import RUNS, run_fault
 from parallel_script import make_model, parsed, train
 
-from shared.parallel.communicator import CommunicationError, RankStopped
-from shared.parallel.heartbeat import Heartbeat, Patience, where_it_stands
+from shared.parallel.communicator import CommunicationError
+from shared.parallel.heartbeat import Patience, where_it_stands
 from shared.parallel.launch import run_processes
 from shared.parallel.ledger import Ledger
 from shared.parallel.replicas import ReplicasDiffer, checksum, require_equal
 from shared.parallel.stuck import Beat, Call, deadlock, mismatch, stuck
 from shared.parallel.threads import run_threads
 
-QUICK = Patience(timeout=2.0, longest_wait=60.0, every=0.2)
+PATIENT = Patience(timeout=120.0, longest_wait=600.0, every=0.2)  # a rank of a busy machine is not taken for dead
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that ranks need not import pytest
 
 # What follows from beats, without processes.
@@ -100,7 +100,7 @@ def test_a_beat_comes_through_json_and_has_what_the_ledger_has():
 
 def test_where_a_rank_stands_is_a_line_of_its_own_code():
     def waits_here():
-        asleep.wait(20)
+        asleep.wait()
 
     asleep = threading.Event()
     thread = threading.Thread(target=waits_here, daemon=True)
@@ -111,73 +111,6 @@ def test_where_a_rank_stands_is_a_line_of_its_own_code():
     asleep.set()
     thread.join()
     assert where_it_stands(thread.ident) == "its main thread has ended"
-
-
-class Board:
-    """A store in this process, with a clock that the test moves. `on_set` is called before something is written."""
-
-    def __init__(self):
-        self.written, self.on_set, self.now = {}, lambda text: None, 0.0
-        self.clone, self.set_timeout, self.monotonic = lambda: self, lambda time: None, lambda: self.now
-
-    def set(self, key, text):
-        self.on_set(text)
-        self.written[key] = text
-
-    def multi_get(self, keys):
-        return [self.written[key] for key in keys]
-
-
-@pytest.fixture
-def two_hearts(monkeypatch):
-    """Of ranks 0 and 1, whose threads are not started, and where they write."""
-    board = Board()
-    monkeypatch.setattr("shared.parallel.heartbeat.time", board)
-    return [Heartbeat(board, rank, 2, Ledger(), Patience()) for rank in (0, 1)], board
-
-
-def listen(heart, board, seconds):
-    for _ in range(seconds):
-        board.now += 1.0
-        heart.beat()
-        heart.listen()
-
-
-def test_a_rank_that_has_finished_is_not_missed_and_one_that_fell_silent_is(two_hearts):
-    (stays, leaves), board = two_hearts
-    listen(stays, board, 29)  # a moment before rank 1 would be given up
-    assert stays.problem is None
-    leaves.beat("has finished")
-    stays.cut = True  # as where the connections of the rank that left are closed
-    listen(stays, board, 100)
-    assert stays.problem is None
-    leaves.beat()
-    listen(stays, board, 31)
-    assert str(stays.problem).startswith("rank 1 has not been heard of for 3 s")
-
-
-def test_nothing_is_heard_of_a_rank_after_its_last_word(two_hearts):
-    """Its thread may be late: in the middle of a beat when the rank leaves, or with one beat more to come."""
-    (stays, leaves), board = two_hearts
-    leaves.thread.join = lambda seconds: None  # not waited for any longer
-    closer, last_word = threading.Thread(target=leaves.close, args=["has finished"]), threading.Event()
-
-    def in_the_middle(text):
-        if "has finished" in text:
-            last_word.set()
-        elif not leaves.closing.is_set():
-            closer.start()
-            leaves.closing.wait()
-            last_word.wait(0.1)  # comes if it can, and must not come before what is being written
-
-    board.on_set = in_the_middle
-    leaves.beat()
-    closer.join()
-    leaves.beat()
-    board.on_set = lambda text: None
-    assert Beat.from_json(board.written["beat/1"]).ended == "has finished"
-    listen(stays, board, 100)
-    assert stays.problem is None
 
 
 # Replicas.
@@ -230,10 +163,16 @@ def sizes(world):
 
 def silent(world):
     world.barrier()
-    time.sleep(0.5)
     if world.rank:
+        wait_for_beats(world, 2)  # so that the last one tells of the barrier
         os.kill(os.getpid(), signal.SIGSTOP)
     world.barrier()
+
+
+def wait_for_beats(world, count):
+    until = world.process.heartbeat.number + count
+    while world.process.heartbeat.number < until:
+        time.sleep(0.01)
 
 
 def kinds(world):
@@ -248,35 +187,46 @@ def kinds(world):
         (lambda world: world.receive(torch.zeros(1), 1 - world.rank), "rank 0 waits in receive from rank 1; rank 1 waits in receive"),
         (kinds, "mismatch: rank 0 calls all_reduce #1 of world with 8 bytes; rank 1 calls barrier #1 of world with 0 bytes"),
         (sizes, r"mismatch: rank 0 calls all_reduce #1 of world with 80,000 bytes; rank 1 calls .* 40,000 bytes|ended with signal SIGABRT"),
-        (silent, "rank 1 has not been heard of for 2 s: it died or hangs; it was last in barrier #1 of world"),
     ],
 )
 def test_processes_that_will_never_meet_are_told_so(function, sentence):
     with pytest.raises(CommunicationError, match=sentence):
-        run_processes(function, 2, timeout=60, patience=QUICK)
+        run_processes(function, 2, timeout=300, patience=PATIENT)
+
+
+def test_a_process_that_hangs_is_named_with_what_it_did_last():
+    """It beats twice and stops, so it has no time to miss the other one's beats, however slow the machine is."""
+    sentence = "rank 1 has not been heard of for 2 s: it died or hangs; it was last in barrier #1 of world"
+    with pytest.raises(CommunicationError, match=sentence):
+        run_processes(silent, 2, timeout=300, patience=Patience(2.0, 600.0, 0.2))
 
 
 def late(world):
     if world.rank == 0:
-        time.sleep(3)  # longer than any number of beats, and than the silence that is allowed
+        wait_for_beats(world, 5)  # more than it takes to be sure of a deadlock
     world.barrier()
     return world.rank
 
 
 def test_a_rank_that_is_late_and_lives_is_waited_for():
-    assert run_processes(late, 2, patience=QUICK) == [0, 1]
+    assert run_processes(late, 2, patience=PATIENT) == [0, 1]
 
 
 def asleep(world):
     if world.rank:
-        time.sleep(60)
+        time.sleep(10**6)
+    other = world.process.heartbeat.heard
+    while 1 not in other or "in asleep" not in other[1].stands:
+        time.sleep(0.01)
+        other = world.process.heartbeat.heard
     world.barrier()
 
 
 def test_a_rank_that_lives_and_never_comes_is_named_with_its_line():
     where = r"it had not yet called anything, now in asleep \(test_06_faults.py, line \d+\)"
-    with pytest.raises(RankStopped, match="rank 0 has waited 2 s in barrier #1 of world: rank 1 lives but does not come: " + where):
-        run_processes(asleep, 2, timeout=60, patience=Patience(10.0, 2.0, 0.2))
+    sentence = r"rank 0 has waited \d+ s in barrier #1 of world: rank 1 lives but does not come: " + where
+    with pytest.raises(CommunicationError, match=sentence):
+        run_processes(asleep, 2, timeout=300, patience=Patience(120.0, 2.0, 0.2))
 
 
 def test_a_run_whose_rank_was_killed_goes_on_to_the_same_weights(tmp_path):

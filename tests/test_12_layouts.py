@@ -5,7 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 from trainer_runs import TINY, settings_file, train
@@ -65,6 +67,55 @@ def test_one_process_goes_on_where_two_ranks_stopped(runs, tmp_path):
     done = train(file, f"engine.output={left}")
     assert done.returncode == 0 and "Going on from step 4" in done.stdout, done.stderr
     assert_same(weights(left), weights(folder / "run"))
+
+
+def forget_after(step: int, run):
+    for path in (run / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+
+
+@pytest.mark.slow
+def test_four_ranks_then_two_on_torchs_engine_then_one_end_as_one_process(runs):
+    folder, file, _ = runs
+    words = [file, f"engine.output={folder / 'handed-on'}", "engine.checkpoint.keep_last=9"]
+    first = spread("dp2_fsdp2", *words)
+    assert first.returncode == 0, first.stderr
+    forget_after(2, folder / "handed-on")
+    second = spread("fsdp2", *words, "parallel.backend=torch")
+    assert second.returncode == 0 and "Going on from step 2" in second.stdout, second.stderr
+    forget_after(4, folder / "handed-on")
+    third = train(*words)
+    assert third.returncode == 0 and "Going on from step 4" in third.stdout, third.stderr
+    assert_same(weights(folder / "handed-on"), weights(folder / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "dp2_zero1", "fsdp2"])
+def test_torchs_engine_trains_the_model_of_one_process(runs, layout):
+    folder, file, _ = runs
+    done = spread(layout, file, "parallel.backend=torch")
+    assert done.returncode == 0 and f"layout {layout}, backend torch." in done.stdout, done.stderr
+    assert_same(weights(folder / f"run-{layout}-torch"), weights(folder / "run"))
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_process(runs):
+    """Rank 1 is killed as soon as step 2 is saved; a step takes longer than finding that out, since a rank compares replicas in each."""
+    folder, file, _ = runs
+    command, _ = start.command_of("dp2", [str(file), f"engine.output={folder / 'killed'}", "engine.log_every=1", "parallel.timeout=5"])
+    command[command.index("--standalone")] = "--max-restarts=1"
+    rest = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    run = subprocess.Popen(command, **rest)
+    saved = folder / "killed" / "checkpoints" / "step-00000002"
+    deadline = time.monotonic() + TIMEOUT
+    while not saved.exists() and time.monotonic() < deadline and run.poll() is None:
+        time.sleep(0.01)
+    ranks = [child for child in psutil.Process(run.pid).children() if "train.py" in " ".join(child.cmdline())]
+    ranks[-1].kill()
+    said, _ = run.communicate(timeout=TIMEOUT)
+    assert run.returncode == 0 and "Going on from step" in said, said
+    assert_same(weights(folder / "killed"), weights(folder / "run"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What the trainer is told: files that stand on another, words, and a sentence for everything that cannot be."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -8,6 +9,7 @@ from rich.console import Console
 from trainer_runs import TRAIN, settings_file
 
 from shared.course.errors import CourseError
+from shared.parallel.memory import held
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pretrain import pretrain
 from shared.trainer.settings import parse_text, parse_words, read_settings
@@ -85,6 +87,20 @@ def test_the_shipped_configurations_can_be_read():
     assert files
     for path in files:
         parse_text(TrainerConfig, yaml.safe_dump(read_settings(path)))
+
+
+def test_the_configuration_for_two_cards_of_24_gigabytes_fits():
+    """By the formulas, which tests/test_06_memory.py holds to measurements; beside them CUDA and its libraries take about one gigabyte."""
+    config = parse_text(TrainerConfig, yaml.safe_dump(read_settings(TRAIN.parent / "two_3090s.yaml")))
+    data, layout = config.data, config.parallel
+    model = replace(config.model, vocab_size=data.prepare.vocab_size)
+    share = data.batch_size // layout.ranks
+    needs = held(
+        model, layout, config.optimizer, rows=data.micro_batch_size, seq=data.seq, microbatches=share // data.micro_batch_size,
+        precision=config.precision, packed=True,
+    )  # fmt: skip
+    assert layout.ranks == 2 and share % data.micro_batch_size == 0
+    assert 4e9 < needs.total < 18e9, f"{needs.total / 1e9:.1f} GB"
 
 
 def test_a_file_stands_on_another(tmp_path):

@@ -3,13 +3,11 @@
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interrupted import interrupted
 from rich.console import Console
 from safetensors.torch import load_file
 from trainer_runs import TRAIN, settings_file, train
@@ -92,19 +90,8 @@ def test_the_exported_model_generates_the_same_tokens_in_transformers(finished):
 
 def test_a_run_that_was_interrupted_goes_on_to_the_same_weights(tmp_path, finished, prepared):
     path = settings_file(tmp_path, prepared, engine={"log_every": 1})
-    child = subprocess.Popen(
-        [sys.executable, str(TRAIN), str(path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    for line in child.stdout:
-        if re.match(r"step\s+3 of 6", line):
-            child.send_signal(signal.SIGINT)
-            break
-    rest = child.stdout.read()
-    assert child.wait() == 130 and "The same command goes on from step" in rest, rest
+    left = interrupted(r"step\s+3 of 6", TRAIN, path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert left.returncode == 130 and "The same command goes on from step 3" in left.stdout, left.stderr + left.stdout
     assert not (tmp_path / "run" / "report.html").exists()
     again = train(path)
     assert again.returncode == 0 and "Going on from step" in again.stdout, again.stderr

@@ -13,7 +13,6 @@ import torch
 from shared import loop, loss
 from shared.course import catalogue, stubs
 from shared.course.binding import parameters
-from shared.course.paths import CHECKOUT
 from shared.course.progress import Progress
 
 CHAPTER = catalogue.find_chapter("01")
@@ -43,7 +42,7 @@ def write_all(workspace, **others: str) -> None:
 
 
 def python(workspace, script: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=workspace, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=workspace, capture_output=True, text=True, timeout=300)
 
 
 def test_the_bound_function_is_plain_and_carries_the_contracts_name():

@@ -63,7 +63,7 @@ def known_answers():
 
     def of(exercise_id: str) -> dict:
         if exercise_id not in found:
-            found[exercise_id] = in_child(try_known_answers, exercise_id, seconds=60)
+            found[exercise_id] = in_child(try_known_answers, exercise_id, seconds=600)
         return found[exercise_id]
 
     return of
@@ -185,6 +185,25 @@ def test_an_endless_loop_is_ended_and_shown(tmp_path):
     outcome = running.run_apart(EXERCISES["01.cross_entropy"], BodyFile.read(learner.path), seconds=1.0)
     assert outcome.state == FAIL
     assert "did not finish within 1 s" in outcome.problem[0] and "It was at line" in outcome.problem[0]
+
+
+def test_an_answer_that_waits_for_ever_is_ended_too(tmp_path):
+    """It takes none of the processor's time, so the clock ends it."""
+    learner = Learner(tmp_path)
+    learner.write("cross_entropy", "import threading\nthreading.Event().wait()")
+    outcome = running.run_apart(EXERCISES["01.cross_entropy"], BodyFile.read(learner.path), seconds=1.0, waiting=1.0)
+    assert outcome.state == FAIL and "did not finish within 1 s" in outcome.problem[0]
+
+
+def test_a_slow_machine_fails_no_answer(tmp_path):
+    """Here the machine gives the answer no time for twice as long as it may compute."""
+    learner = Learner(tmp_path)
+    learner.write("cross_entropy")
+    stopped = learner.text.replace("    counted = ", "    import time\n    time.sleep(0.25)\n    counted = ")
+    assert stopped != learner.text
+    learner.path.write_text(stopped)
+    outcome = running.run_apart(EXERCISES["01.cross_entropy"], BodyFile.read(learner.path), seconds=1.0)
+    assert outcome.state == PASS and outcome.seconds > 2
 
 
 # Checks that are no checks.

@@ -29,7 +29,7 @@ def learner(tmp_path):
 def test_a_command_answers_without_loading_torch():
     modules = ["cli", "answers", "watch", "doctor", "report", "reading"]
     script = f"import sys\nfor m in {modules}: __import__('shared.course.' + m)\nsys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=180).returncode == 0
 
 
 def test_every_command_of_the_learner_is_there_and_shows_examples(learner):
@@ -217,20 +217,20 @@ def test_two_checks_at_once_lose_nothing(learner):
     learner.write("cross_entropy")
     running_now = [learner.start("check", FIRST), learner.start("check", FIRST)]
     running_now += [learner.start("hint", exercise.id) for exercise in learner.chapter.exercises]
-    assert [process.wait(60) for process in running_now] == [0] * len(running_now)
+    assert [process.wait(300) for process in running_now] == [0] * len(running_now)
     record = learner.progress.read()
     assert all(record[exercise.id]["hints"] == 1 for exercise in learner.chapter.exercises) and record[FIRST]["passed"]
 
 
 def test_a_check_that_fails_itself_is_not_held_against_the_answer(tmp_path, monkeypatch):
-    def broken(exercise_id, file, seconds):
+    def broken(exercise_id, file, seconds, waiting):
         raise ZeroDivisionError("in the oracle")
 
     monkeypatch.setattr(running, "check_in_this_process", broken)
     (tmp_path / "output.txt").touch()
     child = multiprocessing.get_context("fork").Process(target=running.child_main, args=(FIRST, None, str(tmp_path), 20.0))
     child.start()
-    child.join(30)
+    child.join(180)
     outcome = Outcome(**json.loads((tmp_path / "result.json").read_text()))
     assert outcome.state == FAIL and "a fault of the course" in outcome.problem[0] and "in the oracle" in outcome.problem[0]
     assert "in broken" in (tmp_path / "output.txt").read_text()
@@ -245,18 +245,26 @@ def test_a_check_that_is_missing_is_said(learner, monkeypatch):
 
 @pytest.mark.parametrize("signal_name", ["SIGINT", "SIGKILL"])
 def test_an_interrupted_check_leaves_no_process_behind(learner, signal_name):
-    learner.write("cross_entropy", "import os, pathlib\npathlib.Path('pid').write_text(str(os.getpid()))\nwhile True: pass")
+    learner.write("cross_entropy", "import os, pathlib\npathlib.Path('pid').write_text(str(os.getpid()))\nos.read(os.pipe()[0], 1)")
     process = learner.start("check", FIRST)
     marker = learner.folder / "pid"
     wait_for(lambda: marker.exists() and marker.read_text())
     process.send_signal(getattr(signal, signal_name))
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=180)
     if signal_name == "SIGINT":
         assert process.returncode == 130 and "Stopped." in output and "Traceback" not in output
-    wait_for(lambda: not psutil.pid_exists(int(marker.read_text())))
+    wait_for(lambda: has_ended(int(marker.read_text())))
 
 
-def wait_for(condition, seconds: float = 30.0) -> None:
+def has_ended(number: int) -> bool:
+    """Also of one whose parent ended first, where nothing on the machine takes note of it: containers may lack an init process."""
+    try:
+        return psutil.Process(number).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for(condition, seconds: float = 180.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -266,6 +274,6 @@ def wait_for(condition, seconds: float = 30.0) -> None:
 def test_the_learners_folder_is_found_from_below(learner):
     below = learner.folder / "notes" / "deep"
     below.mkdir(parents=True)
-    told = subprocess.run([*COMMAND, "next"], cwd=below, capture_output=True, text=True, timeout=60)
+    told = subprocess.run([*COMMAND, "next"], cwd=below, capture_output=True, text=True, timeout=180)
     line = learner.line("def cross_entropy")
     assert told.returncode == 0 and f"write    chapters/{learner.chapter.slug}/exercises.py, line {line}" in told.stdout

@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(learner):
 )
 def test_a_file_that_does_not_load_is_a_problem(learner, text, sentence):
     learner.path.write_text(text, encoding="utf-8")
-    [found] = doctor.stub_files(learner.folder, seconds=2.0 if text.startswith("while") else 60.0)
+    [found] = doctor.stub_files(learner.folder, seconds=2.0 if text.startswith("while") else 180.0)
     assert found.level == PROBLEM and sentence in found.sentence
 
 

@@ -141,7 +141,7 @@ def test_stubs_are_what_the_generator_makes(chapter):
 def test_a_fresh_stub_file_loads_and_is_unattempted(chapter, tmp_path):
     path = tmp_path / "exercises.py"
     path.write_text(stubs.stub_file(chapter), encoding="utf-8")
-    subprocess.run([sys.executable, str(path)], check=True, cwd=CHECKOUT, timeout=60)
+    subprocess.run([sys.executable, str(path)], check=True, cwd=CHECKOUT, timeout=180)
     file = stubs.BodyFile.read(path)
     assert not any(file.attempted(exercise) for exercise in chapter.exercises)
     solution = stubs.BodyFile.read(chapter.solution_file)

@@ -45,5 +45,5 @@ def test_a_module_read_in_place_holds_the_solutions_statements(learner, contract
 
 def test_a_pipe_that_closes_early_is_no_error(learner):
     script = f"{' '.join(map(repr, COMMAND[:2]))} '{COMMAND[2]}' read corpus | head -1"
-    ended = subprocess.run(["bash", "-o", "pipefail", "-c", script], cwd=learner.folder, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", script], cwd=learner.folder, capture_output=True, text=True, timeout=180)
     assert ended.stdout.startswith('"""Chapter 01.') and "Traceback" not in ended.stderr

@@ -30,14 +30,15 @@ class Terminal:
         streams = {"stdin": inside, "stdout": inside, "stderr": inside, "text": False}
         self.process = learner.start(*arguments, env=variables, start_new_session=True, **streams)
         os.close(inside)
-        self.written = ""
+        self.written, self.lock = "", threading.Lock()
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
 
     def read(self) -> None:
         try:
             while part := os.read(self.keyboard, 65536):
-                self.written += part.decode(errors="replace")
+                with self.lock:
+                    self.written += part.decode(errors="replace")
         except OSError:  # how Linux says that the other side is closed
             return
 
@@ -45,7 +46,7 @@ class Terminal:
     def text(self) -> str:
         return ESCAPE.sub("", self.written).replace("\r\n", "\n")
 
-    def expect(self, wanted: str, seconds: float = 40.0) -> None:
+    def expect(self, wanted: str, seconds: float = 240.0) -> None:
         """Wait for `wanted` after what was expected before; it is then behind us."""
         deadline = time.monotonic() + seconds
         while wanted not in self.text:
@@ -54,14 +55,15 @@ class Terminal:
             time.sleep(0.02)
 
     def forget(self) -> None:
-        self.written = ""
+        with self.lock:
+            self.written = ""
 
     def type(self, line: str) -> None:
         os.write(self.keyboard, f"{line}\n".encode())
 
     def end(self) -> int:
-        code = self.process.wait(40)
-        self.reader.join(10)
+        code = self.process.wait(240)
+        self.reader.join(120)
         return code
 
 
@@ -81,7 +83,7 @@ def test_colours_are_for_terminals_that_want_them(learner, variables, coloured):
 
 def test_a_pipe_gets_plain_text(learner):
     process = learner.start("read", "loss")
-    output, _ = process.communicate(timeout=40)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 0 and "\x1b" not in output and "def cross_entropy" in output
 
 
@@ -125,10 +127,11 @@ def test_watch_follows_the_file_and_the_keyboard(learner):
 def test_watch_moves_on_after_a_pass_and_leaves_at_control_c(learner):
     terminal = Terminal(learner, "watch")
     terminal.expect("q quit")
+    terminal.forget()
     learner.write("cross_entropy")
     terminal.expect("for 01.accumulate_gradients.")
+    terminal.expect("q quit")
     assert f"{FIRST}  PASS" in terminal.text and f"-] 1 of {TOTAL}" in terminal.text
-    terminal.forget()
     terminal.process.send_signal(2)
     assert terminal.end() == 0 and f"1 of {TOTAL} parts of the trainer are yours." in terminal.text and "Traceback" not in terminal.text
 

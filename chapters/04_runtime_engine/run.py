@@ -105,7 +105,8 @@ def require_trainable(config: RunConfig) -> None:
     if model.architecture != "decoder" or model.vocab_size != 256:
         raise CourseError("Predicting the next byte needs a decoder with model.vocab_size 256.")
     if config.seq > model.max_position_embeddings:
-        raise CourseError(f"seq is {config.seq} and model.max_position_embeddings only {model.max_position_embeddings}: make the second as large.")
+        longest = model.max_position_embeddings
+        raise CourseError(f"seq is {config.seq} and model.max_position_embeddings only {longest}: make the second as large.")
     if not config.prompt:
         raise CourseError("The prompt is empty: give at least one character to continue from.")
 

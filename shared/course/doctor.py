@@ -175,7 +175,7 @@ for number, path in enumerate(map(Path, sys.argv[1:])):
 """
 
 
-def stub_files(workspace: Path, seconds: float = 60.0) -> Iterator[Finding]:
+def stub_files(workspace: Path, seconds: float = 180.0) -> Iterator[Finding]:
     """Execute the top level of every learner's file, in a process of its own: it is the learner's code."""
     paths = [chapter.stub_file(workspace) for chapter in catalogue.chapters().values()]
     try:

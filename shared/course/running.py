@@ -32,7 +32,8 @@ from shared.course.stubs import BodyFile
 
 MEMORY_LIMIT = 4 * 2**30  # bytes resident in a child
 OUTPUT_LIMIT = 16 * 2**20  # bytes printed by a child
-STARTING = 20.0  # seconds that a child may take, on a loaded machine, until its check begins
+STARTING = 120.0  # seconds that a child may take, on a loaded machine, until its check begins
+WAITING = 40.0  # seconds beyond its limit that an answer may stand and wait; the limit itself counts only the time that it computes
 SHOWN_OUTPUT = 2000  # characters of it that are shown
 PRELOADED = ["torch", "cloudpickle", "shared.course.checking", "shared.course.running"]  # nothing of the core: it is bound in the child
 
@@ -59,7 +60,8 @@ def check_solutions(exercises: Iterable[Exercise]) -> Iterator[Outcome]:
 def check_file(exercise: Exercise, file: BodyFile) -> Outcome:
     """Check the answer to `exercise` that stands in `file`, in a child process."""
     if peeked := solution_mentioned(file, exercise.name):
-        return failed(exercise, f"{shown(file.path)}, line {peeked}: this reads the solution. Write your own; `course solution` opens it after a pass or the third hint.")
+        reads = f"{shown(file.path)}, line {peeked}: this reads the solution."
+        return failed(exercise, f"{reads} Write your own; `course solution` opens it after a pass or the third hint.")
     return run_apart(exercise, file, seconds=time_limit(exercise))
 
 
@@ -97,22 +99,27 @@ def check_path(exercise: Exercise) -> Path:
 
 
 def time_limit(exercise: Exercise) -> float:
-    """Seconds that a check may take, read from its file without running it."""
+    """Seconds that a check may compute, read from its file without running it."""
     found = re.search(r"^\s*seconds=(\d+(?:\.\d+)?)", check_path(exercise).read_text(encoding="utf-8"), re.M)
     return float(found[1]) if found else 20.0
 
 
-def run_apart(exercise: Exercise, file: BodyFile, seconds: float) -> Outcome:
-    """One check in a child of the fork server, watched until it ends or passes a limit."""
+def run_apart(exercise: Exercise, file: BodyFile, seconds: float, waiting: float = WAITING) -> Outcome:
+    """One check in a child of the fork server, watched until it ends or passes a limit.
+
+    Args:
+        seconds: of the processor's time, so that a machine which is busy with something else fails nobody.
+        waiting: seconds by the clock beyond these, for an answer that waits for ever.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="course-check-") as folder:
         result, output = Path(folder, "result.json"), Path(folder, "output.txt")
         output.touch()
-        child = context.Process(target=child_main, args=(exercise.id, file, folder, seconds), daemon=True)
+        child = context.Process(target=child_main, args=(exercise.id, file, folder, seconds, waiting), daemon=True)
         child.start()
         try:
-            over = watch(child, output, seconds)
+            over = watch(child, output, seconds, waiting)
         finally:
             child.kill()  # without effect on one that has ended; Ctrl-C must leave none behind
             child.join()
@@ -124,9 +131,9 @@ def run_apart(exercise: Exercise, file: BodyFile, seconds: float) -> Outcome:
         return Outcome(**json.loads(result.read_text(encoding="utf-8")) | {"printed": printed})
 
 
-def watch(child: multiprocessing.Process, output: Path, seconds: float) -> str:
+def watch(child: multiprocessing.Process, output: Path, seconds: float, waiting: float) -> str:
     """Wait for a child until it ends or passes a limit. Returns which one, or nothing."""
-    deadline, over = time.monotonic() + STARTING + seconds + 5.0, ""  # the child's own alarm comes first
+    deadline, over = time.monotonic() + STARTING + seconds + waiting + 5.0, ""  # the child's own alarm comes first
     too_slow = f"Your code did not finish within {seconds:g} s."
     while child.exitcode is None and not over:
         child.join(0.02)
@@ -140,7 +147,7 @@ def watch(child: multiprocessing.Process, output: Path, seconds: float) -> str:
             over = f"Your code used more than {MEMORY_LIMIT / 2**30:.0f} GiB of memory."
         elif output.stat().st_size > OUTPUT_LIMIT:
             over = f"Your code printed more than {OUTPUT_LIMIT // 2**20} MiB."
-    return too_slow if child.exitcode == -signal.SIGALRM else over
+    return too_slow if child.exitcode in (-signal.SIGPROF, -signal.SIGALRM) else over
 
 
 def clipped(output: Path) -> str:
@@ -157,17 +164,19 @@ def stuck_at(trace: Path, file: BodyFile) -> str:
     return f" It was at line {found[1]}: {file.source.splitlines()[int(found[1]) - 1].strip()}" if found else ""
 
 
-def child_main(exercise_id: str, file: BodyFile, folder: str, seconds: float) -> None:
+def child_main(exercise_id: str, file: BodyFile, folder: str, seconds: float, waiting: float = WAITING) -> None:
     """The child: bind the answer into the core, climb the check, leave the outcome as JSON."""
     redirect(Path(folder, "output.txt"))
     threading.Thread(target=end_with_parent, daemon=True).start()
-    # By a signal, so that the main thread writes down its own frames: another thread that read them could meet one half made. Then the
-    # signal's own way, which ends the process: so the parent sees the trace whole or not at all.
-    faulthandler.register(signal.SIGALRM, file=open(Path(folder, "stuck.txt"), "w"), all_threads=False, chain=True)
-    signal.setitimer(signal.ITIMER_REAL, max(STARTING, seconds))
+    # By a signal, so that a thread writes down its own frames: another one that read them could meet one half made. Then the signal's own
+    # way, which ends the process: so the parent sees the trace whole or not at all.
+    trace = open(Path(folder, "stuck.txt"), "w")
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        faulthandler.register(number, file=trace, all_threads=False, chain=True)
+    limit(max(20.0, seconds), STARTING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills this process
     try:
-        outcome = check_in_this_process(exercise_id, file, seconds)
+        outcome = check_in_this_process(exercise_id, file, seconds, waiting)
     except Exception as error:  # what the answer raises is caught where it is called
         traceback.print_exc()
         outcome = failed_check(exercise_id, error)
@@ -194,7 +203,13 @@ def redirect(output: Path) -> None:
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="replace")
 
 
-def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float) -> Outcome:
+def limit(computing: float, waiting: float) -> None:
+    """End this process after so many seconds more of the processor's time, or by the clock after these and `waiting` more."""
+    signal.setitimer(signal.ITIMER_PROF, computing)
+    signal.setitimer(signal.ITIMER_REAL, computing + waiting)
+
+
+def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float, waiting: float) -> Outcome:
     """Bind the answer in `file` into the core of this process, which must be fresh, and climb its check."""
     import torch
 
@@ -206,7 +221,7 @@ def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float) -> O
         binding.choose("reference", replaced={exercise_id: file})
         core = importlib.import_module(exercise.contract.module)
         check = read_check(exercise)
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # from here on the time is the answer's
+        limit(seconds, waiting)  # from here on the time is the answer's
         return checking.run_check(check, getattr(core, exercise.name), mutants.sentences(exercise_id))
     except CourseError as error:
         return failed(exercise, str(error))

@@ -30,15 +30,22 @@ from shared.parallel.stuck import Beat, deadlock, mismatch, stuck
 
 EXIT_CODE = 75  # of a rank that ends because of others: "temporary failure, try again" in sysexits.h
 MISSED = 3  # beats after which a rank is gone, where a connection broke too
+LAST_WORDS = 10.0  # seconds that a rank has, once it must end, to come by and raise the problem itself; its machine may be busy
+
+
+class RankLost(RankStopped):
+    """Another rank is silent, or lives and does not come: it will tell nothing."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds. timeout: without a beat until a rank is taken for dead. longest_wait: for a rank that lives. every: between two beats."""
+    """Seconds. timeout: without a beat until a rank is taken for dead. longest_wait: for a rank that lives. every: between two beats.
+    meeting: for all ranks to come, at the start, when each has yet to begin and to import what it needs."""
 
     timeout: float = 30.0
     longest_wait: float = 1800.0
     every: float = 1.0
+    meeting: float = 1800.0
 
 
 class Heartbeat:
@@ -49,6 +56,7 @@ class Heartbeat:
 
     Attributes:
         problem: why this rank must end; None while all is well.
+        deaf: whether the rank stands in an operation that it cannot leave to raise it.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, ledger: Ledger, patience: Patience):
@@ -62,8 +70,9 @@ class Heartbeat:
         self.looked = self.waited_since = time.monotonic()
         self.waits_in: object = None
         self.problem: CommunicationError | None = None
-        self.told, self.found, self.closing, self.writing = False, threading.Event(), threading.Event(), threading.Lock()
-        self.cut = False
+        self.told, self.found, self.closing = False, threading.Event(), threading.Event()
+        self.cut = self.deaf = False
+        self.writing = threading.Lock()
         self.beat()
         self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
 
@@ -135,13 +144,13 @@ class Heartbeat:
             if self.problem is None:
                 continue
             since = since or time.monotonic()
-            if not self.told and time.monotonic() - since > MISSED * self.patience.every:
+            beats = MISSED * self.patience.every
+            if not self.told and time.monotonic() - since > (beats if self.deaf else max(beats, LAST_WORDS)):
                 print(self.problem, file=sys.stderr)  # the rank stands in an operation that is not ours, or computes
                 self.end_process()
 
     def beat(self, ended: str = "") -> None:
-        """Write what this rank does. Nothing is written over its last word: a late beat would be its last one, and it would be missed."""
-        with self.writing:
+        with self.writing:  # a beat that the thread had begun must not come after the last one, and take it back
             if self.closing.is_set() and not ended:
                 return
             self.number += 1
@@ -165,7 +174,8 @@ class Heartbeat:
 
     def stop(self, sentence: str) -> None:
         if self.problem is None:
-            self.problem = (RankStopped if sentence.startswith("rank") else CommunicationError)(sentence)
+            ours = CommunicationError if not sentence.startswith("rank") else RankStopped if sentence == self.stopped() else RankLost
+            self.problem = ours(sentence)
             self.found.set()
 
     def stopped(self) -> str | None:

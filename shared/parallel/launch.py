@@ -31,12 +31,13 @@ import torch
 from shared.course import binding
 from shared.course.running import PRELOADED, end_with_parent
 from shared.parallel.communicator import CommunicationError, RankStopped, require_finished
-from shared.parallel.heartbeat import Patience
+from shared.parallel.heartbeat import EXIT_CODE, Patience, RankLost
 from shared.parallel.processes import join_world, leave_world
 
 Result = TypeVar("Result")
-BRIEF = Patience(timeout=10.0, longest_wait=1800.0, every=0.2)
+BRIEF = Patience(timeout=60.0, longest_wait=1800.0, every=0.2)
 GRACE = 0.2  # seconds that the other ranks have, after one has failed, to tell what they failed with
+CAUSE = 60.0  # ... where that one failed because of another, which has yet to send why: its machine may be busy
 
 
 class RankFailed(Exception):
@@ -56,7 +57,7 @@ class Job:
 
 
 def run_processes(
-    function: Callable[..., Result], ranks: int, *arguments: Any, timeout: float = 60.0, patience: Patience = BRIEF
+    function: Callable[..., Result], ranks: int, *arguments: Any, timeout: float = 180.0, patience: Patience = BRIEF
 ) -> list[Result]:
     """Run `function(world, *arguments)` in each of `ranks` new processes, and return the results in rank order.
 
@@ -97,18 +98,23 @@ def run_processes(
 
 def collect(connections: list[Connection], deadline: float) -> dict[int, tuple[Any, BaseException | None] | None]:
     """Each rank's answer as it comes, until all have answered, the deadline, or shortly after the first that failed. None for a rank
-    that ended without an answer; a rank that gave none yet is absent."""
+    that ended without an answer; a rank that gave none yet is absent. What is there already is taken, however late this process is."""
     answers: dict[int, Any] = {}
-    while len(answers) < len(connections) and (remaining := deadline - time.monotonic()) > 0:
-        waiting = [connection for rank, connection in enumerate(connections) if rank not in answers]
-        for connection in wait(waiting, remaining):
+    while len(answers) < len(connections):
+        remaining = deadline - time.monotonic()
+        ready = wait([connection for rank, connection in enumerate(connections) if rank not in answers], max(0.0, remaining))
+        if not ready and remaining <= 0:
+            break
+        for connection in ready:
             rank = connections.index(connection)
             try:
                 answers[rank] = cloudpickle.loads(connection.recv_bytes())
             except EOFError:
                 answers[rank] = None
             if answers[rank] is None or answers[rank][1] is not None:
-                deadline = min(deadline, time.monotonic() + GRACE)
+                error = answers[rank] and answers[rank][1]
+                told_by_another = isinstance(error, RankStopped) and not isinstance(error, RankLost)
+                deadline = min(deadline, time.monotonic() + (CAUSE if told_by_another else GRACE))
     return answers
 
 
@@ -117,6 +123,7 @@ def results_of(answers: dict[int, Any], codes: list[int], timeout: float, folder
     ranks = len(codes)
     errors = {rank: answer[1] for rank, answer in sorted(answers.items()) if answer is not None and answer[1] is not None}
     ended = [rank for rank, answer in sorted(answers.items()) if answer is None]
+    ended = [rank for rank in ended if codes[rank] != EXIT_CODE] or ended  # with that code a rank ends because of another
     for error in errors.values():
         if not isinstance(error, RankStopped):
             raise error

@@ -41,7 +41,8 @@ class Process:
     @property
     def timeout(self) -> timedelta:
         """Torch's own, for an operation: the heartbeat should speak first."""
-        return timedelta(seconds=self.heartbeat.patience.longest_wait + 2 * self.heartbeat.patience.timeout)
+        patience = self.heartbeat.patience
+        return timedelta(seconds=max(patience.longest_wait + 2 * patience.timeout, patience.meeting))
 
 
 class ProcessCommunicator(Communicator):
@@ -126,10 +127,15 @@ class ProcessCommunicator(Communicator):
         if self.process.device.type == "cpu" and not direct:
             heartbeat.wait(work)
             return
+        broken = None
+        heartbeat.deaf = True
         try:
             work.wait()  # on a GPU it only orders streams; and gloo breaks off a send or receive that is given a time
         except RuntimeError as error:
-            raise heartbeat.cut_off(error) from error
+            broken = error
+        heartbeat.deaf = False
+        if broken is not None:
+            raise heartbeat.cut_off(broken) from broken
 
 
 def join_world(rank: int, ranks: int, meeting: str, device: torch.device, patience: Patience) -> Communicator:
@@ -139,13 +145,13 @@ def join_world(rank: int, ranks: int, meeting: str, device: torch.device, patien
         meeting: where, as torch takes it: `env://` for the address in the environment, `file:///a/file/on/this/machine`.
 
     Raises:
-        CommunicationError: on rank 0: some ranks have not come within `patience.longest_wait`.
+        CommunicationError: on rank 0: some ranks have not come within `patience.meeting`.
         RankStopped: another rank broke off while its connections were made.
     """
     if ranks == 1:
         return OneRank()
-    store, _, _ = next(rendezvous(meeting, rank, ranks, timeout=timedelta(seconds=patience.longest_wait)))
-    store, ledger = fresh_part(store, rank, ranks, patience.longest_wait), Ledger()
+    store, _, _ = next(rendezvous(meeting, rank, ranks, timeout=timedelta(seconds=patience.meeting)))
+    store, ledger = fresh_part(store, rank, ranks, patience.meeting), Ledger()
     process = Process(device, Heartbeat(store, rank, ranks, ledger, patience))
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     try:

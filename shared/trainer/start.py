@@ -38,7 +38,9 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
     if "engine.output" not in said and config.ranks > 1:
         output = Path(read_settings(Path(words[0])).get("engine", {}).get("output", "runs/engine"))
         words.append(f"engine.output={output.with_name('-'.join([output.name, layout] + [backend] * (backend != 'course')))}")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.ranks)] if config.ranks > 1 else []
+    # They meet on this machine and by this name, whatever the machine calls itself, and whether anybody knows it by that.
+    here = ["--standalone", "--local-addr", "localhost"]
+    torchrun = ["-m", "torch.distributed.run", *here, "--nproc-per-node", str(config.ranks)] if config.ranks > 1 else []
     return [sys.executable, *torchrun, str(TRAIN), *words], config.ranks
 
 

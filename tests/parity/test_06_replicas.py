@@ -224,7 +224,7 @@ def all_whole(model, world, name):
 def test_processes_do_what_pytorchs_engines_do():
     cloudpickle.register_pickle_by_value(replica_runs)  # so that ranks need not find the tests' folder
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    first, second = run_processes(against_torch, 2, timeout=180.0)
+    first, second = run_processes(against_torch, 2, timeout=300)
     for layout in OURS:
         for name, weight in first[layout].items():
             close(weight, first["ddp"][name], f"{layout}: {name} beside DistributedDataParallel's")

@@ -83,7 +83,7 @@ def both(world) -> dict:
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_processes(both, 2, timeout=120)
+    return run_processes(both, 2, timeout=300)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -50,7 +50,8 @@ class WandbTracker(Callback):
         self.run = wandb.init(
             project=self.project, name=self.name, mode=self.mode, entity=self.entity, id=self.run_id, resume="allow",
             dir=str(engine.output), config=settings_of(engine, self.settings), allow_val_change=True,
-            settings=wandb.Settings(silent=True, console="off"),  # its own copy of what is printed would tear a progress bar
+            # Its own copy of what is printed would tear a progress bar. Its helper process may take its time on a busy machine.
+            settings=wandb.Settings(silent=True, console="off", x_service_wait=300.0, init_timeout=300.0),
         )  # fmt: skip
         self.run_id = self.run.id
         self.note = engine.output / "wandb" / f"last-step-{self.run_id}"
