@@ -1,8 +1,13 @@
 """Nothing in the tests reaches out: a connection to another machine is an error, whoever opens it. And what a terminal or a CI service
-says about colours and widths is not said to the programs that the tests start."""
+says about colours and widths is not said to the programs that the tests start. Each test draws the same numbers, whichever ran before it."""
 
 import os
+import random
 import sys
+
+import numpy as np
+import pytest
+import torch
 
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
     os.environ.pop(name, None)
@@ -18,3 +23,10 @@ def refuse_network(event: str, arguments: tuple) -> None:
 
 
 sys.addaudithook(refuse_network)
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers():
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)

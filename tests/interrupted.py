@@ -35,7 +35,7 @@ class Watched:
 def interrupted(pattern: str, script: Path, *words, **options) -> subprocess.CompletedProcess:
     """Run a script that is interrupted after its first line that matches."""
     command = [sys.executable, __file__, pattern, str(script), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def run(*options, cwd) -> subprocess.CompletedProcess:
     """On one thread: on two, a loaded machine now and then adds up a matrix product in another order."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), *map(str, options)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

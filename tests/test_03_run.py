@@ -21,7 +21,7 @@ SMALL = [
 
 
 def start(*options, cwd) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SCRIPT), *map(str, options)], cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, str(SCRIPT), *map(str, options)], cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

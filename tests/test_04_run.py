@@ -22,7 +22,7 @@ def command(*options) -> list[str]:
 
 
 def start(*options, cwd) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*options), cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command(*options), cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ QUICK = ["--steps", "4", "--seeds", "2", "--seq", "16", "--batch_size", "2", "--
 
 def start(script: str, *options, cwd) -> subprocess.CompletedProcess:
     command = [sys.executable, str(FOLDER / script), *map(str, options)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ SMALL = "--steps 3 --seq 32 --batch_size 4 --micro_batch_size 1 --model.hidden_s
 
 
 def start(*options, cwd) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SCRIPT), *SMALL, *options], cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, str(SCRIPT), *SMALL, *options], cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 def test_two_ranks_train_like_one_and_say_what_they_sent_and_held(tmp_path):

@@ -17,7 +17,7 @@ from shared.trainer import start
 from shared.trainer.config import TrainerConfig
 from shared.trainer.settings import parse_text
 
-TIMEOUT = 240
+TIMEOUT = 600
 
 
 def spread(layout: str, *words) -> subprocess.CompletedProcess:

@@ -44,5 +44,5 @@ def settings_file(folder: Path, prepared: Path, **changes) -> Path:
 def train(*words, **options) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, str(TRAIN), *map(str, words)], env=environment, capture_output=True, text=True, timeout=300, **options
+        [sys.executable, str(TRAIN), *map(str, words)], env=environment, capture_output=True, text=True, timeout=600, **options
     )

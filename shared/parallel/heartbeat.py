@@ -150,7 +150,8 @@ class Heartbeat:
                 self.end_process()
 
     def beat(self, ended: str = "") -> None:
-        with self.writing:  # a beat that the thread had begun must not come after the last one, and take it back
+        """Write what this rank does. Nothing is written over its last word: a late beat would be its last one, and it would be missed."""
+        with self.writing:
             if self.closing.is_set() and not ended:
                 return
             self.number += 1

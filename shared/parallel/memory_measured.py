@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shared.parallel.memory import Activations
+from shared.parallel.apply import Parallel
+from shared.parallel.memory import Activations, Held
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -27,8 +28,9 @@ def weight_bytes(*modules: nn.Module) -> int:
     return storage_bytes(parameter for module in modules for parameter in module.parameters())
 
 
-def gradient_bytes(*modules: nn.Module) -> int:
-    return storage_bytes(parameter.grad for module in modules for parameter in module.parameters())
+def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Of parameters that were listed between two steps: while fsdp computes with whole weights, modules do not show the shards."""
+    return storage_bytes(parameter.grad for parameter in parameters)
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
@@ -93,3 +95,56 @@ def measured_activations(model: nn.Module, loss_of: Any) -> Activations:
         after_forward = meter.now
         loss.backward()
     return Activations(after_forward, meter.peak)
+
+
+class StepMeter:
+    """Measures one training step of a rank, `with meter:` around it. Afterwards `held` says what it held, each part where it was largest.
+
+    Gradients are counted where they wait: as the last micro-batch begins, or, of a single one, when its backward pass is over.
+
+    Args:
+        parallel: a model with a stack of blocks, spread or not.
+        optimizer: built over `parallel.optimized`.
+    """
+
+    def __init__(self, parallel: Parallel, optimizer: Optimizer):
+        self.parallel, self.optimizer = parallel, optimizer
+        self.activations = ActivationMeter(parallel.model)
+        self.parameters = [*parallel.model.parameters(), *parallel.optimized.parameters()]
+        self.forward_passes = self.gathered = self.gradients = 0
+
+    def __enter__(self) -> "StepMeter":
+        stack = self.parallel.model.stack
+        self.handles = [
+            stack.register_forward_pre_hook(self.begin),
+            *(block.register_forward_pre_hook(self.note_gathered) for block in stack.blocks.values()),
+            stack.register_forward_hook(self.note_gathered),
+            self.optimizer.register_step_pre_hook(self.before_step),
+        ]
+        self.activations.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.activations.__exit__(*error)
+        for handle in self.handles:
+            handle.remove()
+
+    def begin(self, *_: Any) -> None:
+        self.forward_passes += 1
+        self.note_gradients()
+
+    def before_step(self, *_: Any) -> None:
+        if self.forward_passes == 1:
+            self.note_gradients()
+
+    def note_gradients(self) -> None:
+        self.gradients = gradient_bytes(self.parameters)
+
+    def note_gathered(self, *_: Any) -> None:
+        self.gathered = max(self.gathered, getattr(self.parallel, "gathered_bytes", 0))
+
+    @property
+    def held(self) -> Held:
+        """Bytes, by kind."""
+        weights = weight_bytes(self.parallel.model, self.parallel.optimized)
+        return Held(weights, self.gathered, self.gradients, optimizer_bytes(self.optimizer), self.activations.peak)

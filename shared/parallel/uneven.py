@@ -47,9 +47,10 @@ def gather_parts(part: Tensor, sizes: Sequence[int], group: Communicator, keep: 
         keep: called with the parts of all ranks in order, [sizes[r]] each, once they have been waited for.
     """
     if are_equal(sizes):
-        filled = torch.cat([part, part.new_zeros(max(sizes) - len(part))])
         whole = part.new_empty(group.size, max(sizes))
-        work = group.all_gather(whole, filled, asynchronous=True)
+        mine = whole[group.rank]
+        mine[: len(part)], mine[len(part) :] = part, 0
+        work = group.all_gather(whole, mine, asynchronous=True)
         return Waiting(lambda: (work.wait(), keep([row[:size] for row, size in zip(whole, sizes, strict=True)])))
     received = [part.new_empty(size) for size in sizes]
     work = group.all_to_all(received, [part] * group.size, asynchronous=True)

@@ -8,6 +8,7 @@ noise is distributed.
 import math
 import multiprocessing
 import statistics
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -69,7 +70,14 @@ class Contender:
         self.process.start()
 
     def round(self) -> dict[str, float]:
-        self.pipe.send("round")
+        self.ask("round")
+        return self.answer()
+
+    def ask(self, what: str) -> None:
+        """Begin a round, or what a method of that name of the prepared round does."""
+        self.pipe.send(what)
+
+    def answer(self) -> Any:
         answer = self.pipe.recv()
         if isinstance(answer, str):
             raise RuntimeError(f"A contender failed: {answer}")
@@ -80,18 +88,44 @@ class Contender:
         self.process.join(30)
 
 
+class Ranks:
+    """A contender of several processes that work together: all of them do their round at once, and the slowest one's figures count.
+
+    Args:
+        prepare: prepare(rank=0, meeting=a file to meet by, **options) in each process.
+    """
+
+    def __init__(self, prepare: Callable[..., Round], ranks: int, **options: Any):
+        self.folder = tempfile.TemporaryDirectory()
+        meeting = f"{self.folder.name}/meeting"
+        self.contenders = [Contender(prepare, rank=rank, meeting=meeting, **options) for rank in range(ranks)]
+
+    def asked(self, what: str) -> list[Any]:
+        for contender in self.contenders:
+            contender.ask(what)
+        return [contender.answer() for contender in self.contenders]
+
+    def round(self) -> dict[str, float]:
+        return max(self.asked("round"), key=lambda figures: figures["seconds"])
+
+    def close(self) -> None:
+        for contender in self.contenders:
+            contender.close()
+        self.folder.cleanup()
+
+
 def serve(pipe: Connection, prepare: Callable[..., Round], options: dict[str, Any]) -> None:
     try:
         one_round = prepare(**options)
-        while pipe.recv() == "round":
-            pipe.send(one_round())
+        while (asked := pipe.recv()) != "stop":
+            pipe.send(one_round() if asked == "round" else getattr(one_round, asked)())
     except EOFError:
         pass
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
 
 
-def compare(ours: Contender, theirs: Contender, pairs: int, warmup: int) -> Comparison:
+def compare(ours: Contender | Ranks, theirs: Contender | Ranks, pairs: int, warmup: int) -> Comparison:
     """`warmup` rounds of each, then `pairs` pairs with alternating order."""
     for _ in range(warmup):
         ours.round(), theirs.round()

@@ -1,0 +1,197 @@
+"""A training step on two ranks of one machine: our data parallelism beside PyTorch's, over gloo.
+
+    python tests/benchmarks/parallel_speed.py                                     every row
+    python tests/benchmarks/parallel_speed.py --rows dp2 fsdp2 --pairs 31
+    python tests/benchmarks/parallel_speed.py --quick                             few steps: does it run?
+
+A row is a job of its own. Each contender has two processes with a group of their own, and those of the one whose turn it is not sleep in
+a read from a pipe: they neither compute nor wait inside gloo, and no memory, hook or thread of one contender is in a process of the other.
+Both keep freed memory (`shared.allocator`), as our runs do, so that is no part of the difference; so are the objective (the sliced loss),
+the optimizer's kernel (fused AdamW), the initial weights and the tokens the same. Theirs is the plain loop of PyTorch's own examples, with
+the switches that make it faster. CPU time is of all threads of a rank, gloo's too: what a step costs where all cores compute, and steadier
+than the clock where others compute as well. Losses of all rounds, and at the end the weights, must be the same to rounding.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from side_by_side import Comparison, Ranks, compare
+from step_speed import BATCH, PEERS, SEQ, VOCAB
+from torch import Tensor
+
+from shared.allocator import keep_freed_memory
+from shared.loop import accumulate_gradients, apply_update, train_step
+from shared.model.sliced_loss import sliced_next_token_objective
+from shared.model.transformer import TransformerModel
+from shared.parallel.apply import apply_parallel
+from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.heartbeat import Patience
+from shared.parallel.launch import loopback
+from shared.parallel.local_state import whole_weights
+from shared.parallel.mesh import Mesh
+from shared.parallel.processes import join_world
+
+RANKS, WARMUP = 2, 2
+ROWS = {
+    "dp2": "DistributedDataParallel",
+    "dp2_zero1": "DDP, ZeroRedundancyOptimizer",
+    "fsdp2": "fully_shard",
+    "fsdp2 kept": "fully_shard, reshard_after_forward=False",
+    "fsdp2 kept, itself": "our own fsdp2, which reshards",
+}
+Step = Callable[[dict[str, Tensor]], Tensor]  # step(this rank's share of a batch) -> its mean loss, or that of the whole batch
+
+
+class Run:
+    """One rank's rounds of `steps` steps.
+
+    Args:
+        step: does one. weights: returns the whole weights by name; every rank calls it.
+    """
+
+    def __init__(self, rank: int, steps: int, step: Step, weights: Callable[[], dict[str, Tensor]]):
+        self.rank, self.steps, self.step, self.whole = rank, steps, step, weights
+        self.random = torch.Generator().manual_seed(0)
+
+    def share(self) -> dict[str, Tensor]:
+        ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=self.random).chunk(RANKS)[self.rank]
+        return {"input_ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+
+    def __call__(self) -> dict[str, float]:
+        shares = [self.share() for _ in range(self.steps)]
+        dist.barrier()
+        began, busy = time.perf_counter(), time.process_time()
+        losses = [self.step(share) for share in shares]
+        dist.barrier()  # the wait for the slower rank is part of what a step costs
+        seconds, busy = time.perf_counter() - began, time.process_time() - busy
+        means = torch.tensor([torch.stack(losses).mean(), busy / self.steps], dtype=torch.float64) / RANKS
+        dist.all_reduce(means)
+        return {"seconds": seconds / self.steps, "loss": means[0].item(), "cpu": means[1].item()}
+
+    def weights(self) -> dict[str, Any]:
+        return {name: tensor.detach().numpy() for name, tensor in self.whole().items()}
+
+
+def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
+    model = prepared()
+    world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Patience())
+    parallel = apply_parallel(model, Mesh(layout_of(row), world))
+    optimizer = torch.optim.AdamW(parallel.optimized.parameters(), lr=1e-4, fused=True)
+
+    def step(share: dict[str, Tensor]) -> Tensor:
+        parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(apply_update)
+        totals = train_step(parallel.model, optimizer, [share], sliced_next_token_objective, *parts)
+        return totals.loss_sum / totals.token_count
+
+    return Run(rank, steps, step, lambda: dict(whole_weights(parallel)))
+
+
+def prepare_theirs(rank: int, meeting: str, row: str, steps: int) -> Run:
+    model = prepared()
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    run, weights = (by_fully_shard if "fsdp" in row else by_ddp)(model, layout_of(row))
+    kind: dict[str, Any] = {"lr": 1e-4, "fused": True}
+    if layout_of(row).zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(run.parameters(), torch.optim.AdamW, **kind)
+    else:
+        optimizer = torch.optim.AdamW(run.parameters(), **kind)
+
+    def step(share: dict[str, Tensor]) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        totals = sliced_next_token_objective(run, share)
+        loss = totals.loss_sum / totals.token_count
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Run(rank, steps, step, weights)
+
+
+def by_ddp(model: TransformerModel, layout: ParallelConfig):
+    """Its default buckets, and gradients that are views of them: one copy fewer than by default."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, gradient_as_bucket_view=True), lambda: dict(model.named_parameters())
+
+
+def by_fully_shard(model: TransformerModel, layout: ParallelConfig):
+    """Each block, and then the rest, with the gathering ahead that it does by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (RANKS,))
+    for unit in (*model.stack.blocks.values(), model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=layout.reshard_after_forward)
+    return model, lambda: {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def layout_of(row: str) -> ParallelConfig:
+    layout, *kept = row.split()
+    return replace(parse_layout(layout), reshard_after_forward=not kept)
+
+
+def prepared() -> TransformerModel:
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    return TransformerModel(PEERS["llama"])
+
+
+def run(row: str, pairs: int, steps: int) -> Comparison:
+    """Raises: RuntimeError: the two have not done the same work."""
+    ours = Ranks(prepare_ours, RANKS, row=row, steps=steps)
+    peer = {"prepare": prepare_ours, "row": "fsdp2"} if row.endswith("itself") else {"prepare": prepare_theirs, "row": row}
+    theirs = Ranks(ranks=RANKS, steps=steps, **peer)
+    found = compare(ours, theirs, pairs, WARMUP)
+    here, there = (each.asked("weights")[0] for each in (ours, theirs))
+    ours.close(), theirs.close()
+    worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(found.ours, found.theirs, strict=True))
+    first = {name: parameter.detach() for name, parameter in TransformerModel(PEERS["llama"]).named_parameters()}
+    here, there = ({name: torch.from_numpy(each[name]) - first[name] for name in first} for each in (here, there))
+    apart, moved = (sum(t.double().square().sum() for t in ts).sqrt() for ts in ([here[n] - there[n] for n in first], there.values()))
+    print(f"{row}: losses differ by {worst:.1e}, weights by {apart / moved:.1e} of the way that they have come", flush=True)
+    if worst > 2e-5 or apart > 1e-2 * moved:  # AdamW amplifies rounding where a gradient is nearly 0
+        raise RuntimeError("The two do not compute the same thing.")
+    return found
+
+
+def of_figure(found: Comparison, figure: str) -> Comparison:
+    """The same rounds, compared by another figure."""
+    return Comparison(*([{"seconds": entry[figure]} for entry in entries] for entries in (found.ours, found.theirs)))
+
+
+def cells_of(found: Comparison) -> list[str]:
+    low, high = found.interval
+    return [*(f"{1000 * found.median(who):,.0f}" for who in ("ours", "theirs")), f"{found.ratio:.2f} ({low:.2f} to {high:.2f})"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=2, help="in a round")
+    parser.add_argument("--quick", action="store_true", help="6 pairs of 1 step")
+    options = parser.parse_args()
+    pairs, steps = (6, 1) if options.quick else (options.pairs, options.steps)
+    title = f"A step on {RANKS} ranks, {pairs} pairs of {steps} steps, 1 thread each, gloo, torch {torch.__version__}"
+    columns = "ours", "theirs", "ours, ms", "theirs, ms", "ratio (95 %)", "ours, CPU ms a rank", "theirs, CPU ms a rank", "ratio (95 %)"
+    table = Table(*columns, title=title)
+    for row in options.rows:
+        found = run(row, pairs, steps)
+        cells = [*cells_of(found), *cells_of(of_figure(found, "cpu"))]
+        table.add_row(row, ROWS[row], *cells)
+        print(row, *cells, flush=True)  # long before the table is whole
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
