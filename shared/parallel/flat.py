@@ -74,8 +74,8 @@ def reshard_unit(
             rank's part of the sum of all ranks' `whole`, both of one dtype; what is in `whole` afterwards is of no use.
 
     Returns:
-        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, and the operation under way that fills it: it is complete once `wait()`
-        has returned. The gradients are sums over tokens, so they are added and never averaged.
+        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, and the operation under way that fills it: it is
+        complete once `wait()` has returned. The gradients are sums over tokens, so they are added and never averaged.
 
     >>> whole, gradients = torch.ones(4), [torch.tensor([[5.0], [6.0]]), None]
     >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, OneRank())
