@@ -17,10 +17,13 @@ from shared.model.sliced_loss import sliced_next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.config import OptimizerConfig
 from shared.optim.precision import in_precision
+from shared.parallel.apply import apply_parallel
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.memory import activations, held, kept_of_token, memory_table
 from shared.parallel.memory_measured import ActivationMeter, measured_activations
+from shared.parallel.mesh import Mesh
 from shared.parallel.recompute import apply_recompute
+from shared.parallel.threads import run_threads
 
 WITHIN = 0.05
 FAMILIES = {
@@ -94,6 +97,18 @@ def test_the_allocator_says_the_same(how, tmp_path, capfd):
     apply_recompute(model, how)
     measured = allocated_in_forward(model, sliced_next_token_objective, batch(16), tmp_path / "trace.json")
     assert near(measured, activations(SMALL, how, 16, SEQ, "float32", True).after_forward)
+
+
+@pytest.mark.parametrize("word", ["one", "fsdp2"])
+def test_what_the_hooks_cannot_see_is_not_measured(word):
+    """Selective recomputation keeps results in a cache of PyTorch's. Counted without them it would seem to keep no more than `blocks`."""
+
+    def measure(world):
+        spread = apply_parallel(TransformerModel(SMALL), Mesh(replace(parse_layout(word), recompute="selective"), world), ADAMW)
+        with pytest.raises(ValueError, match="cache of PyTorch's, which this meter cannot see"):
+            measured_activations(spread.model, lambda: next_token_objective(spread.model, batch()).loss_sum)
+
+    run_threads(measure, parse_layout(word).ranks)
 
 
 def test_the_coefficients_are_korthikantis_where_the_operations_are():

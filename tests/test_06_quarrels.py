@@ -30,7 +30,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that ranks nee
         (lambda world: world.send(torch.zeros(1), world.rank), "is this rank itself"),
         (lambda world: world.receive(torch.zeros(1), -1), "no rank -1"),
         (lambda world: world.all_gather(torch.zeros(5), torch.zeros(2)), "must be 2 times as many"),
-        (lambda world: world.reduce_scatter(torch.zeros(2), torch.zeros(4, dtype=torch.int64)), "of one dtype"),
+        (
+            lambda world: world.reduce_scatter(torch.zeros(2), torch.zeros(4, dtype=torch.int64)),
+            "whole is int64 and a part float32: they must have one dtype",
+        ),
         (lambda world: world.all_to_all([torch.zeros(1)], [torch.zeros(1)]), "give 2 tensors to send"),
         (lambda world: world.all_to_all([torch.zeros(1)] * 2, [torch.zeros(1), torch.zeros(1).int()]), "several dtypes"),
         (lambda world: world.split("dp", [(0,)]), "must hold each rank of the world once"),

@@ -119,7 +119,8 @@ def recompute(
 
     Args:
         run: run(*inputs) -> output. It uses `parameters`, and it may draw random numbers, as dropout does.
-        inputs: what it was run on. Tensors of any dtype; those of whole numbers have no gradient.
+        inputs: what it was run on. Tensors of any dtype; those of whole numbers have no gradient. Inputs may have been computed from one
+            another; each gets its own gradient alone.
         parameters: the tensors that it reads beside its inputs. They may be frozen, and it may leave some of them unused.
         upstream: the gradient of the loss with respect to the output, in the output's shape.
         random_state: the generators as they were before the first run. `with random_numbers_from(random_state):` makes them so, and puts
@@ -147,7 +148,8 @@ def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
     Args:
         whole: [size * n], of the dtype that is computed in. Its storage is given its bytes again, and filled.
         shard: [n], what this rank keeps, possibly of a wider dtype: it is rounded before it travels. Left as it is.
-        group: the ranks that the unit is cut over.
+        group: the ranks that the unit is cut over. `group.all_gather(whole, part, asynchronous=True)` begins to fill `whole` with the
+            ranks' parts, all of one dtype; `part` may be this rank's own place in `whole`.
 
     Returns:
         The gathering, under way: `whole` is complete once `wait()` of it has returned. Whoever calls this has something to do meanwhile.
@@ -175,11 +177,12 @@ def reshard_unit(
             that this rank has not used: others may have, and every rank sends equally much.
         sizes: how many numbers each parameter has; together at most size * n, and the rest is padding.
         dtype: what the gradients are added in, and kept in.
-        group: the ranks that the unit is cut over.
+        group: the ranks that the unit is cut over. `group.reduce_scatter(part, whole, asynchronous=True)` begins to fill `part` with this
+            rank's part of the sum of all ranks' `whole`, both of one dtype; what is in `whole` afterwards is of no use.
 
     Returns:
-        This rank's shard of the sum over the ranks, [n] in `dtype`, and the operation under way that fills it: it is complete once `wait()`
-        has returned. The gradients are sums over tokens, so they are added and never averaged.
+        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, and the operation under way that fills it: it is
+        complete once `wait()` has returned. The gradients are sums over tokens, so they are added and never averaged.
 
     >>> whole, gradients = torch.ones(4), [torch.tensor([[5.0], [6.0]]), None]
     >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, OneRank())

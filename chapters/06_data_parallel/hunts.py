@@ -21,7 +21,8 @@ TOKENS = (2, 2, 4, 8)  # of each rank
 
 ANSWERS = {
     "A": "last micro-batch only: what was exchanged is the gradient of one micro-batch, and each rank's earlier one stayed its own.",
-    "B": "the disarmed wrapper: the objective called the module inside, so the wrapper's forward never armed the exchange.",
+    "B": "nothing was exchanged, not even the counts. The public bug behind it is the disarmed wrapper: the objective called the module "
+    "inside, so the wrapper's forward never armed the exchange.",
     "C": "mean of means: each rank divided by its own token count, and ranks with few tokens weigh as much as ranks with many.",
     "D": "wrong source rank: the sum of all four lies on member 0 of each pair, and the pair was told the numbers of member 1.",
 }

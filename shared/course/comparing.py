@@ -11,6 +11,10 @@ FEW = 12  # elements that are printed in full
 LONG = 240  # characters of a nested value
 
 
+class Said(str):
+    """Words that stand for a result, such as why there is none. They are printed also where only shapes and dtypes are compared."""
+
+
 def flatten(value: Any, name: str = "") -> dict[str, Any]:
     """Nested results as one level of dotted names: {"totals.loss_sum": ...}. A list of numbers or words stays whole."""
     if hasattr(value, "_asdict"):
@@ -102,6 +106,8 @@ def written(value: Any) -> str:
         return f"{type(value).__name__} with lr {value.defaults['lr']:g}"
     if isinstance(value, Generator):
         return f"torch.Generator, seed {value.initial_seed()}"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     if callable(value):
         return described(value)
     return clipped(str(value)) if isinstance(value, str | int | None) else type(value).__name__
@@ -110,7 +116,7 @@ def written(value: Any) -> str:
 def form(value: Any) -> str:
     """The kind of a value without its numbers: "float32 [3, 4]" for a tensor, the type's name for the rest."""
     if not isinstance(value, Tensor):
-        return "None" if value is None else type(value).__name__
+        return str(value) if isinstance(value, Said) else "None" if value is None else type(value).__name__
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype} {list(value.shape)}" if value.dim() else f"{dtype}, a scalar"
 

@@ -256,9 +256,11 @@ class OneRank(Communicator):
 
 
 def require_parts(operation: str, whole: Tensor, part: Tensor, size: int) -> None:
-    if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
-        held = f"the whole has {whole.numel()} numbers ({dtype_name(whole)}) and a part {part.numel()} ({dtype_name(part)})"
-        raise ValueError(f"{operation}: {held}: with {size} ranks it must be {size} times as many, of one dtype. Pad the last part.")
+    if whole.dtype != part.dtype:
+        raise ValueError(f"{operation}: the whole is {dtype_name(whole)} and a part {dtype_name(part)}: they must have one dtype.")
+    if whole.numel() != part.numel() * size:
+        held = f"the whole has {whole.numel()} numbers and a part {part.numel()}"
+        raise ValueError(f"{operation}: {held}: with {size} ranks it must be {size} times as many. Pad the last part.")
 
 
 def dtype_name(tensor: Tensor) -> str:

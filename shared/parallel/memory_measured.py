@@ -4,6 +4,7 @@ A view costs nothing and a storage of 0 bytes neither, so tensors are not counte
 keeps: hooks see each tensor as it is kept, and what holds it in their place says when it is let go.
 
 Left out on purpose: memory that no tensor shows (the allocator's reserve, what libraries hold). On a GPU, `torch.cuda.memory_allocated`.
+And what selective recomputation keeps, which is in a cache of PyTorch's that no hook sees: its formula is tested against the allocator.
 """
 
 from collections import Counter
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from shared.parallel.apply import Parallel
 from shared.parallel.memory import Activations, Held
+from shared.parallel.recompute import run_block_selectively
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -42,6 +44,9 @@ class ActivationMeter:
     """Counts what autograd keeps of the forward passes within `with meter:`, as long as it is kept, without the model's weights.
 
     now, peak: bytes. The backward pass belongs inside too: recomputed blocks keep their activations there.
+
+    Raises:
+        ValueError: on entering, the model recomputes selectively, and most of what it keeps would not be seen.
     """
 
     def __init__(self, model: nn.Module):
@@ -51,6 +56,11 @@ class ActivationMeter:
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
     def __enter__(self) -> "ActivationMeter":
+        if recomputes_selectively(self.model):
+            raise ValueError(
+                "What selective recomputation keeps is in a cache of PyTorch's, which this meter cannot see: take the formula, "
+                "shared.parallel.memory.activations, or what the allocator says."
+            )
         self.hooks.__enter__()
         return self
 
@@ -71,6 +81,12 @@ class ActivationMeter:
         if before == 0 or before + step == 0:
             self.now += step * storage.nbytes()
             self.peak = max(self.peak, self.now)
+
+
+def recomputes_selectively(model: nn.Module) -> bool:
+    """Whether blocks are run by `run_block_selectively`, be it from within fsdp's own way of running them."""
+    run_blocks = [getattr(getattr(model, name, None), "run_block", None) for name in ("encoder", "stack")]
+    return any(run_block_selectively in (run_block, *getattr(run_block, "args", ())) for run_block in run_blocks)
 
 
 class Kept:

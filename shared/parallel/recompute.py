@@ -49,7 +49,8 @@ def recompute(
 
     Args:
         run: run(*inputs) -> output. It uses `parameters`, and it may draw random numbers, as dropout does.
-        inputs: what it was run on. Tensors of any dtype; those of whole numbers have no gradient.
+        inputs: what it was run on. Tensors of any dtype; those of whole numbers have no gradient. Inputs may have been computed from one
+            another; each gets its own gradient alone.
         parameters: the tensors that it reads beside its inputs. They may be frozen, and it may leave some of them unused.
         upstream: the gradient of the loss with respect to the output, in the output's shape.
         random_state: the generators as they were before the first run. `with random_numbers_from(random_state):` makes them so, and puts

@@ -184,10 +184,11 @@ def recompute__one_at_a_time(run, inputs, parameters, upstream, random_state):
 
 
 def recompute__by_places(run, inputs, parameters, upstream, random_state):
-    """The inputs stay in the old graph, from which autograd.grad takes no more than it is asked for."""
+    """The inputs stay in the old graph, each behind a view of its own, at which autograd.grad ends."""
     with torch.enable_grad(), random_numbers_from(random_state):
-        output = run(*inputs)
-    tensors = (*inputs, *parameters)
+        views = [tensor.view_as(tensor) for tensor in inputs]
+        output = run(*views)
+    tensors = (*views, *parameters)
     places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
     gradients = torch.autograd.grad([output], [tensors[place] for place in places], [upstream], allow_unused=True)
     answer = dict(zip(places, gradients, strict=True))
@@ -208,8 +209,8 @@ def unshard_unit__by_chunks(whole, shard, group):
 
 
 def reshard_unit__concatenated(whole, gradients, sizes, dtype, group):
-    parts = [torch.zeros(n, dtype=dtype) if g is None else g.reshape(-1).to(dtype) for g, n in zip(gradients, sizes, strict=True)]
-    parts.append(torch.zeros(whole.numel() - sum(sizes), dtype=dtype))
+    parts = [whole.new_zeros(n, dtype=dtype) if g is None else g.reshape(-1).to(dtype) for g, n in zip(gradients, sizes, strict=True)]
+    parts.append(whole.new_zeros(whole.numel() - sum(sizes), dtype=dtype))
     flat = torch.cat(parts)
     shard = flat.new_zeros(flat.numel() // group.size)
     work = group.reduce_scatter(shard, flat, asynchronous=True)
@@ -220,7 +221,7 @@ def reshard_unit__concatenated(whole, gradients, sizes, dtype, group):
 def reshard_unit__by_counting(whole, gradients, sizes, dtype, group):
     total = whole.numel()
     whole.untyped_storage().resize_(0)
-    buffer = torch.zeros((group.size, total // group.size), dtype=dtype)
+    buffer = torch.zeros((group.size, total // group.size), dtype=dtype, device=whole.device)
     start = 0
     for size, gradient in zip(sizes, gradients, strict=True):
         if gradient is not None:

@@ -50,6 +50,11 @@ def layer(x, y, first, second):
     return F.dropout((x @ first).tanh(), 0.25) @ second * y
 
 
+def product(x, y, weight):
+    """x y times weight."""
+    return x * y * weight
+
+
 class Run:
     """`computation` of the inputs that it is called with and of the parameters, as a block is called. It counts its calls."""
 
@@ -80,6 +85,13 @@ def given(computation, inputs: list, parameters: list, wanted: str, upstream=Non
         return {"run": Run(computation, theirs), "inputs": own, "parameters": theirs, "upstream": flow, "random_state": state}
 
     return make
+
+
+def one_from_the_other():
+    """Arguments: a block's inputs are x and 2 x, as its graph knows."""
+    given_x = given(product, [[3.0], [0.0]], [[1.0]], "www")()
+    x, _ = given_x["inputs"]
+    return given_x | {"inputs": [x, 2 * x]}
 
 
 def randn(*shape: int, seed: int):
@@ -193,6 +205,10 @@ CHECK = Check(
         case(
             "property", "a parameter that is not used", given(one_of_two, [[2.0]], [[5.0], [9.0]], "www"), answer([5.0], [2.0], None),
             CONTRACT,
+        ),
+        case(
+            "property", "x y times weight, where y was computed from x: y = 2 x", one_from_the_other, answer([6.0], [3.0], [18.0]),
+            "arithmetic: y weight, x weight, x y: what reaches x by way of y, the old graph adds",
         ),
         case(
             "property", "dropout: the same half is dropped again",

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from shared.course.checking import Case, Check
+from shared.parallel.communicator import Done, OneRank
 
 from .watched import CONTRACT, begun, finished, over_ranks, overlaps
 
@@ -107,6 +108,21 @@ def used(function, gradients, sizes, padding, dtype):
     return over_ranks(work, len(gradients))
 
 
+def devices(function, gradients, sizes, padding, dtype):
+    """Where things lie when the weights are not on the CPU: on meta, a device that every machine has, of shapes without numbers."""
+    world, handed = OneRank(), []
+    world.reduce_scatter = lambda part, of, asynchronous=False: handed.append(of) or Done()
+    whole = weights_of(gradients, sizes, padding).to("meta")
+    mine = [None if each is None else each.to("meta") for each in gradients[0]]
+    shard, operation = function(whole, mine, sizes, dtype, world)
+    problem = finished(operation)
+    return {"what is added up lies on": [str(each.device) for each in handed], "the shard lies on": str(shard.device)} | problem
+
+
+def on_meta(**_):
+    return {"what is added up lies on": ["meta"], "the shard lies on": "meta"}
+
+
 def one_reduction(gradients, sizes, padding, dtype):
     bytes = (sum(sizes) + padding) * dtype.itemsize
     told = {"operations": ["reduce_scatter"], "bytes": [bytes], "waited for before it was returned": False}
@@ -134,6 +150,10 @@ CHECK = Check(
         case(
             "property", "bfloat16 gradients, added in float32", in_bfloat16([256.0, 1.0], [1.0, 256.0]),
             "arithmetic: 256 + 1 is 257, which bfloat16 has not",
+        ),
+        case(
+            "property", "weights and gradients on another device than the CPU", digits(1, [(2, 3), (3,)], unused=[(0, 1)]),
+            CONTRACT, on_meta, devices,
         ),
         case("oracle", "random numbers", random(2, [(7, 5), (5,), (3, 11)], padding=1), ORACLE, tolerance=1e-12),
         case(

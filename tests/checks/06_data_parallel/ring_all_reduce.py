@@ -126,8 +126,9 @@ CHECK = Check(
             "shape and dtype", "two ranks, whole numbers", lambda: {"tensors": [torch.arange(4), torch.arange(4)]}, the_sum, CONTRACT,
             on_every_rank,
         ),
-        Case("worked example", "two ranks, two numbers", digits(2, 2), the_sum, DIGITS, on_every_rank, rtol=0.0),
+        # Not two ranks first: with two, both phases have one step, and wrong answers come out alike that are not.
         Case("worked example", "three ranks, three numbers", digits(3, 3), the_sum, DIGITS, on_every_rank, rtol=0.0),
+        Case("worked example", "two ranks, two numbers", digits(2, 2), the_sum, DIGITS, on_every_rank, rtol=0.0),
         Case("worked example", "four ranks, eight numbers", digits(4, 8), the_sum, DIGITS, on_every_rank, rtol=0.0),
         Case("worked example", "four ranks, five numbers: chunks differ in length", digits(4, 5), the_sum, DIGITS, on_every_rank, rtol=0.0),
         Case("worked example", "five ranks, two numbers: some chunks are empty", digits(5, 2), the_sum, DIGITS, on_every_rank, rtol=0.0),

@@ -27,8 +27,8 @@ def random(ranks: int, length: int, dtype, whole):
 
 
 def views_of(tensor):
-    """All of it, its first 2 numbers, and the rest."""
-    return [tensor, tensor[:2], tensor[2:]]
+    """All of it, its first 2 numbers, and the rest, by name."""
+    return {"whole": tensor, "whole[:2]": tensor[:2], "whole[2:]": tensor[2:]}
 
 
 def gathered(function, shards, whole):
@@ -36,25 +36,25 @@ def gathered(function, shards, whole):
 
     def work(world):
         unit = torch.zeros(world.size * len(shards[0]), dtype=whole)
-        views, shown_by_views = views_of(unit), []
-        for times in (1, 3):
+        views, seen = views_of(unit), {}
+        for time, times in (("", 1), (" the second time", 3)):
             unit.untyped_storage().resize_(0)
             shard = times * shards[world.rank]
             before = shard.clone()
             problem = finished(function(unit, shard, world))
-            shown_by_views += [shown(view) for view in views]
+            seen |= {name + time: shown(view) for name, view in views.items()}
             if not torch.equal(shard, before):
                 problem["changed its argument shard"] = True
             if problem:
                 return problem
-        return {"whole": shown_by_views[0], "views": shown_by_views[1:3], "the second time": shown_by_views[3:]}
+        return seen
 
     return over_ranks(work, len(shards))
 
 
 def concatenated(shards, whole):
-    once, again = torch.cat(shards).to(whole), torch.cat([3 * shard for shard in shards]).to(whole)
-    result = {"whole": once, "views": views_of(once)[1:], "the second time": views_of(again)}
+    once, again = views_of(torch.cat(shards).to(whole)), views_of(torch.cat([3 * shard for shard in shards]).to(whole))
+    result = once | {f"{name} the second time": view for name, view in again.items()}
     return {f"rank {rank}": result for rank in range(len(shards))}
 
 

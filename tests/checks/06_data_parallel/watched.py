@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from shared.course.comparing import Said
 from shared.parallel.threads import run_threads
 
 CONTRACT = "the contract"
@@ -20,11 +21,13 @@ def let_go(numbers: int, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-def shown(view: Tensor) -> Tensor | str:
+def shown(view: Tensor) -> Tensor | Said:
     """A view's numbers, unless its storage lacks them: who reads such a view ends the process."""
     needed = (view.storage_offset() + view.numel()) * view.element_size()
     held = view.untyped_storage().nbytes()
-    return view.clone() if held >= needed else f"the storage has {held} bytes, and this view needs {needed}"
+    if held >= needed:
+        return view.clone()
+    return Said(f"{'too little' if held else 'no'} memory ({held} bytes, {needed} are needed)")
 
 
 def overlaps(part: Tensor, whole: Tensor, rank: int) -> bool:
