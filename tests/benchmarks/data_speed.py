@@ -246,8 +246,11 @@ def memory(console: Console, megabytes: int, limit: int) -> None:
         found = json.loads(done.stdout)
         table = Table(title=f"Memory, MB, with data limited to {limit} MB")
         for column, value in (
-            ("text", found["text"]), ("peak before", found["began"]), ("peak after preparing", found["prepared"]), ("after serving", found["served"]),
-        ):  # fmt: skip
+            ("text", found["text"]),
+            ("peak before", found["began"]),
+            ("peak after preparing", found["prepared"]),
+            ("after serving", found["served"]),
+        ):
             table.add_column(column)
         table.add_row(*(f"{found[name]:.0f}" for name in ("text", "began", "prepared", "served")))
         console.print(table)
