@@ -2,14 +2,12 @@
 
 import threading
 
-import pytest
 import torch
 
 from shared.parallel import heartbeat
 from shared.parallel.communicator import OneRank
 from shared.parallel.heartbeat import Heartbeat, Patience
 from shared.parallel.ledger import Ledger
-from shared.parallel.stuck import Beat
 
 
 class Clock:
@@ -52,68 +50,56 @@ def test_silence_is_counted_in_looks_so_that_whoever_slept_accuses_nobody(monkey
     assert str(waits.problem).startswith("rank 1 has not been heard of for 2 s")
 
 
-class Board:
-    """A store in this process, with a clock that the test moves. `on_set` is called before something is written."""
-
-    def __init__(self):
-        self.written, self.on_set, self.now = {}, lambda text: None, 0.0
-        self.clone, self.set_timeout, self.monotonic = lambda: self, lambda time: None, lambda: self.now
-
-    def set(self, key, text):
-        self.on_set(text)
-        self.written[key] = text
-
-    def multi_get(self, keys):
-        return [self.written[key] for key in keys]
+def test_the_last_beat_is_not_taken_back_by_one_that_was_under_way(monkeypatch):
+    _, waits, works = two_hearts(monkeypatch, Patience())
+    works.thread = threading.Thread(target=works.run)
+    works.thread.start()
+    works.close("has finished")
+    works.beat()
+    waits.listen()
+    assert waits.heard[1].ended == "has finished"
 
 
-@pytest.fixture
-def hearts_on_a_board(monkeypatch):
-    """Of ranks 0 and 1, whose threads are not started, and where they write."""
-    board = Board()
-    monkeypatch.setattr("shared.parallel.heartbeat.time", board)
-    return [Heartbeat(board, rank, 2, Ledger(), Patience()) for rank in (0, 1)], board
+def test_a_rank_that_has_finished_is_not_missed_and_one_that_fell_silent_is(monkeypatch):
+    clock, waits, works = two_hearts(monkeypatch, Patience())
+    waits.ledger.waiting = None  # there is nothing that it needs the other one for
+
+    def listen(seconds):
+        for _ in range(seconds):
+            clock.now += 1.0
+            waits.beat(), waits.listen()
+
+    listen(29)  # a moment before rank 1 would be given up
+    works.beat("has finished")
+    waits.cut = True  # as where the connections of the rank that left are closed
+    listen(100)
+    assert waits.problem is None
+    works.beat()
+    listen(5)
+    assert str(waits.problem).startswith("rank 1 has not been heard of for 3 s")
 
 
-def listen(heart, board, seconds):
-    for _ in range(seconds):
-        board.now += 1.0
-        heart.beat()
-        heart.listen()
+def test_the_last_beat_waits_for_one_that_is_being_written(monkeypatch):
+    """A rank may leave while its heartbeat's thread is in the middle of a beat, and not wait long for that thread."""
+    _, waits, works = two_hearts(monkeypatch, Patience())
+    closer, last_beat, set_it = threading.Thread(target=works.close, args=["has finished"]), threading.Event(), works.store.set
+    works.thread.join = lambda seconds: None
 
-
-def test_a_rank_that_has_finished_is_not_missed_and_one_that_fell_silent_is(hearts_on_a_board):
-    (stays, leaves), board = hearts_on_a_board
-    listen(stays, board, 29)  # a moment before rank 1 would be given up
-    assert stays.problem is None
-    leaves.beat("has finished")
-    stays.cut = True  # as where the connections of the rank that left are closed
-    listen(stays, board, 100)
-    assert stays.problem is None
-    leaves.beat()
-    listen(stays, board, 31)
-    assert str(stays.problem).startswith("rank 1 has not been heard of for 3 s")
-
-
-def test_nothing_is_heard_of_a_rank_after_its_last_word(hearts_on_a_board):
-    """Its thread may be late: in the middle of a beat when the rank leaves, or with one beat more to come."""
-    (stays, leaves), board = hearts_on_a_board
-    leaves.thread.join = lambda seconds: None  # not waited for any longer
-    closer, last_word = threading.Thread(target=leaves.close, args=["has finished"]), threading.Event()
-
-    def in_the_middle(text):
-        if "has finished" in text:
-            last_word.set()
-        elif not leaves.closing.is_set():
+    def in_the_middle(key, text):
+        is_last = "has finished" in text
+        if not is_last:
             closer.start()
-            leaves.closing.wait()
-            last_word.wait(0.1)  # comes if it can, and must not come before what is being written
+            works.closing.wait()
+            last_beat.wait(0.2)  # comes if it can
+        set_it(key, text)
+        if is_last:
+            last_beat.set()
 
-    board.on_set = in_the_middle
-    leaves.beat()
+    class Store:
+        set = staticmethod(in_the_middle)
+
+    works.store = Store()
+    works.beat()
     closer.join()
-    leaves.beat()
-    board.on_set = lambda text: None
-    assert Beat.from_json(board.written["beat/1"]).ended == "has finished"
-    listen(stays, board, 100)
-    assert stays.problem is None
+    waits.listen()
+    assert waits.heard[1].ended == "has finished"

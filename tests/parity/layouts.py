@@ -48,11 +48,9 @@ FEATURES = {  # settings of a `LayoutRun`; `recompute` is the layout's
 EXACT = [name for name in FEATURES if name != "bfloat16"]
 
 
-def trained(world: Communicator, layout: ParallelConfig, feature: str) -> Told:
+def trained(world: Communicator, layout: ParallelConfig, recompute: str = "none", **settings) -> Told:
     """Three steps, and what they gave."""
-    settings = dict(FEATURES[feature])
-    layout = replace(layout, recompute=settings.pop("recompute", "none"), bucket_megabytes=0.02)
-    run = LayoutRun(world, layout, **settings)
+    run = LayoutRun(world, replace(layout, recompute=recompute, bucket_megabytes=0.02), **settings)
     for _ in range(STEPS):
         run.train(1)
         run.told.note(run.totals, run.update.gradient_norm, run.gradients())
@@ -62,7 +60,13 @@ def trained(world: Communicator, layout: ParallelConfig, feature: str) -> Told:
 
 def references(features=FEATURES) -> dict[str, Told]:
     """One process, without recomputation or anything else of this chapter."""
-    return {feature: trained(OneRank(), ParallelConfig(), feature) for feature in features}
+    return {feature: trained(OneRank(), ParallelConfig(), **FEATURES[feature] | {"recompute": "none"}) for feature in features}
+
+
+def rounding() -> Difference:
+    """What bfloat16 itself changes: one process in it against one process in float32."""
+    wide = FEATURES["bfloat16"] | {"objective": next_token_objective, "computed_in": None}
+    return difference(references(["bfloat16"])["bfloat16"], trained(OneRank(), ParallelConfig(), **wide))
 
 
 def difference(found: Told, expected: Told) -> Difference:
@@ -80,7 +84,7 @@ def matrix(world: Communicator, cases: list[tuple[str, str, str]], expected: dic
     """(backend, layout, feature) -> how far this rank is from one process."""
     results = {}
     for backend, layout, feature in cases:
-        told = trained(world, parse_layout(layout, ParallelConfig(backend=backend)), feature)
+        told = trained(world, parse_layout(layout, ParallelConfig(backend=backend)), **FEATURES[feature])
         results[backend, layout, feature] = difference(told, expected[feature])
     return results
 

@@ -8,7 +8,7 @@ from sharded_runs import MUON, SMALL, alone
 from shared.parallel.launch import run_processes
 
 EXACTLY = dict.fromkeys(("loss", "norm", "gradients", "weights"), 1e-9)
-IN_BFLOAT16 = {"loss": 1e-3, "norm": 5e-3, "gradients": 0.06, "weights": 0.05}  # of 8 bits; ranks round other sums than one process does
+IN_BFLOAT16 = {"loss": 1e-3, "norm": 5e-3, "gradients": 0.06, "weights": 0.05}  # ranks round other sums than one process: PARITY.md
 HANDED = [
     ("course fsdp2", "torch fsdp2"), ("torch fsdp2", "course dp2_zero2"), ("torch dp2_zero1", "course fsdp2"),
     ("course dp2_zero2", "torch dp2"), ("torch dp2", "torch fsdp2"), ("course dp2_zero1", "torch dp2_zero1"),
