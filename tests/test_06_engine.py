@@ -17,6 +17,7 @@ from shared.engine.config import CheckpointConfig, EngineConfig
 from shared.engine.defaults import default_callbacks
 from shared.engine.dump import read_dump
 from shared.engine.engine import RuntimeEngine
+from shared.engine.monitoring import Throughput
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.loop import accumulate_gradients, evaluate
 from shared.loss import next_token_objective
@@ -124,6 +125,13 @@ def from_nothing(world, words):
     return weights_of(apply_parallel(model, mesh, ADAMW, seed=5))
 
 
+def watched(world):
+    """What is watched on a rank: who, and with which replicas and peak."""
+    mesh = Mesh(parse_layout("dp2", ParallelConfig()), world)
+    found = for_ranks([Throughput(peak_flops=3e12)], apply_parallel(build(SMALL), mesh, ADAMW), mesh)
+    return [(type(each).__name__, getattr(each, "replicas", None), getattr(each, "peak_flops", None)) for each in found]
+
+
 def everything(world, folder):
     """All that two ranks are asked for, in one world."""
     told = {"broken": {words: broken(world, words, folder / f"broken {words}") for words in LAYOUTS}}
@@ -137,6 +145,7 @@ def everything(world, folder):
     whole = fitted(world, "course dp2", folder / "whole", steps=6, model=DROPOUT)[1]
     fitted(world, "course dp2", folder / "parts", steps=3, model=DROPOUT)
     torch.manual_seed(99)
+    told["watched"] = watched(world)
     told["dropout"] = whole, fitted(world, "course dp2", folder / "parts", steps=6, model=DROPOUT)[1]
     return told
 
@@ -153,7 +162,7 @@ def test_the_figures_are_those_of_one_process(runs, words):
     folder, alone, told = runs
     assert all(largest_difference(each["weights"][words], alone) < 1e-9 for each in told)
     here, there = (read_jsonl(folder / name / "figures.jsonl") for name in (words, "one"))
-    compared = [name for name in there[1] if name.startswith(("train/", "norm/"))]
+    compared = [name for name in there[1] if name.startswith(("train/", "norm/", "progress/"))]
     assert len(compared) > 10
     for step, figures in there.items():
         assert here[step] | {name: pytest.approx(figures[name], rel=1e-6) for name in compared} == here[step]
@@ -187,6 +196,11 @@ def test_a_model_without_memory_gets_the_weights_that_its_names_say(runs, words)
 
 def test_where_one_rank_is_asked_to_leave_all_leave_after_the_same_step(runs):
     assert [each["asked"] for each in runs[2]] == [(2, "SIGTERM", [2])] * 2
+
+
+def test_one_rank_tells_the_speed_of_all_and_every_rank_compares_replicas(runs):
+    first, last = ("StepSaid", None, None), ("ReplicaCheck", None, None)
+    assert [each["watched"] for each in runs[2]] == [[first, ("Throughput", 2, 6e12), last], [first, last]]
 
 
 def test_each_rank_goes_on_with_its_own_random_numbers(runs):
