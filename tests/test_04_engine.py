@@ -194,6 +194,8 @@ def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path):
     keep = CheckpointConfig(every=2, keep_last=1)
     engine = make_engine(tmp_path, evaluate_every=2, checkpoint=keep, world=Judge()).fit(Digits(), held_out(), steps=8)
     assert engine.checkpoints.best() == (6, 2.0) and engine.checkpoints.steps() == [6, 8]
+    saver = make_engine(tmp_path / "nothing saved").saver
+    assert saver.is_best(3.0) and not saver.is_best(float("nan"))
 
 
 def test_what_is_written_on_the_thread_is_what_was_when_it_was_saved(tmp_path):

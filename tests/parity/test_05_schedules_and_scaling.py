@@ -4,6 +4,7 @@ Each comparison has a negative control: with one rule broken on purpose it must 
 of rounding differs.
 """
 
+import math
 
 import pytest
 import torch
@@ -120,20 +121,25 @@ def scripted(step: int) -> dict:
     return made | {"x": made["x"] * float("inf")} if SCRIPT[step] == "x" else made
 
 
-def test_loss_scaling_is_grad_scalers():
+@pytest.mark.parametrize(
+    ("make_optimizer", "max_norm"),
+    [(lambda weights: torch.optim.AdamW(weights, lr=0.01), 0.7), (lambda weights: torch.optim.SGD(weights, lr=0.01), None)],
+    ids=["adamw, clipped", "sgd, not clipped: nothing hides a scale that stays"],
+)
+def test_loss_scaling_is_grad_scalers(make_optimizer, max_norm):
     """The same scales, the same skipped steps, the same weights, through overflows in the script."""
     model, oracle = Linear(torch.float32), Linear(torch.float32)
     scaler = LossScaler(LossScaleConfig(initial=2.0**8, interval=3))
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
-    optimizer, other = torch.optim.AdamW(model.parameters(), lr=0.01), torch.optim.AdamW(oracle.parameters(), lr=0.01)
-    update, scales = Update(max_norm=0.7, loss_scaler=scaler), []
+    optimizer, other = make_optimizer(model.parameters()), make_optimizer(oracle.parameters())
+    update, scales = Update(max_norm, loss_scaler=scaler), []
     for step in range(len(SCRIPT)):
         totals = train_step(model, optimizer, [scripted(step)], squared_error, scaler.scaled(accumulate_gradients), keep_totals, update)
         other.zero_grad()
         loss = squared_error(oracle, scripted(step)).loss_sum / 11
         theirs.scale(loss).backward()
         theirs.unscale_(other)
-        nn.utils.clip_grad_norm_(oracle.parameters(), 0.7)
+        nn.utils.clip_grad_norm_(oracle.parameters(), max_norm or math.inf)
         theirs.step(other)
         theirs.update()
         scales.append(scaler.state.scale)
