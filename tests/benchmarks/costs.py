@@ -1,7 +1,7 @@
 """What the course costs: seconds and peak memory of each chapter's notebook and run, measured here and now.
 
-    python tests/benchmarks/costs.py            prints the table
-    python tests/benchmarks/costs.py --write    also puts it into README.md, between its two markers
+    python tests/benchmarks/costs.py                  prints the table
+    python tests/benchmarks/costs.py 03 05 --write    only these chapters; also puts their rows into README.md, between its two markers
 
 A machine's speed moves by a factor of up to two between minutes: the table says what to expect, it compares nothing.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 
 from shared.course import catalogue
 from shared.course.paths import CHECKOUT
@@ -53,29 +54,37 @@ def notebook_cost(chapter: catalogue.Chapter) -> Cost:
 
 def run_cost(chapter: catalogue.Chapter) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
-        script = CHECKOUT / "chapters" / chapter.slug / "run.py"
-        return measure([sys.executable, str(script), "--output", folder], CHECKOUT)
+        home = CHECKOUT / "chapters" / chapter.slug
+        settings = yaml.safe_load((home / "run.yaml").read_text(encoding="utf-8"))
+        option = "--output" if "output" in settings else "--engine.output"  # the engine has a folder of its own from chapter 04 on
+        return measure([sys.executable, str(home / "run.py"), option, folder], CHECKOUT)
 
 
-def table() -> str:
+def row(chapter: catalogue.Chapter) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
-    lines = ["| chapter | on | notebook | `make run CHAPTER=NN` |", "|---|---|---|---|"]
-    for chapter in catalogue.chapters().values():
-        costs = [notebook_cost(chapter), run_cost(chapter)]
-        cells = [f"{cost.seconds:.0f} s, {cost.gigabytes:.1f} GB" for cost in costs]
-        lines.append(f"| {chapter.slug} | {device} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    cells = [f"{cost.seconds:.0f} s, {cost.gigabytes:.1f} GB" for cost in (notebook_cost(chapter), run_cost(chapter))]
+    return f"| {chapter.slug} | {device} | {' | '.join(cells)} |"
 
 
-def write(text: str) -> None:
+def write(text: str, measured: str) -> str:
+    """The README's text with a measured row in the place of the chapter's old one, or where it belongs among the others."""
+    head, between, tail = re.fullmatch(f"(.*{re.escape(BEGIN)}\n)(.*?)({re.escape(END)}.*)", text, re.S).groups()
+    title, rule, *rows = between.splitlines()
+    slug = lambda line: line.split("|")[1].strip()  # noqa: E731
+    kept = {slug(line): line for line in rows} | {slug(measured): measured}
+    return head + "\n".join([title, rule, *(kept[name] for name in sorted(kept))]) + "\n" + tail
+
+
+def main(words: list[str]) -> None:
     readme = CHECKOUT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = re.sub(f"(?<={re.escape(BEGIN)}\n).*?(?={re.escape(END)})", text + "\n", old, flags=re.S)
-    readme.write_text(new, encoding="utf-8")
+    asked = [word for word in words if word != "--write"]
+    for number, chapter in catalogue.chapters().items():
+        if not asked or number in asked:
+            measured = row(chapter)
+            print(measured, flush=True)
+            if "--write" in words:
+                readme.write_text(write(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    measured = table()
-    print(measured)
-    if "--write" in sys.argv[1:]:
-        write(measured)
+    main(sys.argv[1:])
