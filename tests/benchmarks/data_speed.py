@@ -241,10 +241,10 @@ def memory(console: Console, megabytes: int, limit: int) -> None:
         command = [sys.executable, "-c", MEMORY, str(path), f"{folder}/out", str(limit)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            console.print(f"{megabytes} MB did not fit into {limit} MB: {done.stderr.splitlines()[-1]}")
+            console.print(f"{megabytes} MiB did not fit into {limit} MiB: {done.stderr.splitlines()[-1]}")
             return
         found = json.loads(done.stdout)
-        table = Table(title=f"Memory, MB, with data limited to {limit} MB")
+        table = Table(title=f"Memory, MiB, with data limited to {limit} MiB")
         for column, value in (
             ("text", found["text"]),
             ("peak before", found["began"]),
