@@ -172,15 +172,17 @@ def test_hooks_are_removed_where_the_forward_pass_raises(tmp_path):
 
 
 @pytest.mark.slow  # the compiler's front alone takes ten seconds to import
-def test_a_compiled_model_is_dumped_too(tmp_path):
+@pytest.mark.parametrize("part", ["", "stack.blocks.0"], ids=["the model", "a block"])
+def test_a_compiled_model_is_dumped_too(tmp_path, part):
     """Hooks that come after compilation are passed by: without an uncompiled step the dump would have no activations."""
     model = TransformerModel(MODEL)
-    model.compile(backend="eager")  # the compiler's front, without its back, which needs a C++ compiler
+    model.get_submodule(part).compile(backend="eager")  # the compiler's front, without its back, which needs a C++ compiler
+    inside = "stack.blocks.0.attention"
     make_engine(tmp_path, [ModelDump(every=2)], model=model).fit(Loader(), steps=3)
-    assert "head" in read_dump(tmp_path / "dumps" / "step-00000002").entries["activations"]
+    assert inside in read_dump(tmp_path / "dumps" / "step-00000002").entries["activations"]
     with record_activations(model) as entries:
         model(batch(1, 0, 3)["input_ids"])
-    assert not entries, "the negative control"
+    assert inside not in entries, "the negative control"
 
 
 def test_activations_can_be_recorded_without_an_engine():

@@ -86,7 +86,8 @@ class EngineConfig:
     Args:
         output: the run's folder: checkpoints, logs, dumps, anomalies, traces.
         device: where to run; auto takes a GPU where there is one.
-        compile: let torch.compile translate the model; costs half a minute at the start, and needs a C++ compiler.
+        compile: let torch.compile translate the model, or each block of one that is fully sharded; costs half a minute at the start, and
+            needs a C++ compiler.
         log_every: steps between two logs.
         evaluate_every: steps between two evaluations on held-out data; 0 for one at the end only.
         early_stopping: end the run after this many evaluations without improvement; 0 for never.

@@ -194,7 +194,7 @@ class ModelDump(Callback):
     def recording_of(self, model: nn.Module) -> contextlib.ExitStack:
         """Begin to record activations; closing what is returned ends it."""
         stack, self.kept = contextlib.ExitStack(), {}
-        if model._compiled_call_impl is not None:
+        if any(module._compiled_call_impl is not None for module in model.modules()):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         self.activations = stack.enter_context(record_activations(model, self.kept if self.tensors else None))
         return stack

@@ -14,7 +14,7 @@ gradients; replicas of the whole (axis dp) add their shards at the last micro-ba
 Left out on purpose: keeping whole gradients over the micro-batches, which would save P moved for each and hold P; units other than these.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -65,6 +65,7 @@ class FullySharded:
         self.reducing: list[Callable[[], None]] = []
         for stack in stacks:
             stack.run_block = partial(self.run_block, stack.run_block)
+        model.compile = partial(compile_each, blocks)
         model.register_forward_pre_hook(self.before_forward)
         model.register_forward_hook(self.after_forward)
 
@@ -185,6 +186,12 @@ class BeforeIt(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         ctx.done()
         return upstream, None
+
+
+def compile_each(blocks: Sequence[nn.Module], **options: Any) -> None:
+    """In place of a model's `compile`: what blocks compute is compiled, and the gathering around them stays out of it."""
+    for block in blocks:
+        block.compile(**options)
 
 
 def autocast_without_cache(device_type: str) -> torch.autocast:

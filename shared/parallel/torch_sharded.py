@@ -7,6 +7,7 @@ Left out on purpose: parameters on a mesh of their own, cuts along other dimensi
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shared.model.init import initial_value
 from shared.parallel.communicator import Communicator
+from shared.parallel.fsdp import compile_each
 from shared.parallel.mesh import Mesh
 from shared.parallel.pieces import Cut, Pieces, make_piece
 from shared.parallel.processes import all_gather_single, reduce_scatter_single
@@ -58,6 +60,7 @@ class TorchSharded:
             unit.set_custom_all_gather(NotedAllGather(mesh.fsdp))
             unit.set_custom_reduce_scatter(NotedReduceScatter(mesh.fsdp))
         model.set_reduce_scatter_unused_params(True)  # or ranks that use different parameters send each other different amounts
+        model.compile = partial(compile_each, blocks)
         fetch_ahead(blocks, mesh.config.prefetch)
         if is_meta:
             model.to_empty(device=device)
