@@ -3,6 +3,7 @@
 A layout is also one word, as `make run LAYOUT=dp2_zero1` takes it: axes with their degrees, and `zero1` or `zero2`, joined by `_`.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -61,8 +62,8 @@ class ParallelConfig:
             )
         if self.zero and self.fully_sharded > 1:
             raise ValueError("parallel.zero beside fully_sharded: full sharding already cuts gradients and state. Set zero to 0.")
-        if self.prefetch < 0 or self.check_every < 0 or self.bucket_megabytes <= 0 or self.timeout <= 0:
-            raise ValueError("parallel: prefetch and check_every must be at least 0, bucket_megabytes and timeout above 0.")
+        if self.prefetch < 0 or self.check_every < 0 or self.bucket_megabytes <= 0 or not 0 < self.timeout < math.inf:
+            raise ValueError("parallel: prefetch and check_every must be at least 0, bucket_megabytes and timeout above 0 and finite.")
         if self.backend == "torch" and self.zero == 2:
             raise ValueError(
                 "parallel.zero 2 with backend torch: PyTorch has no such engine. Use zero 1, fully_sharded, or backend course."
