@@ -39,7 +39,8 @@ def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     below = settings.pop("extends", None)
     if below is not None and not isinstance(below, str):
         raise CourseError(f"{path} extends {below!r}: give the name of one file, beside this one or with its path.")
-    if settings.get("schedule") and settings["schedule"].get("steps", settings.get("steps")) != settings.get("steps"):
+    schedule = settings.get("schedule")
+    if isinstance(schedule, dict) and schedule.get("steps", settings.get("steps")) != settings.get("steps"):
         raise CourseError(f"{path} gives schedule.steps, and the schedule's steps are the run's: give steps.")
     return merged(read_settings(path.parent / below, (*seen, path)), settings) if below else settings
 
