@@ -1,7 +1,7 @@
 # The course's commands. Each one first makes what is missing: the environment in .venv and the packages in it.
 #
 #   make run                   train a small LLaMA with the trainer, on whatever hardware there is, and write a report
-#   make run IMPL=mine         ... with your own exercises (mixed: yours where their check passed)
+#   make run IMPL=mine         ... with your own exercises (mixed: yours where their check passed; otherwise as the file says)
 #   make run CONFIG=my.yaml ARGS="steps=500 optimizer.lr=0.002"    ... as that file and those words say; ARGS=--help lists all
 #   make run LAYOUT=dp2        ... on two processes: dp2, fsdp2, dp2_zero1, dp2_fsdp2, ... BACKEND=torch on PyTorch's own engine
 #   make run CHAPTER=01        a chapter's own run script; its options are ARGS="--steps 500 --data my_texts", ARGS=--help
@@ -15,9 +15,8 @@
 # TORCH_INDEX=ADDRESS          where to take PyTorch from, for its smaller build without CUDA: see the README
 
 CONFIG  ?= chapters/12_grpo/laptop.yaml
-IMPL    ?= reference
-BACKEND ?= course
 ARGS    ?=
+WORDS    = $(strip $(if $(IMPL),impl=$(IMPL)) $(if $(BACKEND),parallel.backend=$(BACKEND)) $(ARGS))
 VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/ready
@@ -33,11 +32,11 @@ help:
 run: $(READY)
 ifdef CHAPTER
 	@test -n "$(SCRIPT)" || { echo "There is no chapter $(CHAPTER) with a run script. There are: $(wildcard chapters/*/run.py)"; exit 2; }
-	@$(BIN)/python $(SCRIPT) --impl $(IMPL) $(ARGS)
+	@$(BIN)/python $(SCRIPT) $(if $(IMPL),--impl $(IMPL)) $(ARGS)
 else ifdef LAYOUT
-	@$(BIN)/python -m shared.trainer.start $(LAYOUT) $(CONFIG) impl=$(IMPL) parallel.backend=$(BACKEND) $(ARGS)
+	@$(BIN)/python -m shared.trainer.start $(LAYOUT) $(CONFIG) $(WORDS)
 else
-	@$(BIN)/python chapters/12_grpo/train.py $(CONFIG) impl=$(IMPL) $(ARGS)
+	@$(BIN)/python chapters/12_grpo/train.py $(CONFIG) $(WORDS)
 endif
 
 lab: $(READY)

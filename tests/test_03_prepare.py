@@ -180,6 +180,22 @@ def test_a_damaged_shard_is_named_and_made_again_once_deleted(raw, tmp_path):
 # Other inputs.
 
 
+@pytest.mark.parametrize("names", [["<|stop|>"], ["<|endoftext|>", "<|stop|>"]], ids=["no usual name", "a usual name beside it"])
+def test_what_is_found_prepared_ends_documents_as_it_did_when_it_was_made(raw, tmp_path, names):
+    """The end token stands in the tokenizer_config.json beside a given tokenizer, and is not to be guessed the second time."""
+    made = TextTokenizer.train(["some words"], 400, sentinels=0).to_json().replace("<|end|>", names[0])
+    made = made.replace("<|mask|>", names[-1]) if len(names) > 1 else made
+    (tmp_path / "tokenizer.json").write_text(made)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|stop|>"}))
+    config = config_of(raw, tokenizer=tmp_path)
+    first, second = prepare(config, tmp_path / "out"), prepare(config, tmp_path / "out")
+    assert first.tokenizer.end == second.tokenizer.end == "<|stop|>"
+    assert second.training.document(0)[-1] == second.tokenizer.end_id == first.tokenizer.end_id
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    if len(names) > 1:
+        assert prepare(config, tmp_path / "out").folder != first.folder
+
+
 def test_a_given_tokenizer_is_used_and_another_one_is_another_folder(raw, prepared, tmp_path):
     TextTokenizer.train(["other words"], 400, sentinels=0).save(tmp_path / "tokenizer.json")
     config = config_of(raw, tokenizer=tmp_path / "tokenizer.json")

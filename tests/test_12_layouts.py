@@ -2,15 +2,21 @@
 
 import json
 import os
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from safetensors.torch import load_file
-from trainer_runs import TINY, settings_file, train
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from trainer_runs import TINY, TRAIN, settings_file, train
 
 from shared.course.errors import CourseError
 from shared.trainer import start
@@ -140,6 +146,61 @@ def test_a_layout_gets_a_folder_and_as_many_processes_as_it_needs(tmp_path):
     assert start.command_of("one", [str(file)])[1] == 1
     torch, _ = start.command_of("fsdp2", [str(file), "parallel.backend=torch"])
     assert f"engine.output={tmp_path / 'run-fsdp2-torch'}" in torch
+
+
+def test_a_layouts_folder_has_the_name_that_the_report_looks_for_and_the_files_backend(tmp_path):
+    file = settings_file(tmp_path, tmp_path / "prepared", parallel={"backend": "torch"})
+    for word in ("zero1_dp2", "dp2_fsdp1_zero1"):
+        command, _ = start.command_of(word, [str(file)])
+        assert f"engine.output={tmp_path / 'run-dp2_zero1-torch'}" in command
+    with pytest.raises(CourseError, match="PyTorch has no such engine"):
+        start.command_of("dp2_zero2", [str(file)])
+
+
+@pytest.mark.parametrize(
+    ("layout", "words", "sentence"),
+    [
+        ("dp2", ["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
+        ("dp3", [], "cannot be shared equally among 3 ranks"),
+        ("dp2_zero3", [], "parallel.zero"),
+        ("dp2", ["parallel.backend=mpi"], "parallel.backend"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_once_and_before_anything_starts(tmp_path, capsys, monkeypatch, layout, words, sentence):
+    monkeypatch.setattr(start, "torchrun", lambda words: pytest.fail("ranks were started"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as left:
+        start.main([layout, str(settings_file(tmp_path, tmp_path / "prepared")), *words])
+    assert left.value.code == 2 and capsys.readouterr().err.count(sentence) == 1
+
+
+@pytest.mark.parametrize(("exitcode", "code"), [(75, 75), (-9, 137)])
+def test_ranks_that_failed_have_said_why_and_torchrun_says_nothing_more(monkeypatch, exitcode, code):
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=exitcode, error_file="<N/A>")
+    monkeypatch.setattr(run, "main", Mock(side_effect=ChildFailedError("train.py", {1: failure})))
+    assert start.torchrun([]) == code
+
+
+def test_ctrl_c_is_the_ranks_to_answer_and_has_the_code_of_one_process(monkeypatch):
+    monkeypatch.setattr(run, "main", Mock(side_effect=SignalException("told", signal.SIGINT)))
+    assert start.torchrun([]) == 130
+
+
+def test_a_rank_without_a_gpu_of_its_own_says_so_whichever_it_is(tmp_path):
+    file = settings_file(tmp_path, tmp_path / "prepared", engine={"device": "cuda"}, parallel={"data_parallel": 2})
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(TRAIN), str(file)], env=os.environ | place, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 1 and "Rank 1 of this machine has no GPU of its own" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_how_long_ranks_wait_for_one_that_prepares_text_is_the_configurations(tmp_path, monkeypatch):
+    """Text for the shipped run on two cards takes hours, and the other ranks wait for it in one operation."""
+    joining = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("shared.parallel.processes.from_torchrun", joining)
+    words = [str(settings_file(tmp_path, tmp_path / "prepared")), "parallel.longest_wait=7200", "parallel.timeout=20"]
+    with pytest.raises(KeyboardInterrupt):
+        runpy.run_path(str(TRAIN))["main"](words)
+    joining.assert_called_once_with(20.0, "cpu", 7200.0)
 
 
 def test_a_batch_that_cannot_be_shared_equally_is_refused(capsys):

@@ -35,6 +35,11 @@ def prepared(tmp_path_factory):
         (["report.top_k=0"], "report.top_k is 0"),
         (["faster"], "'faster' is no key=value"),
         (["model.architecture=encoder"], "needs a decoder"),
+        (["seed=9223372036854775808"], "give less than 2**63"),
+        (["data.epochs=0"], "data.epochs is 0: give at least 1, or null"),
+        (["engine.early_stopping=2", "engine.evaluate_every=0"], "early_stopping counts evaluations, and evaluate_every is 0"),
+        (["parallel.timeout=.inf"], "timeout above 0 and at most longest_wait, and both finite"),
+        (["data.prepare.sources=[{path: x, limit: 0}]"], "limit is 0: give at least 1 document"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, words, sentence):
@@ -49,6 +54,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, wor
         ({"engine": {"trackers": ["consol"]}}, "Did you mean 'console'"),
         ({"optimizer": {"to_adamw": ["nothing*"]}}, "nothing"),
         ({"model": {"position": "alibi"}}, "No known format can describe this model"),
+        ({"steps": 5000, "data": {"epochs": 2}}, "data.epochs is 2, which gives .* rows, enough for .* steps of 4, and steps is 5,000"),
     ],
 )
 def test_what_only_the_model_shows_is_refused_before_the_first_step(tmp_path, prepared, words, sentence):
@@ -103,6 +109,27 @@ def test_the_configuration_for_two_cards_of_24_gigabytes_fits():
     assert 4e9 < needs.total < 18e9, f"{needs.total / 1e9:.1f} GB"
 
 
+@pytest.mark.parametrize("section, key", [("engine", "output"), ("model", "hidden_size"), ("report", "prompts")])
+def test_a_null_in_a_file_is_refused_where_a_value_is_needed(tmp_path, prepared, capsys, section, key):
+    with pytest.raises(SystemExit):
+        parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared, **{section: {key: None}}))])
+    assert f"{section}.{key} is null: give a value, or leave it out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_section_that_is_left_empty_changes_nothing(tmp_path, prepared):
+    settings_file(tmp_path, prepared)
+    (tmp_path / "above.yaml").write_text("extends: tiny.yaml\nengine:\n#  log_every: 5\ndata:\n  fim:\n")
+    below, above = (parse_words(TrainerConfig, [str(tmp_path / name)]) for name in ("tiny.yaml", "above.yaml"))
+    assert above == below and above.engine.log_every == 2
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, prepared, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = [str(settings_file(tmp_path, prepared)), "engine.output=~/run", "data.prepared=~/prepared"]
+    config = parse_words(TrainerConfig, words)
+    assert (config.engine.output, config.data.prepared) == (tmp_path / "run", tmp_path / "prepared")
+
+
 def test_a_file_stands_on_another(tmp_path):
     (tmp_path / "below.yaml").write_text("steps: 7\nmodel: {hidden_size: 64, num_hidden_layers: 2}\nengine: {trackers: [console, jsonl]}\n")
     (tmp_path / "above.yaml").write_text("extends: below.yaml\nmodel: {hidden_size: 32}\nengine: {trackers: [jsonl]}\n")
@@ -116,6 +143,9 @@ def test_a_file_stands_on_another(tmp_path):
     [
         ("extends: a.yaml", "extends itself"),
         ("extends: b.yaml", "no configuration .*b.yaml, which a.yaml extends"),
+        ("extends: [b.yaml, c.yaml]", "give the name of one file"),
+        ("steps: 6\nschedule: {steps: 9}", "the schedule's steps are the run's: give steps"),
+        ("schedule: {steps: 9}", "the schedule's steps are the run's: give steps"),
         ("- 1", "holds no keys"),
         ("a: [", "is not YAML"),
     ],

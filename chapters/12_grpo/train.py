@@ -27,7 +27,11 @@ def main(words: list[str]) -> None:
     from shared.trainer.settings import parse_words
 
     config = parse_words(TrainerConfig, words)
-    world, _ = from_torchrun(config.parallel.timeout, "auto" if config.engine.device == "auto" else config.engine.device)
+    device = "auto" if config.engine.device == "auto" else config.engine.device
+    try:
+        world, _ = from_torchrun(config.parallel.timeout, device, config.parallel.longest_wait)
+    except CourseError as error:  # of this rank alone, where a machine has fewer GPUs than ranks: nobody else tells
+        sys.exit(f"\n{error}")
     pretrain(config, Console(), world)
 
 

@@ -5,7 +5,7 @@ it done, and preparing something else never overwrites it. Each file is whole or
 killed one, goes on after the last whole file, and ends with the same bytes.
 
     clean/00000.parquet ...      cleaned text, with the names of its documents (`shared.data.parts`)
-    tokenizer.json               trained on it, or copied from the one that was given
+    tokenizer.json               trained on it, or copied from the one that was given, with the name of its end token beside it
     training/00000.tokens.safetensors ..., held_out/...      the shards (`shared.data.shards`)
     report.json, report.png      what cleaning did
 
@@ -115,11 +115,17 @@ def fingerprint(config: PrepareConfig) -> str:
     decisive = asdict(config) | {
         "format": FORMAT,
         "sources": [identity(source) for source in config.sources],
-        "tokenizer": TextTokenizer.load(config.tokenizer).identity if config.tokenizer else None,
+        "tokenizer": given(config.tokenizer) if config.tokenizer else None,
         "libraries": [metadata.version(name) for name in LIBRARIES],
     }
     del decisive["workers"]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def given(path: Path) -> list[str]:
+    """What must be equal for a tokenizer to make the same data: itself, and the token that it ends a document with."""
+    tokenizer = TextTokenizer.load(path)
+    return [tokenizer.identity, tokenizer.end]
 
 
 def tokenizer_of(config: PrepareConfig, folder: Path, parts: Parts, bar: Progress) -> TextTokenizer:
@@ -132,8 +138,10 @@ def tokenizer_of(config: PrepareConfig, folder: Path, parts: Parts, bar: Progres
     else:
         advance = counter(bar, "training the tokenizer", min(config.tokenizer_bytes, parts.size("training")))
         tokenizer = TextTokenizer.train(sample(parts, config.tokenizer_bytes, advance), config.vocab_size, config.sentinels)
+    if config.tokenizer:  # beside it and before it, because a tokenizer.json alone does not say what ends a document
+        write_whole(path.with_name("tokenizer_config.json"), json.dumps({"eos_token": tokenizer.end}).encode())
     write_whole(path, tokenizer.to_json().encode())
-    return TextTokenizer.load(path, tokenizer.end)
+    return TextTokenizer.load(path)
 
 
 def sample(parts: Parts, size: int, advance: Callable[[int], None]) -> Iterator[str]:

@@ -50,6 +50,10 @@ class Source:
     streaming: bool = True
     limit: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}: give at least 1 document, or null for all.")
+
     def resolved_kind(self) -> str:
         """What `auto` stands for.
 

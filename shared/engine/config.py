@@ -117,10 +117,14 @@ class EngineConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self):
-        self.output = Path(self.output)
+        self.output = Path(self.output).expanduser()
         require(self.log_every >= 1, f"log_every is {self.log_every}: give at least 1 step.")
         require(self.evaluate_every >= 0, f"evaluate_every is {self.evaluate_every}: give steps, or 0 for one at the end.")
         require(self.early_stopping >= 0, f"early_stopping is {self.early_stopping}: give evaluations, or 0 for never.")
+        require(
+            not self.early_stopping or self.evaluate_every > 0,
+            "early_stopping counts evaluations, and evaluate_every is 0: there is only one, at the end. Give evaluate_every.",
+        )
 
 
 def require(condition: bool, sentence: str) -> None:

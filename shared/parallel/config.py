@@ -3,6 +3,7 @@
 A layout is also one word, as `make run LAYOUT=dp2_zero1` takes it: axes with their degrees, and `zero1` or `zero2`, joined by `_`.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -30,6 +31,7 @@ class ParallelConfig:
         bucket_megabytes: how many gradients travel together.
         offload_optimizer: keep the optimizer's state in the CPU's memory.
         timeout: seconds without a heartbeat after which a rank is given up; one that lives may take its time.
+        longest_wait: seconds that a rank waits for another one that lives and does not come, because it prepares text for instance.
         check_every: steps between two comparisons of the replicas' weights; 0 for never.
     """
 
@@ -46,6 +48,7 @@ class ParallelConfig:
     bucket_megabytes: float = 25.0
     offload_optimizer: bool = False
     timeout: float = 30.0
+    longest_wait: float = 1800.0
     check_every: int = 100
 
     def __post_init__(self):
@@ -61,8 +64,11 @@ class ParallelConfig:
             )
         if self.zero and self.fully_sharded > 1:
             raise ValueError("parallel.zero beside fully_sharded: full sharding already cuts gradients and state. Set zero to 0.")
-        if self.prefetch < 0 or self.check_every < 0 or self.bucket_megabytes <= 0 or self.timeout <= 0:
-            raise ValueError("parallel: prefetch and check_every must be at least 0, bucket_megabytes and timeout above 0.")
+        if self.prefetch < 0 or self.check_every < 0 or self.bucket_megabytes <= 0 or not 0 < self.timeout <= self.longest_wait < math.inf:
+            raise ValueError(
+                "parallel: prefetch and check_every must be at least 0, bucket_megabytes above 0, timeout above 0 and at most longest_wait, "
+                "and both finite."
+            )
         if self.backend == "torch" and self.zero == 2:
             raise ValueError(
                 "parallel.zero 2 with backend torch: PyTorch has no such engine. Use zero 1, fully_sharded, or backend course."

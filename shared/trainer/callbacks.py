@@ -31,11 +31,14 @@ class BitsPerByte(Callback):
 
 
 class Costs(Callback):
-    """Seconds spent in training steps and outside of them, and the largest memory, over all parts of the run."""
+    """Seconds spent in training steps and outside of them, and the largest memory, over all parts of the run; that is, as rank 0 saved them.
+
+    peak_memory: bytes. peak_here: of this process alone, which may be another rank than the one that saved, in another layout.
+    """
 
     def __init__(self):
         self.training = self.outside = 0.0
-        self.peak_memory = 0  # bytes
+        self.peak_memory = self.peak_here = 0
         self.mark: float | None = None
 
     def on_start(self, engine: "RuntimeEngine") -> None:
@@ -46,7 +49,8 @@ class Costs(Callback):
 
     def on_step(self, engine: "RuntimeEngine") -> None:
         self.training += self.since_mark()
-        self.peak_memory = max(self.peak_memory, peak_memory(engine.device))
+        self.peak_here = max(self.peak_here, peak_memory(engine.device))
+        self.peak_memory = max(self.peak_memory, self.peak_here)
 
     def on_end(self, engine: "RuntimeEngine") -> None:
         self.outside += self.since_mark()

@@ -3,12 +3,14 @@
 Loss curves that look alike prove nothing, so the weights are compared as well, tensor by tensor.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
+import torch
 from safetensors import safe_open
 
+from shared.course.errors import CourseError
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.parallel.config import layout_name
 from shared.trainer import provenance
@@ -29,7 +31,7 @@ def beside_one_process(config: TrainerConfig) -> dict[str, Any]:
     for figure in ("train/loss", "validation/loss"):
         pairs = [(here[step][figure], there[step][figure]) for step in here if figure in here[step] and figure in there.get(step, {})]
         if pairs:
-            found[f"largest difference in {figure} to {other}"] = max(abs(mine - theirs) for mine, theirs in pairs)
+            found[f"largest difference in {figure} to {other}"] = largest(abs(mine - theirs) for mine, theirs in pairs)
     if config.report.export and (other / "model").is_dir():
         found[f"largest difference in weights to {other}, relative"] = largest_difference(output / "model", other / "model")
     return found
@@ -39,17 +41,26 @@ def same_run(folder: Path, config: TrainerConfig) -> bool:
     """Whether a folder holds a finished run of the same configuration, the layout aside."""
     if not ((folder / provenance.CONFIG).is_file() and (folder / "results.json").is_file()):
         return False
-    before = provenance.flat(yaml.safe_load((folder / provenance.CONFIG).read_text(encoding="utf-8")))
+    try:
+        before = provenance.flat(provenance.read_record(folder / provenance.CONFIG))
+    except CourseError:  # another run's damage is no reason to end this one without its report
+        return False
     now = provenance.flat(provenance.plain(config))
     return all(before.get(key) == value for key, value in now.items() if not provenance.may_change(key))
 
 
 def largest_difference(mine: Path, theirs: Path) -> float:
     """Over the tensors of two exported models: |a - b| / |b|, by their lengths."""
-    largest = 0.0
+    differences = []
     for path in sorted(mine.glob("*.safetensors")):
         with safe_open(path, "pt") as here, safe_open(theirs / path.name, "pt") as there:
             for name in here.keys():
                 other = there.get_tensor(name).double()
-                largest = max(largest, ((here.get_tensor(name).double() - other).norm() / other.norm()).item())
-    return largest
+                difference = (here.get_tensor(name).double() - other).norm()
+                differences.append((difference / other.norm().clamp(min=torch.finfo(other.dtype).tiny)).item())
+    return largest(differences)
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest number, or NaN where any is none: Python's `max` would pass over it."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()

@@ -46,8 +46,10 @@ class DataConfig:
     held_out_rows: int | None = 128
 
     def __post_init__(self):
+        self.prepared = Path(self.prepared).expanduser()
         for name in ("seq", "batch_size", "micro_batch_size"):
             require(getattr(self, name) >= 1, f"data.{name} is {getattr(self, name)}: give at least 1.")
+        require(self.epochs is None or self.epochs >= 1, f"data.epochs is {self.epochs}: give at least 1, or null.")
         require(
             self.held_out_rows is None or self.held_out_rows >= 1, f"data.held_out_rows is {self.held_out_rows}: give at least 1, or null."
         )
@@ -129,6 +131,7 @@ class TrainerConfig:
     def __post_init__(self):
         require(self.steps >= 1, f"steps is {self.steps}: give at least 1.")
         require(self.seed >= 0, f"seed is {self.seed}: give at least 0.")
+        require(self.seed < 2**63, f"seed is {self.seed}: give less than 2**63.")
         self.schedule = replace(self.schedule, steps=self.steps)
         require(
             self.max_gradient_norm is None or self.max_gradient_norm > 0,

@@ -209,7 +209,21 @@ def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[Pack
         spare=FIM_SPARE if transform else 0,
         strategy=data.strategy,
     )
+    require_rows(training, config)
     return training, evaluation(config, text, data.held_out_rows, mesh)
+
+
+def require_rows(loader: PackedLoader, config: TrainerConfig) -> None:
+    """Refuse more steps than the text has rows for. Said only when it has ended, it would come after the training and before the report."""
+    if config.data.epochs is None:
+        return
+    rows = sum(loader.feed.plan(epoch)[0].rows for epoch in range(config.data.epochs))
+    enough = -(-rows // config.data.batch_size)
+    if enough < config.steps:
+        raise CourseError(
+            f"data.epochs is {config.data.epochs}, which gives {rows:,} rows, enough for {enough:,} steps of {config.data.batch_size}, and "
+            f"steps is {config.steps:,}: give more text, more epochs, or fewer steps."
+        )
 
 
 def evaluation(config: TrainerConfig, text: PreparedText, rows: int | None, mesh: Mesh | None = None) -> EvaluationLoader:

@@ -21,6 +21,7 @@ from shared.model.transformer import TransformerModel
 from shared.parallel.config import layout_name
 from shared.parallel.local_state import weights_on_rank_0
 from shared.totals import bits_per_byte
+from shared.trainer.callbacks import peak_memory
 from shared.trainer.comparison import beside_one_process
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def look_at(run: "Run", console: Console) -> Results | None:
     with console.status("Looking at what was learned ..."):
         batches = (on_device(batch, engine.device) for batch in evaluation(config, text, None, run.mesh))
         totals = engine.world.add(evaluate(engine.model, batches, engine.objective))
-        memory = run.mesh.world.gather_objects(run.costs.peak_memory)
+        memory = run.mesh.world.gather_objects(run.costs.peak_here or peak_memory(engine.device))
         model = whole_model(run)
         if model is None:
             return None
@@ -136,10 +137,10 @@ def spelled(name: str, value: Any) -> str:
         return value
     if isinstance(value, int):
         return f"{value:,}"
+    if "difference" in name:  # first, because the rest of its name is a folder's
+        return f"{value:.1e}"
     if "right" in name or "utilisation" in name:
         return f"{value:.1%}"
-    if "difference" in name:
-        return f"{value:.1e}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 

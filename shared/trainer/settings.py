@@ -5,8 +5,9 @@ line, as in `optimizer.lr=0.003`. A key that does not exist is refused, with the
 """
 
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 
@@ -22,7 +23,7 @@ def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The keys of a YAML file, over those of the file that it extends, as deep as they go.
 
     Raises:
-        CourseError: a file that is not there, is not YAML, holds no keys, or extends itself.
+        CourseError: a file that is not there, is not YAML, holds no keys, or extends itself or something else than one file.
     """
     path = path.resolve()
     if path in seen:
@@ -36,15 +37,22 @@ def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise CourseError(f"{path} holds no keys: write `key: value` lines.")
     below = settings.pop("extends", None)
+    if below is not None and not isinstance(below, str):
+        raise CourseError(f"{path} extends {below!r}: give the name of one file, beside this one or with its path.")
+    schedule = settings.get("schedule")
+    if isinstance(schedule, dict) and schedule.get("steps", settings.get("steps")) != settings.get("steps"):
+        raise CourseError(f"{path} gives schedule.steps, and the schedule's steps are the run's: give steps.")
     return merged(read_settings(path.parent / below, (*seen, path)), settings) if below else settings
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, key by key; anything but a dictionary is replaced whole."""
+    """`above` over `below`, key by key; anything but a dictionary is replaced whole. A section that is left empty changes nothing."""
     result = dict(below)
     for key, value in above.items():
         old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        if isinstance(old, dict):
+            value = merged(old, {} if value is None else value) if isinstance(value, dict | None) else value
+        result[key] = value
     return result
 
 
@@ -84,9 +92,37 @@ def parse_text(config_class: type[Config], text: str) -> Config:
 
 
 def configuration(parser: OptionParser, config_class: type[Config], text: str, options: list[str]) -> Config:
-    values = parser.parse_args([f"--settings={text}", *options])
+    settings = without_empty_sections(config_class, yaml.safe_load(text))
+    values = parser.parse_args([f"--settings={yaml.safe_dump(settings)}", *options])
     try:
+        require_values(config_class, vars(values))
         fields = vars(parser.instantiate(values))
         return config_class(**{name: value for name, value in fields.items() if name != "settings"})
     except ValueError as error:  # a configuration that refuses its own values
         parser.error(str(error))
+
+
+def without_empty_sections(config_class: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """The same keys without sections of which nothing is said, such as one whose lines are all comments."""
+    kept = dict(settings)
+    for name, hint in get_type_hints(config_class).items():
+        if is_dataclass(hint) and name in settings:
+            if settings[name] is None:
+                del kept[name]
+            elif isinstance(settings[name], dict):
+                kept[name] = without_empty_sections(hint, settings[name])
+    return kept
+
+
+def require_values(config_class: type, values: dict[str, Any], prefix: str = "") -> None:
+    """Refuse a null where a field must have a value; the parser lets it through.
+
+    Raises:
+        ValueError: names the key.
+    """
+    for name, hint in get_type_hints(config_class).items():
+        value = values.get(name)
+        if value is None and type(None) not in get_args(hint):
+            raise ValueError(f"{prefix}{name} is null: give a value, or leave it out.")
+        if is_dataclass(hint):
+            require_values(hint, vars(value), f"{prefix}{name}.")

@@ -2,18 +2,20 @@
 
     python -m shared.trainer.start fsdp2 chapters/12_grpo/laptop.yaml steps=100
 
-A layout that cannot be is refused here, before anything starts. On several machines, call torchrun itself on `chapters/12_grpo/train.py`
+What cannot be, a layout or any other setting, is refused here, before anything starts. On several machines, call torchrun itself on `chapters/12_grpo/train.py`
 with the same words after it: `parallel.fully_sharded=4 parallel.data_parallel=2`.
 """
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
-from shared.parallel.config import AXES, ParallelConfig, parse_layout
-from shared.trainer.settings import read_settings
+from shared.parallel.config import AXES, ParallelConfig, layout_name, parse_layout
+from shared.trainer.settings import parse_words, read_settings
 
 TRAIN = CHECKOUT / "chapters" / "12_grpo" / "train.py"
 
@@ -29,27 +31,53 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
     if not words or "=" in words[0]:
         raise CourseError("Give a configuration after the layout, such as chapters/12_grpo/laptop.yaml.")
     said = dict(word.removeprefix("--").split("=", 1) for word in words[1:] if "=" in word)
-    backend = said.get("parallel.backend", "course")
     try:
-        config = parse_layout(layout, ParallelConfig(backend=backend))
+        config = parse_layout(layout, ParallelConfig(backend=said.get("parallel.backend", "course")))
+        written = read_settings(Path(words[0]))
+        backend = said.get("parallel.backend") or (written.get("parallel") or {}).get("backend", "course")
+        config = replace(config, backend=backend)
     except ValueError as error:
         raise CourseError(str(error)) from error
     words = [*words, *(f"parallel.{name}={getattr(config, name)}" for name in (*AXES.values(), "zero"))]
     if "engine.output" not in said and config.ranks > 1:
-        output = Path(read_settings(Path(words[0])).get("engine", {}).get("output", "runs/engine"))
-        words.append(f"engine.output={output.with_name('-'.join([output.name, layout] + [backend] * (backend != 'course')))}")
+        output = Path((written.get("engine") or {}).get("output") or "runs/engine")
+        name = "-".join([output.name, layout_name(config)] + [backend] * (backend != "course"))  # the report looks for this name
+        words.append(f"engine.output={output.with_name(name)}")
     # They meet on this machine and by this name, whatever the machine calls itself, and whether anybody knows it by that.
     here = ["--standalone", "--local-addr", "localhost"]
-    torchrun = ["-m", "torch.distributed.run", *here, "--nproc-per-node", str(config.ranks)] if config.ranks > 1 else []
-    return [sys.executable, *torchrun, str(TRAIN), *words], config.ranks
+    launcher = ["-m", "torch.distributed.run", *here, "--nproc-per-node", str(config.ranks)] if config.ranks > 1 else []
+    return [sys.executable, *launcher, str(TRAIN), *words], config.ranks
 
 
 def main(words: list[str]) -> None:
     if not words or words[0] in ("-h", "--help"):
         sys.exit(__doc__)
     command, ranks = command_of(words[0], words[1:])
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))  # torchrun gives each process one, however many cores there are
-    os.execve(command[0], command, {"OMP_NUM_THREADS": threads} | os.environ)
+    if ranks == 1:
+        os.execv(command[0], command)
+    from shared.trainer.config import TrainerConfig
+
+    parse_words(TrainerConfig, command[command.index(str(TRAIN)) + 1 :])  # or each rank would refuse the same, and torchrun add a page
+    # torchrun gives each process one thread, however many cores there are.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    sys.exit(torchrun(command[3:]))
+
+
+def torchrun(words: Sequence[str]) -> int:
+    """Start the ranks, and wait for them: torchrun without its pages of where its own code stands. Returns what to exit with, which is the
+    code of the first rank that failed, or the one that shells give to the signal."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.main(list(words))
+    except ChildFailedError as error:  # the rank has said why
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def prepare_ours(folder: str) -> Round:
     from shared.data.cleaning.cleaner import Cleaner, CleaningConfig
     from shared.data.parts import Parts
     from shared.data.prepare import write_shards
+    from shared.data.sources import Source
     from shared.data.tokenizer import TextTokenizer
 
     tokenizer = TextTokenizer.load(Path(folder))
@@ -44,7 +45,7 @@ def prepare_ours(folder: str) -> Round:
     documents = [Document(str(number), text.encode()) for number, text in enumerate(corpus()[SAMPLE])]
     cleaner = Cleaner(CleaningConfig(stages=()))
     parts.write(0, list(cleaner.clean(documents)), cleaner)
-    parts.finish(1, cleaner.report)
+    parts.finish(1, cleaner.report, [Source()])
 
     def one_round() -> dict[str, float]:
         with tempfile.TemporaryDirectory(dir=folder) as target, Progress(disable=True) as bar:

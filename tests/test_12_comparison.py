@@ -1,0 +1,68 @@
+"""A spread run beside one process: what differs is said, whatever lies in the other folder, and each rank's memory is its own."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from trainer_runs import TINY
+
+from shared.trainer import provenance
+from shared.trainer.callbacks import Costs
+from shared.trainer.comparison import beside_one_process
+from shared.trainer.config import TrainerConfig
+from shared.trainer.results import spelled
+from shared.trainer.settings import merged, parse_text
+
+
+@pytest.fixture
+def beside(tmp_path):
+    """Write two finished runs, `run` and `run-dp2`, and compare: beside(weights here, weights there, loss here, loss there)."""
+
+    def compare(here, there, loss_here=1.0, loss_there=1.0, record=None):
+        output = {"engine": {"output": str(tmp_path / "run-dp2")}, "parallel": {"data_parallel": 2}}
+        config = parse_text(TrainerConfig, yaml.safe_dump(merged(TINY, output)))
+        for name, weights, loss in (("run-dp2", here, loss_here), ("run", there, loss_there)):
+            (tmp_path / name / "model").mkdir(parents=True)
+            save_file({f"w{i}": torch.tensor(w) for i, w in enumerate(weights)}, tmp_path / name / "model" / "model.safetensors")
+            (tmp_path / name / "figures.jsonl").write_text(json.dumps({"step": 1, "train/loss": loss}) + "\n")
+            (tmp_path / name / "results.json").write_text("{}")
+            (tmp_path / name / "config.yaml").write_text(record or yaml.safe_dump(provenance.plain(config)))
+        return list(beside_one_process(config).values())
+
+    return compare
+
+
+def test_differences_are_the_largest_of_all_tensors(beside):
+    assert beside([[3.0], [2.0]], [[2.0], [2.0]], 1.5, 1.25) == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("broken", [[[float("nan")], [2.0]], [[2.0], [float("nan")]]])
+def test_weights_that_are_no_numbers_are_no_small_difference(beside, broken):
+    loss, weights = beside(broken, [[2.0], [2.0]])
+    assert loss == 0 and weights != weights
+
+
+def test_weights_of_zeros_on_both_sides_do_not_differ(beside):
+    assert beside([[0.0]], [[0.0]]) == [0, 0]
+
+
+def test_a_damaged_run_beside_it_is_passed_over(beside):
+    assert beside([[2.0]], [[2.0]], record="[") == []
+
+
+def test_a_folder_whose_name_holds_a_figures_name_changes_nothing():
+    assert spelled("largest difference in train/loss to runs/bright", 1e-7) == "1.0e-07"
+    assert spelled("held-out next tokens guessed right", 0.25) == "25.0%"
+
+
+def test_what_rank_0_saved_is_no_measure_of_this_process(monkeypatch):
+    """Every rank is handed rank 0's state, possibly that of one process which held everything."""
+    monkeypatch.setattr("shared.trainer.callbacks.peak_memory", lambda device: 500)
+    costs = Costs()
+    costs.load_state_dict({"training": 1.0, "outside": 1.0, "peak_memory": 9000})
+    costs.on_start(None)
+    costs.on_step(SimpleNamespace(device=torch.device("cpu")))
+    assert (costs.peak_memory, costs.peak_here) == (9000, 500)
