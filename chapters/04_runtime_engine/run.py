@@ -71,7 +71,7 @@ def run(config: RunConfig) -> None:
     from shared.engine.text_windows import TextWindows
     from shared.model.sliced_loss import sliced_next_token_objective
     from shared.model.transformer import TransformerModel
-    from shared.text_run import corpus_of, pick_device, print_header, texts_of
+    from shared.text_run import corpus_of, print_header, texts_of
 
     console = Console()
     require_trainable(config)
@@ -86,8 +86,8 @@ def run(config: RunConfig) -> None:
     torch.manual_seed(config.seed)  # dropout, where the model has any
     model = TransformerModel(config.model, seed=config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
-    print_header(console, corpus, model, pick_device(config.engine.device))
     engine = RuntimeEngine(model, optimizer, config.engine, objective=sliced_next_token_objective, console=console)
+    print_header(console, corpus, model, engine.device)  # after the engine, whose callbacks bring the last of the parts that it counts
     engine.fit(loader, held_out, steps=config.steps)
     if engine.interruption.asked and engine.step < config.steps:
         console.print(f"The same command goes on from step {engine.step}.", highlight=False)

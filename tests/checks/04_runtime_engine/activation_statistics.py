@@ -111,6 +111,9 @@ CHECK = Check(
         by_numpy_case(
             "property", "float64: a spread of a millionth around 1", random(23, 29, dtype=torch.float64, scale=1e-6, shift=1.0), 1e-8, 0.0
         ),
+        by_numpy_case(
+            "property", "float64: what float32 takes for 0 and for infinity", numbers(0.0, 1e-60, 3e60, -1e60, dtype=torch.float64), 1e-12
+        ),
         Case("property", "a tensor without elements is refused", numbers(), lambda **given: {"raised": "ValueError"}, CONTRACT),
         by_numpy_case("oracle", "after a ReLU", halved_by_relu),
         by_numpy_case("oracle", "float64 that is not contiguous", strided, 1e-12, 1e-14),

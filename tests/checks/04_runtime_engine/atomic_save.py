@@ -19,6 +19,7 @@ CONTRACT = "the contract"
 ORACLE = "the operating system's calls, written down"
 FLAT = {"weights": "new weights", "state": "new state"}
 DEEP = {"weights": "new weights", "optimizer/first": "new first", "optimizer/more/second": "new second"}
+DOTTED = {"weights": "new weights", ".state": "new state"}
 OLD = {"weights": "old weights", "only in the old": "something"}
 CHANGING = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "fsync")
 
@@ -42,11 +43,15 @@ def tree(folder: Path) -> dict[str, str] | None:
     return {str(path.relative_to(folder)): path.read_text() if path.is_file() else "(empty)" for path in paths}
 
 
+def workplace() -> Path:
+    return Path(tempfile.gettempdir(), f"course-atomic-{os.getpid()}")
+
+
 @contextlib.contextmanager
 def place(name: str, existing: dict | None, leftover: dict | None, fsync: Callable[[int], None] = lambda handle: None) -> Iterator[Path]:
     """A target in a folder `runs`, with an earlier checkpoint beside it. The folder has the same name each time, since errors
     tell it. Waiting for the disk is left out: who asks for it is what counts."""
-    folder = Path(tempfile.gettempdir(), f"course-atomic-{os.getpid()}")
+    folder = workplace()
     target = folder / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)  # of a check that was killed
     fill(target.with_name("step-3"), {"weights": "of step 3"})
@@ -118,6 +123,17 @@ def broken_disk(function, name, files, existing, leftover):
     return failing(function, lambda folder: fill(folder, files), name, existing, leftover, fsync=fsync)
 
 
+def broken_name(function, name, files, existing, leftover):
+    """Forcing the new name to the disk fails."""
+    runs = workplace() / "runs"
+
+    def fsync(handle: int) -> None:
+        if os.path.samestat(os.fstat(handle), runs.stat()) and not (runs / f"{name}.partial").exists():
+            raise OSError(errno.EIO, "Input/output error")
+
+    return failing(function, lambda folder: fill(folder, files), name, existing, leftover, fsync=fsync)
+
+
 def failing(function, write, *standing, **more):
     with place(*standing, **more) as target:
         try:
@@ -139,15 +155,17 @@ def expected_failing(error: str):
 class Calls:
     """Writes down, for every call of os that changes a folder or forces one to the disk, what it found.
 
-    forced: paths forced to the disk since the last renaming, relative to the run's folder; "." is that folder.
+    forced: paths forced to the disk since the last renaming, relative to the run's folder ("." is that folder), with what they held.
     forced_before: those forced before the folder got the target's name.
+    too_early: those of them that held something else by then.
     found: what a reader finds under the target's name, each time that it changes.
     """
 
     def __init__(self, target: Path, old: dict | None, new: dict):
         self.target, self.old, self.new = target, old, new
-        self.forced: set[str] = set()
+        self.forced: dict[str, str | list[str] | None] = {}
         self.forced_before: set[str] = set()
+        self.too_early: list[str] = []
         self.found: list[str] = []
 
     def look(self) -> None:
@@ -163,10 +181,14 @@ class Calls:
         def call(*args, **kwargs):
             self.look()
             if name == "fsync":
-                self.forced.add(self.name_of(args[0]))
+                forced = self.name_of(args[0])
+                self.forced[forced] = self.held(forced)
+            if renaming := name in ("rename", "replace") and Path(args[1]) == self.target:
+                inside = {path: was for path, was in self.forced.items() if path != "."}
+                self.too_early = sorted(path for path, was in inside.items() if self.held(path) != was)
             result = original(*args, **kwargs)
-            if name in ("rename", "replace") and Path(args[1]) == self.target:
-                self.forced_before, self.forced = self.forced, set()
+            if renaming:
+                self.forced_before, self.forced = {*self.forced} - {*self.too_early}, {}
             self.look()
             return result
 
@@ -176,6 +198,13 @@ class Calls:
         folder = self.target.parent
         same = [path for path in [folder, *folder.rglob("*")] if os.path.samestat(path.stat(), os.fstat(handle))]
         return str(same[0].relative_to(folder)) if same else "something else"
+
+    def held(self, name: str) -> str | list[str] | None:
+        """A file's text, a folder's list of names."""
+        path = self.target.parent / name
+        if path.is_dir():
+            return sorted(entry.name for entry in path.iterdir())
+        return path.read_text() if path.exists() else None
 
 
 def watch(function, name, files, existing, leftover) -> Calls:
@@ -192,16 +221,24 @@ def forced(function, name, files, **more):
     calls = watch(function, name, files, **more)
     partial = Path(f"{name}.partial")
     paths = {str(parent) for file in files for parent in [partial / file, *(partial / file).parents]} - {"."}
-    missing, unnamed = sorted(paths - calls.forced_before), sorted({"."} - calls.forced)
+    missing, unnamed = sorted(paths - calls.forced_before), sorted({"."} - calls.forced.keys())
     return {
         "not forced to the disk before it got its name": missing,
         "not forced to the disk afterwards": unnamed,
-        "but afterwards": sorted(calls.forced - {"."}) if missing or unnamed else [],
+        "but afterwards": sorted(calls.forced.keys() - {"."}) if missing or unnamed else [],
+        "forced before it held what it holds": [path for path in calls.too_early if path in missing],
     }
 
 
 def all_forced(**given):
-    return {"not forced to the disk before it got its name": [], "not forced to the disk afterwards": [], "but afterwards": []}
+    return {
+        "not forced to the disk before it got its name": [], "not forced to the disk afterwards": [], "but afterwards": [],
+        "forced before it held what it holds": [],
+    }
+
+
+def named_after_all(name, files, **given):
+    return {"went on": "OSError: [Errno 5] Input/output error"} | expected_standing(name, files)
 
 
 def found(function, **given):
@@ -256,5 +293,7 @@ CHECK = Check(
             "oracle", "what a reader finds meanwhile, where there is an older folder", given(DEEP, existing=OLD),
             lambda **given: {"a reader finds": ["the old", "the new"]}, ORACLE, found,
         ),
+        Case("oracle", "what is on the disk of a file whose name begins with a dot", given(DOTTED), all_forced, ORACLE, forced),
+        Case("oracle", "forcing the new name to the disk fails", given(FLAT), named_after_all, CONTRACT, broken_name),
     ],
 )

@@ -114,5 +114,7 @@ CHECK = Check(
             "a small BERT: an encoder with an mlm head, which has a matrix more", 13,
             architecture="encoder", head="mlm", position="learned", vocab_size=11, head_dim=4,
         ),
+        watched("an encoder with two segments, and with the usual head", 17, architecture="encoder", position="learned", type_vocab_size=2),
+        watched("a sequence longer than the model is made for", 19, max_position_embeddings=7),
     ],
 )

@@ -3,6 +3,8 @@
 Tolerances: none. The same operations on the same numbers, in one process with one thread, give the same bits.
 """
 
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -31,6 +33,17 @@ def interrupted(make_optimizer=adamw, here=None, steps_here: int = 0):
 def other_order():
     given = interrupted()()
     return given | {"parts": dict(reversed(given["parts"].items()))}
+
+
+def weights_in_other_order():
+    given = interrupted()()
+    snapshot = given["snapshot"]
+    return given | {"snapshot": dataclasses.replace(snapshot, weights=dict(reversed(snapshot.weights.items())))}
+
+
+def no_parts():
+    given = interrupted()()
+    return given | {"snapshot": dataclasses.replace(given["snapshot"], parts={}), "parts": {}}
 
 
 class OneWeight(nn.Module):
@@ -139,6 +152,14 @@ def other_shape(snapshot, run):
     snapshot.weights["mix.bias"] = torch.ones(1).double()
 
 
+def renamed_weight(snapshot, run):
+    snapshot.weights["middle"] = snapshot.weights.pop("center")
+
+
+def transposed(snapshot, run):
+    snapshot.weights["tokens.weight"] = snapshot.weights["tokens.weight"].T.clone()
+
+
 def more_elements(snapshot, run):
     snapshot.weights["mix.weight"] = torch.ones(7, 5).double()
 
@@ -215,17 +236,24 @@ CHECK = Check(
             "property", "the snapshot is the same after the resumed run has gone on", interrupted(),
             lambda snapshot, **given: contents_of(snapshot), CONTRACT, snapshot_afterwards, RUN, rtol=0.0,
         ),
+        Case(
+            "property", "the next random numbers of a run without parts", no_parts,
+            lambda **given: (Run(3).steps(2), {"next random numbers": drawn()})[1], ORACLE, random_numbers, RUN, rtol=0.0,
+        ),
         Case("property", "resumed twice from one snapshot", interrupted(), uninterrupted_twice, ORACLE, twice, RUN, rtol=0.0),
         refusal("this run has a buffer that the snapshot lacks", without_weight, "center"),
         refusal("the snapshot has a weight that this run lacks", with_weight, "scale"),
         refusal("a weight of another shape: a single number", other_shape, "mix.bias"),
         refusal("a weight of another shape: more rows", more_elements, "mix.weight"),
+        refusal("a weight of another shape: transposed", transposed, "tokens.weight"),
+        refusal("as many weights, one of them of another name", renamed_weight),
         refusal("this run has a part that the snapshot lacks", without_part, "temperature"),
         refusal("the snapshot has a part that this run lacks", with_part, "scaler"),
         refusal("the optimizer has other parameters", other_optimizer, "mix.weight"),
         exact("three steps on, AdamW with two groups", interrupted()),
         exact("three steps on, into a run that has gone a step of its own", interrupted(steps_here=1)),
         exact("three steps on, the parts given in another order", other_order),
+        exact("three steps on, the weights saved in another order", weights_in_other_order),
         exact("three steps on, the optimizer's groups in another order", interrupted(here=regrouped)),
         exact("three steps on, SGD with momentum", interrupted(momentum), momentum),
     ],
