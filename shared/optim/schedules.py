@@ -34,7 +34,7 @@ def learning_rate_factor(step: int, name: str, warmup_steps: int, steps: int, de
         step: the number of the step, from 1.
         name: see above.
         warmup_steps: 0 or more.
-        steps: of the whole run.
+        steps: of the whole run, which warm-up and decay fit into.
         decay_steps: of wsd; the others do not read it.
         minimum: the factor that a decay ends at; constant does not read it.
 

@@ -79,8 +79,8 @@ CHECK = Check(
             leaves(parameter=[1.8], exp_avg=[0.4], exp_avg_sq=[0.16]), "arithmetic: 2 - 0.1 * 0.5 * 2 - 0.1",
         ),
         example(
-            "eps of 4 beside a corrected root of 4", numbers([2.0], [4.0], [0.0], [0.0], 1, eps=4.0),
-            leaves(parameter=[1.95], exp_avg=[0.4], exp_avg_sq=[0.16]), "arithmetic: 2 - 0.1 * 4 / (4 + 4)",
+            "eps of 12 beside a corrected root of 4", numbers([2.0], [4.0], [0.0], [0.0], 1, eps=12.0),
+            leaves(parameter=[1.975], exp_avg=[0.4], exp_avg_sq=[0.16]), "arithmetic: 2 - 0.1 * 4 / (4 + 12)",
         ),
         example(
             "the second step of a mean that stands at (0.4, 0.16)", numbers([2.0], [-4.0], [0.4], [0.16], 2),

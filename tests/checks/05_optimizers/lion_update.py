@@ -78,7 +78,8 @@ CHECK = Check(
         ),
         example(
             "worked example", "they disagree, and the gradient is stronger", numbers([2.0], [20.0], [-1.0]),
-            leaves(parameter=[1.9], exp_avg=[-0.79]), "arithmetic: the direction 0.9 * -1 + 0.1 * 20 is positive; the memory is -0.99 + 0.2",
+            leaves(parameter=[1.9], exp_avg=[-0.79]),
+            "arithmetic: the direction 0.9 * -1 + 0.1 * 20 is positive; the memory is -0.99 + 0.2",
         ),
         example(
             "worked example", "with a decay of 0.5", numbers([2.0], [4.0], [0.0], weight_decay=0.5),
@@ -86,7 +87,8 @@ CHECK = Check(
         ),
         example(
             "worked example", "betas of 0.25 and 0.4", numbers([2.0, 2.0], [4.0, -1.0], [-8.0, 8.0], betas=(0.25, 0.4)),
-            leaves(parameter=[1.9, 1.9], exp_avg=[-0.8, 2.6]), "arithmetic: the directions -2 + 3 and 2 - 0.75 are positive; the memories are -3.2 + 2.4 and 3.2 - 0.6",
+            leaves(parameter=[1.9, 1.9], exp_avg=[-0.8, 2.6]),
+            "arithmetic: the directions -2 + 3 and 2 - 0.75 are positive; the memories are -3.2 + 2.4 and 3.2 - 0.6",
         ),
         example(
             "property", "no gradient and no memory: the weight stays", numbers([2.0, -3.0], [0.0, 0.0], [0.0, 0.0]),

@@ -13,7 +13,7 @@ from shared.optim.newton_schulz import newton_schulz
 from .pieces import randn, tensors
 
 CONTRACT = "the contract"
-SCALES = {(2, 7, 5): 1.4**0.5, (2, 5, 7): 0.04**0.5 * 7**0.5}  # original, of [7, 5]; match_rms_adamw, of [5, 7]
+SCALES = {(2, 7, 5): 1.4**0.5, (2, 5, 7): 0.2 * 7**0.5, (9, 2, 3): 0.2 * 3**0.5}  # original, of [7, 5]; match_rms_adamw, of the others
 ORACLE = "torch.optim.Muon, its change of the weight over the learning rate"
 
 
@@ -25,6 +25,11 @@ def as_it_is(direction):
 def double(direction):
     """Returns twice the direction."""
     return 2 * direction
+
+
+def by_its_norm(direction):
+    """Returns each matrix divided by its own norm."""
+    return direction / torch.linalg.matrix_norm(direction, keepdim=True)
 
 
 def whole_sum(part):
@@ -157,6 +162,11 @@ CHECK = Check(
             "property", "a part that is no matrix any more, of a whole [2, 50]",
             numbers([10.0, 20.0, 30.0], [0.0, 0.0, 0.0], shape=(2, 50), scaling="match_rms_adamw"),
             answer([0.2 * 50**0.5 * value for value in (1.0, 2.0, 3.0)], [1.0, 2.0, 3.0]), "arithmetic: 0.2 * sqrt(50)",
+        ),
+        example(
+            "property", "nine [2, 3] matrices have nothing to do with each other",
+            random(9, 2, 3, orthogonalize=by_its_norm, nesterov=False, scaling="match_rms_adamw"), by_lerp,
+            "torch.optim.SGD's dampened momentum, each matrix by its norm, and 0.2 * sqrt(3)",
         ),
         example("oracle", "[2, 7, 5], nesterov", random(2, 7, 5), by_lerp, "torch.optim.SGD's dampened momentum; arithmetic for the scale"),
         example(

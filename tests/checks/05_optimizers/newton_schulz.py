@@ -53,16 +53,25 @@ def side_of_products(function, matrices, **more):
     return {"side of the square products": max(seen.sides, default=0)}
 
 
+def dtype_of_products(function, matrices):
+    """Whether every product is made in the matrices' dtype."""
+    with Products() as seen:
+        function(matrices)
+    return {"every product is in the matrices' dtype": seen.dtypes == {matrices.dtype}}
+
+
 class Products(torch.overrides.TorchFunctionMode):
-    """Notes the sides of the square matrices that products make."""
+    """Notes the dtypes of what products make, and the sides of the square matrices among them."""
 
     def __init__(self):
         super().__init__()
-        self.sides = []
+        self.sides, self.dtypes = [], set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         product = getattr(function, "__name__", "") in ("matmul", "__matmul__", "mm", "bmm", "baddbmm", "addmm", "einsum")
+        if product:
+            self.dtypes.add(out.dtype)
         if product and out.shape[-1] == out.shape[-2]:
             self.sides.append(out.shape[-1])
         return out
@@ -118,6 +127,15 @@ CHECK = Check(
         Case(
             "property", "a wide matrix: they are 3 by 3 too", random(3, 11),
             lambda matrices: {"side of the square products": 3}, "the contract: the smaller of the two sides", side_of_products,
+        ),
+        Case(
+            "property", "a stack of two tall matrices: 3 by 3 as well", random(2, 11, 3),
+            lambda matrices: {"side of the square products": 3}, "the contract: the smaller of the two sides", side_of_products,
+        ),
+        Case(
+            "property", "the products of bfloat16 matrices are bfloat16", random(3, 11, dtype=torch.bfloat16),
+            lambda matrices: {"every product is in the matrices' dtype": True}, "the contract: the computation keeps the dtype",
+            dtype_of_products,
         ),
         oracle("each matrix by its own norm", of_sizes, rung="property"),
         oracle("wide: [5, 7]", random(5, 7)),

@@ -80,6 +80,11 @@ CHECK = Check(
             "property", "an overflow in the step that would have doubled it", given(8.0, 1, False, interval=2, backoff=0.25),
             answer(2.0, 0), "arithmetic: 8 * 0.25",
         ),
+        example("property", "an overflow at a scale of 1", given(1.0, 0, False), answer(0.5, 0), "arithmetic: 1 * 0.5"),
+        example(
+            "property", "growth far above the largest number of float16", given(2.0**24, 1, True, interval=2), answer(2.0**25, 0),
+            "arithmetic: 2^24 * 2",
+        ),
         oracle("good steps only", run(".......", interval=3)),
         oracle("overflows only", run("xxxxx")),
         oracle("an overflow in between", run("..x...x.x....", interval=3)),
