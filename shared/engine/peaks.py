@@ -53,7 +53,7 @@ def mfu(flops_per_token: float, tokens_per_second: float, peak_flops: float) -> 
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
-    """The peak of one device for matrix products in `dtype`, FLOP/s. A CPU's is measured, which takes some tenths of a second.
+    """The peak of one device for matrix products in `dtype`, FLOP/s. A CPU's is measured, which takes half a second.
 
     float32 on a GPU counts as TF32 where torch may use it (`torch.set_float32_matmul_precision`).
 
@@ -93,16 +93,17 @@ def choose(peak: Peak, dtype: torch.dtype, tf32: bool) -> float:
     raise CourseError(f"There is no peak for {dtype}: choose float32, bfloat16 or float16.")
 
 
-def measure_peak(dtype: torch.dtype, size: int = 1024, repeats: int = 7) -> float:
+def measure_peak(dtype: torch.dtype, size: int = 1024, repeats: int = 7, at_least: float = 0.4) -> float:
     """The best of several products of two square matrices on this CPU with torch's threads, FLOP/s: 2 size^3 / seconds.
 
-    The best, because whatever else runs on the machine can only make a product slower. Keep the value: it costs `repeats` products.
+    The best, because whatever else runs on the machine can only make a product slower; and of `repeats` products and `at_least` seconds
+    of them, because another program may have the CPU for all of a shorter time. Keep the value.
     """
     left, right = (torch.randn(size, size, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
     out = torch.empty(size, size, dtype=dtype)
     torch.mm(left, right, out=out)  # the first one prepares kernels and memory
     seconds = []
-    for _ in range(repeats):
+    while len(seconds) < repeats or sum(seconds) < at_least:
         began = time.perf_counter()
         torch.mm(left, right, out=out)
         seconds.append(time.perf_counter() - began)
