@@ -87,7 +87,7 @@ def test_too_few_ranks_are_refused_with_the_degrees():
         ({"zero": 1, "data_parallel": 2, "fully_sharded": 2}, "full sharding already cuts"),
         ({"zero": 2, "data_parallel": 2, "backend": "torch"}, "PyTorch has no such engine"),
         ({"prefetch": -1}, "prefetch and check_every must be at least 0"),
-        ({"timeout": 0.0}, "timeout above 0"),
+        ({"timeout": 0.0}, "timeout must be above 0"),
         ({"bucket_megabytes": 0.0}, "bucket_megabytes"),
     ],
 )
