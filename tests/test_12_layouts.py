@@ -9,13 +9,15 @@ import time
 
 import psutil
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 from trainer_runs import TINY, settings_file, train
 
 from shared.course.errors import CourseError
-from shared.trainer import start
+from shared.trainer import provenance, start
+from shared.trainer.comparison import beside_one_process
 from shared.trainer.config import TrainerConfig
-from shared.trainer.settings import parse_text
+from shared.trainer.settings import merged, parse_text
 
 TIMEOUT = 600
 
@@ -57,6 +59,33 @@ def test_two_ranks_train_the_model_of_one(runs):
     assert len(differences) == 3 and all(value < 1e-4 for value in differences.values())
     assert "2 ranks, layout fsdp2, backend course." in said and said.count("The report:") == 1
     assert {"all_gather over fsdp, a step", "reduce_scatter over fsdp, a step"} <= summary.keys()
+
+
+def finished_run(folder, losses, weight: float, **changes) -> TrainerConfig:
+    """What a run leaves that is compared."""
+    config = parse_text(TrainerConfig, json.dumps(merged(TINY, {"engine": {"output": str(folder)}} | changes)))
+    (folder / "model").mkdir(parents=True)
+    provenance.keep_record(config, folder)
+    (folder / "results.json").write_text("{}")
+    rows = [{"step": step, "train/loss": loss} for step, loss in enumerate(losses, 1)]
+    (folder / "figures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_file({"a": torch.full((4,), weight), "b": torch.ones(3)}, folder / "model" / "model.safetensors")
+    return config
+
+
+def test_the_largest_differences_to_the_same_run_alone_are_told_and_to_no_other(tmp_path):
+    alone, two = tmp_path / "run", {"parallel": {"data_parallel": 2, "backend": "torch"}}
+    finished_run(alone, [4.0, 3.0, 2.0], 2.0)
+    found = beside_one_process(finished_run(tmp_path / "run-dp2-torch", [4.0, 3.5, 2.25], 2.5, **two))
+    assert found == {
+        f"largest difference in train/loss to {alone}": 0.5,
+        f"largest difference in weights to {alone}, relative": pytest.approx(0.25),
+    }
+    shutil.rmtree(tmp_path / "run-dp2-torch")
+    assert not beside_one_process(finished_run(tmp_path / "run-dp2-torch", [4.0], 2.5, seed=1, **two)), "another seed is another run"
+    (alone / "results.json").unlink()
+    shutil.rmtree(tmp_path / "run-dp2-torch")
+    assert not beside_one_process(finished_run(tmp_path / "run-dp2-torch", [4.0], 2.5, **two)), "one that has not ended"
 
 
 def test_one_process_goes_on_where_two_ranks_stopped(runs, tmp_path):
