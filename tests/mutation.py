@@ -8,6 +8,7 @@
 import argparse
 import importlib
 import signal
+import time
 import tomllib
 import warnings
 from collections import Counter
@@ -26,7 +27,9 @@ from shared.course.outcome import PASS
 from shared.course.stubs import BodyFile
 
 SURVIVORS = Path(__file__).parent / "mutants" / "survivors.toml"
-SECONDS_EACH = 5  # a check takes under one
+SECONDS_EACH = 5  # of computing; a check takes under one
+WAITING_EACH = 60  # seconds on the clock, for an edit that waits and computes nothing; the machine may be busy
+LOOKS_EVERY = 0.25  # seconds
 ALIVE, NOTICED, STUCK = "ALIVE", "noticed", "stuck"
 
 
@@ -70,32 +73,49 @@ def verdicts_of(exercise_id: str) -> list[Verdict]:
 
 
 def tried(exercise_id: str, edits: list[Edit]) -> list[Verdict]:
-    """The verdicts, in a child process. An edit that ends it, by reading memory that was let go, is looked for by halves: a learner is
-    told of that as well."""
-    try:
-        return in_child(try_edits, exercise_id, edits, seconds=60 + len(edits))
-    except EndedItsProcess:
-        if len(edits) == 1:
-            return [Verdict(edits[0], NOTICED, "it ends the process")]
-    half = len(edits) // 2
-    return tried(exercise_id, edits[:half]) + tried(exercise_id, edits[half:])
+    """The verdicts, in child processes: what comes after an edit that got stuck is tried in another one, because a thread of that edit may
+    compute for ever. An edit that ends the process, by reading memory that was let go, is looked for by halves: a learner is told of that
+    as well."""
+    found: list[Verdict] = []
+    while len(found) < len(edits):
+        rest = edits[len(found) :]
+        try:
+            found += in_child(try_edits, exercise_id, rest, seconds=120 + 10 * len(rest))
+        except EndedItsProcess:
+            half = len(rest) // 2
+            if half == 0:
+                return [*found, Verdict(rest[0], NOTICED, "it ends the process")]
+            found += tried(exercise_id, rest[:half]) + tried(exercise_id, rest[half:])
+    return found
 
 
 def try_edits(exercise_id: str, edits: list[Edit]) -> list[Verdict]:
+    """The verdicts up to the first edit that got stuck."""
     torch.set_num_threads(1)
     binding.choose("reference")
     exercise = catalogue.find_exercise(exercise_id)
     core = importlib.import_module(exercise.contract.module)
     check = running.read_check(exercise)
     run_check(check, getattr(core, exercise.name), {})  # what a first run imports and keeps must not be the first edit's time
-    signal.signal(signal.SIGALRM, out_of_time)
+    verdicts: list[Verdict] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # `is` with a number is an edit like any other
-        return [try_edit(check, exercise, edit) for edit in edits]
+        for edit in edits:
+            verdicts.append(try_edit(check, exercise, edit))
+            if verdicts[-1].state == STUCK:
+                break
+    return verdicts
 
 
 def try_edit(check, exercise, edit: Edit) -> Verdict:
-    signal.alarm(SECONDS_EACH)
+    computed, began = time.process_time(), time.monotonic()
+
+    def look(number, frame) -> None:
+        if time.process_time() - computed > SECONDS_EACH or time.monotonic() - began > WAITING_EACH:
+            raise TookTooLong
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOKS_EVERY, LOOKS_EVERY)
     try:
         module = ModuleType("course_edited")
         binding.execute(BodyFile.parsed(catalogue.chapter_of(exercise.id).solution_file, edit.source), module)
@@ -105,12 +125,8 @@ def try_edit(check, exercise, edit: Edit) -> Verdict:
     except TookTooLong:
         return Verdict(edit, STUCK)
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
     return Verdict(edit, ALIVE) if outcome.state == PASS else Verdict(edit, NOTICED, f"{outcome.rung}: {outcome.title}")
-
-
-def out_of_time(number, frame) -> None:
-    raise TookTooLong
 
 
 def table(verdicts: list[Verdict]) -> str:

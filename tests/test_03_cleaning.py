@@ -174,6 +174,18 @@ def test_near_duplicates_go_and_others_stay():
     assert [bool(stage.judge(stage.measure(text).value).reason) for text in ("a b", "A, b", "a c")] == [False, True, False]
 
 
+def test_the_likest_document_is_found_behind_a_newer_one_that_shares_its_band():
+    """`again` is `first` but for one place in each band after the first band, the only one that is whole, and that `newer` has too."""
+    first = np.arange(BANDS * ROWS, dtype=np.uint32)
+    newer, again = first + np.uint32(1000), first.copy()
+    newer[:ROWS] = first[:ROWS]
+    again[ROWS::ROWS] += np.uint32(500)
+    stage = NearDuplicates(0.8)
+    stage.remember(first), stage.remember(newer)
+    assert stage.candidates(again) == {0, 1}
+    assert stage.judge(again).score == pytest.approx(1 - (BANDS - 1) / (BANDS * ROWS))
+
+
 def test_exact_duplicates_go_whatever_space_is_around_them():
     stage = ExactDuplicates()
     reasons = [stage.judge(stage.measure(text).value).reason for text in ("text", "text\n", "Text", "text")]

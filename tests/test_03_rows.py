@@ -1,5 +1,6 @@
 """Rows: what a transform may do to them, and how several stores share them."""
 
+from fractions import Fraction
 from itertools import islice
 
 import numpy as np
@@ -10,7 +11,7 @@ from token_stores import SEQ, VOCAB, make_store, rows_of, together
 from shared.course.errors import CourseError
 from shared.data.fim import FillInMiddle, FimConfig, FimTokens, undo_fim
 from shared.data.loader import PackedLoader
-from shared.data.mixture import MixedLoader
+from shared.data.mixture import MixedLoader, MixedRows
 from shared.data.rows import PackedRows
 
 
@@ -94,6 +95,25 @@ def test_a_mixtures_rows_are_those_of_its_stores_and_the_order_of_names_is_nothi
     assert torch.equal(mixed, turned)
     of_a, of_b = (rows_of(PackedLoader(s, seq=SEQ, batch_size=1), 28 if s is store else 12) for s in (store, other))
     assert sorted(mixed.tolist()) == sorted(torch.cat([of_a, of_b]).tolist())
+
+
+@pytest.mark.parametrize("weights", [(7, 3), (1, 3, 6), (1, 1, 1)], ids=str)
+def test_ties_are_those_of_exact_arithmetic_and_go_by_name(store, weights):
+    names, given, exact = "abc"[: len(weights)], dict.fromkeys("abc", 0), []
+    for number in range(1, 61):
+        behind = {name: Fraction(weight, sum(weights)) * number - given[name] for name, weight in zip(names, weights, strict=True)}
+        exact.append(max(names, key=behind.get))
+        given[exact[-1]] += 1
+    rows = MixedRows({name: PackedRows(store, SEQ, 0) for name in names}, dict(zip(names, weights, strict=True)))
+    places, _ = rows.deal(rows.beginning(), 60)
+    assert [place.source for place in places] == exact
+
+
+def test_only_rows_that_are_transformed_keep_room_to_spare(store, other):
+    mixed = MixedLoader({"a": store, "b": other}, {"a": 1, "b": 1}, seq=SEQ, batch_size=2, transforms={"a": lambda ids, _: ids}, spare=9)
+    rows = rows_of(mixed, 20)
+    assert torch.equal(rows[::2], rows_of(PackedLoader(store, seq=SEQ, batch_size=1, spare=9), 20))
+    assert torch.equal(rows[1::2], rows_of(PackedLoader(other, seq=SEQ, batch_size=1), 20))
 
 
 def test_mixtures_that_cannot_be_are_refused(store, other, tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import inspect
 import json
 import os
 import subprocess
@@ -138,6 +139,18 @@ def test_saved_and_hub_datasets_open_by_split_streaming_or_not(tmp_path):
         read(str(tmp_path / "several"), split="validation")
     with pytest.raises(CorpusError, match=r"split 'dev'\) cannot be opened"):
         read(str(tmp_path / "repository"), kind="hub", split="dev")
+
+
+def test_the_hub_is_asked_for_all_that_the_source_says(monkeypatch):
+    asked, signature = [], inspect.signature(datasets.load_dataset)
+
+    def answer(*arguments, **options):
+        asked.append(signature.bind(*arguments, **options).arguments)
+        return datasets.Dataset.from_dict({"text": TEXTS})
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    assert texts("some/data", config="python", split="test", revision="v1.2", streaming=False) == TEXTS
+    assert asked == [{"path": "some/data", "name": "python", "split": "test", "revision": "v1.2", "streaming": False}]
 
 
 def test_a_stream_that_tells_its_fields_only_as_it_comes_is_read_whole(monkeypatch):

@@ -129,6 +129,16 @@ def test_a_run_may_go_on_past_losses_that_are_not_finite(tmp_path):
     assert not catch.recent, "what is not finite is no measure for later losses"
 
 
+def test_under_a_dynamic_loss_scale_gradients_may_overflow_and_losses_may_not(tmp_path):
+    def skip(model, optimizer, token_count):
+        optimizer.zero_grad()
+
+    scaled = engine_of(tmp_path / "gradient", [CatchAnomalies(loss_scaled=True)], updater=skip).fit(Spoilt(2, kink=True), steps=3)
+    assert scaled.step == 3 and not (tmp_path / "gradient" / "anomalies").exists()
+    with pytest.raises(BrokenStep, match="Step 2 was stopped before it reached the weights: train/loss is nan"):
+        engine_of(tmp_path / "loss", [CatchAnomalies(loss_scaled=True)], updater=skip).fit(Spoilt(2, factor=math.nan), steps=3)
+
+
 def test_the_limit_is_the_median_and_its_absolute_deviations():
     catch = CatchAnomalies(window=32, spike_deviations=10.0)
     catch.recent.extend([1, 9, 2, 8, 3, 7, 4])

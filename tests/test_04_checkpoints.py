@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,22 @@ def test_a_save_below_a_damaged_future_is_kept(tmp_path):
     engine = make_engine(tmp_path, checkpoint=CheckpointConfig(every=5)).fit(Digits(), steps=10)
     edit(engine.checkpoints.path(10) / "weights.safetensors")
     assert make_engine(tmp_path, checkpoint=keep).fit(Digits(), steps=8).checkpoints.steps() == [8]
+
+
+def test_the_best_of_a_future_that_was_given_up_goes_with_it(tmp_path):
+    snapshot = make_engine(tmp_path / "run").fit(Digits(), steps=1).checkpoints.load(1)
+    checkpoints = Checkpoints(tmp_path / "kept", keep_last=1)
+    for step, loss, left in ((2, 3.0, [2]), (4, 1.0, [4]), (3, 2.0, [3]), (5, 2.5, [3, 5])):
+        checkpoints.save(replace(snapshot, step=step), {"validation_loss": loss})
+        assert checkpoints.steps() == left
+
+
+def test_what_killed_processes_left_half_removed_or_put_aside_is_cleared_away(tmp_path):
+    engine = make_engine(tmp_path)
+    for name in ("step-00000001.removed", "step-00000002.old"):
+        (engine.checkpoints.folder / name / "deep").mkdir(parents=True)
+    engine.fit(Digits(), steps=1)
+    assert [path.name for path in engine.checkpoints.folder.iterdir()] == ["step-00000001"]
 
 
 def test_where_none_is_intact_the_run_is_refused(tmp_path):

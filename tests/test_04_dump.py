@@ -83,6 +83,16 @@ def test_a_dump_holds_weights_gradients_and_activations_by_name(tmp_path):
     assert set(dump.entries["activations"]) == {name for name, _ in engine.model.named_modules()} - silent(model)
 
 
+def test_gradients_under_a_loss_scale_are_dumped_without_it(tmp_path):
+    watch = Watch()
+    run(tmp_path, [watch, ModelDump(every=1, tensors=True, loss_scale=lambda: 8.0)], steps=1, config=MODEL)
+    folder = tmp_path / "dumps" / "step-00000001"
+    tensors, entries = load_file(folder / "tensors.safetensors"), read_dump(folder).entries
+    for name, gradient in watch.gradients.items():
+        assert torch.equal(tensors[f"gradients.{name}"], gradient / 8)
+        assert entries["gradients"][name].statistics == describe(gradient / 8).statistics
+
+
 def silent(model):
     """Modules that are never called: the model itself under its own name, and containers."""
     return {""} | {name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleDict | torch.nn.ModuleList)}

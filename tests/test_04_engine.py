@@ -217,3 +217,20 @@ def test_what_is_written_on_the_thread_is_what_was_when_it_was_saved(tmp_path):
     saver = Saver(Late(tmp_path / "checkpoints"), asynchronous=True)
     make_engine(tmp_path, saver=saver).fit(Counting(), steps=1)
     assert saver.checkpoints.load(1).parts["loader"] == {"count": 0}
+
+
+def test_tensors_that_wait_for_the_thread_are_copies(tmp_path):
+    """The next step, which changes weights and moments in place, may be over before the thread writes them."""
+
+    class Late(Checkpoints):
+        def save(self, snapshot, notes=None):
+            with torch.no_grad():
+                for tensor in [*engine.model.parameters(), *(t for state in engine.optimizer.state.values() for t in state.values())]:
+                    tensor.fill_(99)
+            return super().save(snapshot, notes)
+
+    engine = make_engine(tmp_path, saver=Saver(Late(tmp_path / "checkpoints"), asynchronous=True))
+    engine.fit(Digits(), steps=1)
+    saved = engine.checkpoints.load(1)
+    moments = [tensor for named in saved.optimizer.tensors.values() for tensor in named.values()]
+    assert moments and not any((tensor == 99).any() for tensor in [*saved.weights.values(), *moments])

@@ -11,6 +11,7 @@ import torch
 from small_runs import MODEL, Loader, Recorder, batch, make_engine, printed
 
 from shared.course.errors import CourseError
+from shared.engine import monitoring
 from shared.engine.callbacks import Callback
 from shared.engine.early_stopping import EarlyStopping
 from shared.engine.monitoring import Resources
@@ -26,6 +27,18 @@ def test_resources_are_the_operating_systems(tmp_path):
     assert figures["memory/resident_gib"] == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.2)
     assert 0 <= figures["cpu/utilisation"] <= 1.05  # the two clocks behind it do not tick together
     assert not [name for name in figures if "gpu" in name]
+
+
+def test_the_processors_share_is_that_of_all_cores_since_the_last_log(monkeypatch):
+    """3 seconds of computing in 2 seconds keep one and a half cores busy: of 6, a quarter."""
+    clock = SimpleNamespace(used=10.0, looked=100.0)
+    monkeypatch.setattr(monitoring, "time", SimpleNamespace(process_time=lambda: clock.used, perf_counter=lambda: clock.looked))
+    monkeypatch.setattr(monitoring.os, "cpu_count", lambda: 6)
+    resources, engine, shares = Resources(), SimpleNamespace(device=torch.device("cpu")), []
+    resources.on_start(engine)
+    for clock.used, clock.looked in ((13.0, 102.0), (19.0, 103.0), (19.0, 108.0)):
+        shares.append(resources.measure(engine)["cpu/utilisation"])
+    assert shares == [0.25, 1.0, 0.0]
 
 
 def test_resources_of_a_gpu_are_torchs(monkeypatch):
@@ -56,6 +69,8 @@ def test_a_profile_holds_the_chosen_steps_and_their_operations(tmp_path):
     assert names.count("aten::linear") == layers * 2 * 2, "two micro-batches in each of two steps"
     _, head, rows, sums = re.split(r"^-[- ]+$", (tmp_path / "profile" / "steps-00000002-00000003.txt").read_text(), flags=re.M)
     assert "Self CPU" in head and len(rows.split("\n")) - 2 == 10 and "Self CPU time total" in sums
+    shares = [float(re.search(r"([\d.]+)%", row)[1]) for row in rows.strip().split("\n")]
+    assert shares == sorted(shares, reverse=True), "those that took most time themselves"
     assert "Profile of steps 2 to 3" in printed(engine)
 
 

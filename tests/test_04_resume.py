@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from shared.engine.optimizer_state import load_optimizer_state, name_optimizer_state
 from shared.engine.random_state import RandomState, get_random_state, set_random_state
 from shared.engine.resume import restore, take_snapshot, weights_of
+from shared.engine.window import Window
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
+from shared.totals import Totals
 
 TINY = ModelConfig(vocab_size=13, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, hidden_dropout=0.2, tie_word_embeddings=True)
 OPTIMIZERS = {
@@ -285,3 +287,11 @@ def test_a_snapshot_of_one_precision_resumes_in_another():
     restore(snapshot, half, torch.optim.AdamW(half.parameters()), {})
     assert half.embedding.tokens.weight.dtype == torch.bfloat16
     assert torch.equal(half.embedding.tokens.weight, model.embedding.tokens.weight.to(torch.bfloat16))
+
+
+def test_losses_since_the_last_log_keep_their_precision():
+    window, fresh = Window(), Window()
+    window.add(Totals(torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(7), {"correct": torch.tensor(5)}))
+    fresh.load_state_dict(json.loads(json.dumps(window.state_dict())))
+    assert fresh.totals == window.totals and fresh.totals.loss_sum.dtype == torch.float64
+    assert fresh.take() == window.take()

@@ -60,6 +60,16 @@ def test_the_last_beat_is_not_taken_back_by_one_that_was_under_way(monkeypatch):
     assert waits.heard[1].ended == "has finished"
 
 
+def test_the_last_word_stands_when_the_interpreter_ends(monkeypatch):
+    """A rank that stopped says with what, and its interpreter ends soon after: the others must still find the cause."""
+    _, waits, works = two_hearts(monkeypatch, Patience())
+    works.thread.join = lambda seconds: None
+    works.close("stopped: KeyError: the cause")
+    works.leave()
+    waits.listen()
+    assert waits.heard[1].ended == "stopped: KeyError: the cause"
+
+
 def test_a_rank_that_has_finished_is_not_missed_and_one_that_fell_silent_is(monkeypatch):
     clock, waits, works = two_hearts(monkeypatch, Patience())
     waits.ledger.waiting = None  # there is nothing that it needs the other one for

@@ -12,9 +12,9 @@ import cloudpickle
 import pytest
 import torch
 
-from shared.parallel import launch
-from shared.parallel.communicator import CommunicationError
-from shared.parallel.heartbeat import EXIT_CODE
+from shared.parallel import launch, processes
+from shared.parallel.communicator import CommunicationError, RankStopped
+from shared.parallel.heartbeat import EXIT_CODE, Patience
 from shared.parallel.launch import run_processes
 from shared.parallel.threads import run_threads
 
@@ -186,6 +186,21 @@ class Slow(Exception):
 def test_the_cause_is_waited_for():
     with pytest.raises(Slow):
         run_processes(whose_cause_is_slow, 2)
+
+
+def test_a_rank_that_could_not_connect_is_not_the_cause(monkeypatch, tmp_path):
+    """The other rank had its connections, worked, failed, and was gone before this one had its own."""
+
+    def cut_off(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(processes, "rendezvous", lambda *_, **__: iter([(torch.distributed.HashStore(), 0, 2)]))
+    monkeypatch.setattr(processes, "fresh_part", lambda store, *_: store)
+    monkeypatch.setattr(processes.dist, "init_process_group", cut_off)
+    with pytest.raises(RankStopped, match="rank 0 of 2 could not connect to the others: Connection closed by peer") as stopped:
+        processes.join_world(0, 2, "", torch.device("cpu"), Patience())
+    with pytest.raises(KeyError, match="the cause"):
+        launch.results_of({0: (None, stopped.value), 1: (None, KeyError("the cause"))}, [0, 0], 1.0, tmp_path)
 
 
 def test_of_ranks_that_ended_the_one_that_ended_by_itself_is_named(tmp_path):

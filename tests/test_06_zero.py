@@ -130,6 +130,23 @@ def test_a_parameter_that_is_not_contiguous_is_refused():
 # Uneven parts.
 
 
+def test_what_is_gathered_is_sent_from_its_own_place():
+    """From anywhere else in the whole, it would be received over by another rank's numbers while gloo still sends it."""
+
+    def rank(world):
+        places, gather = [], world.all_gather
+
+        def watched(whole, part, **options):
+            places.append((part.data_ptr() - whole.data_ptr()) / part.nbytes)
+            return gather(whole, part, **options)
+
+        world.all_gather = watched
+        gather_parts(torch.ones(2), (2, 2, 2), world, lambda parts: None).wait()
+        return places
+
+    assert run_threads(rank, 3) == [[0.0], [1.0], [2.0]]
+
+
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (4, 3, 3), (7, 0, 2), (0, 0, 5)], ids=str)
 def test_parts_are_added_up_and_gathered(sizes):
     """Rank i contributes 10^i times the numbers 1, 2, 3, ... of each part."""

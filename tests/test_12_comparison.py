@@ -1,6 +1,7 @@
 """A spread run beside one process: what differs is said, whatever lies in the other folder, and each rank's memory is its own."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,33 @@ def beside(tmp_path):
 
 def test_differences_are_the_largest_of_all_tensors(beside):
     assert beside([[3.0], [2.0]], [[2.0], [2.0]], 1.5, 1.25) == [0.25, 0.5]
+
+
+def finished_run(folder, losses, weight: float, **changes) -> TrainerConfig:
+    """What a run leaves that is compared."""
+    config = parse_text(TrainerConfig, json.dumps(merged(TINY, {"engine": {"output": str(folder)}} | changes)))
+    (folder / "model").mkdir(parents=True)
+    provenance.keep_record(config, folder)
+    (folder / "results.json").write_text("{}")
+    rows = [{"step": step, "train/loss": loss} for step, loss in enumerate(losses, 1)]
+    (folder / "figures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_file({"a": torch.full((4,), weight), "b": torch.ones(3)}, folder / "model" / "model.safetensors")
+    return config
+
+
+def test_the_largest_differences_to_the_same_run_alone_are_told_and_to_no_other(tmp_path):
+    alone, two = tmp_path / "run", {"parallel": {"data_parallel": 2, "backend": "torch"}}
+    finished_run(alone, [4.0, 3.0, 2.0], 2.0)
+    found = beside_one_process(finished_run(tmp_path / "run-dp2-torch", [4.0, 3.5, 2.25], 2.5, **two))
+    assert found == {
+        f"largest difference in train/loss to {alone}": 0.5,
+        f"largest difference in weights to {alone}, relative": pytest.approx(0.25),
+    }
+    shutil.rmtree(tmp_path / "run-dp2-torch")
+    assert not beside_one_process(finished_run(tmp_path / "run-dp2-torch", [4.0], 2.5, seed=1, **two)), "another seed is another run"
+    (alone / "results.json").unlink()
+    shutil.rmtree(tmp_path / "run-dp2-torch")
+    assert not beside_one_process(finished_run(tmp_path / "run-dp2-torch", [4.0], 2.5, **two)), "one that has not ended"
 
 
 @pytest.mark.parametrize("broken", [[[float("nan")], [2.0]], [[2.0], [float("nan")]]])

@@ -10,6 +10,7 @@ from trainer_runs import TRAIN, settings_file
 
 from shared.course.errors import CourseError
 from shared.parallel.memory import held
+from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pretrain import pretrain
 from shared.trainer.settings import parse_text, parse_words, read_settings
@@ -154,3 +155,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, text, sentence):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(CourseError, match=sentence):
         read_settings(tmp_path / "a.yaml")
+
+
+def test_files_that_extend_each_other_in_a_ring_are_refused(tmp_path):
+    for name, below in (("a", "b"), ("b", "c"), ("c", "a")):
+        (tmp_path / f"{name}.yaml").write_text(f"extends: {below}.yaml\nsteps: 1\n")
+    with pytest.raises(CourseError, match="a.yaml extends itself, by way of a.yaml, b.yaml, c.yaml"):
+        read_settings(tmp_path / "a.yaml")
+
+
+def test_keys_that_a_record_no_longer_has_differ_and_free_ones_do_not(tmp_path):
+    saved = {"seed": 0, "engine": {"log_every": 1}, "data": {"prepared": "a", "prepare": {"vocab_size": 512}}, "gone": 7}
+    provenance.require_same(saved, saved | {"engine": {"log_every": 2}}, tmp_path)
+    now = {name: value for name, value in saved.items() if name != "gone"} | {"data": {"prepared": "b", "prepare": {"vocab_size": 300}}}
+    with pytest.raises(CourseError, match=r"otherwise: data\.prepare\.vocab_size \(512 there, 300 here\), gone \(7 there, None here\)\. "):
+        provenance.require_same(saved, now, tmp_path)

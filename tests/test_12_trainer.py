@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 from trainer_runs import TRAIN, settings_file, train
 
+from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained
+from shared.trainer import provenance, results
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pretrain import build, loaders
 from shared.trainer.settings import parse_text, parse_words
@@ -67,6 +70,29 @@ def test_the_code_that_ran_is_named(finished):
     code = json.loads((finished[0] / "run" / "code.json").read_text())
     assert code["torch"] == torch.__version__ and "parts are yours" in code["parts"]
     assert code["commit"] is None or re.fullmatch(r"[0-9a-f]{40}", code["commit"])
+
+
+def test_files_that_were_changed_since_the_commit_are_named(monkeypatch):
+    monkeypatch.setattr(provenance, "git", lambda word, *_: " M shared/loop.py\nMM Makefile" if word == "status" else "0" * 40)
+    assert provenance.code_version()["changed_files"] == ["shared/loop.py", "Makefile"]
+
+
+def test_what_a_run_took_is_a_median_that_a_pause_does_not_move():
+    took = SimpleNamespace(peak_memory=2**31, training=1.0, outside=2.0)
+    run = SimpleNamespace(config=SimpleNamespace(model=ModelConfig()), costs=took, preparation_seconds=3.0)
+    logs = {step: {"speed/tokens_per_second": rate, "progress/tokens": 10 * step} for step, rate in enumerate((8.0, 0.1, 7.0), 1)}
+    found = results.costs(run, logs | {4: {"validation/loss": 1.0}}, 4.0)
+    assert (found["tokens per second"], found["training tokens"], found["model FLOPs utilisation"]) == (7.0, 30, None)
+
+
+def test_the_same_prompt_twice_draws_two_samples(monkeypatch):
+    monkeypatch.setattr(results, "continue_ids", lambda *_, generator, **__: torch.rand(1, generator=generator).item())
+    tokenizer = SimpleNamespace(encode=lambda text: [], decode=lambda drawn: drawn)
+    run = SimpleNamespace(
+        config=TrainerConfig(), engine=SimpleNamespace(device=torch.device("cpu")), text=SimpleNamespace(tokenizer=tokenizer)
+    )
+    first, second, again = (results.sample(run, None, "def ", number) for number in (0, 1, 0))
+    assert first == again != second
 
 
 def test_the_exported_model_generates_the_same_tokens_in_transformers(finished):

@@ -1,8 +1,9 @@
 """Automatic mutation: nearly every small edit of a solution is noticed by its check, and each that is not has a reason."""
 
+import mutation
 import pytest
 from edits import edits_of
-from mutation import ALIVE, survivors_of, verdicts_of
+from mutation import ALIVE, NOTICED, STUCK, Verdict, survivors_of, tried, verdicts_of
 
 from shared.course import catalogue
 
@@ -64,3 +65,18 @@ def test_the_rules_make_the_edits_that_they_promise():
 def test_annotations_and_docstrings_are_not_edited():
     assert all("abs" in edit.before or "product" in edit.before or "factor: float = 2" in edit.before for edit in edits_of(TOY))
     assert not any("|" in edit.after for edit in edits_of("def f(x: int | None):\n    return x\n"))
+
+
+def test_what_comes_after_an_edit_that_got_stuck_is_tried_in_a_fresh_process(monkeypatch):
+    """A thread that it left behind would take the time of those after it, and they would seem to be stuck as well."""
+    begun = []
+
+    def in_child(function, exercise_id, edits, seconds):
+        begun.append("".join(edits))
+        end = next((place for place, edit in enumerate(edits, 1) if edit in "bd"), len(edits))
+        return [Verdict(edit, STUCK if edit in "bd" else NOTICED) for edit in edits[:end]]
+
+    monkeypatch.setattr(mutation, "in_child", in_child)
+    verdicts = tried("01.any", list("abcde"))
+    assert begun == ["abcde", "cde", "e"] and [verdict.edit for verdict in verdicts] == list("abcde")
+    assert [verdict.state for verdict in verdicts] == [NOTICED, STUCK, NOTICED, STUCK, NOTICED]
