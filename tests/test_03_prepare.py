@@ -139,7 +139,9 @@ def test_a_preparation_that_dies_at_any_file_goes_on_to_the_same_bytes(raw, prep
     before = state_of(tmp_path)
     again = prepare(config_of(raw), tmp_path)
     assert {name: digest for name, digest in contents(again.folder).items() if not name.endswith(".partial")} == contents(prepared.folder)
-    kept = {name: entry for name, entry in state_of(tmp_path).items() if not name.endswith((".partial", ".remembered.safetensors", ".parquet"))}
+    kept = {
+        name: entry for name, entry in state_of(tmp_path).items() if not name.endswith((".partial", ".remembered.safetensors", ".parquet"))
+    }
     assert all(kept[name] == entry for name, entry in before.items() if name in kept), "what was whole was not made again"
 
 
@@ -250,7 +252,11 @@ def test_a_side_without_text_is_said_with_the_share_to_change(tmp_path):
 
 
 def test_values_that_cannot_be_are_refused():
-    for changes, said in (({"sources": ()}, "no sources"), ({"held_out_share": 1.0}, "held_out_share is 1.0"), ({"workers": -1}, "workers is -1")):
+    for changes, said in (
+        ({"sources": ()}, "no sources"),
+        ({"held_out_share": 1.0}, "held_out_share is 1.0"),
+        ({"workers": -1}, "workers is -1"),
+    ):
         with pytest.raises(ValueError, match=said):
             PrepareConfig(**changes)
 

@@ -226,6 +226,18 @@ def test_nobody_takes_a_checkpoint_for_complete_before_all_have_written(tmp_path
     assert largest_difference(run("one", lambda run: run.restore(tmp_path).weights())[0], weights) == 0
 
 
+def test_a_save_that_is_under_way_when_a_run_of_one_rank_breaks_off_is_made_complete(tmp_path):
+    """As chapter 04's saver makes it; without, the last good state before a broken step would be thrown away, written as it is."""
+
+    def work(run):
+        saver = run.train(1).saver(tmp_path, asynchronous=True)
+        saver.save(saver.snapshot(1, run.parallel.model, run.optimizer, {"loader": run}), {})
+        saver.close()
+
+    run("one", work)
+    assert Checkpoints(tmp_path).steps() == [1] and not [path for path in tmp_path.iterdir() if path.suffix]
+
+
 def test_the_best_is_what_rank_0_sees(saved):
     assert run("dp2", lambda run: run.saver(saved).is_best(1.0)) == [True, True]
 

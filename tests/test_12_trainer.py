@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +125,15 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_weights(tmp_path, finish
     assert again.returncode == 0 and "Going on from step" in again.stdout, again.stderr
     one, other = (load_file(folder / "run/checkpoints/step-00000006/weights.safetensors") for folder in (finished[0], tmp_path))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_disk_that_is_full_before_the_first_step_is_a_sentence(tmp_path):
+    """No disk is full here: the operating system refuses files above 20 kB, as it would on a full disk."""
+    limited = "import resource, runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.argv = sys.argv[1:]; "
+    words = [sys.executable, "-c", f"{limited} runpy.run_path(sys.argv[0], run_name='__main__')", str(TRAIN)]
+    done = subprocess.run([*words, str(settings_file(tmp_path, tmp_path / "prepared"))], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1 and "The disk has no room for" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_folder_of_another_run_is_refused_by_what_differs(finished, prepared):

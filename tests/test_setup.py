@@ -54,10 +54,14 @@ def test_make_lab_opens_the_first_chapter_or_the_one_that_is_asked_for():
 def test_make_run_starts_the_trainer_or_a_chapter_and_hands_options_on():
     assert "train.py chapters/12_grpo/laptop.yaml impl=mine steps=3" in make("--dry-run", "run", "IMPL=mine", "ARGS=steps=3")
     assert "impl=" not in make("--dry-run", "run", "CONFIG=my.yaml")  # or the file's own `impl` would be without effect
-    assert "chapters/01_training_loop/run.py --impl mixed --steps 3" in make("--dry-run", "run", "CHAPTER=01", "IMPL=mixed", "ARGS=--steps 3")
+    assert "chapters/01_training_loop/run.py --impl mixed --steps 3" in make(
+        "--dry-run", "run", "CHAPTER=01", "IMPL=mixed", "ARGS=--steps 3"
+    )
     layout = make("--dry-run", "run", "LAYOUT=dp2", "CONFIG=my.yaml")
     assert "shared.trainer.start dp2 my.yaml" in layout and "parallel.backend" not in layout
-    assert "my.yaml parallel.backend=torch steps=3" in make("--dry-run", "run", "LAYOUT=dp2", "CONFIG=my.yaml", "BACKEND=torch", "ARGS=steps=3")
+    assert "my.yaml parallel.backend=torch steps=3" in make(
+        "--dry-run", "run", "LAYOUT=dp2", "CONFIG=my.yaml", "BACKEND=torch", "ARGS=steps=3"
+    )
 
 
 def test_the_readme_lists_twelve_chapters_and_those_that_exist_as_built():

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 chapters/12_grpo/train.py chapters/12_grpo/laptop.ya
 python chapters/12_grpo/train.py --help                                           every key, with its meaning
 """
 
+import errno
 import os
 import sys
 
@@ -14,6 +15,8 @@ from rich.console import Console
 from shared.course import binding
 from shared.course.errors import CourseError
 from shared.parallel.communicator import CommunicationError
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(words: list[str]) -> None:
@@ -39,6 +42,12 @@ if __name__ == "__main__":
     rank = int(os.environ.get("RANK", "0"))  # torchrun's own variable
     try:
         main(sys.argv[1:])
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        sys.exit(
+            f"\nThe disk has no room for {error.filename or 'a file of the run'} ({error.strerror}): free space; the same command goes on."
+        )
     except CommunicationError as error:
         sys.exit(f"\n{error}")
     except CourseError as error:  # the same on all ranks, so one of them tells

@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -169,6 +170,13 @@ class RankSaver(Saver):
         if problems := self.world.gather_objects(problems)[0]:
             raise self.checkpoints.unwritten(self.step, problems[0])
         return self.checkpoints.path(self.step)
+
+    def close(self) -> None:
+        """Let this rank's files be written. A save under way is made complete where this rank is alone: others may not come any more."""
+        super().close()
+        if self.world.size == 1:
+            with suppress(CheckpointError):  # the error that ends the run says more
+                self.finished()
 
     def complete(self, files: dict[str, dict[str, Any]]) -> list[str]:
         """Put the ranks' files into a folder with state and manifest, whole or not at all. Returns what went wrong."""

@@ -121,8 +121,6 @@ def tokenizing(console: Console, pairs: int) -> None:
         console.print(table)
 
 
-
-
 def sign_ours() -> Round:
     from shared.data.cleaning.duplicates import signature
 
