@@ -66,8 +66,8 @@ class ParallelConfig:
             raise ValueError("parallel.zero beside fully_sharded: full sharding already cuts gradients and state. Set zero to 0.")
         if self.prefetch < 0 or self.check_every < 0 or self.bucket_megabytes <= 0 or not 0 < self.timeout <= self.longest_wait < math.inf:
             raise ValueError(
-                "parallel: prefetch and check_every must be at least 0, bucket_megabytes above 0, timeout above 0 and at most longest_wait, "
-                "and both finite."
+                "parallel: prefetch and check_every must be at least 0, bucket_megabytes above 0, timeout above 0 and at most "
+                "longest_wait, and both finite."
             )
         if self.backend == "torch" and self.zero == 2:
             raise ValueError(

@@ -31,7 +31,7 @@ class BitsPerByte(Callback):
 
 
 class Costs(Callback):
-    """Seconds spent in training steps and outside of them, and the largest memory, over all parts of the run; that is, as rank 0 saved them.
+    """Seconds spent in training steps and outside of them, and the largest memory, over all parts of the run, as rank 0 saved them.
 
     peak_memory: bytes. peak_here: of this process alone, which may be another rank than the one that saved, in another layout.
     """

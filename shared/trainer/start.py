@@ -2,8 +2,8 @@
 
     python -m shared.trainer.start fsdp2 chapters/12_grpo/laptop.yaml steps=100
 
-What cannot be, a layout or any other setting, is refused here, before anything starts. On several machines, call torchrun itself on `chapters/12_grpo/train.py`
-with the same words after it: `parallel.fully_sharded=4 parallel.data_parallel=2`.
+What cannot be, a layout or any other setting, is refused here, before anything starts. On several machines, call torchrun itself on
+`chapters/12_grpo/train.py` with the same words after it: `parallel.fully_sharded=4 parallel.data_parallel=2`.
 """
 
 import os
