@@ -163,7 +163,7 @@ def pick_device(asked: str) -> torch.device:
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if asked != "auto":
         if not there[asked]:
-            raise CourseError(f"PyTorch finds no {asked.upper()} device here: choose --device auto or cpu.")
+            raise CourseError(f"PyTorch finds no {asked.upper()} device here: choose auto or cpu as device.")
         return torch.device(asked)
     return torch.device(next(name for name in ("cuda", "mps", "cpu") if there[name]))
 
@@ -176,7 +176,7 @@ def require_writable(folder: Path) -> None:
         probe.touch()
         probe.unlink(missing_ok=True)  # another process of the run may have been faster
     except OSError as error:
-        raise CourseError(f"The output folder {folder} cannot be written ({error.strerror}): give another one with --output.") from None
+        raise CourseError(f"The output folder {folder} cannot be written ({error.strerror}): give another output folder.") from None
 
 
 def require_long_enough(texts: Texts, seq: int) -> None:

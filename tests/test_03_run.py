@@ -118,7 +118,7 @@ def test_a_mistyped_folder_is_said_before_the_hub_is_asked(tmp_path, script, mon
 def test_another_field_of_a_table_is_given_as_the_message_says(tmp_path, raw, script, monkeypatch):
     (tmp_path / "x.csv").write_text("a\nonly one text, and a short one\n")
     said = launched(script, monkeypatch, tmp_path, "--data", "x.csv")
-    assert "text_field: a}]' in place of --data" in said
+    assert "text_field: a}]'." in said
     said = launched(script, monkeypatch, tmp_path, "--prepare.sources", "[{path: x.csv, text_field: a}]")
     assert "of 1 document, 0 were kept. Dropped: 1 shorter than 64 bytes (length)" in said
 

@@ -66,7 +66,7 @@ def test_a_file_of_records_gives_each_text_to_the_byte(tmp_path, name):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
 def test_a_missing_field_is_named_with_those_that_are_there(tmp_path, name):
     WRITERS[name](tmp_path / name)
-    way = r"Give text_field: in a run by .*\[{path: PATH, text_field: id}\]' in place of --data"
+    way = r"Say in prepare.sources which one holds the text: '\[{path: PATH, text_field: id}\]'"
     with pytest.raises(CorpusError, match=rf"a\.\w+(:1)? has no field 'content': it has 'id', 'text'\. {way}"):
         read(str(tmp_path / name), text_field="content")
     with pytest.raises(CorpusError, match="'id' holds int, not text") if name != "a.csv" else open(os.devnull):

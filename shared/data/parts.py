@@ -185,7 +185,7 @@ def nothing_read(report: CleaningReport, sources: Sequence[Source]) -> str:
     listed = [f"{example.name} {example.reason}" for example in examples] + [f"and {others:,} more"] * (others > 0)
     where = ", ".join(source.path for source in sources)
     reasons = "; ".join(listed) or "it holds nothing"
-    return f"Nothing in {where} could be read: {reasons}. Convert it to UTF-8 text, or give another --data."
+    return f"Nothing in {where} could be read: {reasons}. Convert it to UTF-8 text, or give other data."
 
 
 def nothing_kept(report: CleaningReport) -> str:
@@ -194,7 +194,7 @@ def nothing_kept(report: CleaningReport) -> str:
     listed = "; ".join(f"{count:,} {reason}" for count, reason in sorted(reasons, key=lambda entry: -entry[0]))
     return (
         f"Cleaning left no text to train on: of {counted(report.documents_in)}, 0 were kept. Dropped: {listed}. "
-        "Give other text, or less strict cleaning (--prepare.cleaning)."
+        "Give other text, or less strict cleaning (prepare.cleaning)."
     )
 
 

@@ -150,7 +150,7 @@ def files_of(folder: Path, suffixes: tuple[str, ...] = ()) -> list[Path]:
     kept = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     kept = [path for path in kept if not suffixes or path.suffix in suffixes]
     if not found:
-        raise CorpusError(f"{folder} holds no file: put text files into it, or give another --data.")
+        raise CorpusError(f"{folder} holds no file: put text files into it, or give another folder.")
     if not kept:
         there = sorted({path.suffix or "(none)" for path in found})
         raise CorpusError(f"{folder} holds no file{f' ending in {list(suffixes)}' if suffixes else ''}; endings there: {there}.")

@@ -106,8 +106,8 @@ def binary_of(kind: Any) -> Any:
 def require_field(field: str, there: Iterable[str], name: str) -> None:
     if field not in there:
         raise CorpusError(
-            f"{name} has no field {field!r}: it has {', '.join(map(repr, there)) or 'none'}. Give text_field: in a run by "
-            f"--prepare.sources '[{{path: PATH, text_field: {next(iter(there), 'NAME')}}}]' in place of --data."
+            f"{name} has no field {field!r}: it has {', '.join(map(repr, there)) or 'none'}. Say in "
+            f"prepare.sources which one holds the text: '[{{path: PATH, text_field: {next(iter(there), 'NAME')}}}]'."
         )
 
 

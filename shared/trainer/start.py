@@ -66,6 +66,8 @@ def main(words: list[str]) -> None:
 def torchrun(words: Sequence[str]) -> int:
     """Start the ranks, and wait for them: torchrun without its pages of where its own code stands. Returns what to exit with, which is the
     code of the first rank that failed, or the one that shells give to the signal."""
+    # After Ctrl-C each rank ends its step and saves, for which torchrun alone would give them half a minute.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
