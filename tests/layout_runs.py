@@ -10,6 +10,7 @@ from shared.loop import accumulate_gradients, train_step
 from shared.loss import next_token_objective
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
+from shared.optim.loss_scale import LossScaler
 from shared.optim.updater import Update
 from shared.parallel.apply import apply_parallel
 from shared.parallel.communicator import Communicator
@@ -25,7 +26,7 @@ class LayoutRun:
     def __init__(
         self, world: Communicator, layout: ParallelConfig, config=SMALL, optimizer: OptimizerConfig = MUON,
         objective=next_token_objective, microbatches: int = MICROBATCHES, batches=batch_of, computed_in: torch.dtype | None = None,
-        seed: int = 0, **settings,
+        seed: int = 0, scaler: LossScaler | None = None, **settings,
     ):  # fmt: skip
         self.world, self.mesh, self.config = world, Mesh(layout, world), config
         self.objective, self.microbatches, self.batches = objective, microbatches, batches
@@ -36,7 +37,8 @@ class LayoutRun:
                     parameter.fill_(float(seed))
         self.parallel = apply_parallel(self.plain, self.mesh, optimizer, computed_in)
         self.optimizer = build_optimizer(self.parallel.optimized, optimizer)
-        self.update = Update(1.0, norm=self.parallel.norm)
+        self.update = Update(1.0, scaler, self.parallel.norm)
+        self.accumulate = scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients
         self.step, self.told = 0, Told()
 
     def train(self, steps: int) -> "LayoutRun":
@@ -45,7 +47,7 @@ class LayoutRun:
             data = self.mesh.data
             self.totals = train_step(
                 self.parallel.model, self.optimizer, [share(batch, data.rank, data.size) for batch in batches], self.objective,
-                self.parallel.runner(accumulate_gradients), self.parallel.reducer, self.parallel.updater(self.update),
+                self.parallel.runner(self.accumulate), self.parallel.reducer, self.parallel.updater(self.update),
             )  # fmt: skip
             self.step += 1
         return self

@@ -20,7 +20,8 @@ from shared.optim.loss_scale import LossScaler
 from shared.optim.updater import Update
 from shared.parallel.apply import Alone, apply_parallel
 from shared.parallel.communicator import OneRank
-from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.config import ParallelConfig, layout_name, parse_layout
+from shared.parallel.launch import run_processes
 from shared.parallel.local_state import whole_weights
 from shared.parallel.mesh import Mesh
 from shared.parallel.offload import Offloaded, offload_optimizer
@@ -54,10 +55,30 @@ def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
-@pytest.mark.parametrize("layout", ["one", "dp2", "dp2_zero2", "fsdp2", "dp2_fsdp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [parse_layout(word) for word in ("one", "dp2", "dp2_zero2", "fsdp2", "dp2_fsdp2")]
+    + [parse_layout("fsdp2", ParallelConfig(recompute=how)) for how in ("blocks", "selective")],
+    ids=lambda layout: f"{layout_name(layout)}, {layout.recompute}",
+)
 def test_the_same_steps_are_taken_elsewhere(layout, optimizer):
-    layout = parse_layout(layout)
-    here, there = (run_threads(trained, layout.ranks, layout, optimizer, elsewhere) for elsewhere in (False, True))
+    require_equal(*(run_threads(trained, layout.ranks, layout, optimizer, elsewhere) for elsewhere in (False, True)))
+
+
+def on_torchs_engine(world, optimizer):
+    """Each layout here, then each elsewhere."""
+    layouts = [parse_layout(word, ParallelConfig(backend="torch")) for word in ("dp2", "dp2_zero1", "fsdp2")]
+    return [[trained(world, layout, optimizer, elsewhere) for layout in layouts] for elsewhere in (False, True)]
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_the_same_steps_are_taken_elsewhere_on_torchs_engine(optimizer):
+    for here, there in run_processes(on_torchs_engine, 2, optimizer, timeout=300):
+        require_equal(here, there)
+
+
+def require_equal(here, there):
+    """Weights and norms of several runs, bit for bit."""
     for (weights, norms), (others, other_norms) in zip(here, there, strict=True):
         assert all(torch.equal(weights[name], others[name]) for name in weights) and weights.keys() == others.keys()
         assert norms == other_norms

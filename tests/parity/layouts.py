@@ -11,6 +11,7 @@ from sharded_runs import ADAMW, MICROBATCHES, MUON, SMALL, STEPS, Told, batch_of
 
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
+from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.optim.precision import in_precision
 from shared.parallel.communicator import Communicator, OneRank
 from shared.parallel.config import ParallelConfig, parse_layout
@@ -44,13 +45,18 @@ FEATURES = {  # settings of a `LayoutRun`; `recompute` is the layout's
         "objective": in_precision(next_token_objective, "bfloat16"), "computed_in": torch.bfloat16,
         "dtype": torch.float32, "optimizer": ADAMW,
     },
+    "float16": {
+        "objective": in_precision(next_token_objective, "float16"), "computed_in": torch.float16,
+        "dtype": torch.float32, "optimizer": ADAMW, "loss_scale": 64.0,
+    },
 }  # fmt: skip
-EXACT = [name for name in FEATURES if name != "bfloat16"]
+EXACT = [name for name in FEATURES if name not in ("bfloat16", "float16")]
 
 
-def trained(world: Communicator, layout: ParallelConfig, recompute: str = "none", **settings) -> Told:
-    """Three steps, and what they gave."""
-    run = LayoutRun(world, replace(layout, recompute=recompute, bucket_megabytes=0.02), **settings)
+def trained(world: Communicator, layout: ParallelConfig, recompute: str = "none", loss_scale: float = 0.0, **settings) -> Told:
+    """Three steps, and what they gave. loss_scale: the first one; 0 for none."""
+    scaler = LossScaler(LossScaleConfig(loss_scale)) if loss_scale else None
+    run = LayoutRun(world, replace(layout, recompute=recompute, bucket_megabytes=0.02), scaler=scaler, **settings)
     for _ in range(STEPS):
         run.train(1)
         run.told.note(run.totals, run.update.gradient_norm, run.gradients())
@@ -63,10 +69,10 @@ def references(features=FEATURES) -> dict[str, Told]:
     return {feature: trained(OneRank(), ParallelConfig(), **FEATURES[feature] | {"recompute": "none"}) for feature in features}
 
 
-def rounding() -> Difference:
-    """What bfloat16 itself changes: one process in it against one process in float32."""
-    wide = FEATURES["bfloat16"] | {"objective": next_token_objective, "computed_in": None}
-    return difference(references(["bfloat16"])["bfloat16"], trained(OneRank(), ParallelConfig(), **wide))
+def rounding(precision: str) -> Difference:
+    """What 16 bits themselves change: one process in them against one process in float32."""
+    wide = FEATURES[precision] | {"objective": next_token_objective, "computed_in": None}
+    return difference(references([precision])[precision], trained(OneRank(), ParallelConfig(), **wide))
 
 
 def difference(found: Told, expected: Told) -> Difference:
