@@ -3,6 +3,7 @@ says about colours and widths is not said to the programs that the tests start. 
 
 import os
 import random
+import signal
 import sys
 
 import numpy as np
@@ -11,6 +12,9 @@ import torch
 
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
     os.environ.pop(name, None)
+
+# What is started in the background ignores Ctrl-C, and hands that down to every program that it starts: here they must not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LOCAL = ("127.", "::1", "localhost")
 
