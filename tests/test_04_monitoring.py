@@ -76,6 +76,9 @@ def test_a_cpus_peak_is_measured_in_products_that_happen(monkeypatch):
     monkeypatch.setattr(peaks, "time", SimpleNamespace(perf_counter=lambda: done["flops"]))
     monkeypatch.setattr(torch, "mm", counted)
     assert measure_peak(torch.float32, size=64, repeats=3) == 1.0
+    assert done["flops"] == (1 + 3) * 2 * 64**3
+    measure_peak(torch.float32, size=64, repeats=3, at_least=10 * 2 * 64**3)
+    assert done["flops"] == (1 + 3 + 1 + 10) * 2 * 64**3, "for as long as was asked"
     monkeypatch.undo()
     assert peak_flops("cpu", torch.float32) > 1e8  # slower than any processor that runs this
 

@@ -182,8 +182,10 @@ def test_ranks_that_failed_have_said_why_and_torchrun_says_nothing_more(monkeypa
 
 
 def test_ctrl_c_is_the_ranks_to_answer_and_has_the_code_of_one_process(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(run, "main", Mock(side_effect=SignalException("told", signal.SIGINT)))
     assert start.torchrun([]) == 130
+    assert int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60, "a step and its save may take longer than torchrun's half minute"
 
 
 def test_a_rank_without_a_gpu_of_its_own_says_so_whichever_it_is(tmp_path):

@@ -19,12 +19,15 @@ FEW = [("course fsdp2", "blocks"), ("torch fsdp2", "none")]  # each costs second
 
 
 def compiled(world, cases, backend):
-    """Of each case the weights after three steps, and how many calls the compiler has captured."""
+    """Of each case the weights after three steps, and how many calls the compiler has captured. What is sharded is compiled in blocks, all of
+    which count once for the compiler: so they are looked at one by one."""
     found = {}
     for words, recompute in cases:
         torch.compiler.reset()
         run = LayoutRun(world, replace(layout_of(words), recompute=recompute), optimizer=ADAMW)
         run.parallel.model.compile(backend=backend)
+        if run.mesh.fsdp.size > 1:
+            assert all(block._compiled_call_impl is not None for block in run.plain.stack.blocks.values())
         captured = torch._dynamo.utils.counters["stats"]
         captured.clear()
         found[words, recompute] = run.train(3).weights(), captured["calls_captured"]
