@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shared.parallel.buckets import Bucket
-from shared.parallel.communicator import Communicator, Work
-from shared.parallel.pieces import Range
-from shared.parallel.random_numbers import random_numbers_from
+from shared.parallel.data.buckets import Bucket
+from shared.parallel.comm.communicator import Communicator, Work
+from shared.parallel.sharding import Range
+from shared.parallel.data.random_numbers import random_numbers_from
 
 
 # Collectives

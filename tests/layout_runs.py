@@ -12,12 +12,12 @@ from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.loss_scale import LossScaler
 from shared.optim.updater import Update
-from shared.parallel.apply import apply_parallel
-from shared.parallel.communicator import Communicator
+from shared.parallel.parallelize import apply_parallel
+from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
-from shared.parallel.local_state import whole_weights
+from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.mesh import Mesh
-from shared.parallel.saving import RankSaver
+from shared.parallel.checkpoint.saver import RankSaver
 
 
 class LayoutRun:

@@ -23,13 +23,13 @@ from shared.optim.build import build_optimizer  # noqa: E402
 from shared.optim.config import OptimizerConfig  # noqa: E402
 from shared.optim.precision import in_precision  # noqa: E402
 from shared.optim.updater import Update  # noqa: E402
-from shared.parallel.apply import apply_parallel  # noqa: E402
-from shared.parallel.communicator import Communicator  # noqa: E402
+from shared.parallel.parallelize import apply_parallel  # noqa: E402
+from shared.parallel.comm.communicator import Communicator  # noqa: E402
 from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
-from shared.parallel.memory import Held, held  # noqa: E402
-from shared.parallel.memory_measured import StepMeter  # noqa: E402
+from shared.parallel.planning.memory import Held, held  # noqa: E402
+from shared.parallel.planning.memory_measured import StepMeter  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
-from shared.parallel.threads import run_threads  # noqa: E402
+from shared.parallel.comm.threads import run_threads  # noqa: E402
 
 SMALL = ModelConfig(vocab_size=509, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=172)
 ADAMW = OptimizerConfig("adamw", lr=0.01)

@@ -16,18 +16,18 @@ from safetensors.torch import save_file
 from shared.byte_model import ByteModel
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
-from shared.engine.checkpoint import Checkpoints
+from shared.engine.checkpoint.folder import Checkpoints
 from shared.engine.config import EngineConfig
 from shared.engine.engine import RuntimeEngine
-from shared.engine.saving import Saver
+from shared.engine.checkpoint.saver import Saver
 from shared.loop import accumulate_gradients, apply_update
 from shared.loss import next_token_objective
-from shared.parallel.communicator import Communicator
+from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
-from shared.parallel.data import DataParallel
+from shared.parallel.data.ddp import DataParallel
 from shared.parallel.mesh import Mesh
-from shared.parallel.processes import from_torchrun
-from shared.parallel.replicas import ReplicaCheck, StepSaid
+from shared.parallel.comm.processes import from_torchrun
+from shared.parallel.health.replicas import ReplicaCheck, StepSaid
 from shared.parallel.run_world import ManyRanks
 from shared.totals import Totals
 

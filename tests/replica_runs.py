@@ -18,10 +18,10 @@ from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.updater import Update
-from shared.parallel.communicator import Communicator
-from shared.parallel.data import DataParallel, NaiveDataParallel
-from shared.parallel.threads import run_threads
-from shared.parallel.zero import Zero, muon_matrices
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.data.ddp import DataParallel, NaiveDataParallel
+from shared.parallel.comm.threads import run_threads
+from shared.parallel.data.zero import Zero, muon_matrices
 from shared.totals import Totals
 
 STEPS = 3

@@ -13,13 +13,13 @@ from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.updater import Update
-from shared.parallel.communicator import Communicator
+from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
-from shared.parallel.fsdp import FullySharded
+from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.pieces import Cut
-from shared.parallel.recompute import apply_recompute
-from shared.parallel.threads import run_threads
+from shared.parallel.sharding import Cut
+from shared.parallel.data.activation_checkpointing import apply_recompute
+from shared.parallel.comm.threads import run_threads
 from shared.totals import Batch, Totals
 
 SMALL = ModelConfig(vocab_size=31, hidden_size=20, num_hidden_layers=3, num_attention_heads=2, intermediate_size=29, initializer_range=0.1)

@@ -10,7 +10,7 @@ import torch
 from small_runs import MODEL, Loader, make_engine, printed
 
 from shared.course.errors import CourseError
-from shared.engine.anomalies import BrokenStep, CatchAnomalies, load_batch, microbatch_losses, read_anomaly, replay
+from shared.engine.debug.anomalies import BrokenStep, CatchAnomalies, load_batch, microbatch_losses, read_anomaly, replay
 from shared.loss import next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.totals import Totals

@@ -16,7 +16,7 @@ from engine_runs import Digits, held_out, make_engine, weights
 
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
-from shared.engine.checkpoint import CheckpointError, Checkpoints
+from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
 from shared.engine.config import CheckpointConfig
 
 SCRIPT = CHECKOUT / "tests" / "engine_runs.py"
@@ -100,7 +100,7 @@ def test_where_none_is_intact_the_run_is_refused(tmp_path):
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("shared.engine.checkpoint.FORMAT", 99)
+    monkeypatch.setattr("shared.engine.checkpoint.folder.FORMAT", 99)
     engine = make_engine(tmp_path).fit(Digits(), steps=1)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="format 99, and this version reads 1"):

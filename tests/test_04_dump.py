@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from small_runs import MODEL, Loader, batch, make_engine, printed
 
 from shared.course.errors import CourseError
-from shared.engine.anomalies import BrokenStep, CatchAnomalies
+from shared.engine.debug.anomalies import BrokenStep, CatchAnomalies
 from shared.engine.callbacks import Callback
-from shared.engine.dump import Dump, ModelDump, describe, read_dump, record_activations, write_dump
-from shared.engine.dump_report import by_layer, diff_dumps, diff_table, dump_table, plot_by_layer, plot_magnitudes
-from shared.engine.magnitudes import BINS, HIGHEST, LOWEST, magnitude_histogram, moved_share
+from shared.engine.debug.dump import Dump, ModelDump, describe, read_dump, record_activations, write_dump
+from shared.engine.debug.dump_report import by_layer, diff_dumps, diff_table, dump_table, plot_by_layer, plot_magnitudes
+from shared.engine.debug.magnitudes import BINS, HIGHEST, LOWEST, magnitude_histogram, moved_share
 from shared.loss import next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.totals import Totals

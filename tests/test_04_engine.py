@@ -6,9 +6,9 @@ from engine_runs import Digits, Recorder, held_out, make_engine, weights
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
-from shared.engine.checkpoint import Checkpoints
+from shared.engine.checkpoint.folder import Checkpoints
 from shared.engine.config import CheckpointConfig
-from shared.engine.saving import Saver
+from shared.engine.checkpoint.saver import Saver
 from shared.engine.world import OneProcess
 from shared.loop import train
 from shared.loss import next_token_objective
@@ -108,7 +108,7 @@ def test_without_the_generators_state_the_resume_would_differ(tmp_path, monkeypa
     """The negative control: dropout draws on."""
     whole = make_engine(tmp_path / "whole").fit(Digits(), steps=10)
     make_engine(tmp_path / "parts").fit(Digits(), steps=5)
-    monkeypatch.setattr("shared.engine.random_state.torch.set_rng_state", lambda state: None)
+    monkeypatch.setattr("shared.engine.checkpoint.random_state.torch.set_rng_state", lambda state: None)
     second = make_engine(tmp_path / "parts", seed=5).fit(Digits(), steps=10)
     assert not same(weights(whole), weights(second))
 

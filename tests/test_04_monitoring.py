@@ -7,13 +7,14 @@ import torch
 from small_runs import MODEL, SEQ, Loader, Recorder, batch, make_engine
 
 from shared.course.errors import CourseError
-from shared.engine import monitoring, peaks
+from shared.engine.metrics import throughput as monitoring
+from shared.engine.metrics import peaks
 from shared.engine.callbacks import Callback
-from shared.engine.flops import flops_per_token
-from shared.engine.monitoring import Resources, Throughput, tokens_of
-from shared.engine.norms import Norms
-from shared.engine.peaks import PEAKS, measure_peak, mfu, peak_flops, peak_of
-from shared.engine.profiling import Profile
+from shared.engine.metrics.flops import flops_per_token
+from shared.engine.metrics.throughput import Resources, Throughput, tokens_of
+from shared.engine.metrics.norms import Norms
+from shared.engine.metrics.peaks import PEAKS, measure_peak, mfu, peak_flops, peak_of
+from shared.engine.metrics.profiling import Profile
 from shared.model.config import ModelConfig
 from shared.model.roles import parameters_by_role
 from shared.model.transformer import TransformerModel

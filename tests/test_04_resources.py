@@ -11,11 +11,11 @@ import torch
 from small_runs import MODEL, Loader, Recorder, batch, make_engine, printed
 
 from shared.course.errors import CourseError
-from shared.engine import monitoring
+from shared.engine.metrics import throughput as monitoring
 from shared.engine.callbacks import Callback
 from shared.engine.early_stopping import EarlyStopping
-from shared.engine.monitoring import Resources
-from shared.engine.profiling import Profile
+from shared.engine.metrics.throughput import Resources
+from shared.engine.metrics.profiling import Profile
 
 # Resources, profiles, early stopping
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shared.engine.optimizer_state import load_optimizer_state, name_optimizer_state
-from shared.engine.random_state import RandomState, get_random_state, set_random_state
-from shared.engine.resume import restore, take_snapshot, weights_of
-from shared.engine.window import Window
+from shared.engine.checkpoint.optimizer_state import load_optimizer_state, name_optimizer_state
+from shared.engine.checkpoint.random_state import RandomState, get_random_state, set_random_state
+from shared.engine.checkpoint.snapshot import restore, take_snapshot, weights_of
+from shared.engine.metrics.accumulator import Window
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 from shared.totals import Totals

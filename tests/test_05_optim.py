@@ -16,7 +16,7 @@ from optim_models import (
 )
 from torch import nn
 
-from shared.engine.optimizer_state import load_optimizer_state, name_optimizer_state
+from shared.engine.checkpoint.optimizer_state import load_optimizer_state, name_optimizer_state
 from shared.loss import next_token_objective
 from shared.optim import muon
 from shared.optim.build import build_optimizer

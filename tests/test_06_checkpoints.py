@@ -11,12 +11,13 @@ from layout_runs import LayoutRun, largest_difference
 from safetensors import safe_open
 from sharded_runs import ADAMW, MUON, SMALL, alone
 
-from shared.engine.checkpoint import CheckpointError, Checkpoints, fingerprint
-from shared.engine.saving import Saver
-from shared.parallel import rank_files, saving
-from shared.parallel.communicator import OneRank
+from shared.engine.checkpoint.folder import CheckpointError, Checkpoints, fingerprint
+from shared.engine.checkpoint.saver import Saver
+from shared.parallel.checkpoint import files as rank_files
+from shared.parallel.checkpoint import saver as saving
+from shared.parallel.comm.communicator import OneRank
 from shared.parallel.config import parse_layout
-from shared.parallel.threads import run_threads
+from shared.parallel.comm.threads import run_threads
 
 LAYOUTS = ("one", "dp2", "dp3_zero1", "dp2_zero2", "fsdp2", "fsdp3", "dp2_fsdp2")
 OPTIMIZERS = {"muon": (MUON, (0, 1, 3)), "adamw": (ADAMW, (2, 4, 5, 6))}  # with which of the layouts after the writer's to go on

@@ -11,16 +11,16 @@ from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
-from shared.parallel.collectives import all_reduce_in_two, all_reduce_through_root, ring_all_reduce
-from shared.parallel.communicator import CommunicationError, Communicator
+from shared.parallel.comm.collectives import all_reduce_in_two, all_reduce_through_root, ring_all_reduce
+from shared.parallel.comm.communicator import CommunicationError, Communicator
 from shared.parallel.config import ParallelConfig
-from shared.parallel.costs import Cost, Link, cost, cost_of_entries, step_cost, step_exchanges
-from shared.parallel.data import DataParallel
-from shared.parallel.fsdp import FullySharded
+from shared.parallel.planning.costs import Cost, Link, cost, cost_of_entries, step_cost, step_exchanges
+from shared.parallel.data.ddp import DataParallel
+from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.rehearsal import rehearse
-from shared.parallel.threads import run_threads
-from shared.parallel.zero import Zero
+from shared.parallel.planning.rehearsal import rehearse
+from shared.parallel.comm.threads import run_threads
+from shared.parallel.data.zero import Zero
 
 ALL_REDUCES = [ring_all_reduce, all_reduce_in_two, all_reduce_through_root]
 by_all_reduce = pytest.mark.parametrize("all_reduce", ALL_REDUCES, ids=lambda function: function.__name__)

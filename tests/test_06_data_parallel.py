@@ -9,12 +9,12 @@ from torch import nn
 
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
-from shared.parallel.buckets import plan_buckets
-from shared.parallel.communicator import OneRank
-from shared.parallel.costs import step_exchanges
-from shared.parallel.data import DataParallel, NaiveDataParallel
-from shared.parallel.threads import run_threads
-from shared.parallel.zero import Zero
+from shared.parallel.data.buckets import plan_buckets
+from shared.parallel.comm.communicator import OneRank
+from shared.parallel.planning.costs import step_exchanges
+from shared.parallel.data.ddp import DataParallel, NaiveDataParallel
+from shared.parallel.comm.threads import run_threads
+from shared.parallel.data.zero import Zero
 
 KINDS = {
     "naive": NaiveDataParallel,

@@ -11,27 +11,27 @@ from layout_runs import largest_difference
 from rich.console import Console
 from sharded_runs import ADAMW, SMALL, batch_of, build, share
 
-from shared.engine.anomalies import BrokenStep, read_anomaly, replay
+from shared.engine.debug.anomalies import BrokenStep, read_anomaly, replay
 from shared.engine.callbacks import Callback
 from shared.engine.config import CheckpointConfig, EngineConfig
 from shared.engine.defaults import default_callbacks
-from shared.engine.dump import read_dump
+from shared.engine.debug.dump import read_dump
 from shared.engine.engine import RuntimeEngine
-from shared.engine.monitoring import Throughput
+from shared.engine.metrics.throughput import Throughput
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.loop import accumulate_gradients, evaluate
 from shared.loss import next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
 from shared.optim.updater import Update
-from shared.parallel.apply import apply_parallel
-from shared.parallel.communicator import OneRank
+from shared.parallel.parallelize import apply_parallel
+from shared.parallel.comm.communicator import OneRank
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.launch import run_processes
-from shared.parallel.local_state import whole_weights
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.mesh import Mesh
 from shared.parallel.run_world import ManyRanks
-from shared.parallel.saving import RankSaver
+from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.watching import for_ranks
 
 LAYOUTS = ("course dp2", "course dp2_zero1", "course fsdp2", "torch dp2", "torch dp2_zero1", "torch fsdp2")

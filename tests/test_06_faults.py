@@ -14,13 +14,13 @@ import torch
 from fault_table import RUNS, run_fault
 from parallel_script import make_model, parsed, train
 
-from shared.parallel.communicator import CommunicationError
-from shared.parallel.heartbeat import Patience, where_it_stands
-from shared.parallel.launch import run_processes
-from shared.parallel.ledger import Ledger
-from shared.parallel.replicas import ReplicasDiffer, checksum, require_equal
-from shared.parallel.stuck import Beat, Call, deadlock, mismatch, stuck
-from shared.parallel.threads import run_threads
+from shared.parallel.comm.communicator import CommunicationError
+from shared.parallel.health.heartbeat import Patience, where_it_stands
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.comm.trace import Ledger
+from shared.parallel.health.replicas import ReplicasDiffer, checksum, require_equal
+from shared.parallel.health.deadlock import Beat, Call, deadlock, mismatch, stuck
+from shared.parallel.comm.threads import run_threads
 
 PATIENT = Patience(timeout=120.0, longest_wait=600.0, every=0.2)  # a rank of a busy machine is not taken for dead
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that ranks need not import pytest

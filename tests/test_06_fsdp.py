@@ -26,11 +26,11 @@ from sharded_runs import (
 from shared.loop import accumulate_gradients, evaluate
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
-from shared.parallel.communicator import Done
+from shared.parallel.comm.communicator import Done
 from shared.parallel.config import ParallelConfig
-from shared.parallel.fsdp import FullySharded
+from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.threads import run_threads
+from shared.parallel.comm.threads import run_threads
 
 TWO = ParallelConfig(fully_sharded=2)
 LAYOUTS = {

@@ -22,9 +22,9 @@ from shared.loss import next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.precision import in_precision
 from shared.parallel.config import ParallelConfig
-from shared.parallel.fsdp import FullySharded
+from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.threads import run_threads
+from shared.parallel.comm.threads import run_threads
 
 TWO = ParallelConfig(fully_sharded=2)
 LAYER = sum(p.numel() for p in build(SMALL).stack.blocks["0"].parameters())

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from shared.parallel import gloo_routes
-from shared.parallel.collectives import ring_all_reduce
-from shared.parallel.communicator import flat_sum
-from shared.parallel.launch import run_processes
-from shared.parallel.threads import run_threads
+from shared.parallel.comm import gloo_routes
+from shared.parallel.comm.collectives import ring_all_reduce
+from shared.parallel.comm.communicator import flat_sum
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.comm.threads import run_threads
 
 
 def random(rank: int, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -4,10 +4,10 @@ import threading
 
 import torch
 
-from shared.parallel import heartbeat
-from shared.parallel.communicator import OneRank
-from shared.parallel.heartbeat import Heartbeat, Patience
-from shared.parallel.ledger import Ledger
+from shared.parallel.health import heartbeat
+from shared.parallel.comm.communicator import OneRank
+from shared.parallel.health.heartbeat import Heartbeat, Patience
+from shared.parallel.comm.trace import Ledger
 
 
 class Clock:

@@ -17,13 +17,13 @@ from shared.model.sliced_loss import sliced_next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.config import OptimizerConfig
 from shared.optim.precision import in_precision
-from shared.parallel.apply import apply_parallel
+from shared.parallel.parallelize import apply_parallel
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.memory import activations, held, kept_of_token, memory_table
-from shared.parallel.memory_measured import ActivationMeter, measured_activations
+from shared.parallel.planning.memory import activations, held, kept_of_token, memory_table
+from shared.parallel.planning.memory_measured import ActivationMeter, measured_activations
 from shared.parallel.mesh import Mesh
-from shared.parallel.recompute import apply_recompute
-from shared.parallel.threads import run_threads
+from shared.parallel.data.activation_checkpointing import apply_recompute
+from shared.parallel.comm.threads import run_threads
 
 WITHIN = 0.05
 FAMILIES = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shared.parallel.config import AXES, ParallelConfig, layout_name, parse_layout
-from shared.parallel.launch import run_processes
+from shared.parallel.comm.launch import run_processes
 from shared.parallel.mesh import Mesh
-from shared.parallel.threads import run_threads
+from shared.parallel.comm.threads import run_threads
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 GRIDS = [(1, 2, 2, 1), (1, 4, 1, 1), (1, 1, 4, 1), (2, 3, 2, 2), (2, 1, 3, 1), (1, 3, 1, 2)]  # pp, dp, fsdp, tp

@@ -11,21 +11,21 @@ from sharded_runs import ADAMW, MICROBATCHES, MUON, SMALL, STEPS, batch_of, buil
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shared.engine.optimizer_state import name_optimizer_state
+from shared.engine.checkpoint.optimizer_state import name_optimizer_state
 from shared.loop import accumulate_gradients, train_step
 from shared.loss import next_token_objective
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.loss_scale import LossScaler
 from shared.optim.updater import Update
-from shared.parallel.apply import Alone, apply_parallel
-from shared.parallel.communicator import OneRank
+from shared.parallel.parallelize import Alone, apply_parallel
+from shared.parallel.comm.communicator import OneRank
 from shared.parallel.config import ParallelConfig, layout_name, parse_layout
-from shared.parallel.launch import run_processes
-from shared.parallel.local_state import whole_weights
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.mesh import Mesh
-from shared.parallel.offload import Offloaded, offload_optimizer
-from shared.parallel.threads import run_threads
+from shared.parallel.data.offload import Offloaded, offload_optimizer
+from shared.parallel.comm.threads import run_threads
 
 ELSEWHERE = torch.device("cpu", 0)
 

@@ -7,13 +7,13 @@ import torch
 from optim_models import CONFIGS, model_of
 from torch import nn
 
-from shared.engine.gradient_norm import global_gradient_norm
-from shared.engine.optimizer_state import name_optimizer_state
+from shared.engine.metrics.gradient_norm import global_gradient_norm
+from shared.engine.checkpoint.optimizer_state import name_optimizer_state
 from shared.optim.build import build_optimizer
 from shared.optim.updater import Update
-from shared.parallel.communicator import OneRank
-from shared.parallel.pieces import Cut, Pieces, make_piece, norm_of_parts
-from shared.parallel.threads import run_threads
+from shared.parallel.comm.communicator import OneRank
+from shared.parallel.sharding import Cut, Pieces, make_piece, norm_of_parts
+from shared.parallel.comm.threads import run_threads
 
 RANGES = {  # of a parameter with 10 numbers
     "uneven": [(0, 4), (4, 7), (7, 10)],

@@ -12,11 +12,12 @@ import cloudpickle
 import pytest
 import torch
 
-from shared.parallel import launch, processes
-from shared.parallel.communicator import CommunicationError, RankStopped
-from shared.parallel.heartbeat import EXIT_CODE, Patience
-from shared.parallel.launch import run_processes
-from shared.parallel.threads import run_threads
+from shared.parallel.comm import launch
+from shared.parallel.comm import processes
+from shared.parallel.comm.communicator import CommunicationError, RankStopped
+from shared.parallel.health.heartbeat import EXIT_CODE, Patience
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.comm.threads import run_threads
 
 in_both = pytest.mark.parametrize("run", [run_threads, run_processes], ids=["threads", "processes"])
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that ranks need not import pytest

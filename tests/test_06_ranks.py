@@ -7,9 +7,9 @@ import pytest
 import torch
 from rank_cases import CASES, EXPECTED, digits, reduced, run_cases
 
-from shared.parallel.communicator import OneRank
-from shared.parallel.launch import run_processes
-from shared.parallel.threads import run_threads
+from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.comm.threads import run_threads
 
 RANKS = 3
 WORLDS = {"threads": run_threads, "processes": run_processes}

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shared.loss import next_token_objective
 from shared.model.sliced_loss import sliced_next_token_objective
-from shared.parallel.random_numbers import random_numbers_from, random_state_of
-from shared.parallel.recompute import Recomputed, apply_recompute, recompute, run_block_again
+from shared.parallel.data.random_numbers import random_numbers_from, random_state_of
+from shared.parallel.data.activation_checkpointing import Recomputed, apply_recompute, recompute, run_block_again
 
 HOW = ["blocks", "selective"]
 

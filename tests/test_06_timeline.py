@@ -12,14 +12,14 @@ from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 from shared.parallel.config import ParallelConfig
-from shared.parallel.costs import Link, step_cost, step_exchanges
-from shared.parallel.data import DataParallel, NaiveDataParallel
-from shared.parallel.fsdp import FullySharded
+from shared.parallel.planning.costs import Link, step_cost, step_exchanges
+from shared.parallel.data.ddp import DataParallel, NaiveDataParallel
+from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.rehearsal import rehearse
-from shared.parallel.threads import run_threads
-from shared.parallel.timeline import Bar, Begin, Compute, Timeline, Wait, chrome_trace, draw, measured, replay
-from shared.parallel.zero import Zero
+from shared.parallel.planning.rehearsal import rehearse
+from shared.parallel.comm.threads import run_threads
+from shared.parallel.planning.timeline import Bar, Begin, Compute, Timeline, Wait, chrome_trace, draw, measured, replay
+from shared.parallel.data.zero import Zero
 
 SECOND = Link(latency=0.5, bandwidth=1.0)  # two ranks: an all-reduce of B bytes is 2 messages and B bytes, so it takes 1 + B seconds
 PAIR = 2

@@ -5,14 +5,14 @@ import torch
 from replica_runs import LAYOUTS, MEGABYTES, Situation, Weights, digit_objective, exchange, model_of, share, train_rank
 from torch import nn
 
-from shared.engine.optimizer_state import name_optimizer_state
+from shared.engine.checkpoint.optimizer_state import name_optimizer_state
 from shared.loss import next_token_objective
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
-from shared.parallel.communicator import OneRank
-from shared.parallel.threads import run_threads
-from shared.parallel.uneven import gather_parts, reduce_parts
-from shared.parallel.zero import Zero, bytes_held, muon_matrices
+from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.threads import run_threads
+from shared.parallel.comm.uneven import gather_parts, reduce_parts
+from shared.parallel.data.zero import Zero, bytes_held, muon_matrices
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])

@@ -198,7 +198,7 @@ def test_a_rank_without_a_gpu_of_its_own_says_so_whichever_it_is(tmp_path):
 def test_how_long_ranks_wait_for_one_that_prepares_text_is_the_configurations(tmp_path, monkeypatch):
     """Text for the shipped run on two cards takes hours, and the other ranks wait for it in one operation."""
     joining = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("shared.parallel.processes.from_torchrun", joining)
+    monkeypatch.setattr("shared.parallel.comm.processes.from_torchrun", joining)
     words = [str(settings_file(tmp_path, tmp_path / "prepared")), "parallel.longest_wait=7200", "parallel.timeout=20"]
     with pytest.raises(KeyboardInterrupt):
         runpy.run_path(str(TRAIN))["main"](words)

@@ -9,7 +9,7 @@ from rich.console import Console
 from trainer_runs import TRAIN, settings_file
 
 from shared.course.errors import CourseError
-from shared.parallel.memory import held
+from shared.parallel.planning.memory import held
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pretrain import pretrain

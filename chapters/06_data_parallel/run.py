@@ -18,7 +18,7 @@ from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
 
 if TYPE_CHECKING:
-    from shared.parallel.communicator import Communicator
+    from shared.parallel.comm.communicator import Communicator
 
 
 @dataclass
@@ -65,9 +65,9 @@ def run(config: RunConfig) -> None:
 
     from shared.course import binding
     from shared.course.errors import CourseError
-    from shared.parallel.communicator import OneRank
+    from shared.parallel.comm.communicator import OneRank
     from shared.parallel.config import layout_name, parse_layout
-    from shared.parallel.launch import run_processes
+    from shared.parallel.comm.launch import run_processes
     from shared.text_run import corpus_of, require_writable, texts_of
 
     require_writable(config.output)
@@ -115,7 +115,7 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     from shared.model.transformer import TransformerModel
     from shared.optim.build import build_optimizer
     from shared.optim.updater import Update
-    from shared.parallel.apply import apply_parallel
+    from shared.parallel.parallelize import apply_parallel
     from shared.parallel.mesh import Mesh
     from shared.totals import bits_per_byte
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from shared.course import binding
 from shared.course.errors import CourseError
-from shared.parallel.communicator import CommunicationError
+from shared.parallel.comm.communicator import CommunicationError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -24,7 +24,7 @@ def main(words: list[str]) -> None:
     from shared.trainer.first import implementation_asked
 
     binding.choose(implementation_asked(words))
-    from shared.parallel.processes import from_torchrun
+    from shared.parallel.comm.processes import from_torchrun
     from shared.trainer.config import TrainerConfig
     from shared.trainer.pretrain import pretrain
     from shared.trainer.settings import parse_words

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 
 from shared.course.errors import CourseError
-from shared.engine.anomalies import CatchAnomalies
+from shared.engine.debug.anomalies import CatchAnomalies
 from shared.engine.callbacks import Callback
 from shared.engine.config import EngineConfig
-from shared.engine.dump import ModelDump
+from shared.engine.debug.dump import ModelDump
 from shared.engine.early_stopping import EarlyStopping
-from shared.engine.monitoring import Resources, Throughput
-from shared.engine.norms import Norms
-from shared.engine.peaks import peak_flops
-from shared.engine.profiling import Profile
+from shared.engine.metrics.throughput import Resources, Throughput
+from shared.engine.metrics.norms import Norms
+from shared.engine.metrics.peaks import peak_flops
+from shared.engine.metrics.profiling import Profile
 from shared.engine.trackers import make_tracker
 from shared.engine.trackers.settings import Settings
 from shared.model.config import ModelConfig

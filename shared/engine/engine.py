@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Callbacks, Figures
-from shared.engine.checkpoint import CheckpointError, Checkpoints
+from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
 from shared.engine.config import EngineConfig
-from shared.engine.interruption import Interruption
-from shared.engine.resume import Stateful
-from shared.engine.saving import CALLBACK, Saver
-from shared.engine.timing import PhaseTimer
-from shared.engine.window import Window
+from shared.engine.shutdown import Interruption
+from shared.engine.checkpoint.snapshot import Stateful
+from shared.engine.checkpoint.saver import CALLBACK, Saver
+from shared.engine.metrics.timing import PhaseTimer
+from shared.engine.metrics.accumulator import Window
 from shared.engine.world import OneProcess, World
 from shared.loop import accumulate_gradients, apply_update, evaluate, keep_totals, train
 from shared.loss import next_token_objective

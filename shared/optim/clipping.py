@@ -8,7 +8,7 @@ Left out on purpose: clipping each element or each tensor by itself, which turns
 
 from torch import Tensor, nn
 
-from shared.engine.gradient_norm import global_gradient_norm
+from shared.engine.metrics.gradient_norm import global_gradient_norm
 
 
 def model_gradient_norm(model: nn.Module) -> Tensor:

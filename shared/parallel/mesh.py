@@ -9,7 +9,7 @@ over it; expert parallelism (chapter 09) is another cut of the same ranks.
 
 import torch
 
-from shared.parallel.communicator import Communicator
+from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import AXES, ParallelConfig
 
 

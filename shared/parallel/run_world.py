@@ -6,7 +6,7 @@ Totals are sums, so those of ranks add; they travel together, as one small vecto
 import torch
 from torch import Tensor
 
-from shared.parallel.communicator import Communicator
+from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
 from shared.totals import Totals
 

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from shared.engine.anomalies import CatchAnomalies
+from shared.engine.debug.anomalies import CatchAnomalies
 from shared.engine.callbacks import Callback
-from shared.engine.dump import ModelDump
+from shared.engine.debug.dump import ModelDump
 from shared.engine.early_stopping import EarlyStopping
-from shared.engine.monitoring import Throughput
-from shared.engine.norms import Norms
+from shared.engine.metrics.throughput import Throughput
+from shared.engine.metrics.norms import Norms
 from shared.model.roles import Role, parameters_by_role
-from shared.parallel.apply import Parallel
-from shared.parallel.local_state import weights_on_rank_0
+from shared.parallel.parallelize import Parallel
+from shared.parallel.checkpoint.local_state import weights_on_rank_0
 from shared.parallel.mesh import Mesh
-from shared.parallel.pieces import norm_of_parts
-from shared.parallel.replicas import ReplicaCheck, StepSaid
+from shared.parallel.sharding import norm_of_parts
+from shared.parallel.health.replicas import ReplicaCheck, StepSaid
 from shared.totals import Batch
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shared.engine.callbacks import Callback, Figures
-from shared.parallel.ledger import Ledger
+from shared.parallel.comm.trace import Ledger
 from shared.totals import bits_per_byte
 
 if TYPE_CHECKING:

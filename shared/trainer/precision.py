@@ -6,7 +6,7 @@ slower without, so there it is measured.
 
 import torch
 
-from shared.engine.peaks import measure_peak
+from shared.engine.metrics.peaks import measure_peak
 from shared.optim.precision import Precision
 
 WORTH = 1.3  # times faster, before the casts that autocast adds are paid for

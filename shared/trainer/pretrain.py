@@ -34,12 +34,12 @@ from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler
 from shared.optim.precision import in_precision
 from shared.optim.updater import Update
-from shared.parallel.apply import Parallel, apply_parallel
-from shared.parallel.communicator import Communicator, OneRank
+from shared.parallel.parallelize import Parallel, apply_parallel
+from shared.parallel.comm.communicator import Communicator, OneRank
 from shared.parallel.config import layout_name
 from shared.parallel.mesh import Mesh
 from shared.parallel.run_world import ManyRanks
-from shared.parallel.saving import RankSaver
+from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.watching import for_ranks
 from shared.text_run import pick_device, require_writable
 from shared.trainer import provenance

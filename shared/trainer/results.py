@@ -12,14 +12,14 @@ from rich.table import Table
 from torch import nn
 
 from shared.data.completion import Gap, continue_ids, fill_gap, find_gaps
-from shared.engine.anomalies import put_weights
+from shared.engine.debug.anomalies import put_weights
 from shared.engine.engine import on_device
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.loop import evaluate
 from shared.model.counting import parameter_counts
 from shared.model.transformer import TransformerModel
 from shared.parallel.config import layout_name
-from shared.parallel.local_state import weights_on_rank_0
+from shared.parallel.checkpoint.local_state import weights_on_rank_0
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
 from shared.trainer.comparison import beside_one_process

@@ -19,14 +19,14 @@ from rich.table import Table
 from step_speed import PEERS, batches
 
 from shared.allocator import keep_freed_memory
-from shared.engine.anomalies import CatchAnomalies
+from shared.engine.debug.anomalies import CatchAnomalies
 from shared.engine.callbacks import Callback
 from shared.engine.config import CheckpointConfig, EngineConfig
-from shared.engine.dump import ModelDump
+from shared.engine.debug.dump import ModelDump
 from shared.engine.engine import RuntimeEngine
-from shared.engine.monitoring import Resources, Throughput
-from shared.engine.norms import Norms
-from shared.engine.peaks import measure_peak
+from shared.engine.metrics.throughput import Resources, Throughput
+from shared.engine.metrics.norms import Norms
+from shared.engine.metrics.peaks import measure_peak
 from shared.engine.trackers import make_tracker
 from shared.model.sliced_loss import sliced_next_token_objective
 from shared.model.transformer import TransformerModel

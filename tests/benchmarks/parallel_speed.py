@@ -31,13 +31,13 @@ from shared.allocator import keep_freed_memory
 from shared.loop import accumulate_gradients, apply_update, train_step
 from shared.model.sliced_loss import sliced_next_token_objective
 from shared.model.transformer import TransformerModel
-from shared.parallel.apply import apply_parallel
+from shared.parallel.parallelize import apply_parallel
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.heartbeat import Patience
-from shared.parallel.launch import loopback
-from shared.parallel.local_state import whole_weights
+from shared.parallel.health.heartbeat import Patience
+from shared.parallel.comm.launch import loopback
+from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.mesh import Mesh
-from shared.parallel.processes import join_world
+from shared.parallel.comm.processes import join_world
 
 RANKS, WARMUP = 2, 2
 ROWS = {

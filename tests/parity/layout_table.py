@@ -12,7 +12,7 @@ sys.path[:0] = [str(folder) for folder in (Path(__file__).parents[2], Path(__fil
 
 from layouts import EXACT, FOUR, TWO, Difference, cases_of, matrix, references, rounding  # noqa: E402
 
-from shared.parallel.launch import run_processes  # noqa: E402
+from shared.parallel.comm.launch import run_processes  # noqa: E402
 
 QUANTITIES = ("loss", "norm", "gradients", "weights")
 

@@ -13,7 +13,7 @@ from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.optim.precision import in_precision
-from shared.parallel.communicator import Communicator, OneRank
+from shared.parallel.comm.communicator import Communicator, OneRank
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.totals import Batch
 

@@ -5,7 +5,7 @@ import pytest
 from layouts import EXACT, FOUR, TWO, cases_of, handed_over, matrix, references
 from sharded_runs import MUON, SMALL, alone
 
-from shared.parallel.launch import run_processes
+from shared.parallel.comm.launch import run_processes
 
 EXACTLY = dict.fromkeys(("loss", "norm", "gradients", "weights"), 1e-9)
 LIMITS = {  # in 16 bits ranks round other sums than one process: PARITY.md

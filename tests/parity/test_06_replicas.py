@@ -26,13 +26,13 @@ from replica_runs import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from shared.engine.gradient_norm import global_gradient_norm
+from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
-from shared.parallel.data import DataParallel
-from shared.parallel.launch import run_processes
+from shared.parallel.data.ddp import DataParallel
+from shared.parallel.comm.launch import run_processes
 from shared.parallel.run_world import add_over
-from shared.parallel.zero import Zero
+from shared.parallel.data.zero import Zero
 from shared.totals import add_totals
 
 

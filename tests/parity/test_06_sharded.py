@@ -15,7 +15,7 @@ from shared.loop import accumulate_gradients, train_step
 from shared.loss import next_token_objective
 from shared.optim.build import build_optimizer
 from shared.parallel.config import ParallelConfig
-from shared.parallel.launch import run_processes
+from shared.parallel.comm.launch import run_processes
 from shared.parallel.run_world import add_over
 
 TWO = ParallelConfig(fully_sharded=2)

@@ -1,6 +1,6 @@
 """Chapter 04. Figures for TensorBoard: `tensorboard --logdir RUN/tensorboard` draws them.
 
-Left out on purpose: histograms and images. Dumps (`shared.engine.dump`) keep distributions in files that need no server.
+Left out on purpose: histograms and images. Dumps (`shared.engine.debug.dump`) keep distributions in files that need no server.
 """
 
 from pathlib import Path

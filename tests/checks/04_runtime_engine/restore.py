@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shared.course.checking import Case, Check
-from shared.engine.optimizer_state import OptimizerState
-from shared.engine.random_state import get_random_state, set_random_state
-from shared.engine.resume import Snapshot
+from shared.engine.checkpoint.optimizer_state import OptimizerState
+from shared.engine.checkpoint.random_state import get_random_state, set_random_state
+from shared.engine.checkpoint.snapshot import Snapshot
 
 from .runs import Run, adamw, after_two_steps, contents_of, drawn, everything, momentum, own, regrouped, take_steps
 

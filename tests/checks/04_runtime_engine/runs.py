@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shared.engine.resume import Snapshot, take_snapshot
+from shared.engine.checkpoint.snapshot import Snapshot, take_snapshot
 
 VOCAB, WIDTH = 11, 5
 

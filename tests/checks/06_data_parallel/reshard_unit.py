@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from shared.course.checking import Case, Check
-from shared.parallel.communicator import Done, OneRank
+from shared.parallel.comm.communicator import Done, OneRank
 
 from .watched import CONTRACT, begun, finished, over_ranks, overlaps
 

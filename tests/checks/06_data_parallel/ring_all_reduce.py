@@ -9,7 +9,7 @@ Tolerances. Digits and whole numbers are exact. The oracle adds float64 numbers 
 import torch
 
 from shared.course.checking import Case, Check
-from shared.parallel.threads import run_threads
+from shared.parallel.comm.threads import run_threads
 
 CONTRACT = "the contract"
 DIGITS = "arithmetic: rank i holds 10^i times [1, 2, 3, ...], so each digit says how often that rank was counted"

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shared.course.checking import Case, Check
-from shared.parallel.buckets import SummedBucket
-from shared.parallel.threads import run_threads
+from shared.parallel.data.buckets import SummedBucket
+from shared.parallel.comm.threads import run_threads
 
 CONTRACT = "the contract"
 DIGITS = "arithmetic: on rank r, micro-batch m of M has the gradient 10^(r M + m), and all of them add up"

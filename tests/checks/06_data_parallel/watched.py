@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from shared.course.comparing import Said
-from shared.parallel.threads import run_threads
+from shared.parallel.comm.threads import run_threads
 
 CONTRACT = "the contract"
 

@@ -1,0 +1,116 @@
+"""Chapter 04. Saving while training goes on, and finding what was saved.
+
+The next step changes the weights in place, so what a thread writes must be a copy. Copying memory is fast and happens between two
+steps; writing, hashing and forcing onto the disk is slow and happens on the thread.
+
+Left out on purpose: more than one save at a time. A second one waits for the first, so memory holds one copy at most.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
+from shared.engine.checkpoint.snapshot import Snapshot, Stateful, restore, take_snapshot
+
+CALLBACK = "callback."  # how a callback's name begins among the parts of a checkpoint
+
+
+class Saver:
+    """Saves a run and brings it back.
+
+    What touches the model happens in the calling thread; the thread writes plain copies. A run over several processes overrides
+    `snapshot`, to gather, and lets one of them write.
+
+    Args:
+        checkpoints: where to.
+        asynchronous: whether `save` returns before the checkpoint is complete.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, asynchronous: bool):
+        self.checkpoints, self.asynchronous = checkpoints, asynchronous
+        self.thread: ThreadPoolExecutor | None = None
+        self.pending: Future[Path] | None = None
+
+    def snapshot(self, step: int, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> Snapshot:
+        return take_snapshot(step, model, optimizer, parts)
+
+    def save(self, snapshot: Snapshot, notes: dict[str, Any]) -> None:
+        """Begin to save. Call `finished(wait=True)` first: it tells of the save before, or raises its error."""
+        if self.pending is not None:
+            raise RuntimeError("A save is under way: call finished(wait=True) before the next.")
+        if self.asynchronous:
+            self.thread = self.thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            self.pending = self.thread.submit(self.checkpoints.save, copied(snapshot), notes)
+            return
+        self.pending = Future()
+        try:
+            self.pending.set_result(self.checkpoints.save(snapshot, notes))
+        except Exception as error:
+            self.pending.set_exception(error)
+
+    def finished(self, wait: bool = False) -> Path | None:
+        """The checkpoint that was completed since the last call, if any.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self.pending is None or not (wait or self.pending.done()):
+            return None
+        pending, self.pending = self.pending, None
+        return pending.result()
+
+    def close(self) -> None:
+        """Let a save that is under way end. Saving again is possible."""
+        if self.thread is not None:
+            self.thread.shutdown(wait=True)
+            self.thread = None
+
+    def is_best(self, loss: float) -> bool:
+        """Whether a validation loss is below that of every checkpoint. Only while no save is under way."""
+        best = self.checkpoints.best()
+        return math.isfinite(loss) and (best is None or loss < best[1])
+
+    def restore(self, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
+        """Go on from the newest intact checkpoint. Returns its step, None where there is none, and a sentence for each damaged one.
+
+        Raises:
+            CheckpointError: no checkpoint is intact, or the newest does not fit this run.
+        """
+        snapshot, damaged = self.checkpoints.newest()
+        if snapshot is None:
+            return None, damaged
+        mine, snapshot = shared_callbacks(parts, snapshot)
+        try:
+            return restore(snapshot, model, optimizer, mine), damaged
+        except ValueError as error:
+            raise CheckpointError(f"{self.checkpoints.path(snapshot.step)} does not fit this run. {error}") from error
+
+
+def shared_callbacks(parts: Mapping[str, Stateful], snapshot: Snapshot) -> tuple[dict[str, Stateful], Snapshot]:
+    """Both without the callbacks that only one of them has: a run may be resumed with another tracker, which begins anew."""
+    odd = {name for name in parts.keys() ^ snapshot.parts.keys() if name.startswith(CALLBACK)}
+    kept = {name: state for name, state in snapshot.parts.items() if name not in odd}
+    return {name: part for name, part in parts.items() if name not in odd}, replace(snapshot, parts=kept)
+
+
+def copied(snapshot: Snapshot) -> Snapshot:
+    """The snapshot with nothing in it that the next step could change; its tensors in the CPU's memory."""
+    optimizer = replace(
+        snapshot.optimizer,
+        tensors={name: copies(tensors) for name, tensors in snapshot.optimizer.tensors.items()},
+        values=copy.deepcopy(snapshot.optimizer.values),
+        groups=copy.deepcopy(snapshot.optimizer.groups),
+    )
+    return replace(snapshot, weights=copies(snapshot.weights), optimizer=optimizer, parts=copy.deepcopy(snapshot.parts))
+
+
+def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

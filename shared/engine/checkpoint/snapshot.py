@@ -1,0 +1,90 @@
+"""Chapter 04. Going on where a run stopped, to the same weights bit for bit.
+
+A training step is a function of the weights, the optimizer's state, the position in the data, the random numbers that dropout
+will draw, and the state of whatever else changes from step to step (a loss scale, the patience of early stopping). `Snapshot` holds
+all of that by name; `take_snapshot` takes it and `restore` puts it back.
+
+Left out on purpose: files. `shared.engine.checkpoint.folder` writes and reads a snapshot.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shared.course.binding import exercise
+from shared.engine.checkpoint.optimizer_state import OptimizerState, name_optimizer_state
+from shared.engine.checkpoint.random_state import RandomState, get_random_state
+
+
+class Stateful(Protocol):
+    """What else a run is made of: the data loader, callbacks, a loss scale. Its state is a small dictionary that JSON can hold."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Snapshot:
+    """Everything that the next step depends on.
+
+    step: steps that are done.
+    weights: name -> parameter or buffer, as `model.state_dict()` names it; a tensor under two names stands once.
+    optimizer: the optimizer's state by parameter name.
+    parts: name -> state of each `Stateful`.
+    random: the generators' states.
+    """
+
+    step: int
+    weights: dict[str, Tensor]
+    optimizer: OptimizerState
+    parts: dict[str, dict[str, Any]]
+    random: RandomState
+
+
+def take_snapshot(step: int, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> Snapshot:
+    """The state of a run between two steps. Tensors are the live ones, not copies."""
+    return Snapshot(
+        step,
+        weights_of(model),
+        name_optimizer_state(model, optimizer),
+        {name: part.state_dict() for name, part in parts.items()},
+        get_random_state(),
+    )
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each tensor once: a tied head is the embedding."""
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            weights[name] = tensor.detach()
+            seen.add(id(tensor))
+    return weights
+
+
+@exercise("04.restore")
+def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> int:
+    """Put a run back to where `take_snapshot` took it.
+
+    Weights are copied into the tensors that the model has (`weights_of` names them), because the optimizer, and whoever tied two
+    layers, hold on to those. `load_optimizer_state` puts the optimizer's state back by parameter name, `set_random_state` the
+    generators. Loading a part may draw random numbers, so the generators come last.
+
+    Args:
+        snapshot: left as it is; nothing of it is shared with the run afterwards.
+        model, optimizer, parts: as they were made for the new run, of any state. Changed in place.
+
+    Returns:
+        How many steps are done.
+
+    Raises:
+        ValueError: before anything is changed: the weights, the parts or the optimizer's parameters have other names than the
+            snapshot's, or a weight has another shape. The message holds the names.
+
+    The body stands in solutions/04_runtime_engine.py; `course read shared.engine.checkpoint.snapshot` shows it in place.
+    """

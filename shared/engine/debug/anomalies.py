@@ -1,0 +1,238 @@
+"""Chapter 04. Catching the batch that broke a run, while the weights are still good.
+
+A step whose loss or gradient is not finite must not reach the optimizer: one NaN in the weights and everything since the last
+checkpoint is lost. So both are looked at before it steps. A finite loss far above the recent ones is caught too; "far" is measured
+in median absolute deviations, which the spikes themselves do not widen as they would a standard deviation:
+
+    loss > median + deviations * 1.4826 * MAD       (1.4826 makes the MAD of a normal distribution its standard deviation)
+
+What is caught is kept: the micro-batches, the figures, each micro-batch's loss, and for a step that was stopped the weights, so that
+`replay` sees what the run saw.
+
+Left out on purpose: skipping a bad batch and going on. It hides a cause that this module exists to show.
+"""
+
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from shared.course.errors import CourseError
+from shared.engine.checkpoint.atomic import atomic_save
+from shared.engine.callbacks import Callback, Figures
+from shared.engine.metrics.gradient_norm import global_gradient_norm
+from shared.engine.json_numbers import from_json, list_from_json, list_to_json, to_json
+from shared.engine.checkpoint.snapshot import weights_of
+from shared.loop import evaluate
+from shared.totals import Batch, Objective
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+Norm = Callable[[Iterable[Tensor | None]], Tensor]
+SMALLEST_SPREAD = 0.01  # of the median: a loss that has stopped moving makes no spikes of rounding
+
+
+class BrokenStep(CourseError):
+    """A step that would have spoiled the weights. The message says where its batch is; `microbatch` is the first one at fault."""
+
+    def __init__(self, sentence: str, microbatch: int):
+        super().__init__(sentence)
+        self.microbatch = microbatch
+
+
+class CatchAnomalies(Callback):
+    """Stops before a step that is not finite; saves the batch of a loss spike and goes on. Looks at every step.
+
+    Everything lands in `anomalies/step-XXXXXXXX` of the run's folder, named by the step that the batch was for.
+
+    Args:
+        stop_on_nonfinite: end the run before a step whose loss or gradient norm is not finite. False keeps the batch of such a loss and
+            goes on.
+        spike_deviations: how many scaled median absolute deviations above the median a spike is; 0 for no spikes.
+        window: how many recent losses a loss is compared with. None is judged before a quarter of them, at least 8, are there.
+        keep: how many batches are saved of a run that goes on; later ones are still reported.
+        norm: norm(gradients) -> [] tensor; chapter 06 hands in one that adds over processes.
+        rank: of this process, where several write into one folder.
+        loss_scaled: whether the loss is scaled dynamically (chapter 05). Gradients overflow then now and then, by design, and the
+            updater skips their step itself; a loss that is not finite is broken all the same.
+        weights: weights(engine) -> by name, what is kept of the model when a step is stopped; nothing where it is empty. Chapter 06 hands
+            in one that puts the model together from its parts.
+    """
+
+    def __init__(
+        self,
+        stop_on_nonfinite: bool = True,
+        spike_deviations: float = 12.0,
+        window: int = 64,
+        keep: int = 10,
+        norm: Norm = global_gradient_norm,
+        rank: int = 0,
+        loss_scaled: bool = False,
+        weights: Callable[["RuntimeEngine"], dict[str, Tensor]] = lambda engine: weights_of(engine.model),
+    ):
+        self.loss_scaled, self.weights = loss_scaled, weights
+        self.stop_on_nonfinite, self.spike_deviations = stop_on_nonfinite, spike_deviations
+        self.keep, self.norm, self.rank = keep, norm, rank
+        self.recent: deque[float] = deque(maxlen=window)
+        self.saved = 0
+
+    def before_optimizer(self, engine: "RuntimeEngine") -> None:
+        """
+        Raises:
+            BrokenStep: the loss or the gradient norm is not finite. One sentence says where the batch is and how to replay it.
+        """
+        if not (figures := self.loss_and_norm(engine)):
+            return
+        loss = figures["train/loss"]
+        broken = [f"{name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
+        if broken and self.stop_on_nonfinite:
+            self.stop(engine, broken[0], figures)
+        if broken:
+            self.report(engine, broken[0], figures)
+            return
+        limit = self.limit()
+        if loss > limit:
+            self.report(engine, f"loss spike, {loss:.3f} where at most {limit:.3f} was to be expected", figures | {"limit": limit})
+        self.recent.append(loss)
+
+    def loss_and_norm(self, engine: "RuntimeEngine") -> Figures:
+        """Both of the mean loss, fetched from the device together: one wait in each step. Nothing of a step in which no token counts,
+        which the updater refuses."""
+        loss_sum, count, _ = engine.totals
+        sums = [loss_sum]
+        if self.stop_on_nonfinite and not self.loss_scaled:
+            sums.append(self.norm(p.grad for p in engine.model.parameters()))
+        count, *sums = torch.stack([value.to(loss_sum.device, torch.float32) for value in (count, *sums)]).tolist()
+        return dict(zip(("train/loss", "norm/gradient"), [value / count for value in sums], strict=False)) if count else {}
+
+    def limit(self) -> float:
+        """Above this a loss is a spike; infinite while too few losses are known."""
+        if not self.spike_deviations or len(self.recent) < max(8, self.recent.maxlen // 4):
+            return math.inf
+        median = statistics.median(self.recent)
+        deviation = statistics.median(abs(loss - median) for loss in self.recent)
+        return median + self.spike_deviations * max(1.4826 * deviation, SMALLEST_SPREAD * abs(median))
+
+    def stop(self, engine: "RuntimeEngine", reason: str, figures: Figures) -> None:
+        folder = self.folder(engine)
+        losses = save_anomaly(folder, engine, reason, figures, self.weights(engine))
+        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+        where = f"micro-batch {', '.join(map(str, bad))} of 0 to {len(losses) - 1}" if bad else "every micro-batch's loss is finite"
+        raise BrokenStep(
+            f"Step {engine.step + 1} was stopped before it reached the weights: {reason} ({where}). Its batch and the weights are in "
+            f"{folder}: `replay(folder, model, objective)` of shared.engine.debug.anomalies computes its losses again.",
+            microbatch=bad[0] if bad else 0,
+        )
+
+    def report(self, engine: "RuntimeEngine", reason: str, figures: Figures) -> None:
+        """Save the batch, while there is room, tell, and go on."""
+        told = f"Step {engine.step + 1}: {reason}."
+        if self.saved < self.keep:
+            self.saved += 1
+            save_anomaly(self.folder(engine), engine, reason, figures, {})
+            told += f" Its batch is in {self.folder(engine)}."
+        engine.console.print(told, markup=False, highlight=False, soft_wrap=True)
+
+    def folder(self, engine: "RuntimeEngine") -> Path:
+        name = f"step-{engine.step + 1:08d}" + (f"-rank-{self.rank}" if self.rank else "")
+        return engine.output / "anomalies" / name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": list(self.recent), "saved": self.saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.recent.clear()
+        self.recent.extend(state["recent"])
+        self.saved = state["saved"]
+
+
+def microbatch_losses(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> list[float]:
+    """Nats per token of each micro-batch (0 where no token counts), without dropout and without touching gradients or generators."""
+    totals = [evaluate(model, [batch], objective) for batch in microbatches]
+    return [each.mean_loss if each.token_count else 0.0 for each in totals]
+
+
+def save_anomaly(folder: Path, engine: "RuntimeEngine", reason: str, figures: Figures, weights: dict[str, Tensor]) -> list[float]:
+    """Write a step's micro-batches and what is known of them. Returns each micro-batch's loss.
+
+    `batch.safetensors` holds tensor `<name>` of micro-batch i as `<i>.<name>`; `anomaly.json` the step, the reason, the figures
+    and the losses; `weights.safetensors`, if any are given, the weights as `shared.engine.checkpoint.snapshot.weights_of` names them.
+    """
+    losses = microbatch_losses(engine.model, engine.microbatches, engine.objective)
+    record = {"step": engine.step + 1, "reason": reason, "figures": to_json(figures), "losses": list_to_json(losses)}
+    batches = enumerate(engine.microbatches)  # copied, because safetensors refuses tensors that are views of one another
+    tensors = {f"{index}.{name}": x.clone(memory_format=torch.contiguous_format) for index, batch in batches for name, x in batch.items()}
+
+    def write(partial: Path) -> None:
+        (partial / "anomaly.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        save_file(tensors, partial / "batch.safetensors")
+        if weights:
+            save_file({name: weight.contiguous() for name, weight in weights.items()}, partial / "weights.safetensors")
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    atomic_save(folder, write)
+    return losses
+
+
+def read_anomaly(folder: Path | str) -> dict[str, Any]:
+    """What `anomaly.json` says: `step`, `reason`, `figures`, `losses`.
+
+    Raises:
+        CourseError: no anomaly was saved in this folder.
+    """
+    path = Path(folder) / "anomaly.json"
+    if not path.is_file():
+        raise CourseError(f"{folder} holds no saved anomaly: give a folder anomalies/step-XXXXXXXX of a run.")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return record | {"figures": from_json(record["figures"]), "losses": list_from_json(record["losses"])}
+
+
+def load_batch(folder: Path | str, device: torch.device | str = "cpu") -> list[Batch]:
+    """The saved micro-batches, in their order."""
+    microbatches: dict[int, Batch] = {}
+    for key, tensor in load_file(Path(folder) / "batch.safetensors", device=str(device)).items():
+        index, _, name = key.partition(".")
+        microbatches.setdefault(int(index), {})[name] = tensor
+    return [microbatches[index] for index in sorted(microbatches)]
+
+
+def replay(folder: Path | str, model: nn.Module, objective: Objective, *, saved_weights: bool = True) -> list[float]:
+    """Compute the losses of a saved batch again, to find what is wrong with it.
+
+    Args:
+        folder: one that `CatchAnomalies` made.
+        model: of the run's configuration. Where weights were saved, they are copied into it, unless `saved_weights` is False:
+            then its own stay, and the answer says whether another model meets the same trouble.
+        objective: the run's.
+
+    Returns:
+        Each micro-batch's loss, nats per token, in evaluation mode: with the saved weights those in `anomaly.json`.
+
+    Raises:
+        CourseError: no anomaly was saved in this folder, or its weights are not this model's.
+    """
+    read_anomaly(folder)
+    weights = Path(folder) / "weights.safetensors"
+    if saved_weights and weights.is_file():
+        put_weights(model, load_file(weights))
+    device = next(model.parameters()).device
+    return microbatch_losses(model, load_batch(folder, device), objective)
+
+
+@torch.no_grad()
+def put_weights(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    own = weights_of(model)
+    differing = sorted(set(own) ^ set(saved)) or sorted(name for name in own if own[name].shape != saved[name].shape)
+    if differing:
+        names = ", ".join(differing[:5])
+        raise CourseError(f"The saved weights are another model's: {names} differ. Make the model from the run's configuration.")
+    for name, weight in own.items():
+        weight.copy_(saved[name])

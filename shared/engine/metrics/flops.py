@@ -1,0 +1,39 @@
+"""Chapter 04. How much arithmetic a token costs, and what share of the machine's peak a run reaches.
+
+A matrix of n numbers that a token passes costs 2n operations forward (a product and a sum each) and 4n backward: 6n. Attention
+adds the two products that have no weights, of queries with keys and of attention weights with values. What is left, norms,
+activations, the softmax, the optimizer, is small and by convention not counted (Chowdhery et al. 2022, PaLM, appendix B).
+
+    model FLOPs utilisation = FLOPs per token * tokens per second / peak FLOP/s
+
+Left out on purpose: recomputation. Activation checkpointing costs time and no *model* FLOPs, so the utilisation shows its price.
+"""
+
+from shared.course.binding import exercise
+from shared.model.config import ModelConfig
+
+
+@exercise("04.flops_per_token")
+def flops_per_token(config: ModelConfig, seq: int) -> int:
+    """Floating-point operations of one token's training step, forward and backward, in matrix products.
+
+        6 * (numbers in the matrices that the token passes) + 12 * layers * heads * head_dim * seq
+
+    The matrices are those of attention (queries [D, H * d], keys and values [D, K * d] each, output [H * d, D]), of the
+    feed-forward layers (two, or three where it is gated) and of the head ([D, vocab]; where `head` is mlm, a
+    [D, D] before it). The look-up in the embedding is no product, though a tied head is one. All seq^2 scores are counted, as the
+    convention has it, although causal attention needs half.
+
+    Args:
+        config: a decoder, or an encoder (bidirectional). Resolved or not.
+        seq: tokens in a sequence.
+
+    Raises:
+        ValueError: an encoder-decoder, whose two sides see different lengths, or a seq below 1.
+
+    >>> gpt2 = ModelConfig(vocab_size=50257, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, gated=False)
+    >>> flops_per_token(gpt2, 1024) == 6 * (12 * (4 * 768**2 + 2 * 768 * 3072) + 768 * 50257) + 12 * 12 * 768 * 1024
+    True
+
+    The body stands in solutions/04_runtime_engine.py; `course read shared.engine.metrics.flops` shows it in place.
+    """

@@ -1,0 +1,110 @@
+"""Chapter 04. The speed that a device cannot exceed: the denominator of model FLOPs utilisation.
+
+    MFU = FLOPs per token * tokens per second / peak FLOP/s       (Chowdhery et al. 2022, PaLM, section 4.1)
+
+A wrong peak makes every utilisation wrong by the same factor and nobody notices. So there is one table, dense (without the
+doubling for 2:4 sparsity) and accumulating in float32, as training does; a device that is not in it gets a sentence, not a guess.
+No vendor publishes such a number for a CPU that changes its clock with the load: there it is measured.
+
+Left out on purpose: memory bandwidth, the other roof of the roofline.
+"""
+
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+from shared.course.errors import CourseError
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s of dense matrix products. half: bfloat16 and float16 with float32 accumulation. tf32: float32 on tensor cores."""
+
+    float32: float
+    tf32: float
+    half: float
+
+
+# What `torch.cuda.get_device_name()` says, as a regular expression for the whole of it -> the peak at boost clock.
+PEAKS = {
+    # NVIDIA, "Ampere GA102 GPU Architecture" white paper, table 9 (GeForce RTX 3090). With float16 accumulation it would be 142.
+    r"NVIDIA GeForce RTX 3090": Peak(35.6e12, 35.6e12, 71e12),
+    # NVIDIA, "Ada GPU Architecture" white paper, appendix A (GeForce RTX 4090).
+    r"NVIDIA GeForce RTX 4090": Peak(82.6e12, 82.6e12, 165.2e12),
+    # NVIDIA, "A100 Tensor Core GPU Architecture" white paper, table 1. The same for 40 and 80 GB, SXM and PCIe.
+    r"(NVIDIA )?A100[- ](SXM4-|PCIE-)?\d+GB( PCIe)?": Peak(19.5e12, 156e12, 312e12),
+    # NVIDIA, "H100 Tensor Core GPU Architecture" white paper, table 2: SXM5 and PCIe.
+    r"NVIDIA H100( \d+GB HBM3)?": Peak(66.9e12, 494.7e12, 989.4e12),
+    r"NVIDIA H100 PCIe": Peak(51.2e12, 378e12, 756e12),
+    # NVIDIA, H200 data sheet (SXM): the H100's processor with other memory. The sheet's 1,979 is with sparsity.
+    r"NVIDIA H200": Peak(66.9e12, 494.7e12, 989.4e12),
+}
+
+
+def mfu(flops_per_token: float, tokens_per_second: float, peak_flops: float) -> float:
+    """Model FLOPs utilisation, from 0 to 1. With several devices, `peak_flops` is the sum of theirs.
+
+    >>> round(mfu(6 * 125_000_000, 40_000, 71e12), 3)
+    0.423
+    """
+    return flops_per_token * tokens_per_second / peak_flops
+
+
+def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
+    """The peak of one device for matrix products in `dtype`, FLOP/s. A CPU's is measured, which takes half a second.
+
+    float32 on a GPU counts as TF32 where torch may use it (`torch.set_float32_matmul_precision`).
+
+    Raises:
+        CourseError: a device that no vendor's figure is known of here, or a dtype that is not trained in.
+    """
+    device = torch.device(device)
+    if device.type == "cpu" and dtype == torch.float16:
+        raise CourseError("A CPU multiplies float16 by slow detours, so there is no peak to speak of: train in float32 or bfloat16 there.")
+    if device.type == "cpu":
+        return measure_peak(dtype)
+    if device.type != "cuda":
+        raise CourseError(f"No peak FLOP/s are known for a device of type {device.type}: give peak_flops from its maker's data sheet.")
+    return peak_of(torch.cuda.get_device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")
+
+
+def peak_of(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float:
+    """The table's entry for a GPU by the name that its driver gives it.
+
+    Raises:
+        CourseError: the name is not in the table; a part of a name is not enough.
+    """
+    for pattern, peak in PEAKS.items():
+        if re.fullmatch(pattern, name):
+            return choose(peak, dtype, tf32)
+    raise CourseError(
+        f"The peak FLOP/s of {name!r} are not in shared/engine/metrics/peaks.py, and a guess would make every utilisation wrong: "
+        "give peak_flops from its maker's data sheet (dense, with float32 accumulation)."
+    )
+
+
+def choose(peak: Peak, dtype: torch.dtype, tf32: bool) -> float:
+    if dtype in (torch.bfloat16, torch.float16):
+        return peak.half
+    if dtype == torch.float32:
+        return peak.tf32 if tf32 else peak.float32
+    raise CourseError(f"There is no peak for {dtype}: choose float32, bfloat16 or float16.")
+
+
+def measure_peak(dtype: torch.dtype, size: int = 1024, repeats: int = 7, at_least: float = 0.4) -> float:
+    """The best of several products of two square matrices on this CPU with torch's threads, FLOP/s: 2 size^3 / seconds.
+
+    The best, because whatever else runs on the machine can only make a product slower; and of `repeats` products and `at_least` seconds
+    of them, because another program may have the CPU for all of a shorter time. Keep the value.
+    """
+    left, right = (torch.randn(size, size, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
+    out = torch.empty(size, size, dtype=dtype)
+    torch.mm(left, right, out=out)  # the first one prepares kernels and memory
+    seconds = []
+    while len(seconds) < repeats or sum(seconds) < at_least:
+        began = time.perf_counter()
+        torch.mm(left, right, out=out)
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)

@@ -1,0 +1,158 @@
+"""Chapter 04. How fast a run is, where its time goes, and what it takes of the machine.
+
+Two callbacks. `Throughput` adds up tokens and seconds in every step, which costs microseconds, and divides when a log is due. A step
+lasts from asking for its data to the end of its update, callbacks in between included; evaluation, logs and checkpoints are not
+part of it, so they do not make training look slow. `Resources` asks the operating system and the GPU, only when a log is due.
+
+Left out on purpose: norms of gradients and weights (`shared.engine.metrics.norms`), and single operations (`shared.engine.metrics.profiling`).
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from shared.course.errors import CourseError
+from shared.engine.callbacks import Callback, Figures
+from shared.engine.metrics.flops import flops_per_token
+from shared.engine.metrics.peaks import mfu
+from shared.model.config import ModelConfig
+from shared.totals import Batch
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+GIB = 2**30
+
+
+class Throughput(Callback):
+    """Tokens and samples per second, seconds per step, each phase's share, MFU; tokens and samples so far, over resumes.
+
+    A token is one that the model reads, padding included: its arithmetic is done whether or not it counts in the loss.
+
+    Args:
+        peak_flops: FLOP/s of all devices together (`shared.engine.metrics.peaks`); None to leave MFU out.
+        config: what `flops_per_token` counts; None for the model's own `config`. Needed for MFU only.
+        replicas: data-parallel ranks, each of which reads as much as this one.
+
+    Figures: `speed/tokens_per_second`, `speed/samples_per_second`, `speed/step_seconds`, `speed/mfu`, means over the steps since
+    the last log; `speed/share.<phase>` of the logged step, with `other` for what is no phase (callbacks, copies to the device);
+    `progress/tokens`, `progress/samples`, from the run's first step.
+    """
+
+    def __init__(self, peak_flops: float | None = None, config: ModelConfig | None = None, replicas: int = 1):
+        self.peak_flops, self.config, self.replicas = peak_flops, config, replicas
+        self.tokens = self.samples = 0
+        self.by_length: dict[int, int] = {}  # seq -> FLOPs per token
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        """What has been added up since the last log."""
+        self.steps = self.window_tokens = self.window_samples = self.flops = 0
+        self.seconds = self.step_seconds = 0.0
+
+    def on_start(self, engine: "RuntimeEngine") -> None:
+        if self.peak_flops is None:
+            return
+        self.config = self.config or getattr(engine.model, "config", None)
+        if not isinstance(self.config, ModelConfig):
+            raise CourseError("MFU needs the arithmetic of a token: give Throughput the model's `config`, or leave peak_flops out.")
+        flops_per_token(self.config, 1)  # refuses an encoder-decoder now rather than after the first steps
+
+    def on_batch(self, engine: "RuntimeEngine", microbatches: Sequence[Batch]) -> None:
+        self.began = time.perf_counter()
+
+    def on_step(self, engine: "RuntimeEngine") -> None:
+        self.steps += 1
+        self.step_seconds = engine.timings.get("data", 0.0) + time.perf_counter() - self.began
+        self.seconds += self.step_seconds
+        for batch in engine.microbatches:
+            tokens, (samples, seq) = self.replicas * tokens_of(batch), batch["input_ids"].shape
+            self.window_tokens += tokens
+            self.window_samples += self.replicas * samples
+            self.tokens += tokens
+            self.samples += self.replicas * samples
+            if self.peak_flops is not None:
+                self.flops += tokens * self.flops_per_token(seq)
+
+    def flops_per_token(self, seq: int) -> int:
+        if seq not in self.by_length:
+            self.by_length[seq] = flops_per_token(self.config, seq)
+        return self.by_length[seq]
+
+    def measure(self, engine: "RuntimeEngine") -> Figures:
+        figures: Figures = {"progress/tokens": self.tokens, "progress/samples": self.samples}
+        if self.steps:
+            rate = self.window_tokens / self.seconds
+            figures["speed/tokens_per_second"] = rate
+            figures["speed/samples_per_second"] = self.window_samples / self.seconds
+            figures["speed/step_seconds"] = self.seconds / self.steps
+            phases = engine.timings | {"other": self.step_seconds - sum(engine.timings.values())}
+            figures |= {f"speed/share.{phase}": spent / self.step_seconds for phase, spent in phases.items()}
+            if self.peak_flops is not None:
+                figures["speed/mfu"] = mfu(self.flops / self.window_tokens, rate, self.peak_flops)
+        self.begin_window()
+        return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tokens, self.samples = state["tokens"], state["samples"]
+
+
+def tokens_of(batch: Batch) -> int:
+    """The tokens that a model reads of a batch, on both sides of an encoder-decoder."""
+    return sum(batch[name].numel() for name in ("input_ids", "decoder_input_ids") if name in batch)
+
+
+class Resources(Callback):
+    """Memory and utilisation of this process, and of its GPU where it has one.
+
+    Figures: `memory/resident_gib`; `cpu/utilisation`, the share of the machine's cores that this process kept busy since the last
+    log; with a GPU `memory/gpu_allocated_gib` (tensors), `memory/gpu_reserved_gib` (what torch holds of the card),
+    `memory/gpu_peak_gib` (the most that tensors took since the last log) and, where NVIDIA's library is installed, `gpu/utilisation`.
+    """
+
+    def __init__(self) -> None:
+        self.process = psutil.Process()
+        self.has_utilisation = False
+        self.used = self.looked = 0.0  # seconds of this process's computing, and on the clock, at the last look
+
+    def on_start(self, engine: "RuntimeEngine") -> None:
+        self.used, self.looked = time.process_time(), time.perf_counter()
+        if engine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(engine.device)
+            self.has_utilisation = offers_utilisation(engine.device)
+
+    def measure(self, engine: "RuntimeEngine") -> Figures:
+        used, looked = self.used, self.looked
+        self.used, self.looked = time.process_time(), time.perf_counter()  # not psutil's share: it ticks 100 times a second
+        figures = {
+            "memory/resident_gib": self.process.memory_info().rss / GIB,
+            "cpu/utilisation": (self.used - used) / (self.looked - looked) / (os.cpu_count() or 1),
+        }
+        return figures | self.of_gpu(engine.device) if engine.device.type == "cuda" else figures
+
+    def of_gpu(self, device: torch.device) -> Figures:
+        figures = {
+            "memory/gpu_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "memory/gpu_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+            "memory/gpu_peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        }
+        torch.cuda.reset_peak_memory_stats(device)
+        if self.has_utilisation:
+            figures["gpu/utilisation"] = torch.cuda.utilization(device) / 100
+        return figures
+
+
+def offers_utilisation(device: torch.device) -> bool:
+    """Whether torch can ask the driver; it needs the package nvidia-ml-py and a driver that answers."""
+    try:
+        torch.cuda.utilization(device)
+    except (ImportError, RuntimeError):
+        return False
+    return True

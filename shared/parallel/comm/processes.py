@@ -1,0 +1,216 @@
+"""Chapter 06. Ranks as processes: torch.distributed carries the bytes, with gloo on CPUs and NCCL on GPUs.
+
+    torchrun --nproc-per-node 2 script.py                                world, device = from_torchrun()
+
+What this adds to torch's calls is what every `Communicator` has: ranks that count within their group, results in place, the ledger.
+
+Left out on purpose: how gloo and NCCL route the bytes. Two of gloo's routes are replaced by shorter ones (`shared.parallel.comm.gloo_routes`);
+`shared.parallel.comm.collectives` builds one from sends and receives.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from shared.course.errors import CourseError
+from shared.parallel.comm import gloo_routes
+from shared.parallel.comm.communicator import CommunicationError, Communicator, OneRank, RankStopped, Reduction, Waiting, Work
+from shared.parallel.health.heartbeat import Heartbeat, Patience
+from shared.parallel.comm.trace import Ledger
+
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Process:
+    """What all groups of one rank share. device: where the rank computes."""
+
+    device: torch.device
+    heartbeat: Heartbeat
+
+    @property
+    def timeout(self) -> timedelta:
+        """Torch's own, for an operation: the heartbeat should speak first."""
+        patience = self.heartbeat.patience
+        return timedelta(seconds=max(patience.longest_wait + 2 * patience.timeout, patience.meeting))
+
+
+class ProcessCommunicator(Communicator):
+    """One process's end of a group.
+
+    Args:
+        process: what the rank's groups share.
+        torch_group: torch's own handle of the group, for those of its engines that want one.
+    """
+
+    def __init__(
+        self, process: Process, torch_group: dist.ProcessGroup, members: Sequence[int], axis: str, ledger: Ledger, split_number: int = 0
+    ):
+        super().__init__(members, torch_group.rank(), axis, ledger, split_number)
+        self.process, self.torch_group = process, torch_group
+
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
+        return self.begun(dist.all_reduce(tensor, REDUCTIONS[op], self.torch_group, async_op=True))
+
+    def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
+        if whole.is_cpu:
+            return Waiting(gloo_routes.all_gather(whole, part, self.torch_group, self.wait_for))
+        return self.begun(all_gather_single(whole.view(-1), part.view(-1), self.torch_group, async_op=True))
+
+    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
+        if whole.is_cpu:
+            return Waiting(gloo_routes.reduce_scatter(part, whole, self.torch_group, self.wait_for))
+        return self.begun(reduce_scatter_single(part.view(-1), whole.view(-1), group=self.torch_group, async_op=True))
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+        return self.begun(dist.broadcast(tensor, self.members[root], self.torch_group, async_op=True))
+
+    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
+        into, out = torch.cat([place.flatten() for place in received]), torch.cat([tensor.flatten() for tensor in sent])
+        sizes = [place.numel() for place in received]
+
+        def unpack() -> None:
+            for place, part in zip(received, into.split(sizes), strict=True):
+                place.view(-1).copy_(part)
+
+        counts = sizes, [tensor.numel() for tensor in sent]
+        return self.begun(dist.all_to_all_single(into, out, *counts, self.torch_group, async_op=True), unpack)
+
+    def _send(self, tensor: Tensor, to: int) -> Work:
+        return self.begun(dist.isend(tensor, self.members[to], self.torch_group), direct=True)
+
+    def _receive(self, tensor: Tensor, source: int) -> Work:
+        return self.begun(dist.irecv(tensor, self.members[source], self.torch_group), direct=True)
+
+    def _barrier(self) -> Work:
+        return self.begun(dist.barrier(self.torch_group, async_op=True))
+
+    def _gather_texts(self, text: str) -> list[str]:
+        """As bytes, padded to the longest: nothing is pickled."""
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.process.device)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.process.device)
+        self._all_gather(lengths, lengths.new_tensor([len(own)])).wait()
+        padded = own.new_zeros(int(lengths.max()))
+        padded[: len(own)] = own
+        everyone = own.new_zeros(self.size, len(padded))
+        self._all_gather(everyone, padded).wait()
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(everyone.cpu(), lengths.tolist(), strict=True)]
+
+    def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
+        handles = {group: self.new_group(axis, group) for group in groups if len(group) > 1}  # torch wants every rank at every group
+        return ProcessCommunicator(self.process, handles[mine], mine, axis, self.ledger, self.splits) if mine in handles else self
+
+    def new_group(self, axis: str, members: Sequence[int]) -> dist.ProcessGroup:
+        # Its order is the group's: torch would sort the ranks.
+        return dist.new_group(list(members), self.process.timeout, group_desc=axis, sort_ranks=False)
+
+    def begun(self, work: dist.Work, finish: Callable[[], None] = lambda: None, direct: bool = False) -> Work:
+        def wait() -> None:
+            self.wait_for(work, direct)
+            finish()
+
+        return Waiting(wait)
+
+    def wait_for(self, work: dist.Work, direct: bool) -> None:
+        """Wait, as long as there is hope. direct: whether it is a send or a receive."""
+        heartbeat = self.process.heartbeat
+        if self.process.device.type == "cpu" and not direct:
+            heartbeat.wait(work)
+            return
+        broken = None
+        heartbeat.deaf = True
+        try:
+            work.wait()  # on a GPU it only orders streams; and gloo breaks off a send or receive that is given a time
+        except RuntimeError as error:
+            broken = error
+        heartbeat.deaf = False
+        if broken is not None:
+            raise heartbeat.cut_off(broken) from broken
+
+
+def join_world(rank: int, ranks: int, meeting: str, device: torch.device, patience: Patience) -> Communicator:
+    """Meet the other processes. All of them call it, once.
+
+    Args:
+        meeting: where, as torch takes it: `env://` for the address in the environment, `file:///a/file/on/this/machine`.
+
+    Raises:
+        CommunicationError: on rank 0: some ranks have not come within `patience.meeting`.
+        RankStopped: another rank broke off while its connections were made.
+    """
+    if ranks == 1:
+        return OneRank()
+    store, _, _ = next(rendezvous(meeting, rank, ranks, timeout=timedelta(seconds=patience.meeting)))
+    store, ledger = fresh_part(store, rank, ranks, patience.meeting), Ledger()
+    process = Process(device, Heartbeat(store, rank, ranks, ledger, patience))
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend, timeout=process.timeout, store=store, rank=rank, world_size=ranks)
+    except RuntimeError as error:  # a rank may have its connections, work and be gone before the last has its own
+        raise RankStopped(f"rank {rank} of {ranks} could not connect to the others: {error}") from error
+    process.heartbeat.start()
+    return ProcessCommunicator(process, dist.group.WORLD, range(ranks), "world", ledger)
+
+
+def fresh_part(store: dist.Store, rank: int, ranks: int, timeout: float) -> dist.Store:
+    """A part of the store with nothing in it. torchrun starts ranks again around the store that still holds the addresses of those that
+    died, so rank 0 names a new part, and answers only to names that nobody else ever had."""
+    name = uuid4().hex
+    if rank > 0:
+        store.set(f"hello/{rank}", name)
+        part = store.get(f"welcome/{name}").decode()  # waits for it
+        store.set(f"joined/{part}/{rank}", "")
+        return dist.PrefixStore(part, store)
+    deadline = time.monotonic() + timeout
+    while missing := [other for other in range(1, ranks) if not store.check([f"joined/{name}/{other}"])]:
+        if time.monotonic() > deadline:
+            raise CommunicationError(f"ranks {missing} have not come within {timeout:g} s: see what their machines say.")
+        for other in missing:
+            if store.check([f"hello/{other}"]):
+                store.set(f"welcome/{store.get(f'hello/{other}').decode()}", name)
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
+
+
+def leave_world(world: Communicator, ended: str) -> None:
+    """Let the other ranks know that this one will not come any more. ended: what it did, as in "has finished"."""
+    if isinstance(world, ProcessCommunicator):
+        world.process.heartbeat.close(ended)
+
+
+def from_torchrun(timeout: float = 30.0, device: str = "auto", longest_wait: float = 1800.0) -> tuple[Communicator, torch.device]:
+    """The world that torchrun started this process in, and this rank's device; alone where torchrun was not used.
+
+    A rank that ends because of another one ends with the exit code `shared.parallel.health.heartbeat.EXIT_CODE`; `torchrun --max-restarts 3`
+    then starts all of them again.
+
+    Args:
+        timeout: seconds without a heartbeat after which a rank is given up.
+        longest_wait: seconds that a rank waits for one that lives.
+        device: auto takes the GPU of this rank's number on its machine, where there is one; cpu, cuda.
+
+    Raises:
+        CourseError: the machine has fewer GPUs than ranks.
+    """
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    chosen = torch.device("cpu")
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        if local >= torch.cuda.device_count():
+            raise CourseError(
+                f"Rank {local} of this machine has no GPU of its own: it has {torch.cuda.device_count()}. Start no more ranks than GPUs, "
+                "or set the device to cpu."
+            )
+        chosen = torch.device("cuda", local)
+        torch.cuda.set_device(chosen)
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return join_world(rank, ranks, "env://", chosen, Patience(timeout, longest_wait, min(1.0, timeout / 10))), chosen

@@ -1,0 +1,126 @@
+"""Chapter 06. The ledger: every operation between ranks, with its bytes and its time, so that traffic is counted and not believed.
+
+Bytes are those of the whole tensor that an operation is about. What a rank must send for it depends on how it is done;
+`shared.parallel.planning.costs` has the formulas.
+
+Left out on purpose: when an operation was really under way. `begin` and `end` are this rank's calls, as its Python sees them.
+"""
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shared.parallel.comm.communicator import Communicator
+
+KEPT = 100_000  # entries; a run of a million steps must not fill the memory with them
+RECENT = 4  # of the operations between the same ranks
+
+
+@dataclass(slots=True)
+class Entry:
+    """One operation of one rank.
+
+    begin, end: seconds on the ledger's clock; `end` is None while it is under way, and is when the wait for it was over.
+    size: ranks in the group. during: what the rank was doing, as `Ledger.during` says.
+    number: which operation of the whole group it is, from 1; of a send or receive, which one from that rank to that rank.
+    peer: the global rank that a send or receive is with; None for the others. split_number: of the group, as its `Communicator` says.
+    between: the global ranks that it is between; of a send or receive, from whom and to whom.
+    """
+
+    operation: str
+    axis: str
+    bytes: int
+    size: int
+    begin: float
+    end: float | None = None
+    during: str = ""
+    number: int = 0
+    peer: int | None = None
+    split_number: int = 0
+    between: tuple[int, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """For messages: which operation of which group."""
+        if self.peer is not None:
+            return f"{self.operation} {'to' if self.operation == 'send' else 'from'} rank {self.peer}"
+        return f"{self.operation} #{self.number} of {self.axis}"
+
+
+class Ledger:
+    """What one rank has said, over all its groups.
+
+    Attributes:
+        entries: the operations in the order in which they were begun; of a long run, the last ones.
+        during: a word for what comes next, such as "forward" or "backward"; it stands in each entry.
+        step: of the training run; 0 where nobody says.
+        last: the operation that was begun last. waiting: the one that this rank waits for now. Both also where it is not listed.
+        recent: the last operations between the same ranks, so that ranks can compare what they called.
+    """
+
+    def __init__(self):
+        self.entries: list[Entry] = []
+        self.during, self.step = "", 0
+        self.last: Entry | None = None
+        self.waiting: Entry | None = None
+        self.recent: dict[tuple, deque[Entry]] = {}
+        self.clear()
+
+    def opened(self, operation: str, group: "Communicator", size_in_bytes: int, peer: int | None, listed: bool) -> Entry:
+        """Note an operation that begins. listed: whether it is traffic, and counted."""
+        entry = Entry(operation, group.axis, size_in_bytes, group.size, time.perf_counter() - self.zero, during=self.during)
+        entry.number, entry.split_number, entry.between = group.number, group.split_number, group.members
+        if peer is not None:
+            me, entry.peer = group.members[group.rank], group.members[peer]
+            entry.between = (me, entry.peer) if operation == "send" else (entry.peer, me)
+        recent = self.recent.setdefault((entry.split_number, peer is None, entry.between), deque(maxlen=RECENT))
+        if peer is not None:
+            entry.number = recent[-1].number + 1 if recent else 1
+        recent.append(entry)
+        self.last = entry
+        if listed:
+            self.entries.append(entry)
+            self.counted[operation, group.axis] += 1
+            self.summed[operation, group.axis] += size_in_bytes
+            if len(self.entries) >= 2 * KEPT:
+                del self.entries[:KEPT]
+        return entry
+
+    def calls(self) -> Counter[tuple[str, str]]:
+        """(operation, axis) -> how often."""
+        return self.counted.copy()
+
+    def bytes(self) -> Counter[tuple[str, str]]:
+        """(operation, axis) -> bytes of the tensors."""
+        return self.summed.copy()
+
+    def unfinished(self) -> Entry | None:
+        """The first operation that was begun and never waited for."""
+        return next((entry for entry in self.entries if entry.end is None), None)
+
+    def clear(self) -> None:
+        """Count from here on, with the clock at zero."""
+        self.entries.clear()
+        self.counted: Counter[tuple[str, str]] = Counter()
+        self.summed: Counter[tuple[str, str]] = Counter()
+        self.zero = time.perf_counter()
+
+
+class Recorded:
+    """Work that notes in the ledger when it is waited for."""
+
+    def __init__(self, work: Any, entry: Entry, ledger: Ledger):
+        self.work, self.entry, self.ledger = work, entry, ledger
+
+    def wait(self) -> None:
+        if self.entry.end is None:
+            self.ledger.waiting = self.entry
+            self.work.wait()  # where it raises, `waiting` still says what it was
+            self.ledger.waiting = None
+            self.note_end()
+
+    def note_end(self) -> None:
+        """Now; for work that somebody else waits for."""
+        self.entry.end = time.perf_counter() - self.ledger.zero

@@ -1,0 +1,142 @@
+"""Chapter 06. Activation checkpointing: keep what went into a block, and compute the block again when its gradient is wanted.
+
+A block's backward pass needs what its forward pass computed: some thirty tensors, where its input is one. Recomputing costs one more
+forward pass, a third of a step, and leaves one tensor per block (Chen et al. 2016, "Training deep nets with sublinear memory cost",
+section 4). Selective recomputation keeps the results of matrix products and attention, which cost the most to make again, and recomputes
+the cheap rest (Korthikanti et al. 2022, section 5, for kernels that hold no [Q, K] matrix).
+
+A model is run so through `run_block`, the growing point that a stack calls for each of its blocks (`Builders`).
+
+Left out on purpose: segments other than a block, and moving activations to the CPU.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from shared.course.binding import exercise
+from shared.model.attention import AttentionContext
+from shared.parallel.data.random_numbers import random_state_of
+
+aten = torch.ops.aten
+KEPT = [  # by selective recomputation: matrix products, and attention through its kernels
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+@exercise("06.recompute")
+def recompute(
+    run: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    upstream: Tensor,
+    random_state: list[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """The backward pass of a function of which only the inputs were kept: run it again, now with a graph, and differentiate.
+
+    Args:
+        run: run(*inputs) -> output. It uses `parameters`, and it may draw random numbers, as dropout does.
+        inputs: what it was run on. Tensors of any dtype; those of whole numbers have no gradient. Inputs may have been computed from one
+            another; each gets its own gradient alone.
+        parameters: the tensors that it reads beside its inputs. They may be frozen, and it may leave some of them unused.
+        upstream: the gradient of the loss with respect to the output, in the output's shape.
+        random_state: the generators as they were before the first run. `with random_numbers_from(random_state):` makes them so, and puts
+            them back afterwards, so that whoever draws next sees nothing of the second run.
+
+    Returns:
+        The gradient of each input, then of each parameter, in their order and shapes. None for a tensor that does not require one, and
+        for one that the output does not depend on. No `.grad` is changed: whoever called backward adds the gradients up, so hooks on a
+        parameter see one gradient. Gradients are recorded here even where they are switched off outside, as in a backward pass.
+
+    >>> x, weight = torch.tensor([2.0]), torch.tensor([5.0], requires_grad=True)
+    >>> recompute(lambda x: (x * weight).square(), [x], [weight], torch.tensor([0.5]), random_state_of(x))    # 0.5 * 2 * (2 * 5) * 2
+    (None, tensor([20.]))
+
+    The body stands in solutions/06_data_parallel.py; `course read shared.parallel.data.activation_checkpointing` shows it in place.
+    """
+
+
+class Recomputed(torch.autograd.Function):
+    """run(*inputs), keeping the inputs and nothing else for the backward pass.
+
+    Parameters are arguments too, so that their gradients reach them by the ordinary way: accumulated once, then their hooks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], number: int, *tensors: Tensor) -> Tensor:
+        inputs, ctx.parameters = tensors[:number], tensors[number:]
+        ctx.run = with_autocast_of_now(run, inputs[0].device.type)
+        ctx.random_state = random_state_of(inputs[0])
+        ctx.save_for_backward(*inputs)
+        return ctx.run(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *recompute(ctx.run, ctx.saved_tensors, ctx.parameters, upstream, ctx.random_state)
+
+
+def run_block_again(block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
+    """A `run_block` that keeps a block's inputs only. Gradients flow to its parameters and through everything that it was given."""
+    if not torch.is_grad_enabled():
+        return block(x, context)
+    tensors, context_of = differentiable_parts(context)
+    run = lambda x, *tensors: block(x, context_of(*tensors))  # noqa: E731
+    return Recomputed.apply(run, 1 + len(tensors), x, *tensors, *block.parameters())
+
+
+def run_block_selectively(block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
+    """A `run_block` that keeps the results of matrix products and attention, by PyTorch's own selective checkpoint."""
+    if not torch.is_grad_enabled():
+        return block(x, context)
+    return checkpoint(block, x, context, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, KEPT))
+
+
+def apply_recompute(model: nn.Module, how: Literal["none", "blocks", "selective"]) -> None:
+    """Run the blocks of a `TransformerModel` so that the activations of whole blocks, or of all but products, are computed again."""
+    run_block = {"blocks": run_block_again, "selective": run_block_selectively}.get(how)
+    for stack in (model.encoder, model.stack):
+        if stack is not None and run_block is not None:
+            stack.run_block = run_block
+
+
+def differentiable_parts(context: AttentionContext) -> tuple[list[Tensor], Callable[..., AttentionContext]]:
+    """The tensors of a context that gradients may flow to, and a function that makes the same context from others in their place.
+
+    They are the encoder's output and position biases; the rest is masks and tables.
+    """
+    biased = {name: mask.bias for name, mask in context.masks.items() if mask.bias is not None}
+    memory = [] if context.memory is None else [context.memory]
+
+    def context_of(*tensors: Tensor) -> AttentionContext:
+        masks = context.masks | {name: context.masks[name]._replace(bias=bias) for name, bias in zip(biased, tensors, strict=False)}
+        return replace(context, masks=masks, memory=tensors[-1] if memory else None)
+
+    return [*biased.values(), *memory], context_of
+
+
+def with_autocast_of_now(run: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
+    """`run` under the mixed precision of this moment, which a backward pass knows nothing of.
+
+    Without autocast's cache: it would keep the block's weights in 16 bits beside the others, and without their graph.
+    """
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+    def run_in_precision(*inputs: Tensor) -> Tensor:
+        with torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False):
+            return run(*inputs)
+
+    return run_in_precision

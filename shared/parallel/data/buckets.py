@@ -1,0 +1,84 @@
+"""Chapter 06. Buckets: gradients that travel together, because an operation for each of a hundred tensors is mostly waiting.
+
+    flat   [a a a a a a | b b b | c c c c]         one all-reduce for a, b and c
+
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2. Which parameters share a bucket is
+read off the model alone, so every rank has the same buckets in the same order, and a resumed run has them too.
+
+Left out on purpose: buckets planned anew by the order that the first step shows, as PyTorch has them. A run that is resumed would add in
+another order than one that was never stopped; and a transformer's backward pass is very nearly the reverse of its registration.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shared.parallel.comm.communicator import Communicator, Work
+
+MEBIBYTE = 2**20
+
+
+class Bucket(Protocol):
+    """Parameters whose gradients travel together.
+
+    parameters: in the order in which they lie in the bucket.
+    results: the parameters that hold the sums afterwards, one for each; where all of it stays here, the same ones.
+    used: whether this rank has brought a gradient of each, in this step.
+    bytes: of what travels, with padding.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    results: Sequence[nn.Parameter]
+    used: list[bool]
+    bytes: int
+
+    def start(self) -> Work:
+        """Take the gradients as they are now, and begin to add them up over the ranks; `wait()` of what it returns completes it."""
+
+
+class SummedBucket:
+    """A bucket of which every rank wants all: one all-reduce, in place in the gradients, which become views of the bucket.
+
+    A gradient's own memory is free again as soon as its bucket has started, so beside the gradients there is never more than one bucket.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Communicator):
+        self.parameters = self.results = tuple(parameters)
+        self.used, self.group = [False] * len(self.parameters), group
+        self.bytes = sum(parameter.nbytes for parameter in self.parameters)
+
+    def start(self) -> Work:
+        flat = torch.cat([gradient.reshape(-1) for gradient in taken(self)])
+        for parameter, part in zip(self.parameters, flat.split([each.numel() for each in self.parameters]), strict=True):
+            parameter.grad = part.view(parameter.shape)
+        return self.group.all_reduce(flat, asynchronous=True)
+
+
+def taken(bucket: Bucket) -> list[Tensor]:
+    """The gradients of a bucket's parameters, which give them away; zeros for those that this rank has not used: others may have."""
+    gradients = []
+    for number, parameter in enumerate(bucket.parameters):
+        bucket.used[number] |= parameter.grad is not None
+        gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        parameter.grad = None
+    return gradients
+
+
+def plan_buckets(parameters: Iterable[nn.Parameter], megabytes: float) -> list[list[nn.Parameter]]:
+    """Parameters in buckets of at most so many MiB, of one dtype and device each; a larger parameter has one of its own.
+
+    Args:
+        parameters: in the order in which their gradients are expected.
+    """
+    closed: list[list[nn.Parameter]] = []
+    open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kind = parameter.dtype, parameter.device
+        bucket = open_ones.setdefault(kind, [])
+        if bucket and sum(each.nbytes for each in bucket) + parameter.nbytes > megabytes * MEBIBYTE:
+            closed.append(open_ones.pop(kind))
+            bucket = open_ones.setdefault(kind, [])
+        bucket.append(parameter)
+    return closed + list(open_ones.values())

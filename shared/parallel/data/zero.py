@@ -1,0 +1,203 @@
+"""Chapter 06. ZeRO: replicas need not all hold the same optimizer state, nor the same gradients; each holds a part and updates it.
+
+    DDP        all-reduce the gradients, update everything everywhere
+    ZeRO-1     reduce-scatter the gradients, each rank updates its pieces, all-gather the weights: the same bytes, 1/n of the state
+    ZeRO-2     the same after every micro-batch, so that gradients add up in pieces too
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5.1 and 5.2. Optimizers that treat
+each number alone may be cut anywhere; Muon orthogonalises whole matrices, so each of them is whole on one rank.
+
+Left out on purpose: weights that are cut too (stage 3, `shared.parallel.data.fsdp`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shared.course.binding import exercise
+from shared.optim.config import OptimizerConfig
+from shared.optim.routing import route
+from shared.parallel.data.buckets import Bucket, taken
+from shared.parallel.comm.communicator import Communicator, Work
+from shared.parallel.data.ddp import DataParallel
+from shared.parallel.sharding import Cut, Pieces, Range, make_piece
+from shared.parallel.comm.uneven import are_equal, gather_parts, reduce_parts
+from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
+
+AT_ONCE = 2  # buckets that may be under way: one travels while the next one fills
+
+
+@exercise("06.partition")
+def partition(sizes: Sequence[int], whole: Sequence[bool], held: Sequence[int]) -> list[list[Range]]:
+    """Share out parameters among ranks, so that ranks hold as equally many numbers as can be.
+
+    First the parameters that must stay whole, the largest first: each goes to the rank that then holds the fewest numbers. The others may
+    be cut anywhere, and are cut so that they level out what is uneven: afterwards the ranks that received something of them differ
+    by one number at most, and a rank that received nothing holds no fewer than those.
+
+    Args:
+        sizes: how many numbers each parameter has, at least 1.
+        whole: whether a parameter must stay on one rank.
+        held: how many numbers each rank holds already, one for each rank.
+
+    Returns:
+        ranges: ranges[p][r] = (start, stop) is what rank r gets of parameter p's flattened numbers; start == stop where it gets nothing.
+        Over the ranks, each number of p once.
+
+    >>> partition([10], whole=[False], held=[0, 0, 0])
+    [[(0, 4), (4, 7), (7, 10)]]
+    >>> partition([2, 6, 8], whole=[True, True, False], held=[0, 0])       # rank 0 holds 6, rank 1 holds 2, and 8 level them out
+    [[(0, 0), (0, 2)], [(0, 6), (0, 0)], [(0, 2), (2, 8)]]
+
+    The body stands in solutions/06_data_parallel.py; `course read shared.parallel.data.zero` shows it in place.
+    """
+
+
+class Zero(DataParallel):
+    """Replicas that share out optimizer state (stage 1) and gradients too (stage 2).
+
+    A gradient is let go as soon as its bucket has started. In stage 1, gradients of several micro-batches add up first, whole on every
+    rank; in stage 2 they are exchanged after each micro-batch and add up in the pieces, for as many times the bytes.
+
+    Args:
+        model: the same weights on every rank. What is not to be trained is frozen already.
+        group: the ranks that share out a batch, and the pieces.
+        stage: 1 or 2.
+        whole: names of parameters that must not be cut (`muon_matrices`).
+        bucket_megabytes: how many gradients travel together. Each bucket is shared out by itself, so all ranks are busy with each.
+
+    Attributes:
+        optimized: this rank's pieces of the trained parameters, under the model's names.
+        held: how many numbers each rank's pieces have.
+    """
+
+    def __init__(self, model: nn.Module, group: Communicator, stage: int, whole: Collection[str] = (), bucket_megabytes: float = 25.0):
+        self.stage, self.whole = stage, whole
+        self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.held, self.under_way_now = [0] * group.size, deque[Work]()
+        super().__init__(model, group, bucket_megabytes)
+        cuts = {self.names[p]: cut for bucket in self.buckets for p, cut in zip(bucket.parameters, bucket.cuts, strict=True)}
+        pieces = {self.names[p]: piece for bucket in self.buckets for p, piece in zip(bucket.parameters, bucket.results, strict=True)}
+        self.optimized = Pieces({name: pieces[name] for name in self.names.values()}, cuts)
+
+    def make_buckets(self, plan: Sequence[Sequence[nn.Parameter]]) -> list[Bucket]:
+        buckets = []
+        for parameters in plan:
+            ranges = partition([p.numel() for p in parameters], [self.names[p] in self.whole for p in parameters], self.held)
+            cuts = [Cut(parameter.shape, of_ranks, self.group) for parameter, of_ranks in zip(parameters, ranges, strict=True)]
+            buckets.append(SharedBucket(parameters, cuts, self.group, self.under_way_now))
+            self.held = [held + size for held, size in zip(self.held, buckets[-1].sizes, strict=True)]
+        return buckets
+
+    def runner(self, runner: Runner) -> Runner:
+        exchanging = super().runner(runner)
+
+        def exchange_each(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
+            parts = []
+            for microbatch in microbatches:
+                self.finish_exchange()
+                parts.append(exchanging(model, [microbatch], objective))
+            return add_totals(parts)
+
+        return exchanging if self.stage == 1 else exchange_each
+
+    def updater(self, updater: Updater) -> Updater:
+        """Each rank updates its pieces, and then sends them to the others."""
+
+        def update(model: nn.Module, optimizer: torch.optim.Optimizer, token_count: Tensor) -> None:
+            updater(self.optimized, optimizer, token_count)
+            self.group.ledger.during = "update"
+            for work in [bucket.gather_weights() for bucket in self.buckets]:
+                work.wait()
+
+        return update
+
+    def norm(self, model: nn.Module) -> Tensor:
+        """The length of the whole gradient, the same number on every rank: [] float64."""
+        return self.optimized.norm()
+
+    def cuts(self) -> dict[str, Cut]:
+        """Where the numbers of each trained parameter's state are. Its weights are whole on every rank."""
+        return self.optimized.cuts
+
+
+class SharedBucket:
+    """A bucket of which each rank wants a part: what it holds pieces of.
+
+    Args:
+        parameters: whole on every rank, contiguous.
+        cuts: how each is cut over `group`.
+        under_way: the operations of all buckets, of which a few may be unfinished at a time; their memory is free when they are done.
+
+    Attributes:
+        results: this rank's pieces, which are views of the parameters: who steps them changes the parameters' memory.
+        sizes: how many numbers each rank has of the bucket.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], cuts: Sequence[Cut], group: Communicator, under_way: deque[Work]):
+        if any(not parameter.is_contiguous() for parameter in parameters):
+            raise ValueError("ZeRO's pieces are views of the parameters, and one is not contiguous: make it so before it is shared out.")
+        self.parameters, self.cuts, self.group, self.under_way = tuple(parameters), tuple(cuts), group, under_way
+        self.results = [make_piece(cut.cut(p.data), cut, p) for p, cut in zip(parameters, cuts, strict=True)]
+        self.used = [False] * len(self.parameters)
+        self.sizes = [sum(stop - start for start, stop in (cut.ranges[rank] for cut in cuts)) for rank in range(group.size)]
+        travelling = group.size * max(self.sizes) if are_equal(self.sizes) else sum(self.sizes)
+        self.bytes = travelling * parameters[0].element_size()
+
+    def of_ranks(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """One tensor of each parameter's shape -> for each rank its parts of them, [stop - start] each."""
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        return [[each[slice(*cut.ranges[rank])] for each, cut in zip(flat, self.cuts, strict=True)] for rank in range(self.group.size)]
+
+    def start(self) -> Work:
+        return self.begun(lambda: reduce_parts(self.of_ranks(taken(self)), self.group, self.add_to_pieces))
+
+    def begun(self, start: Callable[[], Work]) -> Work:
+        while len(self.under_way) >= AT_ONCE:
+            self.under_way.popleft().wait()
+        self.under_way.append(start())
+        return self.under_way[-1]
+
+    def add_to_pieces(self, total: Tensor) -> None:
+        """A piece without numbers keeps no gradient, so that no optimizer holds state for it or waits for other ranks."""
+        for piece, part in zip(self.results, total.split([piece.numel() for piece in self.results]), strict=True):
+            if piece.numel():
+                part = part.view(piece.shape)
+                piece.grad = part if piece.grad is None else piece.grad.add_(part)
+
+    def gather_weights(self) -> Work:
+        """Begin to bring the updated weights of all ranks' pieces into the parameters."""
+        own = torch.cat([piece.detach().flatten() for piece in self.results])
+        return self.begun(lambda: gather_parts(own, self.sizes, self.group, self.take_weights))
+
+    def take_weights(self, gathered: Sequence[Tensor]) -> None:
+        places = self.of_ranks([parameter.data for parameter in self.parameters])
+        for rank, (row, parts) in enumerate(zip(gathered, places, strict=True)):
+            if rank != self.group.rank:  # its own are there, as views
+                for place, part in zip(parts, row.split([place.numel() for place in parts]), strict=True):
+                    place.copy_(part)
+
+
+def muon_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
+    """The names of the parameters that the optimizer orthogonalises, so that they must not be cut; none where it is not Muon."""
+    routes = route(model, config.name, no_decay=config.no_decay, to_adamw=config.to_adamw)
+    return {name for part in routes if part.rule == "muon" for name in part.names}
+
+
+def bytes_held(numbers: int, ranks: int, stage: int, weight: float = 4, gradient: float = 4, state: float = 8) -> dict[str, float]:
+    """What a rank holds at the end of a step's backward passes, by kind, apart from activations and buckets under way.
+
+    With P parameters in half precision and Adam in mixed precision (weight 2, gradient 2, state 12 bytes for each), n ranks:
+    (2 + 2 + 12) P at stage 0, (2 + 2) P + 12 P / n at 1, 2 P + (2 + 12) P / n at 2, (2 + 2 + 12) P / n at 3 (Rajbhandari et al. 2020,
+    figure 1).
+
+    Args:
+        numbers: P, the trained parameters' numbers.
+        stage: 0 for plain replicas; 1 and 2 for `Zero`, with several micro-batches: of a single one the gradients are cut already at
+            stage 1; 3 for full sharding.
+        weight, gradient, state: bytes for each number. AdamW in float32 has 8 of state, Lion, Muon and SGD 4.
+    """
+    cut_from = {"weights": (3, weight), "gradients": (2, gradient), "optimizer state": (1, state)}
+    return {kind: numbers * each / (ranks if stage >= first else 1) for kind, (first, each) in cut_from.items()}

@@ -1,0 +1,102 @@
+"""Chapter 06. Replicas stay replicas: ranks that should hold the same weights say so, every so many steps.
+
+Ranks that add up the same gradients take the same steps, bit for bit. Where one does not (a forgotten parameter, a random number, a
+broken memory chip), nothing fails: each rank trains a model of its own, and every step adds up gradients of different models. So each rank
+sums up the bits of its weights, and the sums are compared.
+
+    checksum of a parameter = sum over rows i of (2 i + 1) * (sum of the row's bits, read as whole numbers)    mod 2^64
+
+A single bit always changes it. Left out on purpose: changes that cancel each other within a row, which a real hash would see, at a cost.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.engine.callbacks import Callback
+from shared.parallel.comm.communicator import CommunicationError, Communicator
+from shared.parallel.comm.trace import Ledger
+from shared.totals import Batch
+
+WHOLE_NUMBERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
+
+
+class ReplicasDiffer(CommunicationError):
+    """Ranks that should hold the same weights do not; the message says which, and where first."""
+
+
+class ReplicaCheck(Callback):
+    """Compares the weights over the ranks that hold the same ones. It runs before a step is saved, so what differs is not.
+
+    Args:
+        weights: whose `named_parameters()` must be the same on all ranks of `group`.
+        group: the replicas.
+        check_every: steps.
+    """
+
+    def __init__(self, weights: nn.Module, group: Communicator, check_every: int = 100):
+        self.weights, self.group, self.check_every = weights, group, check_every
+
+    def on_step(self, engine: Any) -> None:
+        if self.group.size > 1 and engine.step % self.check_every == 0:
+            require_equal(self.weights, self.group, engine.step)
+
+
+class StepSaid(Callback):
+    """Lets the ledger, and so the heartbeat, know the step."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+
+    def on_batch(self, engine: Any, microbatches: Sequence[Batch]) -> None:
+        self.ledger.step = engine.step + 1
+
+
+def require_equal(weights: nn.Module, group: Communicator, step: int = 0) -> None:
+    """Compare parameters over a group; every rank calls it. Eight bytes for each parameter and rank travel.
+
+    Raises:
+        ReplicasDiffer: on every rank, the same sentence.
+    """
+    names, tensors = zip(*weights.named_parameters(), strict=True)
+    own = torch.stack([checksum(local(tensor)) for tensor in tensors])
+    everyone = own.new_empty(group.size, len(names))
+    group.all_gather(everyone, own)
+    rows = everyone.tolist()
+    number = next((column for column in range(len(names)) if len({row[column] for row in rows}) > 1), None)
+    if number is not None:
+        when = f"after step {step}, " if step else ""
+        raise ReplicasDiffer(f"{when}{difference(names[number], [row[number] for row in rows], group.members)}")
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """[] int64, of the tensor's bits; 0 of an empty one. Bits are read as the longest whole numbers that fill a row, which is fastest."""
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    rows = tensor.detach().reshape(len(tensor) if tensor.dim() > 1 else 1, -1).contiguous()
+    size = next(size for size in WHOLE_NUMBERS if rows[:1].nbytes % size == 0)
+    if rows.storage_offset() * rows.element_size() % size:  # a piece of a larger tensor, which begins between two such numbers
+        rows = rows.clone()
+    sums = rows.view(WHOLE_NUMBERS[size]).sum(dim=1, dtype=torch.int64)
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
+
+
+def difference(name: str, sums: Sequence[int], members: Sequence[int]) -> str:
+    """The sentence for a parameter whose checksums differ. The fewer are wrong; of as many, those that differ from the first."""
+    counts = Counter(sums)
+    right = max(sums, key=lambda each: (counts[each], each == sums[0]))
+    odd = [rank for rank, each in zip(members, sums, strict=True) if each != right]
+    same = [rank for rank, each in zip(members, sums, strict=True) if each == right]
+    ranks, others = ("rank" if len(each) == 1 else "ranks" for each in (odd, same))
+    return (
+        f"the weights of {ranks} {', '.join(map(str, odd))} are not those of {others} {', '.join(map(str, same))}; "
+        f"the first parameter that differs is {name}. Go on from the last checkpoint, with fewer steps between checks to find the step."
+    )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it, where it is one of PyTorch's tensors over a mesh."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,1 @@
+"""Chapter 06. Communication cost and memory estimates, by formula."""

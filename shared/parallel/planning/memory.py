@@ -1,0 +1,228 @@
+"""Chapter 06. What a rank's memory holds in a training step, by formula: weights, gradients, optimizer state and activations.
+
+    between two steps    weights + optimizer state
+    within a step        + gradients + what the forward pass keeps for the backward pass (+ weights that fsdp has gathered)
+
+Of weights, gradients and state each rank holds all or an n-th (Rajbhandari et al. 2020; `shared.parallel.data.zero.bytes_held`). Activations
+follow Korthikanti et al. 2022, section 4.1, which counts what each operation keeps, for this model's own operations: norms keep their
+input, linear layers theirs, attention queries, keys, values and its result. `shared.parallel.planning.memory_measured` measures the same.
+
+Left out on purpose: what lives for moments (buckets under way, the gradients of activations, what an operation needs for itself), what the
+allocator keeps in reserve, and blocks other than those of a decoder without dropout.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from shared.model.config import ModelConfig
+from shared.model.counting import parameter_counts
+from shared.optim.config import OptimizerConfig
+from shared.parallel.config import ParallelConfig
+from shared.parallel.data.zero import bytes_held
+
+WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on a rank.
+
+    weights: that it keeps. gathered: whole weights that fsdp has made of them, at most. gradients: after the backward pass; with several
+    micro-batches, while they add up. optimizer: its state. activations: at most, of one micro-batch.
+    """
+
+    weights: float
+    gathered: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All at once: a little more than a step's peak, since gradients are complete only when activations are gone."""
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
+
+
+def memory_table(rows: Mapping[str, Held]) -> str:
+    """Lines of text: what each row holds, in MB (10^6 bytes), and the sum."""
+    columns = ("weights", "gathered", "gradients", "optimizer", "activations", "total")
+    width = max(map(len, rows), default=0)
+    lines = [" " * width + "".join(f"{column:>13}" for column in columns)]
+    return "\n".join(
+        lines + [f"{name:{width}}" + "".join(f"{getattr(row, column) / 1e6:13.2f}" for column in columns) for name, row in rows.items()]
+    )
+
+
+def held(
+    model: ModelConfig,
+    layout: ParallelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    rows: int,
+    seq: int,
+    microbatches: int = 1,
+    precision: str = "float32",
+    sliced: bool = True,
+    packed: bool = False,
+) -> Held:
+    """What each rank holds of a run.
+
+    Args:
+        model: a decoder.
+        layout: dp, fsdp or both, ZeRO, recomputation, what fsdp gathers ahead.
+        rows, seq: of a micro-batch on one rank.
+        microbatches: in a step.
+        precision: of matrix products. Weights, gradients and state are float32, and under fsdp blocks are gathered in this precision.
+        sliced: the loss is computed from slices of the logits (`shared.model.sliced_loss`), as the trainer does.
+        packed: rows hold several documents, as the trainer's do, so attention takes a mask.
+
+    Raises:
+        ValueError: a model for which there is no formula.
+    """
+    model = model.resolved()
+    block, ends = block_size(model), sum(parameter_counts(model).values()) - model.num_hidden_layers * block_size(model)
+    parameters = ends + model.num_hidden_layers * block
+    fsdp, replicas = layout.fully_sharded, layout.data_parallel
+    stage = 3 if fsdp > 1 else layout.zero
+    if stage == 1 and microbatches == 1:
+        stage = 2  # a gradient is let go as soon as its bucket is under way
+    parts = bytes_held(parameters, fsdp if fsdp > 1 else replicas, stage, state=state_width(model, optimizer))
+    gathered = 0
+    if fsdp > 1:
+        whole = min(1 + layout.prefetch, model.num_hidden_layers) if layout.reshard_after_forward else model.num_hidden_layers
+        gathered = 4 * ends + WIDTH[precision] * whole * block
+    peak = activations(model, layout.recompute, rows, seq, precision, sliced, packed, gathered=fsdp > 1).peak
+    return Held(parts["weights"], gathered, parts["gradients"], parts["optimizer state"], peak)
+
+
+def block_size(model: ModelConfig) -> int:
+    """Parameters of a block."""
+    one, two = (sum(parameter_counts(replace(model, num_hidden_layers=n, layer_types=None)).values()) for n in (1, 2))
+    return two - one
+
+
+def state_width(model: ModelConfig, optimizer: OptimizerConfig) -> float:
+    """Bytes of state for a parameter, on average: AdamW keeps two means, the others one, and Muon leaves to AdamW what is no matrix."""
+    if optimizer.name != "muon":
+        return 8 if optimizer.name == "adamw" else 4
+    counts = parameter_counts(model)
+    return 8 - 4 * counts["matrix"] / sum(counts.values())
+
+
+class Activations(NamedTuple):
+    """Bytes that are kept for the backward pass: when the forward pass is over, and at most."""
+
+    after_forward: float
+    peak: float
+
+
+def activations(
+    model: ModelConfig,
+    how: Literal["none", "blocks", "selective"],
+    rows: int,
+    seq: int,
+    precision: str,
+    sliced: bool,
+    packed: bool = False,
+    gathered: bool = False,
+) -> Activations:
+    """What a micro-batch's activations take. gathered: blocks' weights are gathered in `precision`, so autocast has nothing to round.
+
+    Whole blocks that are recomputed leave their input. In the backward pass one block at a time has all of its activations again, when
+    those of the ends are gone.
+
+    Raises:
+        ValueError: a model for which there is no formula.
+    """
+    model = model.resolved()
+    require_formula(model)
+    tokens, layers, width = rows * seq, model.num_hidden_layers, WIDTH[precision]
+    entering, mask = 4 * tokens * model.hidden_size, seq if packed else 0
+    block = tokens * token_bytes(kept_of_token(model, mask), width)
+    if width < 4 and not gathered:
+        block += width * (parameter_counts(model)["matrix"] // layers)  # rounded copies of its matrices
+    ends = end_bytes(model, rows, seq, width, sliced)
+    positions = tokens if packed else seq
+    throughout = 8 * tokens + positions * (4 * model.head_dim if model.position == "rope" else 8)  # ids, and tables or positions
+    if how == "none":
+        return Activations(layers * block + ends + throughout, layers * block + ends + throughout)
+    if how == "blocks":
+        kept, again = entering, block - entering
+    else:
+        products = tokens * token_bytes(kept_of_products(model), width)
+        kept, again = entering + products, block - entering - tokens * token_bytes(kept_of_both(model, mask), width)
+    return Activations(layers * kept + ends + throughout, layers * kept + max(ends, again) + throughout)
+
+
+def kept_of_token(model: ModelConfig, mask: int = 0) -> dict[str, int]:
+    """How many numbers a block keeps of each token, by what width they have: the residual stream's, that of products, or float32.
+
+    With four times D inside, 16 bits everywhere, no rotation and no statistics, these are 32 D bytes: Korthikanti et al.'s 34 D, less
+    the two masks of dropout, and without their [Q, K] matrices, which the fused kernel never holds.
+
+    Args:
+        mask: keys in a mask, where there is one: PyTorch's kernel makes it a float one in every block, and repeats keys for each head.
+    """
+    size, inner, shared = model.hidden_size, *heads(model)
+    keys = inner if mask else shared
+    rotated = inner if model.position == "rope" else 0  # the result has the layout of rotated queries, and is copied into o_proj's
+    attention = size + inner + 2 * keys + mask + inner + rotated  # the normed input; queries, keys, values; mask; the result
+    feed_forward = size + (4 if model.gated else 2) * model.intermediate_size  # gated: gate, its activation, up, their product
+    statistics = 4 if model.norm == "layer_norm" else 0  # mean and deviation of two norms
+    return {"stream": 2 * size, "products": attention + feed_forward, "float32": model.num_attention_heads + statistics}
+
+
+def kept_of_products(model: ModelConfig) -> dict[str, int]:
+    """What selective recomputation keeps beside a block's input: the results of its matrix products and of attention."""
+    inner, shared = heads(model)
+    feed_forward = (2 if model.gated else 1) * model.intermediate_size + model.hidden_size
+    return {"products": 2 * inner + 2 * shared + model.hidden_size + feed_forward, "float32": model.num_attention_heads}
+
+
+def kept_of_both(model: ModelConfig, mask: int = 0) -> dict[str, int]:
+    """What is kept with and without selective recomputation, and so is not there a second time."""
+    inner, shared = heads(model)
+    repeated = mask and inner != shared
+    unchanged = (0 if repeated else shared) + (0 if model.position == "rope" else inner + (0 if repeated else shared))
+    return {
+        "products": unchanged + inner + (2 if model.gated else 1) * model.intermediate_size,
+        "float32": model.num_attention_heads,
+    }
+
+
+def heads(model: ModelConfig) -> tuple[int, int]:
+    """Numbers of a token's queries, and of its keys or values."""
+    return model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+
+
+def token_bytes(numbers: dict[str, int], width: int) -> int:
+    return sum(count * (width if kind == "products" else 4) for kind, count in numbers.items())
+
+
+def end_bytes(model: ModelConfig, rows: int, seq: int, width: int, sliced: bool) -> int:
+    """What last norm, head and loss keep. The sliced loss keeps the gradients that it has computed already."""
+    tokens, size = rows * seq, model.hidden_size
+    norm = 4 * tokens * (size + (2 if model.norm == "layer_norm" else 0))
+    if sliced:
+        return norm + 4 * tokens * size + 4 * model.vocab_size * size
+    rounded = width * model.vocab_size * size if width < 4 else 0
+    return norm + width * tokens * size + tokens * (4 * model.vocab_size + 13) + rounded  # 13: a sum, a target and a mask for each
+
+
+def require_formula(model: ModelConfig) -> None:
+    """Refuse what the formulas do not cover."""
+    uncovered = {
+        "architecture": model.architecture != "decoder",
+        "position": model.position not in ("rope", "learned"),
+        "norm_position": model.norm_position != "pre",
+        "hidden_dropout or attention_dropout": model.hidden_dropout or model.attention_dropout,
+        "attention": model.attention != "fused",
+        "qk_norm": model.qk_norm,
+        "embedding_norm": model.embedding_norm,
+        "sliding_window": model.sliding_window is not None,
+        "head": model.head != "linear",
+    }
+    for name, is_uncovered in uncovered.items():
+        if is_uncovered:
+            raise ValueError(f"There is no formula for the activations of a model with this {name}: measure them (memory_measured).")

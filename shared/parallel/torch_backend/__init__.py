@@ -1,0 +1,1 @@
+"""Chapter 06. The same layouts on PyTorch's own engines."""

@@ -1,0 +1,215 @@
+"""Chapter 06. FSDP on PyTorch's own engine: `fully_shard`, told to add gradients and never to average.
+
+Each parameter becomes a `DTensor`, whose part on this rank is some of its rows, so a contiguous range of its numbers: a piece like those of
+this course's own FSDP. The optimizer is built over the pieces, which are views of the same memory, and knows nothing of DTensors.
+
+Left out on purpose: parameters on a mesh of their own, cuts along other dimensions, and moving weights to the CPU.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from shared.model.init import initial_value
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.data.fsdp import compile_each
+from shared.parallel.mesh import Mesh
+from shared.parallel.sharding import Cut, Pieces, make_piece
+from shared.parallel.comm.processes import all_gather_single, reduce_scatter_single
+from shared.parallel.run_world import add_with
+from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
+
+
+class TorchSharded:
+    """Weights, gradients and optimizer state cut over `mesh.fsdp`, one block after the other: `fully_shard`.
+
+    With several replicas (`mesh.dp`) each is cut alike, and parts of gradients are added over them at the last micro-batch (HSDP).
+    Within a replica they are added at every micro-batch, so that no rank ever holds whole gradients of more than a block.
+
+    Args:
+        model: on its device, the same on every rank. It is cut in place.
+        mesh: `reshard_after_forward` and `prefetch` of its configuration are read; with `prefetch` 0 PyTorch chooses.
+        dtype: what blocks are gathered in, the one that the run computes in under autocast; None for the weights' own. The ends of the
+            model are gathered as they are, and so are gradients added.
+        device, seed: of a model on the meta device, whose parts get their memory and their initial weights here.
+
+    Attributes:
+        optimized: this rank's parts, each a view of the memory that `fully_shard` keeps it in.
+        stored: the same with the model's buffers, for checkpoints.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", seed: int = 0):
+        self.model, self.mesh = model, mesh
+        is_meta = next(model.parameters()).is_meta
+        device_mesh = device_mesh_of(mesh, torch.device(device) if is_meta else next(model.parameters()).device)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype, cast_forward_inputs=False)
+        blocks = [block for stack in (model.encoder, model.stack) if stack is not None for block in stack.blocks.values()]
+        self.units = [*blocks, model]
+        for unit in self.units:
+            mixed = {} if unit is model else {"mp_policy": policy}
+            fully_shard(unit, mesh=device_mesh, reshard_after_forward=mesh.config.reshard_after_forward, **mixed)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # a factor of 1 is otherwise a multiplication that gloo does not know
+            unit.set_custom_all_gather(NotedAllGather(mesh.fsdp))
+            unit.set_custom_reduce_scatter(NotedReduceScatter(mesh.fsdp))
+        model.set_reduce_scatter_unused_params(True)  # or ranks that use different parameters send each other different amounts
+        model.compile = partial(compile_each, blocks)
+        fetch_ahead(blocks, mesh.config.prefetch)
+        if is_meta:
+            model.to_empty(device=device)
+            model.tie_weights()
+        self.whole = dict(model.named_parameters())
+        cuts = {name: cut_of(parameter, mesh.fsdp) for name, parameter in self.whole.items()}
+        pieces = {name: make_piece(local(parameter), cuts[name], parameter) for name, parameter in self.whole.items()}
+        for name, parameter in self.whole.items() if is_meta else ():
+            value = initial_value(model.logical_name(name), parameter, model.config, seed)
+            local(parameter).copy_(cuts[name].cut(value))
+        self.optimized = Pieces(pieces, cuts)
+        self.stored = Stored(self.optimized, buffers_of(model))
+        self.used = UsedParameters(model)
+
+    def runner(self, runner: Runner) -> Runner:
+        """Replicas exchange with the last micro-batch."""
+
+        def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
+            *early, last = microbatches
+            self.model.set_requires_all_reduce(False)
+            parts = [runner(model, early, objective)] if early else []
+            self.model.set_requires_all_reduce(True)
+            return add_totals([*parts, runner(model, [last], objective)])
+
+        return run
+
+    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
+        """Hand each part's gradient over to the piece that the optimizer holds. What no rank used gets none."""
+        totals, used = add_with(totals, self.used.take(), self.mesh.data)
+        for (name, parameter), piece, anywhere in zip(self.whole.items(), self.optimized.parameters(), used, strict=True):
+            gradient, parameter.grad = parameter.grad, None
+            elsewhere = not piece.numel() and (0, parameter.numel()) in self.optimized.cuts[name].ranges  # one rank has all of it
+            if gradient is not None and anywhere and not elsewhere:
+                piece.grad = local(gradient).view(piece.shape)
+        return totals
+
+    def updater(self, updater: Updater) -> Updater:
+        """What was gathered with no backward pass after it is let go first: the next forward pass would take it for the new weights."""
+
+        def update(model: nn.Module, optimizer: torch.optim.Optimizer, token_count: Tensor) -> None:
+            for unit in self.units:
+                unit.reshard()
+            updater(self.optimized, optimizer, token_count)
+
+        return update
+
+    def norm(self, model: nn.Module) -> Tensor:
+        return self.optimized.norm()
+
+    def cuts(self) -> dict[str, Cut]:
+        return self.optimized.cuts
+
+
+class Stored(nn.Module):
+    """What a rank saves: its pieces and the model's buffers, under the model's names, which hold dots."""
+
+    def __init__(self, pieces: Pieces, buffers: dict[str, Tensor]):
+        super().__init__()
+        self.held = {**dict(pieces.named_parameters()), **buffers}
+
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Tensor]:
+        return dict(self.held)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Those that belong to a saved model."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
+
+
+def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """PyTorch's mesh over groups that are there already: fsdp, or replicas of it."""
+    if mesh.dp.size == 1:
+        return DeviceMesh.from_group(mesh.fsdp.torch_group, device.type, mesh_dim_names=("fsdp",))
+    grid = torch.tensor(mesh.data.members).view(mesh.dp.size, mesh.fsdp.size)
+    groups = [mesh.dp.torch_group, mesh.fsdp.torch_group]
+    return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("dp", "fsdp"))
+
+
+def fetch_ahead(units: Sequence[FSDPModule], ahead: int) -> None:
+    """While a unit computes, gather the `ahead` next ones: those behind it in the forward pass, those before it in the backward pass."""
+    for index, unit in enumerate(units) if ahead else ():
+        unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + ahead]))
+        unit.set_modules_to_backward_prefetch(list(units[max(index - ahead, 0) : index][::-1]))
+
+
+def local(tensor: DTensor) -> Tensor:
+    """This rank's part of a parameter or of its gradient, flat: the very memory that the engine keeps it in."""
+    return tensor.detach().to_local().view(-1)
+
+
+def cut_of(parameter: DTensor, group: Communicator) -> Cut:
+    """How `fully_shard` cuts: whole rows, equally many for each rank as far as they reach (`torch.chunk`), so later ranks may have none."""
+    rows = parameter.shape[0]
+    share, row = -(-rows // group.size), parameter.numel() // max(rows, 1)
+    ends = [min(rank * share, rows) * row for rank in range(group.size + 1)]
+    return Cut(parameter.shape, list(zip(ends, ends[1:], strict=False)), group)
+
+
+class UsedParameters:
+    """Which parameters a step's backward passes reach on this rank.
+
+    `fully_shard` fills the gradient of a parameter that was not used with zeros, so that all ranks send equally much, and a gradient of
+    zeros is not none: an optimizer would let the parameter decay.
+    """
+
+    def __init__(self, model: nn.Module):
+        names = [name for name, _ in model.named_parameters()]
+        self.model, self.flags = model, dict.fromkeys(names, False)
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.handles = {unit: unit.register_forward_pre_hook(self.watch) for unit in units}
+
+    def watch(self, unit: FSDPModule, inputs: tuple) -> None:
+        """As the unit runs for the first time, and its whole parameters exist."""
+        self.handles.pop(unit).remove()
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and not hasattr(parameter, "watched"):
+                parameter.watched = True
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.flags.update({name: True}))
+
+    def take(self) -> Tensor:
+        """[parameters] float64, 1 for those that were used since the last call, in the order of `named_parameters`."""
+        flags = torch.tensor(list(self.flags.values()), dtype=torch.float64)
+        self.flags = dict.fromkeys(self.flags, False)
+        return flags
+
+
+class Noted:
+    """A collective operation of `fully_shard` that stands in the ledger: it has a place there for operations of one's own."""
+
+    def __init__(self, group: Communicator):
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def note(self, operation: str, whole: Tensor, start: Callable[[], dist.Work]) -> None:
+        self.group.recorded(operation, whole, start, asynchronous=False)
+
+
+class NotedAllGather(Noted):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        start = lambda: all_gather_single(output_tensor, input_tensor, group=group, async_op=True)  # noqa: E731
+        self.note("all_gather", output_tensor, start)
+
+
+class NotedReduceScatter(Noted):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool = False
+    ) -> None:
+        start = lambda: reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=True)  # noqa: E731
+        self.note("reduce_scatter", input_tensor, start)
