@@ -42,15 +42,15 @@ class Recorder(Callback):
 
     def __init__(self):
         self.told: list[str] = []
-        self.figures: list[dict] = []
+        self.metrics: list[dict] = []
 
     def __getattribute__(self, name):
         if name.startswith("on_") or name == "before_optimizer":
             object.__getattribute__(self, "told").append(name)
         return object.__getattribute__(self, name)
 
-    def on_log(self, engine, figures):
-        self.figures.append({"step": engine.step, **figures})
+    def on_log(self, engine, metrics):
+        self.metrics.append({"step": engine.step, **metrics})
 
 
 class Slow(Callback):

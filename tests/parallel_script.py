@@ -125,7 +125,7 @@ def train(world: Communicator, options: argparse.Namespace, model: ByteModel) ->
         runner=parallel.runner(accumulate_gradients),
         reducer=parallel.reducer,
         updater=parallel.updater(apply_update),
-        callbacks=[StepSaid(world.ledger), ReplicaCheck(parallel.optimized, mesh.data, check_every=1), Slow(options.slow)],
+        callbacks=[StepSaid(world.trace), ReplicaCheck(parallel.optimized, mesh.data, check_every=1), Slow(options.slow)],
         saver=FirstSaves(Checkpoints(options.folder / "checkpoints", 2, False), world.rank),
         world=ManyRanks(mesh, device),
     )

@@ -163,14 +163,14 @@ CASES = {case.__name__: case for case in IN_ORDER}
 
 
 def run_cases(world):
-    """Each case's result and what the ledger says of it."""
+    """Each case's result and what the trace says of it."""
     found = {}
     for name, case in CASES.items():
-        world.ledger.clear()
+        world.trace.clear()
         result = case(world)
-        entries = [(entry.operation, entry.axis, entry.bytes, entry.size, entry.place) for entry in world.ledger.entries]
-        assert all(entry.begin <= entry.end for entry in world.ledger.entries)
-        found[name] = plain(result), entries, (world.ledger.calls(), world.ledger.bytes())
+        entries = [(entry.operation, entry.axis, entry.bytes, entry.size, entry.place) for entry in world.trace.entries]
+        assert all(entry.begin <= entry.end for entry in world.trace.entries)
+        found[name] = plain(result), entries, (world.trace.calls(), world.trace.bytes())
     addresses = {each.laddr.ip for each in psutil.Process().net_connections("inet")}
     world.barrier()
     return found, addresses

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 from shared.engine.config import CheckpointConfig, EngineConfig
 from shared.engine.engine import RuntimeEngine
 from shared.model.config import ModelConfig
@@ -45,13 +45,13 @@ def batch(step: int, index: int, samples: int) -> dict[str, Tensor]:
 
 
 class Recorder(Callback):
-    """Keeps what on_log is given: the figures that every tracker must have received."""
+    """Keeps what on_log is given: the metrics that every tracker must have received."""
 
     def __init__(self):
-        self.logs: dict[int, Figures] = {}
+        self.logs: dict[int, Metrics] = {}
 
-    def on_log(self, engine, figures):
-        self.logs.setdefault(engine.step, {}).update(figures)
+    def on_log(self, engine, metrics):
+        self.logs.setdefault(engine.step, {}).update(metrics)
 
 
 def make_engine(folder: Path, callbacks: list[Callback], *, model=None, lr: float = 1e-2, every: int = 0, **options) -> RuntimeEngine:

@@ -104,7 +104,7 @@ def test_a_spike_is_saved_and_the_run_goes_on_as_it_would_have(tmp_path):
     assert torch.equal(weights(plain), weights(watched)) and watched.step == 18
     [folder] = (tmp_path / "watched" / "anomalies").iterdir()
     record = read_anomaly(folder)
-    assert folder.name == "step-00000014" and record["figures"]["train/loss"] > record["figures"]["limit"] > record["losses"][0]
+    assert folder.name == "step-00000014" and record["metrics"]["train/loss"] > record["metrics"]["limit"] > record["losses"][0]
     assert not (folder / "weights.safetensors").exists() and len(replay(folder, TransformerModel(DROPOUT), objective)) == 2
     told = [line for line in printed(watched).splitlines() if "spike" in line]
     assert len(told) == 1 and told[0].startswith("Step 14: loss spike, ") and told[0].endswith(f"Its batch is in {folder}.")

@@ -76,10 +76,10 @@ def test_a_log_is_the_mean_over_tokens_since_the_last_one(tmp_path):
             losses.append((engine.totals.loss_sum.item(), engine.totals.token_count.item()))
 
     make_engine(tmp_path, [recorder, Losses()]).fit(Digits(), steps=9)
-    assert [figures["step"] for figures in recorder.figures] == [1, 4, 8, 9]
+    assert [metrics["step"] for metrics in recorder.metrics] == [1, 4, 8, 9]
     sums, counts = zip(*losses[1:4], strict=True)
-    assert recorder.figures[1]["train/loss"] == pytest.approx(sum(sums) / sum(counts), rel=1e-6)
-    assert recorder.figures[1]["learning_rate/0"] == 0.01
+    assert recorder.metrics[1]["train/loss"] == pytest.approx(sum(sums) / sum(counts), rel=1e-6)
+    assert recorder.metrics[1]["learning_rate/0"] == 0.01
 
 
 @pytest.mark.parametrize("stop", [5, 7, 10])
@@ -92,8 +92,8 @@ def test_a_run_in_two_parts_equals_one(tmp_path, stop, asynchronous):
     torch.rand(3)  # whatever was drawn in between
     second = make_engine(tmp_path / "parts", [second_log], seed=5, checkpoint=keep).fit(Digits(), steps=17)
     assert same(weights(whole), weights(second))
-    later = [figures for figures in whole_log.figures if figures["step"] > stop + 4]
-    assert later and later == [figures for figures in second_log.figures if figures["step"] > stop + 4]
+    later = [metrics for metrics in whole_log.metrics if metrics["step"] > stop + 4]
+    assert later and later == [metrics for metrics in second_log.metrics if metrics["step"] > stop + 4]
 
 
 def test_fit_may_be_called_again_for_more_steps(tmp_path):

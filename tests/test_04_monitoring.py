@@ -120,15 +120,15 @@ def test_throughput_counts_read_tokens_and_the_seconds_of_steps(monkeypatch):
     throughput.on_start(engine)
     stepped(throughput, clock, engine, compute=1.0)
     stepped(throughput, clock, engine, compute=3.0)
-    figures = throughput.measure(engine)
+    metrics = throughput.measure(engine)
     seconds = 2 * (0.25 + 0.125 + 0.5) + 1.0 + 3.0
-    assert figures["progress/tokens"] == 2 * 5 * SEQ and figures["progress/samples"] == 10
-    assert figures["speed/tokens_per_second"] == 2 * 5 * SEQ / seconds
-    assert figures["speed/samples_per_second"] == 10 / seconds
-    assert figures["speed/step_seconds"] == seconds / 2
-    shares = {name.removeprefix("speed/share."): value for name, value in figures.items() if name.startswith("speed/share")}
+    assert metrics["progress/tokens"] == 2 * 5 * SEQ and metrics["progress/samples"] == 10
+    assert metrics["speed/tokens_per_second"] == 2 * 5 * SEQ / seconds
+    assert metrics["speed/samples_per_second"] == 10 / seconds
+    assert metrics["speed/step_seconds"] == seconds / 2
+    shares = {name.removeprefix("speed/share."): value for name, value in metrics.items() if name.startswith("speed/share")}
     assert shares == pytest.approx({"data": 0.25 / 3.875, "compute": 3 / 3.875, "update": 0.5 / 3.875, "other": 0.125 / 3.875})
-    assert figures["speed/mfu"] == pytest.approx(flops_per_token(MODEL, SEQ) * 2 * 5 * SEQ / seconds / 1e6)
+    assert metrics["speed/mfu"] == pytest.approx(flops_per_token(MODEL, SEQ) * 2 * 5 * SEQ / seconds / 1e6)
     stepped(throughput, clock, engine, compute=7.0)
     assert throughput.measure(engine)["speed/step_seconds"] == 7.875, "the window begins anew at each log"
     assert set(throughput.measure(engine)) == {"progress/tokens", "progress/samples"}, "without a step there is no speed"
@@ -179,13 +179,13 @@ def length(tensors):
 def test_norms_are_those_of_torch_whole_and_by_role(tmp_path):
     watch, recorder = Watch(), Recorder()
     engine = make_engine(tmp_path, [watch, Norms(), recorder]).fit(Loader(), steps=2)
-    figures = {name: value for name, value in recorder.logs[2].items() if name.startswith("norm/")}
+    metrics = {name: value for name, value in recorder.logs[2].items() if name.startswith("norm/")}
     roles = {role: set(named) for role, named in parameters_by_role(engine.model).items() if named}
     expected = {}
     for suffix, names in ({"": set(watch.old)} | {f".{role}": names for role, names in roles.items()}).items():
         gradient, weight, change = (length(kept[name] for name in names) for kept in (watch.gradients, watch.old, watch.changes))
         expected |= {f"norm/gradient{suffix}": gradient, f"norm/weight{suffix}": weight, f"norm/update_ratio{suffix}": change / weight}
-    assert figures == pytest.approx(expected, rel=1e-5)  # sums of some thousand squares in float32
+    assert metrics == pytest.approx(expected, rel=1e-5)  # sums of some thousand squares in float32
     assert set(roles) == {"embedding", "matrix", "norm"}
 
 

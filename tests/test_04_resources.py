@@ -23,10 +23,10 @@ from shared.engine.metrics.profiling import Profile
 def test_resources_are_the_operating_systems(tmp_path):
     recorder = Recorder()
     make_engine(tmp_path, [Resources(), recorder]).fit(Loader(), steps=2)
-    figures = recorder.logs[2]
-    assert figures["memory/resident_gib"] == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.2)
-    assert 0 <= figures["cpu/utilisation"] <= 1.05  # the two clocks behind it do not tick together
-    assert not [name for name in figures if "gpu" in name]
+    metrics = recorder.logs[2]
+    assert metrics["memory/resident_gib"] == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.2)
+    assert 0 <= metrics["cpu/utilisation"] <= 1.05  # the two clocks behind it do not tick together
+    assert not [name for name in metrics if "gpu" in name]
 
 
 def test_the_processors_share_is_that_of_all_cores_since_the_last_log(monkeypatch):
@@ -49,9 +49,9 @@ def test_resources_of_a_gpu_are_torchs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 87)
     resources, engine = Resources(), SimpleNamespace(device=torch.device("cuda"))
     resources.on_start(engine)
-    figures = resources.measure(engine)
-    assert [figures[f"memory/gpu_{name}_gib"] for name in ("allocated", "reserved", "peak")] == [3, 5, 4]
-    assert figures["gpu/utilisation"] == 0.87
+    metrics = resources.measure(engine)
+    assert [metrics[f"memory/gpu_{name}_gib"] for name in ("allocated", "reserved", "peak")] == [3, 5, 4]
+    assert metrics["gpu/utilisation"] == 0.87
 
     def missing(device):
         raise ModuleNotFoundError("pynvml does not seem to be installed")

@@ -41,7 +41,7 @@ def test_a_run_leaves_its_checkpoints_its_figures_and_its_plot(tmp_path, text_fi
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "04_runtime_engine"
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
-    lines = [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 4, 6, 8, 12]
     assert {"train/loss", "norm/gradient", "speed/tokens_per_second", "speed/mfu"} <= lines[-1].keys()
     assert (folder / "run.png").stat().st_size > 5000

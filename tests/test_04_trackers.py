@@ -1,4 +1,4 @@
-"""Every tracker receives the same figures, read back with its own reader, and a resumed run goes on in the same place.
+"""Every tracker receives the same metrics, read back with its own reader, and a resumed run goes on in the same place.
 
 One run logs steps 1, 2, 4 and 6, is saved at 4, and breaks in 7. Another goes on from 4 with other data, so that its step 6 has other
 values: a file must show the second step 6, a service that cannot forget the first, and nobody both.
@@ -36,7 +36,7 @@ sys.addaudithook(note_lookups)
 
 
 class Odd(Callback):
-    """Figures that break careless writers: NaN, very small, very large, whole."""
+    """Metrics that break careless writers: NaN, very small, very large, whole."""
 
     def measure(self, engine):
         return {"odd/nan": math.nan, "odd/small": 1.2345678901234567e-300, "odd/large": 1.5e300, "odd/whole": engine.step}
@@ -88,7 +88,7 @@ def mlflow_run(folder):
 
 def same(found, expected):
     """Equal to the last bit, with NaN equal to NaN."""
-    assert {step: to_json(figures) for step, figures in found.items()} == {step: to_json(figures) for step, figures in expected.items()}
+    assert {step: to_json(metrics) for step, metrics in found.items()} == {step: to_json(metrics) for step, metrics in expected.items()}
 
 
 def forgetting(run):
@@ -100,8 +100,8 @@ def keeping(run):
 
 
 def test_the_lines_file_holds_the_figures_and_is_cut_at_the_resume(run):
-    same(read_jsonl(run.folder / "figures.jsonl"), forgetting(run))
-    steps = [json.loads(line)["step"] for line in (run.folder / "figures.jsonl").read_text().splitlines()]
+    same(read_jsonl(run.folder / "metrics.jsonl"), forgetting(run))
+    steps = [json.loads(line)["step"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 4, 6, 8]
 
 
@@ -139,7 +139,7 @@ def wandb_payloads(content):
 
 
 def wandb_records(folder):
-    """What each part of an offline run holds, in the order of the parts: [(run id, history step -> figures)], by W&B's own messages."""
+    """What each part of an offline run holds, in the order of the parts: [(run id, history step -> metrics)], by W&B's own messages."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     parts = []
@@ -159,7 +159,7 @@ def test_wandb_holds_the_figures_of_one_run_in_two_parts(run):
     (first_id, first), (second_id, second) = wandb_records(run.folder)
     assert first_id == second_id and first_id
     assert not set(first) & set(second)
-    same({step: from_json(figures) for step, figures in (first | second).items()}, keeping(run))
+    same({step: from_json(metrics) for step, metrics in (first | second).items()}, keeping(run))
 
 
 def test_mlflow_holds_the_figures_of_one_run(run):
@@ -179,7 +179,7 @@ def test_no_tracker_looked_for_another_machine(run):
 
 
 def test_trackers_write_into_the_runs_folder_only(run):
-    assert {"figures.jsonl", "tensorboard", "wandb", "mlflow.db", "checkpoints"} <= set(run.between)
+    assert {"metrics.jsonl", "tensorboard", "wandb", "mlflow.db", "checkpoints"} <= set(run.between)
 
 
 def test_a_new_run_in_an_old_folder_moves_the_lines_aside(tmp_path):
@@ -191,18 +191,18 @@ def test_a_new_run_in_an_old_folder_moves_the_lines_aside(tmp_path):
         tracker.on_log(engine, {"train/loss": float(len(loss))})
         tracker.on_end(engine)
     kept = {path.name: read_jsonl(path)[5]["train/loss"] for path in tmp_path.iterdir()}
-    assert kept == {"figures.1.jsonl": 3.0, "figures.2.jsonl": 3.0, "figures.jsonl": 5.0}
+    assert kept == {"metrics.1.jsonl": 3.0, "metrics.2.jsonl": 3.0, "metrics.jsonl": 5.0}
 
 
 def test_a_line_that_a_killed_run_left_half_written_is_cut(tmp_path):
-    path = tmp_path / "figures.jsonl"
+    path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 2, "train/loss": 1.5}\n{"step": 4, "train/lo')
     assert read_jsonl(path) == {2: {"train/loss": 1.5}}
     tracker, engine = make_tracker("jsonl"), SimpleNamespace(output=tmp_path, step=3)
     tracker.on_start(engine)
     engine.step = 4
     tracker.on_log(engine, {"train/loss": -math.inf})
-    tracker.on_log(engine, {"validation/loss": 2.0})  # the last evaluation may log a step again, with other figures
+    tracker.on_log(engine, {"validation/loss": 2.0})  # the last evaluation may log a step again, with other metrics
     tracker.on_end(engine)
     assert read_jsonl(path) == {2: {"train/loss": 1.5}, 4: {"train/loss": -math.inf, "validation/loss": 2.0}}
 

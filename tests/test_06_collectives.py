@@ -1,4 +1,4 @@
-"""All-reduce from sends and receives, and what operations cost by formula and by the ledger."""
+"""All-reduce from sends and receives, and what operations cost by formula and by the trace."""
 
 from collections import Counter
 from functools import partial
@@ -71,7 +71,7 @@ def test_in_a_group_that_is_not_the_world(all_reduce):
     assert run_threads(work, 5) == [1101, 10010, 1101, 1101, 10010]
 
 
-# What they cost: the formulas against the ledger.
+# What they cost: the formulas against the trace.
 
 
 def measured(function, ranks: int, numbers: int) -> list[Cost]:
@@ -79,7 +79,7 @@ def measured(function, ranks: int, numbers: int) -> list[Cost]:
 
     def work(world):
         function(random(world.rank, numbers), world)
-        sent = [entry.bytes for entry in world.ledger.entries if entry.operation == "send"]
+        sent = [entry.bytes for entry in world.trace.entries if entry.operation == "send"]
         return Cost(len(sent), sum(sent))
 
     return run_threads(work, ranks)
@@ -153,7 +153,7 @@ def test_a_ring_of_uneven_chunks_sends_what_the_formula_says_on_average(ranks, n
 def test_through_the_root_all_bytes_pass_one_rank():
     def work(world):
         all_reduce_through_root(torch.zeros(10), world)
-        entries = world.ledger.entries
+        entries = world.trace.entries
         return Cost(len(entries), sum(entry.bytes for entry in entries))  # it sends and receives, one after the other
 
     root, *others = run_threads(work, 4)
@@ -202,13 +202,13 @@ def said(make, microbatches: int) -> tuple[object, Counter, Counter]:
     ids = torch.randint(31, (microbatches, 2, 9), generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": each[:, :-1], "targets": each[:, 1:]} for each in ids]
     for _ in range(2):
-        world.ledger.clear()
+        world.trace.clear()
         totals = parallel.runner(accumulate_gradients)(parallel.model, batches, next_token_objective)
         parallel.reducer(parallel.model, totals)
         parallel.updater(lambda model, optimizer, count: None)(parallel.model, None, totals.token_count)
-    small = [entry for entry in world.ledger.entries if entry.operation == "all_reduce" and entry.bytes <= 8 * 100]
+    small = [entry for entry in world.trace.entries if entry.operation == "all_reduce" and entry.bytes <= 8 * 100]
     assert len(small) == 1
-    entries = [entry for entry in world.ledger.entries if entry is not small[0]]
+    entries = [entry for entry in world.trace.entries if entry is not small[0]]
     return parallel, entries
 
 

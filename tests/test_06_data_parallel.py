@@ -98,7 +98,7 @@ def test_ranks_whose_gradients_are_ready_in_other_orders_exchange_in_one_order()
 
     def rank(world):
         exchange(DataParallel(Weights(4), world, 1e-9), [(orders[world.rank], 1.0)], digit_objective)
-        return [(entry.bytes, entry.during) for entry in world.ledger.entries]
+        return [(entry.bytes, entry.during) for entry in world.trace.entries]
 
     for entries in run_threads(rank, 3):
         assert entries == [(32, "backward"), (24, "backward"), (16, "backward"), (8, "backward"), (8 * (2 + 4), "after backward")]
@@ -110,7 +110,7 @@ def counted(world, layout: str, microbatches: int):
     parallel = LAYOUTS[layout][1](model_of(situation), world, "adamw")
     totals = exchange(parallel, share(situation, world.rank, world.size, 0), next_token_objective)
     parallel.updater(lambda model, optimizer, count: None)(parallel.model, None, totals.token_count)
-    return Counter((e.operation, e.bytes) for e in world.ledger.entries if e.during != "after backward"), parallel
+    return Counter((e.operation, e.bytes) for e in world.trace.entries if e.during != "after backward"), parallel
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -131,7 +131,7 @@ def test_without_buckets_each_gradient_travels_by_itself():
 def counted_naive(world):
     parallel = NaiveDataParallel(model_of(Situation()), world)
     exchange(parallel, share(Situation(), world.rank, world.size, 0), next_token_objective)
-    return Counter((entry.operation, entry.bytes) for entry in world.ledger.entries[1:]), parallel
+    return Counter((entry.operation, entry.bytes) for entry in world.trace.entries[1:]), parallel
 
 
 def test_whole_parameters_travel_without_padding():
@@ -143,7 +143,7 @@ def test_whole_parameters_travel_without_padding():
         totals = exchange(parallel, share(Situation(), world.rank, world.size, 0), next_token_objective)
         parallel.updater(lambda model, optimizer, count: None)(model, None, totals.token_count)
         own = sum(piece.nbytes for piece in parallel.optimized.parameters())
-        found = [(entry.operation, entry.bytes) for entry in world.ledger.entries if entry.during != "after backward"]
+        found = [(entry.operation, entry.bytes) for entry in world.trace.entries if entry.during != "after backward"]
         return found, own, sum(parameter.nbytes for parameter in model.parameters()), parallel.buckets[0].bytes
 
     ranks = run_threads(rank, 3)

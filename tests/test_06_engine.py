@@ -161,11 +161,11 @@ def runs(tmp_path_factory):
 def test_the_figures_are_those_of_one_process(runs, words):
     folder, alone, told = runs
     assert all(largest_difference(each["weights"][words], alone) < 1e-9 for each in told)
-    here, there = (read_jsonl(folder / name / "figures.jsonl") for name in (words, "one"))
+    here, there = (read_jsonl(folder / name / "metrics.jsonl") for name in (words, "one"))
     compared = [name for name in there[1] if name.startswith(("train/", "norm/", "progress/"))]
     assert len(compared) > 10
-    for step, figures in there.items():
-        assert here[step] | {name: pytest.approx(figures[name], rel=1e-6) for name in compared} == here[step]
+    for step, metrics in there.items():
+        assert here[step] | {name: pytest.approx(metrics[name], rel=1e-6) for name in compared} == here[step]
 
 
 @pytest.mark.parametrize("words", LAYOUTS)

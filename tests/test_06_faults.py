@@ -17,7 +17,7 @@ from parallel_script import make_model, parsed, train
 from shared.parallel.comm.communicator import CommunicationError
 from shared.parallel.health.heartbeat import Patience, where_it_stands
 from shared.parallel.comm.launch import run_processes
-from shared.parallel.comm.trace import Ledger
+from shared.parallel.comm.trace import CommTrace
 from shared.parallel.health.replicas import ReplicasDiffer, checksum, require_equal
 from shared.parallel.health.deadlock import Beat, Call, deadlock, mismatch, stuck
 from shared.parallel.comm.threads import run_threads
@@ -87,15 +87,15 @@ def test_a_beat_comes_through_json_and_has_what_the_ledger_has():
     def both(world):
         world.all_reduce(torch.zeros(3))
         world.send(torch.zeros(2), 1) if world.rank == 0 else world.receive(torch.zeros(2), 0)
-        world.ledger.step = 7
-        return Beat.of(4, world.ledger, "here")
+        world.trace.step = 7
+        return Beat.of(4, world.trace, "here")
 
     first, second = run_threads(both, 2)
     assert Beat.from_json(first.to_json()) == first and (first.step, first.last) == (7, "send to rank 1")
     assert mismatch({0: first, 1: second}) is None and [route[-1].route for route in first.recent] == [
         route[-1].route for route in second.recent
     ]
-    assert Beat.of(1, Ledger(), "").called_last() == "it had not yet called anything"
+    assert Beat.of(1, CommTrace(), "").called_last() == "it had not yet called anything"
 
 
 def test_where_a_rank_stands_is_a_line_of_its_own_code():

@@ -97,7 +97,7 @@ def test_frozen_units_are_not_reduced_and_need_no_buffer():
     def rank(world):
         parallel = fully_sharded(Mesh(TWO, world), SMALL, frozen=FROZEN["the first blocks and what is before"])
         step(parallel)
-        return world.ledger.calls()["reduce_scatter", "fsdp"], [flat.gradient for unit in parallel.units for flat in unit.flats]
+        return world.trace.calls()["reduce_scatter", "fsdp"], [flat.gradient for unit in parallel.units for flat in unit.flats]
 
     for reductions, _ in run_threads(rank, 2):
         assert reductions == 2  # the last block, and the trained part of the ends

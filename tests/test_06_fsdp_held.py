@@ -101,7 +101,7 @@ def calls_of_a_step(layout: ParallelConfig, microbatches: int = 1) -> Counter:
     def rank(world):
         parallel = fully_sharded(Mesh(layout, world), SMALL)
         step(parallel, microbatches=microbatches)
-        return world.ledger.calls()
+        return world.trace.calls()
 
     first, *others = run_threads(rank, layout.ranks)
     assert all(calls == first for calls in others)
@@ -127,13 +127,13 @@ def test_the_next_unit_is_on_its_way_before_this_one_computes():
         model, begun = build(SMALL), []
 
         def run_block(block, x, context):
-            begun.append(sum(entry.operation == "all_gather" for entry in world.ledger.entries))
+            begun.append(sum(entry.operation == "all_gather" for entry in world.trace.entries))
             return block(x, context)
 
         model.stack.run_block = run_block
         parallel = FullySharded(model, Mesh(replace(TWO, prefetch=ahead), world))
         step(parallel)
-        backward = [entry.operation for entry in world.ledger.entries if entry.during == "backward"]
+        backward = [entry.operation for entry in world.trace.entries if entry.during == "backward"]
         return begun, backward
 
     for ahead, expected in ((0, [2, 3, 4]), (1, [3, 4, 4]), (2, [4, 4, 4])):
@@ -154,7 +154,7 @@ def test_in_half_precision_half_the_bytes_of_blocks_are_gathered_and_the_numbers
         parallel = FullySharded(model, Mesh(TWO, world), dtype=dtype)
         totals = step(parallel, objective, microbatches=2)
         assert all(piece.grad is None or piece.grad.dtype == torch.float32 for piece in model.parameters())
-        return totals.loss_sum, gradients(parallel), world.ledger.bytes()["all_gather", "fsdp"]
+        return totals.loss_sum, gradients(parallel), world.trace.bytes()["all_gather", "fsdp"]
 
     (loss, full, of_full), _ = run_threads(rank, 2, None)
     (rounded_loss, rounded, of_rounded), _ = run_threads(rank, 2, torch.bfloat16)

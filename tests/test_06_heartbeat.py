@@ -7,7 +7,7 @@ import torch
 from shared.parallel.health import heartbeat
 from shared.parallel.comm.communicator import OneRank
 from shared.parallel.health.heartbeat import Heartbeat, Patience
-from shared.parallel.comm.trace import Ledger
+from shared.parallel.comm.trace import CommTrace
 
 
 class Clock:
@@ -21,10 +21,10 @@ def two_hearts(monkeypatch, patience: Patience) -> tuple[Clock, Heartbeat, Heart
     """Of two ranks, of which rank 0 waits in a barrier and rank 1 has called nothing. Nothing beats by itself."""
     clock, store = Clock(), torch.distributed.HashStore()
     monkeypatch.setattr(heartbeat, "time", clock)
-    hearts = [Heartbeat(store, rank, 2, Ledger(), patience) for rank in range(2)]
-    group = OneRank(ledger=hearts[0].ledger)
+    hearts = [Heartbeat(store, rank, 2, CommTrace(), patience) for rank in range(2)]
+    group = OneRank(trace=hearts[0].trace)
     group.members = (0, 1)
-    hearts[0].ledger.waiting = hearts[0].ledger.opened("barrier", group, 0, None, listed=True)
+    hearts[0].trace.waiting = hearts[0].trace.opened("barrier", group, 0, None, listed=True)
     return clock, *hearts
 
 
@@ -72,7 +72,7 @@ def test_the_last_word_stands_when_the_interpreter_ends(monkeypatch):
 
 def test_a_rank_that_has_finished_is_not_missed_and_one_that_fell_silent_is(monkeypatch):
     clock, waits, works = two_hearts(monkeypatch, Patience())
-    waits.ledger.waiting = None  # there is nothing that it needs the other one for
+    waits.trace.waiting = None  # there is nothing that it needs the other one for
 
     def listen(seconds):
         for _ in range(seconds):

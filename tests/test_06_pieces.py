@@ -31,7 +31,7 @@ def test_what_was_cut_is_gathered_again(ranges, dtype):
     def rank(world):
         cut = Cut((2, 5), ranges, world)
         part = cut.cut(whole)
-        return part.numel(), cut.gather(part), world.ledger.calls(), world.ledger.bytes()
+        return part.numel(), cut.gather(part), world.trace.calls(), world.trace.bytes()
 
     longest = max(stop - start for start, stop in ranges)
     for place, (numbers, gathered, calls, sizes) in enumerate(run_threads(rank, 3)):
@@ -138,7 +138,7 @@ def test_muon_talks_about_no_matrix_that_a_rank_holds_whole():
         model = with_gradients(model_of())
         pieces = pieces_of(model, cut_all(model, world, whole_matrices=True))
         build_optimizer(hand_gradients(model, pieces), CONFIGS["muon"]).step()
-        return world.ledger.calls()
+        return world.trace.calls()
 
     assert run_threads(rank, 2) == [{}, {}]
 

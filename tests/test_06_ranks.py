@@ -82,6 +82,6 @@ def test_one_rank_alone_answers_every_operation():
     world.all_to_all([part], [tensor])
     world.barrier()
     assert part.tolist() == tensor.tolist() == [0, 1, 2] and world.gather_objects((1,)) == [[1]]
-    assert world.split("dp", [(0,)]).axis == "dp" and not world.ledger.entries
+    assert world.split("dp", [(0,)]).axis == "dp" and not world.trace.entries
     with pytest.raises(ValueError, match="is this rank itself"):
         world.send(tensor, 0)

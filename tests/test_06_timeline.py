@@ -129,27 +129,27 @@ def one_step(parallel, rank: int) -> None:
 
 
 def rehearsed(name: str):
-    """The script of a step, computing at 1 GFLOP/s, and the ledger."""
+    """The script of a step, computing at 1 GFLOP/s, and the trace."""
     with FlopCounterMode(display=False) as counter:
         world = rehearse(RANKS, clock=lambda: counter.get_total_flops() / 1e9)
         parallel = STRATEGIES[name](world)
         world.taken()
-        world.ledger.clear()
+        world.trace.clear()
         one_step(parallel, 0)
-        return world.taken(), world.ledger, counter.get_total_flops() / 1e9
+        return world.taken(), world.trace, counter.get_total_flops() / 1e9
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_rehearsal_says_what_real_ranks_say(name):
     def work(world):
         parallel = STRATEGIES[name](world)
-        world.ledger.clear()
+        world.trace.clear()
         one_step(parallel, world.rank)
-        return world.ledger
+        return world.trace
 
-    script, ledger, seconds = rehearsed(name)
+    script, trace, seconds = rehearsed(name)
     for real in run_threads(work, RANKS):
-        said = [[(entry.operation, entry.axis, entry.bytes, entry.size) for entry in each.entries] for each in (ledger, real)]
+        said = [[(entry.operation, entry.axis, entry.bytes, entry.size) for entry in each.entries] for each in (trace, real)]
         assert said[0] == said[1] and len(said[0]) > 1
     assert sum(action.seconds for action in script if isinstance(action, Compute)) == pytest.approx(seconds)
     begun = sum(isinstance(action, Begin) for action in script)
@@ -171,9 +171,9 @@ def test_overlap_hides_communication_and_prefetch_too():
 
 
 def test_the_link_of_a_naive_step_is_busy_for_as_long_as_the_formulas_say():
-    script, ledger, _ = rehearsed("naive")
+    script, trace, _ = rehearsed("naive")
     link = Link(latency=1e-5, bandwidth=5e7)
-    expected = step_cost(step_exchanges("ddp", [entry.bytes for entry in ledger.entries]), RANKS).seconds(link)
+    expected = step_cost(step_exchanges("ddp", [entry.bytes for entry in trace.entries]), RANKS).seconds(link)
     assert replay([script] * RANKS, link).total("communication") == pytest.approx(expected)
 
 
@@ -190,7 +190,7 @@ def test_ledgers_are_measured_timelines():
         operation = world.all_reduce(torch.zeros(3), asynchronous=True)
         world.barrier()
         operation.wait()
-        return world.ledger
+        return world.trace
 
     timeline = measured(run_threads(work, 2))
     assert not timeline.simulated and min(bar.begin for bar in timeline.bars) == 0

@@ -99,7 +99,7 @@ def test_zero_2_lets_gradients_go_while_backward_is_at_work():
 def watched(start, world, most):
     def starting():
         work = start()
-        most.append(sum(entry.bytes for entry in world.ledger.entries if entry.end is None and entry.operation == "reduce_scatter"))
+        most.append(sum(entry.bytes for entry in world.trace.entries if entry.end is None and entry.operation == "reduce_scatter"))
         return work
 
     return starting
@@ -156,7 +156,7 @@ def test_parts_are_added_up_and_gathered(sizes):
         kept = []
         reduce_parts(parts, world, kept.append).wait()
         gather_parts(kept[0], sizes, world, kept.append).wait()
-        return *kept, world.ledger.bytes()
+        return *kept, world.trace.bytes()
 
     for place, (own, everything, traffic) in enumerate(run_threads(rank, 3)):
         assert torch.equal(own, 111 * torch.arange(1.0, sizes[place] + 1).double())

@@ -28,7 +28,7 @@ def beside(tmp_path):
         for name, weights, loss in (("run-dp2", here, loss_here), ("run", there, loss_there)):
             (tmp_path / name / "model").mkdir(parents=True)
             save_file({f"w{i}": torch.tensor(w) for i, w in enumerate(weights)}, tmp_path / name / "model" / "model.safetensors")
-            (tmp_path / name / "figures.jsonl").write_text(json.dumps({"step": 1, "train/loss": loss}) + "\n")
+            (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/loss": loss}) + "\n")
             (tmp_path / name / "results.json").write_text("{}")
             (tmp_path / name / "config.yaml").write_text(record or yaml.safe_dump(provenance.plain(config)))
         return list(beside_one_process(config).values())
@@ -47,7 +47,7 @@ def finished_run(folder, losses, weight: float, **changes) -> TrainerConfig:
     provenance.keep_record(config, folder)
     (folder / "results.json").write_text("{}")
     rows = [{"step": step, "train/loss": loss} for step, loss in enumerate(losses, 1)]
-    (folder / "figures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save_file({"a": torch.full((4,), weight), "b": torch.ones(3)}, folder / "model" / "model.safetensors")
     return config
 

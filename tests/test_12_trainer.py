@@ -42,14 +42,14 @@ def test_a_run_leaves_what_it_promises(finished):
     results = json.loads((run / "results.json").read_text())
     assert 3 < results["summary"]["held-out bits per byte"] < 9 and results["summary"]["training tokens"] == 6 * 4 * 96
     assert len(results["completions"]) == 2 and results["samples"][0][0] == "def "
-    rows = [json.loads(line) for line in (run / "figures.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
     assert {"train/loss", "speed/tokens_per_second", "speed/mfu", "norm/gradient", "validation/bits_per_byte"} <= rows[-1].keys()
     assert "parts are yours" in said and "The report:" in said
 
 
 def test_the_learning_rate_followed_its_schedule(finished):
-    rows = [json.loads(line) for line in (finished[0] / "run" / "figures.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (finished[0] / "run" / "metrics.jsonl").read_text().splitlines()]
     rates = {row["step"]: next(value for name, value in row.items() if name.startswith("learning_rate")) for row in rows}
     assert rates[2] == rates[3] == rates[4] == 0.02 and 0 < rates[6] < 0.02
 
@@ -185,7 +185,7 @@ def test_precision_seed_and_clipping_take_effect(tmp_path, prepared):
     assert plain != rounded and rounded == pytest.approx(plain, rel=1e-2)
     assert first_loss(tmp_path / "c", prepared, seed=1) != plain == first_loss(tmp_path / "d", prepared)
     run = built(
-        tmp_path / "e", prepared, max_gradient_norm=1e-3, optimizer={"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+        tmp_path / "e", prepared, max_grad_norm=1e-3, optimizer={"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     )
     loader, _ = loaders(run.config, run.text, run.mesh)
     before = [parameter.detach().clone() for parameter in run.engine.model.parameters()]

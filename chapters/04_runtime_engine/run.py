@@ -123,7 +123,7 @@ def show_results(config: RunConfig, engine: "RuntimeEngine", texts: "Texts", con
     console.rule()
     rows = {"steps": engine.step, "held-out bits per byte": f"{bits_per_byte(evaluation.loss_sum, evaluation.token_count):.3f}"}
     print_table(console, rows | {"checkpoints": ", ".join(map(str, engine.checkpoints.steps()))})
-    figures = engine.output / "figures.jsonl"
+    figures = engine.output / "metrics.jsonl"
     if figures.is_file():
         plot(read_jsonl(figures), engine.output / "run.png")
         console.print(f"Plot: {engine.output / 'run.png'}   every figure of every log: {figures}", highlight=False)

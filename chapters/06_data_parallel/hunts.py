@@ -122,4 +122,4 @@ def run_case(world: Communicator, kind: type[NaiveDataParallel]) -> tuple[int, C
     microbatches = [{"digit": torch.tensor(digit, dtype=torch.float64), "tokens": tokens} for digit in digits]
     totals = parallel.runner(accumulate_gradients)(parallel.model, microbatches, objective)
     parallel.reducer(parallel.model, totals)
-    return round(parallel.model.weight.grad.item()), world.ledger.calls()
+    return round(parallel.model.weight.grad.item()), world.trace.calls()

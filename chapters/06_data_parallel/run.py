@@ -133,7 +133,7 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     }
     run = train(parallel.model, optimizer, loader, next_token_objective, steps=config.steps, **parts)
     losses = [bits_per_byte(totals.loss_sum, totals.token_count) for _, totals in run]
-    calls, sizes = world.ledger.calls(), world.ledger.bytes()  # before the comparison's own
+    calls, sizes = world.trace.calls(), world.trace.bytes()  # before the comparison's own
     pieces, cuts = dict(parallel.optimized.named_parameters()), parallel.cuts()
     held = {
         "weights": sum(p.nbytes for p in (pieces if layout.fully_sharded > 1 else dict(model.named_parameters())).values()),

@@ -13,7 +13,7 @@ from shared.totals import Batch
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
 
-Figures = dict[str, float]  # name -> value; names like `train/loss`, grouped before the slash
+Metrics = dict[str, float]  # name -> value; names like `train/loss`, grouped before the slash
 
 
 class Callback:
@@ -36,14 +36,14 @@ class Callback:
     def on_step(self, engine: "RuntimeEngine") -> None:
         """The optimizer has stepped; `engine.totals` are the step's, reduced."""
 
-    def on_evaluate(self, engine: "RuntimeEngine", figures: Figures) -> None:
-        """Held-out data was evaluated. Callbacks may add to `figures` before on_log shows them; `engine.stop(reason)` ends the run."""
+    def on_evaluate(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+        """Held-out data was evaluated. Callbacks may add to `metrics` before on_log shows them; `engine.stop(reason)` ends the run."""
 
-    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
-        """Figures to show or keep, at `engine.step`. Callbacks that measure add to them in `measure`; those that show read them here."""
+    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+        """Metrics to show or keep, at `engine.step`. Callbacks that measure add to them in `measure`; those that show read them here."""
 
-    def measure(self, engine: "RuntimeEngine") -> Figures:
-        """Figures of this callback for the log that is due. Called before on_log, once for each."""
+    def measure(self, engine: "RuntimeEngine") -> Metrics:
+        """Metrics of this callback for the log that is due. Called before on_log, once for each."""
         return {}
 
     def on_save(self, engine: "RuntimeEngine", folder: Any) -> None:
@@ -76,11 +76,11 @@ class Callbacks:
         for callback in self.callbacks:
             getattr(callback, hook)(*arguments)
 
-    def measured(self, engine: "RuntimeEngine") -> Figures:
-        figures: Figures = {}
+    def measured(self, engine: "RuntimeEngine") -> Metrics:
+        metrics: Metrics = {}
         for callback in self.callbacks:
-            figures |= callback.measure(engine)
-        return figures
+            metrics |= callback.measure(engine)
+        return metrics
 
     def end(self, engine: "RuntimeEngine") -> None:
         errors = []

@@ -91,7 +91,7 @@ class EngineConfig:
         log_every: steps between two logs.
         evaluate_every: steps between two evaluations on held-out data; 0 for one at the end only.
         early_stopping: end the run after this many evaluations without improvement; 0 for never.
-        trackers: where the figures go: console, jsonl, tensorboard, wandb, mlflow.
+        trackers: where the metrics go: console, jsonl, tensorboard, wandb, mlflow.
         project: the name under which W&B and MLflow file the run.
         wandb_mode: offline keeps W&B's files in the output folder, to be sent with `wandb sync`.
         mlflow_uri: MLflow's store; null for a database in the output folder.

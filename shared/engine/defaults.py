@@ -1,6 +1,6 @@
 """Chapter 04. The callbacks that a configuration asks for, in the order in which they are told.
 
-What measures comes before what shows, so that a tracker's figures are complete; what may stop the run comes first of all.
+What measures comes before what shows, so that a tracker's metrics are complete; what may stop the run comes first of all.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
@@ -18,14 +18,14 @@ class EarlyStopping(Callback):
 
     Args:
         patience: how many.
-        minimum_improvement: by how much a figure must fall below the best one to count, in its own unit.
-        figure: what is watched; lower is better. NaN is no improvement.
+        minimum_improvement: by how much a metric must fall below the best one to count, in its own unit.
+        metric: what is watched; lower is better. NaN is no improvement.
     """
 
-    def __init__(self, patience: int, minimum_improvement: float = 0.0, figure: str = "validation/loss"):
+    def __init__(self, patience: int, minimum_improvement: float = 0.0, metric: str = "validation/loss"):
         if patience < 1 or minimum_improvement < 0:
             raise CourseError(f"patience is {patience} and minimum_improvement {minimum_improvement}: give at least 1 and at least 0.")
-        self.patience, self.minimum_improvement, self.figure = patience, minimum_improvement, figure
+        self.patience, self.minimum_improvement, self.metric = patience, minimum_improvement, metric
         self.best, self.waited = math.inf, 0
 
     def on_start(self, engine: "RuntimeEngine") -> None:
@@ -33,22 +33,22 @@ class EarlyStopping(Callback):
         if self.waited >= self.patience:
             self.stop(engine)
 
-    def on_evaluate(self, engine: "RuntimeEngine", figures: Figures) -> None:
+    def on_evaluate(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
         """
         Raises:
-            CourseError: the figure is not among those of the evaluation.
+            CourseError: the metric is not among those of the evaluation.
         """
-        if self.figure not in figures:
-            raise CourseError(f"Early stopping watches {self.figure!r}, which no evaluation measures: choose {', '.join(figures)}.")
-        if figures[self.figure] < self.best - self.minimum_improvement:
-            self.best, self.waited = figures[self.figure], 0
+        if self.metric not in metrics:
+            raise CourseError(f"Early stopping watches {self.metric!r}, which no evaluation measures: choose {', '.join(metrics)}.")
+        if metrics[self.metric] < self.best - self.minimum_improvement:
+            self.best, self.waited = metrics[self.metric], 0
             return
         self.waited += 1
         if self.waited >= self.patience:
             self.stop(engine)
 
     def stop(self, engine: "RuntimeEngine") -> None:
-        engine.stop(f"{self.figure} has not fallen below {self.best:.4f} in {self.waited} evaluations")
+        engine.stop(f"{self.metric} has not fallen below {self.best:.4f} in {self.waited} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best if math.isfinite(self.best) else None, "waited": self.waited}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Callbacks, Figures
+from shared.engine.callbacks import Callback, Callbacks, Metrics
 from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
 from shared.engine.config import EngineConfig
 from shared.engine.shutdown import Interruption
@@ -199,14 +199,14 @@ class RuntimeEngine:
         self.timings = self.timer.take()
         self.window.add(self.totals)
         self.callbacks.tell("on_step", self)
-        figures = self.evaluate() if self.evaluation_due(self.step) else {}
+        metrics = self.evaluate() if self.evaluation_due(self.step) else {}
         if self.log_due:
-            self.log(figures)
+            self.log(metrics)
         if self.interruption.asked:
             self.stop(self.interruption.asked)
         self.stopped = self.world.agree(self.stopped)
         every = self.config.checkpoint.every
-        if (every and self.step % every == 0) or (figures and self.config.checkpoint.keep_best and self.is_best()):
+        if (every and self.step % every == 0) or (metrics and self.config.checkpoint.keep_best and self.is_best()):
             self.save()
         self.note_saved()
 
@@ -232,7 +232,7 @@ class RuntimeEngine:
 
     # What happens between steps.
 
-    def evaluate(self) -> Figures:
+    def evaluate(self) -> Metrics:
         """Held-out data, where there is any: `validation/loss` in nats per token, and the objective's metrics."""
         if self.val_loader is None:
             return {}
@@ -240,15 +240,15 @@ class RuntimeEngine:
         self.validation = self.world.add(evaluate(self.model, batches, self.objective))
         self.evaluated_at = self.step
         means = {"loss": self.validation.mean_loss, **self.validation.mean_metrics()}
-        figures = {f"validation/{name}": value for name, value in means.items()}
-        self.callbacks.tell("on_evaluate", self, figures)
-        return figures
+        metrics = {f"validation/{name}": value for name, value in means.items()}
+        self.callbacks.tell("on_evaluate", self, metrics)
+        return metrics
 
-    def log(self, figures: Figures) -> None:
-        """Tell the callbacks the figures since the last log, theirs included."""
+    def log(self, metrics: Metrics) -> None:
+        """Tell the callbacks the metrics since the last log, theirs included."""
         rates = {group.get("name", str(index)): group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
         rates = {f"learning_rate/{name}" if len(rates) > 1 else "learning_rate": float(rate) for name, rate in rates.items()}
-        shown = {f"train/{name}": value for name, value in self.window.take().items()} | rates | self.callbacks.measured(self) | figures
+        shown = {f"train/{name}": value for name, value in self.window.take().items()} | rates | self.callbacks.measured(self) | metrics
         self.callbacks.tell("on_log", self, shown)
 
     def stateful_parts(self, train_loader: Any) -> dict[str, Stateful]:

@@ -6,7 +6,7 @@ itself has nothing to save.
 
 from typing import TYPE_CHECKING, Any
 
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 from shared.optim.config import ScheduleConfig
 from shared.optim.loss_scale import LossScaler
 from shared.optim.schedules import factor_at, set_learning_rate
@@ -35,7 +35,7 @@ class KeepLossScale(Callback):
     def __init__(self, scaler: LossScaler):
         self.scaler = scaler
 
-    def measure(self, engine: "RuntimeEngine") -> Figures:
+    def measure(self, engine: "RuntimeEngine") -> Metrics:
         return {"train/loss_scale": self.scaler.state.scale}
 
     def state_dict(self) -> dict[str, Any]:

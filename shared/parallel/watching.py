@@ -83,7 +83,7 @@ def for_ranks(callbacks: list[Callback], parallel: Parallel, mesh: Mesh) -> list
     if mesh.world.size == 1:
         return callbacks
     parallel = getattr(parallel, "inner", parallel)  # of an optimizer that is elsewhere, what its gradients come from
-    found: list[Callback] = [StepSaid(mesh.world.ledger)]
+    found: list[Callback] = [StepSaid(mesh.world.trace)]
     for callback in callbacks:
         if isinstance(callback, CatchAnomalies):
             callback.norm, callback.rank = lambda gradients: parallel.norm(parallel.optimized), mesh.world.rank

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shared.engine.callbacks import Callback, Figures
-from shared.parallel.comm.trace import Ledger
+from shared.engine.callbacks import Callback, Metrics
+from shared.parallel.comm.trace import CommTrace
 from shared.totals import bits_per_byte
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class BitsPerByte(Callback):
     def __init__(self, byte_count: int):
         self.byte_count = byte_count
 
-    def on_evaluate(self, engine: "RuntimeEngine", figures: Figures) -> None:
-        figures["validation/bits_per_byte"] = bits_per_byte(engine.validation.loss_sum, self.byte_count)
+    def on_evaluate(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+        metrics["validation/bits_per_byte"] = bits_per_byte(engine.validation.loss_sum, self.byte_count)
 
 
 class Costs(Callback):
@@ -69,19 +69,19 @@ class Costs(Callback):
 class Traffic(Callback):
     """What this rank's training steps said to other ranks: calls and bytes by operation and axis, since the process began."""
 
-    def __init__(self, ledger: Ledger):
-        self.ledger = ledger
+    def __init__(self, trace: CommTrace):
+        self.trace = trace
         self.steps, self.calls, self.bytes = 0, Counter(), Counter()
         self.before: tuple[Counter, Counter] = (Counter(), Counter())
 
     def on_batch(self, engine: "RuntimeEngine", microbatches: Any) -> None:
-        self.before = self.ledger.calls(), self.ledger.bytes()
+        self.before = self.trace.calls(), self.trace.bytes()
 
     def on_step(self, engine: "RuntimeEngine") -> None:
         calls, sizes = self.before
         self.steps += 1
-        self.calls += self.ledger.calls() - calls
-        self.bytes += self.ledger.bytes() - sizes
+        self.calls += self.trace.calls() - calls
+        self.bytes += self.trace.bytes() - sizes
 
     def a_step(self) -> dict[str, str]:
         """Operation and axis -> calls and megabytes of one step, in words."""

@@ -26,12 +26,12 @@ def beside_one_process(config: TrainerConfig) -> dict[str, Any]:
     other = output.with_name(output.name.removesuffix(f"-{config.parallel.backend}").removesuffix(f"-{name}"))
     if config.parallel.ranks == 1 or other == output or not same_run(other, config):
         return {}
-    here, there = read_jsonl(output / "figures.jsonl"), read_jsonl(other / "figures.jsonl")
+    here, there = read_jsonl(output / "metrics.jsonl"), read_jsonl(other / "metrics.jsonl")
     found = {}
-    for figure in ("train/loss", "validation/loss"):
-        pairs = [(here[step][figure], there[step][figure]) for step in here if figure in here[step] and figure in there.get(step, {})]
+    for metric in ("train/loss", "validation/loss"):
+        pairs = [(here[step][metric], there[step][metric]) for step in here if metric in here[step] and metric in there.get(step, {})]
         if pairs:
-            found[f"largest difference in {figure} to {other}"] = largest(abs(mine - theirs) for mine, theirs in pairs)
+            found[f"largest difference in {metric} to {other}"] = largest(abs(mine - theirs) for mine, theirs in pairs)
     if config.report.export and (other / "model").is_dir():
         found[f"largest difference in weights to {other}, relative"] = largest_difference(output / "model", other / "model")
     return found

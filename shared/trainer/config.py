@@ -108,7 +108,7 @@ class TrainerConfig:
         optimizer: which optimizer, with what.
         schedule: how the learning rate moves; its steps are the run's.
         precision: of the matrix products; auto measures whether bfloat16 is faster here. Weights are float32.
-        max_gradient_norm: the longest gradient that is stepped with; null for no clipping.
+        max_grad_norm: the longest gradient that is stepped with; null for no clipping.
         parallel: how the run is spread over processes, which torchrun starts.
         engine: how the run is watched, saved and ended.
         report: what the report shows.
@@ -123,7 +123,7 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_gradient_norm: float | None = 1.0
+    max_grad_norm: float | None = 1.0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
@@ -134,8 +134,8 @@ class TrainerConfig:
         require(self.seed < 2**63, f"seed is {self.seed}: give less than 2**63.")
         self.schedule = replace(self.schedule, steps=self.steps)
         require(
-            self.max_gradient_norm is None or self.max_gradient_norm > 0,
-            f"max_gradient_norm is {self.max_gradient_norm}: give a positive length, or null.",
+            self.max_grad_norm is None or self.max_grad_norm > 0,
+            f"max_grad_norm is {self.max_grad_norm}: give a positive length, or null.",
         )
         require(
             self.model.architecture == "decoder",

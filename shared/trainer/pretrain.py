@@ -118,7 +118,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
         objective=in_precision(packed_next_token_objective, config.precision),
         runner=parallel.runner(scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients),
         reducer=parallel.reducer,
-        updater=parallel.updater(Update(config.max_gradient_norm, scaler, parallel.norm)),
+        updater=parallel.updater(Update(config.max_grad_norm, scaler, parallel.norm)),
         callbacks=callbacks,
         saver=RankSaver(
             config.engine.output / "checkpoints", parallel, mesh.world, device,
@@ -174,7 +174,7 @@ def callbacks_of(
     config: TrainerConfig, text: PreparedText, device: torch.device, scaler: LossScaler | None, parallel: Parallel, mesh: Mesh
 ) -> tuple[Costs, Traffic, list[Callback]]:
     """The trainer's own callbacks, on every rank, then those that the engine's configuration asks for."""
-    costs, traffic = Costs(), Traffic(mesh.world.ledger)
+    costs, traffic = Costs(), Traffic(mesh.world.trace)
     mine: list[Callback] = [ScheduleLearningRate(config.schedule), costs, traffic]
     mine.append(BitsPerByte(evaluation(config, text, config.data.held_out_rows).byte_count(text.tokenizer.byte_lengths)))
     if scaler is not None:

@@ -56,12 +56,12 @@ def drawn(results: Results) -> dict[str, Figure]:
 
 
 def learning_rates(results: Results) -> dict[str, str]:
-    names = sorted({name for row in results.figures.values() for name in row if name.startswith("learning_rate")})
+    names = sorted({name for row in results.metrics.values() for name in row if name.startswith("learning_rate")})
     return {name: name.removeprefix("learning_rate/") for name in names}
 
 
 def series(results: Results, name: str) -> Series:
-    return [(step, row[name]) for step, row in sorted(results.figures.items()) if row.get(name) is not None]
+    return [(step, row[name]) for step, row in sorted(results.metrics.items()) if row.get(name) is not None]
 
 
 def curves(results: Results, names: dict[str, str], label: str, zero: bool = False) -> Figure | None:

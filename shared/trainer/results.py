@@ -32,9 +32,9 @@ GIB = 2**30
 
 @dataclass
 class Results:
-    """All that the report shows. figures: step -> name -> value, as the run logged them."""
+    """All that the report shows. metrics: step -> name -> value, as the run logged them."""
 
-    figures: dict[int, dict[str, float]]
+    metrics: dict[int, dict[str, float]]
     summary: dict[str, Any]
     samples: list[tuple[str, str]]  # prompt, what the model went on with
     completions: list[Gap]
@@ -61,16 +61,16 @@ def look_at(run: "Run", console: Console) -> Results | None:
         completions = [fill_gap(model, text.tokenizer, gap, seq // 8, context=seq) for gap in gaps]
     if config.report.export:
         export(model, text, config.engine.output / "model")
-    figures = read_jsonl(config.engine.output / "figures.jsonl")
+    metrics = read_jsonl(config.engine.output / "metrics.jsonl")
     summary = {
         "held-out bits per byte": bits_per_byte(totals.loss_sum, evaluation(config, text, None).byte_count(text.tokenizer.byte_lengths)),
         "held-out next tokens guessed right": totals.mean_metrics()["correct"],
         "gaps filled exactly": f"{sum(completion.right for completion in completions)} of {len(completions)}",
-        **costs(run, figures, time.perf_counter() - began),
+        **costs(run, metrics, time.perf_counter() - began),
         **spread(run, memory),
         **beside_one_process(config),
     }
-    results = Results(figures, summary, samples, completions, config.engine.output / "report.html")
+    results = Results(metrics, summary, samples, completions, config.engine.output / "report.html")
     write_report(run, results)
     keep(results, config.engine.output / "results.json")
     show(results, console)
@@ -109,16 +109,16 @@ def sample(run: "Run", model: nn.Module, prompt: str, number: int) -> str:
     return tokenizer.decode(ids)
 
 
-def costs(run: "Run", figures: dict[int, dict[str, float]], report_seconds: float) -> dict[str, Any]:
+def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: float) -> dict[str, Any]:
     """What the run took. Medians over the logs, which a moment's pause does not move."""
 
     def median(name: str) -> float | None:
-        values = sorted(row[name] for row in figures.values() if name in row)
+        values = sorted(row[name] for row in metrics.values() if name in row)
         return values[len(values) // 2] if values else None
 
     return {
         "parameters": sum(parameter_counts(run.config.model).values()),
-        "training tokens": max((int(row.get("progress/tokens", 0)) for row in figures.values()), default=0),
+        "training tokens": max((int(row.get("progress/tokens", 0)) for row in metrics.values()), default=0),
         "tokens per second": median("speed/tokens_per_second"),
         "model FLOPs utilisation": median("speed/mfu"),
         "peak memory, GiB": run.costs.peak_memory / GIB,

@@ -3,7 +3,7 @@
     python tests/benchmarks/monitoring_cost.py
     python tests/benchmarks/monitoring_cost.py --steps 60 --log-every 10
 
-Both are taken from one run, so that a machine that changes its speed changes both. All figures are on, and the trackers console, jsonl
+Both are taken from one run, so that a machine that changes its speed changes both. All metrics are on, and the trackers console, jsonl
 and tensorboard. The first ten steps are left out: they fetch memory and import what is imported late.
 """
 
@@ -65,7 +65,7 @@ class StepSeconds(Callback):
         if engine.step == WARMUP:
             self.began = time.perf_counter()
 
-    def on_log(self, engine, figures):
+    def on_log(self, engine, metrics):
         self.ended = time.perf_counter()
 
 

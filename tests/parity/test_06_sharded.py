@@ -2,7 +2,7 @@
 
 PyTorch cuts by rows and we by numbers, and both add the same products, so float64 agrees to rounding. Its operations are counted where they
 pass PyTorch's dispatcher (`CommDebugMode`, which does so too, loses its place among modules that are called from a stack's `run_block`), ours
-by the ledger.
+by the trace.
 """
 
 from collections import Counter
@@ -71,10 +71,10 @@ def by_hand(world, layout: ParallelConfig) -> dict:
     seen = []
     told = sharded(world, layout, SMALL, watch=seen.append)
     parallel = seen[0]
-    world.ledger.clear()
+    world.trace.clear()
     mine = share(batch_of(0, 0), world.rank, 2)
     parallel.reducer(parallel.model, accumulate_gradients(parallel.model, [mine], next_token_objective))
-    return {"told": told, "calls": world.ledger.calls()}
+    return {"told": told, "calls": world.trace.calls()}
 
 
 def both(world) -> dict:

@@ -6,7 +6,7 @@ in median absolute deviations, which the spikes themselves do not widen as they 
 
     loss > median + deviations * 1.4826 * MAD       (1.4826 makes the MAD of a normal distribution its standard deviation)
 
-What is caught is kept: the micro-batches, the figures, each micro-batch's loss, and for a step that was stopped the weights, so that
+What is caught is kept: the micro-batches, the metrics, each micro-batch's loss, and for a step that was stopped the weights, so that
 `replay` sees what the run saw.
 
 Left out on purpose: skipping a bad batch and going on. It hides a cause that this module exists to show.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shared.course.errors import CourseError
 from shared.engine.checkpoint.atomic import atomic_save
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.engine.json_numbers import from_json, list_from_json, list_to_json, to_json
 from shared.engine.checkpoint.snapshot import weights_of
@@ -89,21 +89,21 @@ class CatchAnomalies(Callback):
         Raises:
             BrokenStep: the loss or the gradient norm is not finite. One sentence says where the batch is and how to replay it.
         """
-        if not (figures := self.loss_and_norm(engine)):
+        if not (metrics := self.loss_and_norm(engine)):
             return
-        loss = figures["train/loss"]
-        broken = [f"{name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
+        loss = metrics["train/loss"]
+        broken = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if broken and self.stop_on_nonfinite:
-            self.stop(engine, broken[0], figures)
+            self.stop(engine, broken[0], metrics)
         if broken:
-            self.report(engine, broken[0], figures)
+            self.report(engine, broken[0], metrics)
             return
         limit = self.limit()
         if loss > limit:
-            self.report(engine, f"loss spike, {loss:.3f} where at most {limit:.3f} was to be expected", figures | {"limit": limit})
+            self.report(engine, f"loss spike, {loss:.3f} where at most {limit:.3f} was to be expected", metrics | {"limit": limit})
         self.recent.append(loss)
 
-    def loss_and_norm(self, engine: "RuntimeEngine") -> Figures:
+    def loss_and_norm(self, engine: "RuntimeEngine") -> Metrics:
         """Both of the mean loss, fetched from the device together: one wait in each step. Nothing of a step in which no token counts,
         which the updater refuses."""
         loss_sum, count, _ = engine.totals
@@ -121,9 +121,9 @@ class CatchAnomalies(Callback):
         deviation = statistics.median(abs(loss - median) for loss in self.recent)
         return median + self.spike_deviations * max(1.4826 * deviation, SMALLEST_SPREAD * abs(median))
 
-    def stop(self, engine: "RuntimeEngine", reason: str, figures: Figures) -> None:
+    def stop(self, engine: "RuntimeEngine", reason: str, metrics: Metrics) -> None:
         folder = self.folder(engine)
-        losses = save_anomaly(folder, engine, reason, figures, self.weights(engine))
+        losses = save_anomaly(folder, engine, reason, metrics, self.weights(engine))
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
         where = f"micro-batch {', '.join(map(str, bad))} of 0 to {len(losses) - 1}" if bad else "every micro-batch's loss is finite"
         raise BrokenStep(
@@ -132,12 +132,12 @@ class CatchAnomalies(Callback):
             microbatch=bad[0] if bad else 0,
         )
 
-    def report(self, engine: "RuntimeEngine", reason: str, figures: Figures) -> None:
+    def report(self, engine: "RuntimeEngine", reason: str, metrics: Metrics) -> None:
         """Save the batch, while there is room, tell, and go on."""
         told = f"Step {engine.step + 1}: {reason}."
         if self.saved < self.keep:
             self.saved += 1
-            save_anomaly(self.folder(engine), engine, reason, figures, {})
+            save_anomaly(self.folder(engine), engine, reason, metrics, {})
             told += f" Its batch is in {self.folder(engine)}."
         engine.console.print(told, markup=False, highlight=False, soft_wrap=True)
 
@@ -160,14 +160,14 @@ def microbatch_losses(model: nn.Module, microbatches: Sequence[Batch], objective
     return [each.mean_loss if each.token_count else 0.0 for each in totals]
 
 
-def save_anomaly(folder: Path, engine: "RuntimeEngine", reason: str, figures: Figures, weights: dict[str, Tensor]) -> list[float]:
+def save_anomaly(folder: Path, engine: "RuntimeEngine", reason: str, metrics: Metrics, weights: dict[str, Tensor]) -> list[float]:
     """Write a step's micro-batches and what is known of them. Returns each micro-batch's loss.
 
-    `batch.safetensors` holds tensor `<name>` of micro-batch i as `<i>.<name>`; `anomaly.json` the step, the reason, the figures
+    `batch.safetensors` holds tensor `<name>` of micro-batch i as `<i>.<name>`; `anomaly.json` the step, the reason, the metrics
     and the losses; `weights.safetensors`, if any are given, the weights as `shared.engine.checkpoint.snapshot.weights_of` names them.
     """
     losses = microbatch_losses(engine.model, engine.microbatches, engine.objective)
-    record = {"step": engine.step + 1, "reason": reason, "figures": to_json(figures), "losses": list_to_json(losses)}
+    record = {"step": engine.step + 1, "reason": reason, "metrics": to_json(metrics), "losses": list_to_json(losses)}
     batches = enumerate(engine.microbatches)  # copied, because safetensors refuses tensors that are views of one another
     tensors = {f"{index}.{name}": x.clone(memory_format=torch.contiguous_format) for index, batch in batches for name, x in batch.items()}
 
@@ -183,7 +183,7 @@ def save_anomaly(folder: Path, engine: "RuntimeEngine", reason: str, figures: Fi
 
 
 def read_anomaly(folder: Path | str) -> dict[str, Any]:
-    """What `anomaly.json` says: `step`, `reason`, `figures`, `losses`.
+    """What `anomaly.json` says: `step`, `reason`, `metrics`, `losses`.
 
     Raises:
         CourseError: no anomaly was saved in this folder.
@@ -192,7 +192,7 @@ def read_anomaly(folder: Path | str) -> dict[str, Any]:
     if not path.is_file():
         raise CourseError(f"{folder} holds no saved anomaly: give a folder anomalies/step-XXXXXXXX of a run.")
     record = json.loads(path.read_text(encoding="utf-8"))
-    return record | {"figures": from_json(record["figures"]), "losses": list_from_json(record["losses"])}
+    return record | {"metrics": from_json(record["metrics"]), "losses": list_from_json(record["losses"])}
 
 
 def load_batch(folder: Path | str, device: torch.device | str = "cpu") -> list[Batch]:

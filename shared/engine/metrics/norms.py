@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.model.roles import Role, parameters_by_role
 
@@ -32,7 +32,7 @@ class Norms(Callback):
         norm: norm(tensors) -> [] tensor, their common length.
         loss_scale: loss_scale() -> what multiplies the gradients before the optimizer's step (chapter 05); None for 1.
 
-    Figures: `norm/gradient`, of the mean loss, before any clipping; `norm/weight`, before the step; `norm/update_ratio`; each also
+    Metrics: `norm/gradient`, of the mean loss, before any clipping; `norm/weight`, before the step; `norm/update_ratio`; each also
     as `.<role>` for the roles that the model has. A ratio to weights that are all 0 is left out.
     """
 
@@ -75,18 +75,18 @@ class Norms(Callback):
         """The roles that there is something of."""
         return {role: of_role for role, of_role in tensors.items() if of_role}
 
-    def measure(self, engine: "RuntimeEngine") -> Figures:
+    def measure(self, engine: "RuntimeEngine") -> Metrics:
         """Everything is fetched from the device at once, after the step."""
         if not self.measured:
             return {}
         values = torch.stack([value.float() for value in self.measured.values()]).tolist()
-        figures = dict(zip(self.measured, values, strict=True))
+        metrics = dict(zip(self.measured, values, strict=True))
         self.measured = {}
-        for name in [name for name in figures if name.startswith("norm/update")]:
-            update, weight = figures.pop(name), figures[name.replace("update", "weight")]
+        for name in [name for name in metrics if name.startswith("norm/update")]:
+            update, weight = metrics.pop(name), metrics[name.replace("update", "weight")]
             if weight > 0:
-                figures[name.replace("update", "update_ratio")] = update / weight
-        return figures
+                metrics[name.replace("update", "update_ratio")] = update / weight
+        return metrics
 
     def on_end(self, engine: "RuntimeEngine") -> None:
         self.old = {}

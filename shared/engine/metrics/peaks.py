@@ -58,7 +58,7 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
     float32 on a GPU counts as TF32 where torch may use it (`torch.set_float32_matmul_precision`).
 
     Raises:
-        CourseError: a device that no vendor's figure is known of here, or a dtype that is not trained in.
+        CourseError: a device that no vendor's metric is known of here, or a dtype that is not trained in.
     """
     device = torch.device(device)
     if device.type == "cpu" and dtype == torch.float16:

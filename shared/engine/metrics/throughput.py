@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 from shared.engine.metrics.flops import flops_per_token
 from shared.engine.metrics.peaks import mfu
 from shared.model.config import ModelConfig
@@ -38,7 +38,7 @@ class Throughput(Callback):
         config: what `flops_per_token` counts; None for the model's own `config`. Needed for MFU only.
         replicas: data-parallel ranks, each of which reads as much as this one.
 
-    Figures: `speed/tokens_per_second`, `speed/samples_per_second`, `speed/step_seconds`, `speed/mfu`, means over the steps since
+    Metrics: `speed/tokens_per_second`, `speed/samples_per_second`, `speed/step_seconds`, `speed/mfu`, means over the steps since
     the last log; `speed/share.<phase>` of the logged step, with `other` for what is no phase (callbacks, copies to the device);
     `progress/tokens`, `progress/samples`, from the run's first step.
     """
@@ -83,19 +83,19 @@ class Throughput(Callback):
             self.by_length[seq] = flops_per_token(self.config, seq)
         return self.by_length[seq]
 
-    def measure(self, engine: "RuntimeEngine") -> Figures:
-        figures: Figures = {"progress/tokens": self.tokens, "progress/samples": self.samples}
+    def measure(self, engine: "RuntimeEngine") -> Metrics:
+        metrics: Metrics = {"progress/tokens": self.tokens, "progress/samples": self.samples}
         if self.steps:
             rate = self.window_tokens / self.seconds
-            figures["speed/tokens_per_second"] = rate
-            figures["speed/samples_per_second"] = self.window_samples / self.seconds
-            figures["speed/step_seconds"] = self.seconds / self.steps
+            metrics["speed/tokens_per_second"] = rate
+            metrics["speed/samples_per_second"] = self.window_samples / self.seconds
+            metrics["speed/step_seconds"] = self.seconds / self.steps
             phases = engine.timings | {"other": self.step_seconds - sum(engine.timings.values())}
-            figures |= {f"speed/share.{phase}": spent / self.step_seconds for phase, spent in phases.items()}
+            metrics |= {f"speed/share.{phase}": spent / self.step_seconds for phase, spent in phases.items()}
             if self.peak_flops is not None:
-                figures["speed/mfu"] = mfu(self.flops / self.window_tokens, rate, self.peak_flops)
+                metrics["speed/mfu"] = mfu(self.flops / self.window_tokens, rate, self.peak_flops)
         self.begin_window()
-        return figures
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "samples": self.samples}
@@ -112,7 +112,7 @@ def tokens_of(batch: Batch) -> int:
 class Resources(Callback):
     """Memory and utilisation of this process, and of its GPU where it has one.
 
-    Figures: `memory/resident_gib`; `cpu/utilisation`, the share of the machine's cores that this process kept busy since the last
+    Metrics: `memory/resident_gib`; `cpu/utilisation`, the share of the machine's cores that this process kept busy since the last
     log; with a GPU `memory/gpu_allocated_gib` (tensors), `memory/gpu_reserved_gib` (what torch holds of the card),
     `memory/gpu_peak_gib` (the most that tensors took since the last log) and, where NVIDIA's library is installed, `gpu/utilisation`.
     """
@@ -128,25 +128,25 @@ class Resources(Callback):
             torch.cuda.reset_peak_memory_stats(engine.device)
             self.has_utilisation = offers_utilisation(engine.device)
 
-    def measure(self, engine: "RuntimeEngine") -> Figures:
+    def measure(self, engine: "RuntimeEngine") -> Metrics:
         used, looked = self.used, self.looked
         self.used, self.looked = time.process_time(), time.perf_counter()  # not psutil's share: it ticks 100 times a second
-        figures = {
+        metrics = {
             "memory/resident_gib": self.process.memory_info().rss / GIB,
             "cpu/utilisation": (self.used - used) / (self.looked - looked) / (os.cpu_count() or 1),
         }
-        return figures | self.of_gpu(engine.device) if engine.device.type == "cuda" else figures
+        return metrics | self.of_gpu(engine.device) if engine.device.type == "cuda" else metrics
 
-    def of_gpu(self, device: torch.device) -> Figures:
-        figures = {
+    def of_gpu(self, device: torch.device) -> Metrics:
+        metrics = {
             "memory/gpu_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
             "memory/gpu_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
             "memory/gpu_peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
         }
         torch.cuda.reset_peak_memory_stats(device)
         if self.has_utilisation:
-            figures["gpu/utilisation"] = torch.cuda.utilization(device) / 100
-        return figures
+            metrics["gpu/utilisation"] = torch.cuda.utilization(device) / 100
+        return metrics
 
 
 def offers_utilisation(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Chapter 04. Trackers: where a run's figures go. Each is a callback of its own file; all are given the same figures.
+"""Chapter 04. Trackers: where a run's metrics go. Each is a callback of its own file; all are given the same metrics.
 
 A resumed run continues in the same place and never shows a step twice with other values. A file can forget: what was written
 after the step that the run goes on from is cut. A service cannot: there the first value of a step stays.

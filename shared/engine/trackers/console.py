@@ -1,15 +1,15 @@
-"""Chapter 04. Figures for whoever is watching: a progress bar in a terminal, a line for each log everywhere else."""
+"""Chapter 04. Metrics for whoever is watching: a progress bar in a terminal, a line for each log everywhere else."""
 
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
 
-# figure -> how it is told. A figure that a run does not measure is left out.
+# metric -> how it is told. A metric that a run does not measure is left out.
 TOLD = {
     "train/loss": "loss {:.3f}",
     "validation/loss": "held out {:.3f}",
@@ -23,7 +23,7 @@ class ConsoleTracker(Callback):
     """Loss, held-out loss, tokens per second and, in a terminal, the time that is left.
 
     Args:
-        show: figure -> format, for more or other figures than these.
+        show: metric -> format, for more or other metrics than these.
     """
 
     def __init__(self, show: dict[str, str] | None = None):
@@ -42,8 +42,8 @@ class ConsoleTracker(Callback):
         if self.bar is not None:
             self.bar.update(self.task, completed=engine.step)
 
-    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
-        told = [form.format(figures[name]) for name, form in self.show.items() if name in figures]
+    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+        told = [form.format(metrics[name]) for name, form in self.show.items() if name in metrics]
         if self.bar is not None:
             self.bar.update(self.task, told=", ".join(told))
         else:

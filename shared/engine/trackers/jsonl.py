@@ -1,4 +1,4 @@
-"""Chapter 04. Figures as a file that everything can read: one JSON object a line, in the order of the steps.
+"""Chapter 04. Metrics as a file that everything can read: one JSON object a line, in the order of the steps.
 
     {"step": 20, "train/loss": 2.31, "speed/tokens_per_second": 5120.4}
 
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 from shared.engine.json_numbers import from_json, to_json
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ class JsonlTracker(Callback):
     """Appends a line for each log, at once: a killed run has all lines but the one that was being written.
 
     Args:
-        path: of the file; None for `figures.jsonl` in the run's folder.
+        path: of the file; None for `metrics.jsonl` in the run's folder.
 
     A resumed run cuts the lines after the step that it goes on from. A run from step 0 moves a file that is there aside, under the
-    first free name figures.1.jsonl, figures.2.jsonl, ...
+    first free name metrics.1.jsonl, metrics.2.jsonl, ...
     """
 
     def __init__(self, path: Path | str | None = None):
@@ -31,7 +31,7 @@ class JsonlTracker(Callback):
         self.file: TextIO | None = None
 
     def on_start(self, engine: "RuntimeEngine") -> None:
-        self.path = self.path or engine.output / "figures.jsonl"
+        self.path = self.path or engine.output / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             if engine.step:
@@ -40,8 +40,8 @@ class JsonlTracker(Callback):
                 move_aside(self.path)
         self.file = self.path.open("a", encoding="utf-8")
 
-    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
-        self.file.write(json.dumps({"step": engine.step} | to_json(figures)) + "\n")
+    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+        self.file.write(json.dumps({"step": engine.step} | to_json(metrics)) + "\n")
         self.file.flush()
 
     def on_end(self, engine: "RuntimeEngine") -> None:
@@ -49,12 +49,12 @@ class JsonlTracker(Callback):
             self.file.close()
 
 
-def read_jsonl(path: Path | str) -> dict[int, Figures]:
-    """Step -> figures, of all lines of that step. A last line that a killed run left half written is no line."""
-    figures: dict[int, Figures] = {}
+def read_jsonl(path: Path | str) -> dict[int, Metrics]:
+    """Step -> metrics, of all lines of that step. A last line that a killed run left half written is no line."""
+    metrics: dict[int, Metrics] = {}
     for row in map(json.loads, whole_lines(Path(path))):
-        figures.setdefault(row.pop("step"), {}).update(from_json(row))
-    return figures
+        metrics.setdefault(row.pop("step"), {}).update(from_json(row))
+    return metrics
 
 
 def cut_after(path: Path, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Chapter 04. Figures for MLflow, in a database file: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows them.
+"""Chapter 04. Metrics for MLflow, in a database file: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows them.
 
 Left out on purpose: its registry of models and its artifacts; checkpoints stay where the engine saves them.
 """
@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 from shared.engine.trackers.packages import require
 from shared.engine.trackers.settings import Settings, settings_of
 
@@ -74,11 +74,11 @@ class MlflowTracker(Callback):
         names = self.client.get_run(self.run_id).data.metrics
         return max((metric.step for name in names for metric in self.client.get_metric_history(self.run_id, name)), default=0)
 
-    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
+    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
         if engine.step <= self.logged_before:
             return
         now = int(time.time() * 1000)
-        metrics = [self.entities.Metric(name, value, now, engine.step) for name, value in figures.items()]
+        metrics = [self.entities.Metric(name, value, now, engine.step) for name, value in metrics.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Chapter 04. Figures for TensorBoard: `tensorboard --logdir RUN/tensorboard` draws them.
+"""Chapter 04. Metrics for TensorBoard: `tensorboard --logdir RUN/tensorboard` draws them.
 
 Left out on purpose: histograms and images. Dumps (`shared.engine.debug.dump`) keep distributions in files that need no server.
 """
@@ -6,7 +6,7 @@ Left out on purpose: histograms and images. Dumps (`shared.engine.debug.dump`) k
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 from shared.engine.trackers.packages import require
 from shared.engine.trackers.settings import Settings, settings_of
 
@@ -35,8 +35,8 @@ class TensorBoardTracker(Callback):
         rows = [f"| {name} | {value} |" for name, value in settings_of(engine, self.settings).items()]
         self.writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]), engine.step)
 
-    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
-        for name, value in figures.items():
+    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+        for name, value in metrics.items():
             self.writer.add_scalar(name, value, engine.step, new_style=True, double_precision=True)  # the old style is float32
         self.writer.flush()
 

@@ -1,4 +1,4 @@
-"""Chapter 04. Figures for Weights & Biases: kept in files beside the run unless sending them was asked for.
+"""Chapter 04. Metrics for Weights & Biases: kept in files beside the run unless sending them was asked for.
 
 `wandb sync FOLDER` sends an offline run later; parts of a run that was resumed offline carry the same id and become one.
 
@@ -8,7 +8,7 @@ Left out on purpose: artifacts (checkpoints stay where the engine saves them), c
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from shared.engine.callbacks import Callback, Figures
+from shared.engine.callbacks import Callback, Metrics
 from shared.engine.trackers.packages import require
 from shared.engine.trackers.settings import Settings, settings_of
 
@@ -58,10 +58,10 @@ class WandbTracker(Callback):
         self.logged_before = int(self.note.read_text()) if self.note.exists() else 0
         self.failed = False
 
-    def on_log(self, engine: "RuntimeEngine", figures: Figures) -> None:
+    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
         if engine.step <= self.logged_before:
             return
-        self.run.log(figures, step=engine.step)
+        self.run.log(metrics, step=engine.step)
         self.note.parent.mkdir(exist_ok=True)
         self.note.write_text(str(engine.step))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shared.course.errors import CourseError
-from shared.parallel.comm.trace import Ledger, Recorded
+from shared.parallel.comm.trace import CommTrace, Recorded
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -45,15 +45,15 @@ class Communicator(ABC):
         rank: this rank's place in the group, from 0.
         size: how many ranks the group has.
         members: their global ranks, in order; `members[rank]` is this one.
-        axis: what the group is called in the ledger: world, dp, fsdp, ...
-        ledger: calls and bytes of this rank, over all its groups.
+        axis: what the group is called in the trace: world, dp, fsdp, ...
+        trace: calls and bytes of this rank, over all its groups.
         split_number: which split of the world made the group; 0 is the world.
         number: how many operations of the whole group this rank has begun.
     """
 
-    def __init__(self, members: Sequence[int], rank: int, axis: str, ledger: Ledger, split_number: int = 0):
+    def __init__(self, members: Sequence[int], rank: int, axis: str, trace: CommTrace, split_number: int = 0):
         self.members, self.rank, self.size = tuple(members), rank, len(members)
-        self.axis, self.ledger = axis, ledger
+        self.axis, self.trace = axis, trace
         self.split_number, self.splits, self.number = split_number, 0, 0
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", asynchronous: bool = False) -> Work:
@@ -111,7 +111,7 @@ class Communicator(ABC):
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank: small things that JSON can hold, as JSON gives them back. Not on the way of
-        a step, and not in the ledger's entries."""
+        a step, and not in the trace's entries."""
         text, texts = json.dumps(value), []
         start = lambda: Waiting(lambda: texts.extend(self._gather_texts(text)))  # noqa: E731
         self.recorded("gather_objects", len(text), start, asynchronous=False, listed=False)
@@ -128,7 +128,7 @@ class Communicator(ABC):
         found: list[Communicator] = []
         start = lambda: Waiting(lambda: found.append(self._split(axis, groups, mine)))  # noqa: E731
         self.recorded("split", 0, start, asynchronous=False, listed=False)
-        return OneRank(axis, mine[0], self.ledger, self.splits) if len(mine) == 1 else found[0]
+        return OneRank(axis, mine[0], self.trace, self.splits) if len(mine) == 1 else found[0]
 
     def require_member(self, operation: str, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -147,12 +147,12 @@ class Communicator(ABC):
         peer: int | None = None,
         listed: bool = True,
     ) -> Work:
-        """Begin an operation, noted in the ledger before it begins, so that one that never ends can be named. peer: the one other rank
+        """Begin an operation, noted in the trace before it begins, so that one that never ends can be named. peer: the one other rank
         that it is about; without, it is an operation of the whole group, and numbered."""
         size = payload if isinstance(payload, int) else payload.numel() * payload.element_size()
         self.number += peer is None
-        entry = self.ledger.opened(operation, self, size, peer, listed)
-        work = Recorded(start(), entry, self.ledger)
+        entry = self.trace.opened(operation, self, size, peer, listed)
+        work = Recorded(start(), entry, self.trace)
         if not asynchronous:
             work.wait()
         return work
@@ -211,8 +211,8 @@ class Waiting:
 class OneRank(Communicator):
     """The group of a single rank: every operation is the identity, and nothing is sent."""
 
-    def __init__(self, axis: str = "world", member: int = 0, ledger: Ledger | None = None, split_number: int = 0):
-        super().__init__((member,), 0, axis, ledger or Ledger(), split_number)
+    def __init__(self, axis: str = "world", member: int = 0, trace: CommTrace | None = None, split_number: int = 0):
+        super().__init__((member,), 0, axis, trace or CommTrace(), split_number)
 
     def recorded(self, operation: str, payload: Tensor | int, start: Callable[[], Work], *options: Any, **more: Any) -> Work:
         work = start()  # nothing travels, so nothing is counted
@@ -285,7 +285,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 def require_finished(world: Communicator) -> None:
     """Refuse to end with an operation whose result was never waited for: whatever was done with it may have come too early."""
-    entry = world.ledger.unfinished()
+    entry = world.trace.unfinished()
     if entry is not None:
         raise CommunicationError(f"rank {world.rank} ended without waiting for {entry.place}: call wait() on what the operation returned")
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 script.py                                world, device = from_torchrun()
 
-What this adds to torch's calls is what every `Communicator` has: ranks that count within their group, results in place, the ledger.
+What this adds to torch's calls is what every `Communicator` has: ranks that count within their group, results in place, the trace.
 
 Left out on purpose: how gloo and NCCL route the bytes. Two of gloo's routes are replaced by shorter ones (`shared.parallel.comm.gloo_routes`);
 `shared.parallel.comm.collectives` builds one from sends and receives.
@@ -24,7 +24,7 @@ from shared.course.errors import CourseError
 from shared.parallel.comm import gloo_routes
 from shared.parallel.comm.communicator import CommunicationError, Communicator, OneRank, RankStopped, Reduction, Waiting, Work
 from shared.parallel.health.heartbeat import Heartbeat, Patience
-from shared.parallel.comm.trace import Ledger
+from shared.parallel.comm.trace import CommTrace
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -54,9 +54,9 @@ class ProcessCommunicator(Communicator):
     """
 
     def __init__(
-        self, process: Process, torch_group: dist.ProcessGroup, members: Sequence[int], axis: str, ledger: Ledger, split_number: int = 0
+        self, process: Process, torch_group: dist.ProcessGroup, members: Sequence[int], axis: str, trace: CommTrace, split_number: int = 0
     ):
-        super().__init__(members, torch_group.rank(), axis, ledger, split_number)
+        super().__init__(members, torch_group.rank(), axis, trace, split_number)
         self.process, self.torch_group = process, torch_group
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
@@ -108,7 +108,7 @@ class ProcessCommunicator(Communicator):
 
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
         handles = {group: self.new_group(axis, group) for group in groups if len(group) > 1}  # torch wants every rank at every group
-        return ProcessCommunicator(self.process, handles[mine], mine, axis, self.ledger, self.splits) if mine in handles else self
+        return ProcessCommunicator(self.process, handles[mine], mine, axis, self.trace, self.splits) if mine in handles else self
 
     def new_group(self, axis: str, members: Sequence[int]) -> dist.ProcessGroup:
         # Its order is the group's: torch would sort the ranks.
@@ -151,15 +151,15 @@ def join_world(rank: int, ranks: int, meeting: str, device: torch.device, patien
     if ranks == 1:
         return OneRank()
     store, _, _ = next(rendezvous(meeting, rank, ranks, timeout=timedelta(seconds=patience.meeting)))
-    store, ledger = fresh_part(store, rank, ranks, patience.meeting), Ledger()
-    process = Process(device, Heartbeat(store, rank, ranks, ledger, patience))
+    store, trace = fresh_part(store, rank, ranks, patience.meeting), CommTrace()
+    process = Process(device, Heartbeat(store, rank, ranks, trace, patience))
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(backend, timeout=process.timeout, store=store, rank=rank, world_size=ranks)
     except RuntimeError as error:  # a rank may have its connections, work and be gone before the last has its own
         raise RankStopped(f"rank {rank} of {ranks} could not connect to the others: {error}") from error
     process.heartbeat.start()
-    return ProcessCommunicator(process, dist.group.WORLD, range(ranks), "world", ledger)
+    return ProcessCommunicator(process, dist.group.WORLD, range(ranks), "world", trace)
 
 
 def fresh_part(store: dist.Store, rank: int, ranks: int, timeout: float) -> dist.Store:

@@ -1,6 +1,6 @@
 """Chapter 06. Ranks as threads of one process: for notebooks, checks and tests.
 
-N ranks run the same function at the same time and meet in a `Town`. Whoever arrives at an operation leaves a copy of its tensors there, and
+N ranks run the same function at the same time and meet in a `ThreadWorld`. Whoever arrives at an operation leaves a copy of its tensors there, and
 whoever waits picks up the others' copies, so a result is the same bits whatever the order of arrival. A town knows where everyone
 is, so ranks that wait for each other for ever are told who waits where, at once.
 
@@ -29,13 +29,13 @@ from shared.parallel.comm.communicator import (
     flat_sum,
     require_finished,
 )
-from shared.parallel.comm.trace import Ledger
+from shared.parallel.comm.trace import CommTrace
 
 Result = TypeVar("Result")
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """One operation of one group, `place`.
 
     calls: rank -> the operation and what it is about, which must be the same for all. brought: rank -> its tensors. left: how many ranks
@@ -58,18 +58,18 @@ class Meeting:
 class Channel:
     """What goes from one rank to another: the n-th that is sent is the n-th that is received."""
 
-    letters: dict[int, Tensor] = field(default_factory=dict)  # number -> what was sent and is not yet picked up
+    mailbox: dict[int, Tensor] = field(default_factory=dict)  # number -> what was sent and is not yet picked up
     sent: int = 0
     asked: int = 0
 
 
 @dataclass
-class Town:
+class ThreadWorld:
     """Where the threads of one world meet. Everything in it is changed under `changed`."""
 
     size: int
     changed: threading.Condition = field(default_factory=threading.Condition)
-    meetings: dict[tuple, Meeting] = field(default_factory=dict)  # (split, members, number) -> meeting
+    meetings: dict[tuple, Rendezvous] = field(default_factory=dict)  # (split, members, number) -> meeting
     channels: dict[tuple, Channel] = field(default_factory=dict)  # (split, from, to) -> channel
     waiting: dict[int, tuple[str, Callable[[], bool]]] = field(default_factory=dict)  # rank -> where, and whether it can go on
     finished: set[int] = field(default_factory=set)
@@ -88,7 +88,7 @@ class Town:
             if self.problem is None:
                 self.changed.wait()
         del self.waiting[rank]
-        self.require_peace()
+        self.raise_if_failed()
 
     def look_for_deadlock(self) -> None:
         """Where nobody is left who could change anything, stop those who wait, and say why: a rank that failed, calls that differ, or who
@@ -111,7 +111,7 @@ class Town:
         self.problem = self.problem or problem
         self.changed.notify_all()
 
-    def require_peace(self) -> None:
+    def raise_if_failed(self) -> None:
         if self.problem is not None:
             raise type(self.problem)(*self.problem.args)  # one for each thread: raising writes into an exception
 
@@ -119,16 +119,16 @@ class Town:
 class ThreadCommunicator(Communicator):
     """One thread's end of a group."""
 
-    def __init__(self, town: Town, members: Sequence[int], rank: int, axis: str, ledger: Ledger, split_number: int = 0):
-        super().__init__(members, rank, axis, ledger, split_number)
+    def __init__(self, town: ThreadWorld, members: Sequence[int], rank: int, axis: str, trace: CommTrace, split_number: int = 0):
+        super().__init__(members, rank, axis, trace, split_number)
         self.town = town
 
     def meet(self, operation: str, detail: str, bring: Any, finish: Callable[[list[Any]], Any]) -> Work:
         """Leave `bring` at the group's next meeting; waiting calls `finish` with what all ranks brought, in rank order."""
         key, me, place = (self.split_number, self.members, self.number), self.members[self.rank], f"#{self.number} of {self.axis}"
         with self.town.changed:
-            self.town.require_peace()
-            meeting = self.town.meetings.setdefault(key, Meeting(f"operation {place}"))
+            self.town.raise_if_failed()
+            meeting = self.town.meetings.setdefault(key, Rendezvous(f"operation {place}"))
             meeting.calls[me], meeting.brought[self.rank] = f"{operation}{detail}", bring
             self.town.changed.notify_all()
 
@@ -153,7 +153,7 @@ class ThreadCommunicator(Communicator):
 
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
         self.meet("split", f" into {axis} {groups}", None, lambda all: None).wait()
-        return ThreadCommunicator(self.town, mine, mine.index(self.members[self.rank]), axis, self.ledger, self.splits)
+        return ThreadCommunicator(self.town, mine, mine.index(self.members[self.rank]), axis, self.trace, self.splits)
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         return self.meet(f"all_reduce({op})", shape_of(tensor), tensor.clone(), lambda all: tensor.copy_(flat_sum(all, op)))
@@ -188,7 +188,7 @@ class ThreadCommunicator(Communicator):
             channel = self.channel(self.rank, to)
             channel.sent += 1
             number = channel.sent
-            channel.letters[number] = tensor.clone()
+            channel.mailbox[number] = tensor.clone()
             self.town.changed.notify_all()
         return self.when(f"send to rank {self.members[to]}", lambda: channel.asked >= number)
 
@@ -200,11 +200,11 @@ class ThreadCommunicator(Communicator):
             self.town.changed.notify_all()
 
         def pick_up() -> None:
-            letter = channel.letters.pop(number)
+            letter = channel.mailbox.pop(number)
             self.require_same("receive", self.members[source], tensor, letter)
             tensor.copy_(letter.view_as(tensor))
 
-        return self.when(f"receive from rank {self.members[source]}", lambda: number in channel.letters, pick_up)
+        return self.when(f"receive from rank {self.members[source]}", lambda: number in channel.mailbox, pick_up)
 
     def when(self, where: str, ready: Callable[[], bool], finish: Callable[[], None] = lambda: None) -> Work:
         """Work that waits until it is `ready`, and then calls `finish`."""
@@ -237,7 +237,7 @@ def run_threads(function: Callable[..., Result], ranks: int, *arguments: Any) ->
         CommunicationError: the ranks wait for each other for ever, make calls that do not match, or end with work they never waited for.
         Exception: what the first rank that failed raised, with a note that says which rank it was.
     """
-    town = Town(ranks)
+    town = ThreadWorld(ranks)
     results: list[Any] = [None] * ranks
     failures: dict[int, BaseException] = {}
     grad_enabled = torch.is_grad_enabled()
@@ -245,7 +245,7 @@ def run_threads(function: Callable[..., Result], ranks: int, *arguments: Any) ->
     def run(rank: int) -> None:
         problem = None
         try:
-            world = OneRank() if ranks == 1 else ThreadCommunicator(town, range(ranks), rank, "world", Ledger())
+            world = OneRank() if ranks == 1 else ThreadCommunicator(town, range(ranks), rank, "world", CommTrace())
             with torch.set_grad_enabled(grad_enabled):
                 results[rank] = function(world, *arguments)
             require_finished(world)

@@ -1,4 +1,4 @@
-"""Chapter 06. The ledger: every operation between ranks, with its bytes and its time, so that traffic is counted and not believed.
+"""Chapter 06. The trace: every operation between ranks, with its bytes and its time, so that traffic is counted and not believed.
 
 Bytes are those of the whole tensor that an operation is about. What a rank must send for it depends on how it is done;
 `shared.parallel.planning.costs` has the formulas.
@@ -22,8 +22,8 @@ RECENT = 4  # of the operations between the same ranks
 class Entry:
     """One operation of one rank.
 
-    begin, end: seconds on the ledger's clock; `end` is None while it is under way, and is when the wait for it was over.
-    size: ranks in the group. during: what the rank was doing, as `Ledger.during` says.
+    begin, end: seconds on the trace's clock; `end` is None while it is under way, and is when the wait for it was over.
+    size: ranks in the group. during: what the rank was doing, as `CommTrace.during` says.
     number: which operation of the whole group it is, from 1; of a send or receive, which one from that rank to that rank.
     peer: the global rank that a send or receive is with; None for the others. split_number: of the group, as its `Communicator` says.
     between: the global ranks that it is between; of a send or receive, from whom and to whom.
@@ -49,7 +49,7 @@ class Entry:
         return f"{self.operation} #{self.number} of {self.axis}"
 
 
-class Ledger:
+class CommTrace:
     """What one rank has said, over all its groups.
 
     Attributes:
@@ -109,18 +109,18 @@ class Ledger:
 
 
 class Recorded:
-    """Work that notes in the ledger when it is waited for."""
+    """Work that notes in the trace when it is waited for."""
 
-    def __init__(self, work: Any, entry: Entry, ledger: Ledger):
-        self.work, self.entry, self.ledger = work, entry, ledger
+    def __init__(self, work: Any, entry: Entry, trace: CommTrace):
+        self.work, self.entry, self.trace = work, entry, trace
 
     def wait(self) -> None:
         if self.entry.end is None:
-            self.ledger.waiting = self.entry
+            self.trace.waiting = self.entry
             self.work.wait()  # where it raises, `waiting` still says what it was
-            self.ledger.waiting = None
+            self.trace.waiting = None
             self.note_end()
 
     def note_end(self) -> None:
         """Now; for work that somebody else waits for."""
-        self.entry.end = time.perf_counter() - self.ledger.zero
+        self.entry.end = time.perf_counter() - self.trace.zero

@@ -122,7 +122,7 @@ class DataParallel(NaiveDataParallel):
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
             *early, last = microbatches
             parts = [runner(model, early, objective)] if early else []
-            self.group.ledger.during = "backward"
+            self.group.trace.during = "backward"
             self.under_way = sync_buckets(self.buckets)
             return add_totals([*parts, runner(model, [last], objective)])
 
@@ -130,7 +130,7 @@ class DataParallel(NaiveDataParallel):
 
     def finish_exchange(self) -> None:
         """Complete what is under way, if anything is."""
-        self.group.ledger.during = "after backward"
+        self.group.trace.during = "after backward"
         finish, self.under_way = self.under_way, None
         if finish is not None:
             finish()

@@ -108,7 +108,7 @@ class Zero(DataParallel):
 
         def update(model: nn.Module, optimizer: torch.optim.Optimizer, token_count: Tensor) -> None:
             updater(self.optimized, optimizer, token_count)
-            self.group.ledger.during = "update"
+            self.group.trace.during = "update"
             for work in [bucket.gather_weights() for bucket in self.buckets]:
                 work.wait()
 

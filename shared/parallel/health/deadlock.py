@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shared.parallel.comm.trace import Entry, Ledger
+from shared.parallel.comm.trace import Entry, CommTrace
 
 OWN_SIZES = {"gather_objects", "all_to_all"}  # operations that each rank calls with as many bytes as it likes
 
@@ -69,11 +69,11 @@ class Beat:
     ended: str = ""
 
     @classmethod
-    def of(cls, number: int, ledger: Ledger, stands: str, ended: str = "") -> "Beat":
+    def of(cls, number: int, trace: CommTrace, stands: str, ended: str = "") -> "Beat":
         """`waiting` is read before `recent`, so that what is newer can only show more as begun."""
-        waiting, last = ledger.waiting, ledger.last
-        recent = [[Call.of(entry) for entry in route.copy()] for route in list(ledger.recent.values())]
-        return cls(number, ledger.step, waiting and Call.of(waiting), last.place if last else "", stands, recent, ended)
+        waiting, last = trace.waiting, trace.last
+        recent = [[Call.of(entry) for entry in route.copy()] for route in list(trace.recent.values())]
+        return cls(number, trace.step, waiting and Call.of(waiting), last.place if last else "", stands, recent, ended)
 
     def to_json(self) -> str:
         return json.dumps(vars(self))

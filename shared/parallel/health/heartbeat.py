@@ -25,7 +25,7 @@ from datetime import timedelta
 from torch.distributed import Store, Work
 
 from shared.parallel.comm.communicator import CommunicationError, RankStopped
-from shared.parallel.comm.trace import Ledger
+from shared.parallel.comm.trace import CommTrace
 from shared.parallel.health.deadlock import Beat, deadlock, mismatch, stuck
 
 EXIT_CODE = 75  # of a rank that ends because of others: "temporary failure, try again" in sysexits.h
@@ -59,8 +59,8 @@ class Heartbeat:
         deaf: whether the rank stands in an operation that it cannot leave to raise it.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, ledger: Ledger, patience: Patience):
-        self.store, self.rank, self.ranks, self.ledger, self.patience = store.clone(), rank, ranks, ledger, patience
+    def __init__(self, store: Store, rank: int, ranks: int, trace: CommTrace, patience: Patience):
+        self.store, self.rank, self.ranks, self.trace, self.patience = store.clone(), rank, ranks, trace, patience
         self.store.set_timeout(timedelta(seconds=patience.timeout))
         self.main = threading.get_ident()
         self.number = 0
@@ -102,7 +102,7 @@ class Heartbeat:
 
     def cut_off(self, error: Exception) -> CommunicationError:
         """The connection to another rank broke in the operation that this rank waits for: say which rank, if that comes out soon."""
-        place, words = self.ledger.waiting.place if self.ledger.waiting else "an operation", (str(error).splitlines() or [""])[0]
+        place, words = self.trace.waiting.place if self.trace.waiting else "an operation", (str(error).splitlines() or [""])[0]
         self.cut = True
         self.found.wait(self.patience.timeout)
         self.problem = self.problem or RankStopped(f"rank {self.rank} was cut off from another rank in {place} ({words})")
@@ -155,7 +155,7 @@ class Heartbeat:
             if self.closing.is_set() and not ended:
                 return
             self.number += 1
-            text = Beat.of(self.number, self.ledger, where_it_stands(self.main), ended).to_json()
+            text = Beat.of(self.number, self.trace, where_it_stands(self.main), ended).to_json()
             self.store.set(f"beat/{self.rank}", text)
 
     def listen(self) -> None:
@@ -202,7 +202,7 @@ class Heartbeat:
         return deadlock(self.heard, never) if sure else None
 
     def too_long(self, now: float) -> str | None:
-        entry = self.ledger.waiting
+        entry = self.trace.waiting
         if entry is not self.waits_in:
             self.waits_in, self.waited_since = entry, now
         if entry is None or now - self.waited_since < self.patience.longest_wait:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shared.engine.callbacks import Callback
 from shared.parallel.comm.communicator import CommunicationError, Communicator
-from shared.parallel.comm.trace import Ledger
+from shared.parallel.comm.trace import CommTrace
 from shared.totals import Batch
 
 WHOLE_NUMBERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
@@ -46,13 +46,13 @@ class ReplicaCheck(Callback):
 
 
 class StepSaid(Callback):
-    """Lets the ledger, and so the heartbeat, know the step."""
+    """Lets the trace, and so the heartbeat, know the step."""
 
-    def __init__(self, ledger: Ledger):
-        self.ledger = ledger
+    def __init__(self, trace: CommTrace):
+        self.trace = trace
 
     def on_batch(self, engine: Any, microbatches: Sequence[Batch]) -> None:
-        self.ledger.step = engine.step + 1
+        self.trace.step = engine.step + 1
 
 
 def require_equal(weights: nn.Module, group: Communicator, step: int = 0) -> None:

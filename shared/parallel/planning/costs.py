@@ -1,4 +1,4 @@
-"""Chapter 06. What communication costs: messages and bytes by formula, to be held against what the ledger has counted.
+"""Chapter 06. What communication costs: messages and bytes by formula, to be held against what the trace has counted.
 
     seconds = latency * messages + bytes / bandwidth
 
@@ -49,7 +49,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An operation of a group, as the ledger would list it. bytes: of the whole tensor that it is about."""
+    """An operation of a group, as the trace would list it. bytes: of the whole tensor that it is about."""
 
     operation: str
     bytes: int
@@ -81,7 +81,7 @@ def cost(operation: str, bytes: float, ranks: int, route: str | None = None) -> 
     """What an operation costs the rank that does most.
 
     Args:
-        operation: as the ledger calls it. Receiving costs nothing: somebody else has sent it.
+        operation: as the trace calls it. Receiving costs nothing: somebody else has sent it.
         bytes: of the whole tensor; for all_to_all, of all that the rank hands out, its own piece among it.
         route: how it is carried out; by default around a ring, or directly, and for a broadcast down a tree.
 
@@ -98,7 +98,7 @@ def cost(operation: str, bytes: float, ranks: int, route: str | None = None) -> 
 
 
 def cost_of_entries(entries: Iterable[Entry]) -> Cost:
-    """What a rank has sent, by the formulas, for all that its ledger lists."""
+    """What a rank has sent, by the formulas, for all that its trace lists."""
     return sum((cost(entry.operation, entry.bytes, entry.size) for entry in entries), Cost(0, 0.0))
 
 

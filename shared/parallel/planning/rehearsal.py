@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from shared.parallel.comm.communicator import Communicator, Done, Reduction, Work
-from shared.parallel.comm.trace import Ledger
+from shared.parallel.comm.trace import CommTrace
 from shared.parallel.planning.timeline import Action, Begin, Compute, Wait
 
 
@@ -42,13 +42,13 @@ class Script:
 class Rehearsal(Communicator):
     """Rank 0's end of a group whose other ranks are not there. `rehearse` makes the world."""
 
-    def __init__(self, members: Sequence[int], axis: str, ledger: Ledger, script: Script, split_number: int = 0):
-        super().__init__(members, members.index(0), axis, ledger, split_number)
+    def __init__(self, members: Sequence[int], axis: str, trace: CommTrace, script: Script, split_number: int = 0):
+        super().__init__(members, members.index(0), axis, trace, split_number)
         self.script = script
 
     def taken(self) -> list[Action]:
         """What was done since the world was made, or since this was called last."""
-        self.script.note_computing(self.ledger.during)
+        self.script.note_computing(self.trace.during)
         actions, self.script.actions, self.script.begun = self.script.actions, [], 0
         return actions
 
@@ -65,9 +65,9 @@ class Rehearsal(Communicator):
             raise ValueError(f"{operation}: nobody is there to send to or to receive from in a rehearsal. Run it in threads.")
         if not listed:
             return super().recorded(operation, payload, start, asynchronous, listed=False)
-        self.script.note_computing(self.ledger.during)
-        work = RehearsedWork(super().recorded(operation, payload, start, asynchronous=True), self.script, self.ledger)
-        self.script.note(Begin(operation, self.ledger.entries[-1].bytes, self.size))
+        self.script.note_computing(self.trace.during)
+        work = RehearsedWork(super().recorded(operation, payload, start, asynchronous=True), self.script, self.trace)
+        self.script.note(Begin(operation, self.trace.entries[-1].bytes, self.size))
         if not asynchronous:
             work.wait()
         return work
@@ -104,20 +104,20 @@ class Rehearsal(Communicator):
         return [text] * self.size
 
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
-        return Rehearsal(mine, axis, self.ledger, self.script, self.splits)
+        return Rehearsal(mine, axis, self.trace, self.script, self.splits)
 
 
 class RehearsedWork:
     """Work that takes down that it is waited for."""
 
-    def __init__(self, work: Work, script: Script, ledger: Ledger):
-        self.work, self.script, self.ledger = work, script, ledger
+    def __init__(self, work: Work, script: Script, trace: CommTrace):
+        self.work, self.script, self.trace = work, script, trace
         self.number: int | None = script.begun
         script.begun += 1
 
     def wait(self) -> None:
         if self.number is not None:
-            self.script.note_computing(self.ledger.during)
+            self.script.note_computing(self.trace.during)
             self.work.wait()
             self.script.note(Wait(self.number))
             self.number = None
@@ -134,4 +134,4 @@ def rehearse(ranks: int, clock: Callable[[], float] = time.perf_counter) -> Rehe
 
             computing takes as long as its matrix products would at 71 TFLOP/s, the same on every machine.
     """
-    return Rehearsal(range(ranks), "world", Ledger(), Script(clock))
+    return Rehearsal(range(ranks), "world", CommTrace(), Script(clock))

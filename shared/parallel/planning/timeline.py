@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shared.course import figures
 from shared.parallel.planning.costs import Link, cost
-from shared.parallel.comm.trace import Ledger
+from shared.parallel.comm.trace import CommTrace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Begin:
-    """Begin an operation of all `ranks`. bytes: of the whole tensor, as the ledger counts."""
+    """Begin an operation of all `ranks`. bytes: of the whole tensor, as the trace counts."""
 
     operation: str
     bytes: int
@@ -144,15 +144,15 @@ def carry_out(begun: Sequence[tuple[Begin, float]], ends: list[float], link: Lin
     return [Bar(rank, "communication", first.operation, start, ends[-1]) for rank in range(len(begun))]
 
 
-def measured(ledgers: Sequence[Ledger]) -> Timeline:
+def measured(ledgers: Sequence[CommTrace]) -> Timeline:
     """What ranks said to each other, from their ledgers: a bar lasts from where an operation was begun to where it had been waited for.
     The ledgers' clocks must be one: those of threads, or of processes on one machine."""
-    start = min((ledger.zero + entry.begin for ledger in ledgers for entry in ledger.entries), default=0.0)
+    start = min((trace.zero + entry.begin for trace in ledgers for entry in trace.entries), default=0.0)
     return Timeline(
         [
-            Bar(rank, "communication", entry.operation, ledger.zero + entry.begin - start, ledger.zero + entry.end - start)
-            for rank, ledger in enumerate(ledgers)
-            for entry in ledger.entries
+            Bar(rank, "communication", entry.operation, trace.zero + entry.begin - start, trace.zero + entry.end - start)
+            for rank, trace in enumerate(ledgers)
+            for entry in trace.entries
             if entry.end is not None
         ],
         simulated=False,

@@ -189,7 +189,7 @@ class UsedParameters:
 
 
 class Noted:
-    """A collective operation of `fully_shard` that stands in the ledger: it has a place there for operations of one's own."""
+    """A collective operation of `fully_shard` that stands in the trace: it has a place there for operations of one's own."""
 
     def __init__(self, group: Communicator):
         self.group = group

@@ -1,4 +1,4 @@
-"""Check of 06.ring_all_reduce. Oracle: torch's sum over the stacked tensors; the group's ledger for what was sent.
+"""Check of 06.ring_all_reduce. Oracle: torch's sum over the stacked tensors; the group's trace for what was sent.
 
 Ranks are threads, each with a tensor of its own. A send is over once its receive has begun, as with gloo and NCCL, and ending with work
 that was never waited for is refused.
@@ -65,7 +65,7 @@ def bits(function, tensors):
 
 
 def used(function, tensors):
-    """What was sent and received, as the ledger and a look at each tensor handed over tell; memory by the storages received into."""
+    """What was sent and received, as the trace and a look at each tensor handed over tell; memory by the storages received into."""
     longest = -(-tensors[0].numel() // len(tensors)) * tensors[0].element_size()
 
     def work(world):
@@ -76,7 +76,7 @@ def used(function, tensors):
         function(tensor, world)
         storages = [piece.untyped_storage() for piece in received if piece.untyped_storage().data_ptr() != place]
         return {
-            "entries": world.ledger.entries,
+            "entries": world.trace.entries,
             "from elsewhere": sum(piece.untyped_storage().data_ptr() != place for piece in sent if piece.numel()),
             "beside": max((storage.nbytes() for storage in storages), default=0),
         }
@@ -111,7 +111,7 @@ def alone(function, tensors):
     def work(world):
         tensor = tensors[0].clone()
         function(tensor, world)
-        return {"tensor": tensor, "operations": sorted({entry.operation for entry in world.ledger.entries})}
+        return {"tensor": tensor, "operations": sorted({entry.operation for entry in world.trace.entries})}
 
     return run_threads(work, 1)[0]
 
@@ -145,7 +145,7 @@ CHECK = Check(
         Case("oracle", "seven ranks, [5, 11]", random(7, 5, 11), the_sum, ORACLE, on_every_rank, rtol=1e-12, atol=1e-12),
         Case(
             "budget", "four ranks, [2, 11]: what was sent, and what was held", random(4, 2, 11), budget,
-            "the contract, counted in the ledger of each rank: 2 (n - 1) sends of one chunk each", used,
+            "the contract, counted in the trace of each rank: 2 (n - 1) sends of one chunk each", used,
         ),
     ],
 )  # fmt: skip

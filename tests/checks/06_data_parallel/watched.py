@@ -46,8 +46,8 @@ def finished(work) -> dict:
 
 
 def begun(world, operation: str) -> dict:
-    """What the ledger tells: how often which operation, with how many bytes, and whether one was waited for already."""
-    entries = world.ledger.entries
+    """What the trace tells: how often which operation, with how many bytes, and whether one was waited for already."""
+    entries = world.trace.entries
     return {
         "operations": [entry.operation for entry in entries],
         "bytes": [entry.bytes for entry in entries if entry.operation == operation],
