@@ -129,6 +129,7 @@ class TrainerConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self):
+        require_built(self.parallel)
         require(self.steps >= 1, f"steps is {self.steps}: give at least 1.")
         require(self.seed >= 0, f"seed is {self.seed}: give at least 0.")
         require(self.seed < 2**63, f"seed is {self.seed}: give less than 2**63.")
