@@ -33,7 +33,7 @@ from shared.model.sliced_loss import sliced_next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.health.heartbeat import Patience
+from shared.parallel.health.heartbeat import Timeouts
 from shared.parallel.comm.launch import loopback
 from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.mesh import Mesh
@@ -82,7 +82,7 @@ class Run:
 
 def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
     model = prepared()
-    world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Patience())
+    world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Timeouts())
     parallel = apply_parallel(model, Mesh(layout_of(row), world))
     optimizer = torch.optim.AdamW(parallel.optimized.parameters(), lr=1e-4, fused=True)
 

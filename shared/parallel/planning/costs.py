@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.parallel.comm.trace import Entry
+from shared.parallel.comm.trace import TraceEntry
 
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp"]
 
@@ -97,7 +97,7 @@ def cost(operation: str, bytes: float, ranks: int, route: str | None = None) -> 
     return FORMULAS[operation, route](ranks, bytes)
 
 
-def cost_of_entries(entries: Iterable[Entry]) -> Cost:
+def cost_of_entries(entries: Iterable[TraceEntry]) -> Cost:
     """What a rank has sent, by the formulas, for all that its trace lists."""
     return sum((cost(entry.operation, entry.bytes, entry.size) for entry in entries), Cost(0, 0.0))
 

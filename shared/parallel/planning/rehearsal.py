@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from shared.parallel.comm.communicator import Communicator, Done, Reduction, Work
+from shared.parallel.comm.communicator import Communicator, CompletedWork, Reduction, Work
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.planning.timeline import Action, Begin, Compute, Wait
 
@@ -48,57 +48,57 @@ class Rehearsal(Communicator):
 
     def taken(self) -> list[Action]:
         """What was done since the world was made, or since this was called last."""
-        self.script.note_computing(self.trace.during)
+        self.script.note_computing(self.trace.phase)
         actions, self.script.actions, self.script.begun = self.script.actions, [], 0
         return actions
 
-    def recorded(
+    def dispatch(
         self,
         operation: str,
         payload: Tensor | int,
         start: Callable[[], Work],
         asynchronous: bool,
         peer: int | None = None,
-        listed: bool = True,
+        is_traffic: bool = True,
     ) -> Work:
         if peer is not None:
             raise ValueError(f"{operation}: nobody is there to send to or to receive from in a rehearsal. Run it in threads.")
-        if not listed:
-            return super().recorded(operation, payload, start, asynchronous, listed=False)
-        self.script.note_computing(self.trace.during)
-        work = RehearsedWork(super().recorded(operation, payload, start, asynchronous=True), self.script, self.trace)
+        if not is_traffic:
+            return super().dispatch(operation, payload, start, asynchronous, is_traffic=False)
+        self.script.note_computing(self.trace.phase)
+        work = RehearsedWork(super().dispatch(operation, payload, start, asynchronous=True), self.script, self.trace)
         self.script.note(Begin(operation, self.trace.entries[-1].bytes, self.size))
         if not asynchronous:
             work.wait()
         return work
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
         whole.view(self.size, -1).copy_(part.flatten().expand(self.size, -1).clone())
-        return Done()
+        return CompletedWork()
 
     def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
         part.view(-1).copy_(whole.view(self.size, -1)[self.rank])
-        return Done()
+        return CompletedWork()
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
         for place in received:
             place.zero_()
-        return Done()
+        return CompletedWork()
 
     def _send(self, tensor: Tensor, to: int) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _receive(self, tensor: Tensor, source: int) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _barrier(self) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _gather_texts(self, text: str) -> list[str]:
         return [text] * self.size
@@ -117,7 +117,7 @@ class RehearsedWork:
 
     def wait(self) -> None:
         if self.number is not None:
-            self.script.note_computing(self.trace.during)
+            self.script.note_computing(self.trace.phase)
             self.work.wait()
             self.script.note(Wait(self.number))
             self.number = None
