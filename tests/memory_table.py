@@ -15,21 +15,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 
+from shared.data.objectives import packed_next_token_objective  # noqa: E402
 from shared.loop import accumulate_gradients, train_step  # noqa: E402
 from shared.model.config import ModelConfig  # noqa: E402
-from shared.model.sliced_loss import sliced_next_token_objective  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402
 from shared.optim.build import build_optimizer  # noqa: E402
 from shared.optim.config import OptimizerConfig  # noqa: E402
 from shared.optim.precision import in_precision  # noqa: E402
 from shared.optim.updater import Update  # noqa: E402
-from shared.parallel.parallelize import apply_parallel  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
+from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
+from shared.parallel.mesh import Mesh  # noqa: E402
+from shared.parallel.parallelize import apply_parallel  # noqa: E402
 from shared.parallel.planning.memory import Held, held  # noqa: E402
 from shared.parallel.planning.memory_measured import StepMeter  # noqa: E402
-from shared.parallel.mesh import Mesh  # noqa: E402
-from shared.parallel.comm.threads import run_threads  # noqa: E402
 
 SMALL = ModelConfig(vocab_size=509, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=172)
 ADAMW = OptimizerConfig("adamw", lr=0.01)
@@ -54,7 +54,7 @@ def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
 def measure(world: Communicator, layout: ParallelConfig, optimizer: OptimizerConfig, microbatches: int, precision: str) -> Held:
     """What a rank holds of a step."""
     parallel = apply_parallel(TransformerModel(SMALL), Mesh(layout, world), optimizer, None if precision == "float32" else torch.bfloat16)
-    stepper, objective = build_optimizer(parallel.optimized, optimizer), in_precision(sliced_next_token_objective, precision)
+    stepper, objective = build_optimizer(parallel.optimized, optimizer), in_precision(packed_next_token_objective, precision)
     runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.norm))
     with StepMeter(parallel, stepper) as meter:
         train_step(parallel.model, stepper, [batch() for _ in range(microbatches)], objective, runner, parallel.reducer, updater)
