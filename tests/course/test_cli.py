@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from learner import COMMAND, Learner
+from workspace import COMMAND, Learner
 
 from shared.course import answers, catalogue, released, report, running
 from shared.course.cli import cli
@@ -240,7 +240,7 @@ def test_a_check_that_is_missing_is_said(learner, monkeypatch):
     monkeypatch.setattr(running, "CHECKOUT", learner.folder)
     learner.write("cross_entropy")
     refused = learner.course("check", FIRST)
-    assert refused.exit_code == 64 and "cannot be checked. `git checkout tests/checks`" in refused.stderr
+    assert refused.exit_code == 64 and "cannot be checked. `git checkout tests/exercises/checks`" in refused.stderr
 
 
 @pytest.mark.parametrize("signal_name", ["SIGINT", "SIGKILL"])

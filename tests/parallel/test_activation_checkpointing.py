@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sharded_runs import SMALL, batch_of, build, relative, translation_objective
-from test_06_fsdp import GPT2, T5
+from test_fsdp import GPT2, T5
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -1,4 +1,4 @@
-"""A small run over ranks that torchrun starts, with a fault on purpose: `torchrun ... tests/parallel_script.py FOLDER [options]`.
+"""A small run over ranks that torchrun starts, with a fault on purpose: `torchrun ... tests/support/parallel_script.py FOLDER [options]`.
 
 Every rank trains the byte model on its own share of each step; rank 0 saves. A fault happens once: not in the ranks of a restart.
 """

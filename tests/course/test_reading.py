@@ -4,7 +4,7 @@ import ast
 import subprocess
 
 import pytest
-from learner import COMMAND, Learner
+from workspace import COMMAND, Learner
 
 from shared.course import catalogue, reading, stubs
 

@@ -1,8 +1,8 @@
 """Run every edit of a chapter's solutions against its check, and say which were noticed.
 
-    python tests/mutation.py 01                  the edits that survive, and a summary
-    python tests/mutation.py 01 --all            every edit with its verdict
-    python tests/mutation.py 01.evaluate --all   of one exercise
+    python tests/support/mutation.py 01                  the edits that survive, and a summary
+    python tests/support/mutation.py 01 --all            every edit with its verdict
+    python tests/support/mutation.py 01.evaluate --all   of one exercise
 """
 
 import argparse
@@ -24,9 +24,10 @@ from shared.course import binding, catalogue, running
 from shared.course.checking import run_check
 from shared.course.errors import BrokenFile
 from shared.course.outcome import PASS
+from shared.course.paths import CHECKOUT
 from shared.course.stubs import BodyFile
 
-SURVIVORS = Path(__file__).parent / "mutants" / "survivors.toml"
+SURVIVORS = CHECKOUT / "tests" / "exercises" / "mutants" / "survivors.toml"
 SECONDS_EACH = 5  # of computing; a check takes under one
 WAITING_EACH = 60  # seconds on the clock, for an edit that waits and computes nothing; the machine may be busy
 LOOKS_EVERY = 0.25  # seconds

@@ -1,4 +1,4 @@
-"""Small runs of the engine for its tests, and the script of one that is killed: `python tests/engine_runs.py FOLDER STEPS [MODE]`."""
+"""Small runs of the engine for its tests, and one that is killed: `python tests/support/engine_runs.py FOLDER STEPS [MODE]`."""
 
 import sys
 import time

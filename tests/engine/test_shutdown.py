@@ -15,7 +15,7 @@ from shared.engine.callbacks import Callback
 from shared.engine.early_stopping import EarlyStopping
 from shared.engine.world import OneProcess
 
-SCRIPT = CHECKOUT / "tests" / "engine_runs.py"
+SCRIPT = CHECKOUT / "tests" / "support" / "engine_runs.py"
 
 
 @pytest.fixture(autouse=True)

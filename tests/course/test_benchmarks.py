@@ -1,11 +1,6 @@
 """The ruler of the benchmarks: intervals, pairs in turn, contenders that fail. No test here times anything."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 from side_by_side import Comparison, Contender, compare, interval_rank
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from learner import Learner
+from workspace import Learner
 
 from shared.course import catalogue, side_by_side, stubs
 from shared.course.report import Line

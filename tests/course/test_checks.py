@@ -3,24 +3,24 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from answer_perturbation import spoilt_answers
 from children import in_child
-from learner import Learner
-from spoiling import spoilt_answers
+from workspace import Learner
 
 from shared.course import binding, catalogue, mutants, running
 from shared.course.checking import RUNGS, Case, Check, observe, run_check
 from shared.course.checking import expectation as expected_on
 from shared.course.comparing import differences
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
+from shared.course.paths import CHECKOUT
 from shared.course.report import outcome_text
 from shared.course.stubs import BodyFile
 
-RIGHT_ANSWERS = Path(__file__).parent / "right_answers"
+RIGHT_ANSWERS = CHECKOUT / "tests" / "exercises" / "right_answers"
 EXERCISES = catalogue.all_exercises()
 by_exercise = pytest.mark.parametrize("exercise_id", EXERCISES)
 
@@ -46,7 +46,7 @@ def try_known_answers(exercise_id: str) -> dict:
 
 
 def other_right_answers(exercise: catalogue.Exercise) -> dict[str, Callable]:
-    """The functions of tests/right_answers/NN_name.py that answer an exercise."""
+    """The functions of tests/exercises/right_answers/NN_name.py that answer an exercise."""
     module = ModuleType("right_answers")
     binding.execute(BodyFile.read(RIGHT_ANSWERS / f"{catalogue.chapter_of(exercise.id).slug}.py"), module)
     return {name: answer for name, answer in vars(module).items() if name.startswith(f"{exercise.name}__")}

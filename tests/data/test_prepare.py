@@ -147,14 +147,15 @@ def test_a_preparation_that_dies_at_any_file_goes_on_to_the_same_bytes(raw, prep
 
 def test_a_killed_preparation_goes_on_after_its_last_whole_part(raw, prepared, tmp_path):
     code = (
-        "import sys; from pathlib import Path; from tests.test_03_prepare import config_of; from shared.data import parts, prepare;"
+        "import sys; from pathlib import Path; from test_prepare import config_of; from shared.data import parts, prepare;"
         "whole = parts.write_whole; waits = lambda name: name == '00001.json' and sys.stdin.read();"  # until it is killed
         "parts.write_whole = lambda *a: (whole(*a), print(a[0].name, flush=True), waits(a[0].name));"
         "prepare.prepare(config_of(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", code, str(raw), str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    child = subprocess.Popen(command, **pipes, cwd=CHECKOUT, env=os.environ | {"PYTHONPATH": str(CHECKOUT)})
+    environment = os.environ | {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{Path(__file__).parent}"}
+    child = subprocess.Popen(command, **pipes, cwd=CHECKOUT, env=environment)
     while (line := child.stdout.readline().strip()) != "00001.json":
         assert line, "the child ended before it could be killed"
     child.send_signal(signal.SIGKILL)

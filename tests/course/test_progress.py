@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from learner import Learner
+from workspace import Learner
 
 from shared.course import catalogue, standing, stubs
 

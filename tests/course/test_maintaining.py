@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from learner import Learner
+from workspace import Learner
 
 from shared.course import maintaining, mutants, released
 from shared.course.outcome import FAIL, PASS, Outcome

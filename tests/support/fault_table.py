@@ -1,4 +1,4 @@
-"""Runs under torchrun in which something goes wrong, and the table of what followed: `python tests/fault_table.py [NAME ...]`."""
+"""Runs under torchrun in which something goes wrong, and the table of what followed: `python tests/support/fault_table.py [NAME ...]`."""
 
 import argparse
 import os
@@ -86,7 +86,7 @@ def start(options: list[str], folder: Path, words: str, nodes: int) -> tuple[lis
     places = ["--nproc-per-node", str(2 // nodes), "--nnodes", str(nodes)]
     places += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "faults", "--local-addr", "localhost"]
     command = [*COMMAND, *places, *options, *SCRIPT, str(folder), *words.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryFile("w+") as output:
         started = []
         try:

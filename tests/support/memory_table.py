@@ -1,7 +1,7 @@
 """Bytes that a rank holds of a training step, measured beside what the formulas say, and the table of chapter 06's page.
 
-python tests/memory_table.py            one, two and four ranks
-python tests/memory_table.py 4          four ranks
+python tests/support/memory_table.py            one, two and four ranks
+python tests/support/memory_table.py 4          four ranks
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
 

@@ -19,7 +19,7 @@ from shared.course.paths import CHECKOUT
 from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
 from shared.engine.config import CheckpointConfig
 
-SCRIPT = CHECKOUT / "tests" / "engine_runs.py"
+SCRIPT = CHECKOUT / "tests" / "support" / "engine_runs.py"
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from learner import Learner
+from workspace import Learner
 
 from shared import corpus
 from shared.course import doctor, released

@@ -1,4 +1,4 @@
-"""A script that Ctrl-C meets at a line that it prints: `python tests/interrupted.py PATTERN SCRIPT [words of the script]`.
+"""A script that Ctrl-C meets at a line that it prints: `python tests/support/interrupted.py PATTERN SCRIPT [words of the script]`.
 
 The signal comes from the process itself, in the very write of that line. A test that watched the line and sent it would come too late
 wherever it is kept waiting for longer than the rest of the run takes.
