@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from replica_runs import LAYOUTS, Situation, Weights, digit_objective, exchange, model_of, share
+from step_exchanges import step_exchanges
 from torch import nn
 
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.parallel.data.buckets import plan_buckets
 from shared.parallel.comm.communicator import OneRank
-from shared.parallel.planning.costs import step_exchanges
 from shared.parallel.data.ddp import DataParallel, NaiveDataParallel
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.data.zero import Zero

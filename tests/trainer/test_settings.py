@@ -9,7 +9,7 @@ from rich.console import Console
 from trainer_runs import TRAIN, settings_file
 
 from shared.course.errors import CourseError
-from shared.parallel.planning.memory import held
+from shared.parallel.planning.memory import estimate_memory
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pretrain import pretrain
@@ -102,7 +102,7 @@ def test_the_configuration_for_two_cards_of_24_gigabytes_fits():
     data, layout = config.data, config.parallel
     model = replace(config.model, vocab_size=data.prepare.vocab_size)
     share = data.batch_size // layout.ranks
-    needs = held(
+    needs = estimate_memory(
         model, layout, config.optimizer, rows=data.micro_batch_size, seq=data.seq, microbatches=share // data.micro_batch_size,
         precision=config.precision, packed=True,
     )  # fmt: skip
