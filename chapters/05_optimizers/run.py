@@ -96,8 +96,8 @@ def run(config: RunConfig) -> None:
 
 def train_with(config: RunConfig) -> None:
     """One run, with every part of a step that this chapter adds."""
+    from shared.data.objectives import packed_next_token_objective
     from shared.loop import accumulate_gradients
-    from shared.model.sliced_loss import sliced_next_token_objective
     from shared.model.transformer import TransformerModel
     from shared.optim.build import build_optimizer
     from shared.optim.loss_scale import LossScaler
@@ -118,7 +118,7 @@ def train_with(config: RunConfig) -> None:
             config,
             lambda: TransformerModel(config.model, seed=config.seed),
             config.seq,
-            in_precision(sliced_next_token_objective, config.precision),
+            in_precision(packed_next_token_objective, config.precision),
             make_optimizer=make_optimizer,
             runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
             updater=update,
