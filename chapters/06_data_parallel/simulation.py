@@ -222,14 +222,9 @@ class FakeGroup(Communicator):
         return actions
 
     def dispatch(
-        self,
-        operation: str,
-        payload: Tensor | int,
-        start: Callable[[], Work],
-        asynchronous: bool,
-        peer: int | None = None,
+        self, operation: str, payload: Tensor | int, start: Callable[[], Work], asynchronous: bool, peer: int | None = None,
         is_traffic: bool = True,
-    ) -> Work:
+    ) -> Work:  # fmt: skip
         if peer is not None:
             raise ValueError(f"{operation}: a dry run has no other rank to send to or to receive from. Run it in threads.")
         if not is_traffic:
