@@ -89,7 +89,7 @@ def run(config: RunConfig) -> None:
     engine = RuntimeEngine(model, optimizer, config.engine, objective=packed_next_token_objective, console=console)
     print_header(console, corpus, model, engine.device)  # after the engine, whose callbacks bring the last of the parts that it counts
     engine.fit(loader, held_out, steps=config.steps)
-    if engine.interruption.asked and engine.step < config.steps:
+    if engine.shutdown.reason and engine.step < config.steps:
         console.print(f"The same command goes on from step {engine.step}.", highlight=False)
     else:
         show_results(config, engine, texts, console)

@@ -189,14 +189,14 @@ def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> dict[
     from shared.model.transformer import TransformerModel
     from shared.optim.build import build_optimizer
     from shared.optim.config import OptimizerConfig, ScheduleConfig
-    from shared.optim.schedules import follow
+    from shared.optim.schedules import attach_schedule
     from shared.optim.updater import Update
 
     model = TransformerModel(ModelConfig(**MODEL), seed=seed).to(device)
     precision = {"newton_schulz_dtype": "float32"} if device.type == "cpu" else {}  # bfloat16 products are slow on most CPUs
     optimizer = build_optimizer(model, OptimizerConfig(**settings["optimizer"], **precision))
     steps = settings["steps"]
-    follow(ScheduleConfig(settings["schedule"], steps, round(settings["warmup"] * steps), decay_steps=steps // 5), optimizer)
+    attach_schedule(ScheduleConfig(settings["schedule"], steps, round(settings["warmup"] * steps), decay_steps=steps // 5), optimizer)
     starts = windows_of(texts.training, settings, torch.Generator().manual_seed(seed))
     data = ([batch_at(texts.training, chunk, settings["seq"])] for chunk in starts.split(settings["batch_size"]))
     found: dict[str, float | None] = {LOSS: math.inf}

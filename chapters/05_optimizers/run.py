@@ -102,13 +102,13 @@ def train_with(config: RunConfig) -> None:
     from shared.optim.build import build_optimizer
     from shared.optim.loss_scale import LossScaler
     from shared.optim.precision import in_precision
-    from shared.optim.schedules import follow
+    from shared.optim.schedules import attach_schedule
     from shared.optim.updater import Update
     from shared.text_run import run_on_text
 
     def make_optimizer(model: Any, config: RunConfig) -> Any:
         optimizer = build_optimizer(model, config.optimizer)
-        follow(config.schedule, optimizer)
+        attach_schedule(config.schedule, optimizer)
         return optimizer
 
     scaler = LossScaler() if config.precision == "float16" else None
