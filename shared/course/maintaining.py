@@ -90,7 +90,7 @@ def mutants_command(number: str | None) -> None:
         verdicts.append(verdict(mutant, outcome))
         table.add_row(mutant.exercise, mutant.name, f"{outcome.rung}: {outcome.title}" if outcome.rung else "", verdicts[-1])
     if not verdicts:
-        raise CourseError("There are no mutants to try: tests/mutants/ holds none for what was asked.")
+        raise CourseError("There are no mutants to try: tests/exercises/mutants/ holds none for what was asked.")
     terminal.open_console().print(table)
     rejected = verdicts.count(REJECTED)
     click.echo(f"\n{rejected} of {count(len(verdicts), 'mutant')} rejected with their own sentence.")

@@ -1,6 +1,6 @@
 """Floor 0. Wrong answers that a learner could plausibly write: one-place edits of the solutions, with what they mean.
 
-`tests/mutants/NN.toml` lists them: the exercise, a name, the text to find (once) in the solution's function, what stands there
+`tests/exercises/mutants/NN.toml` lists them: the exercise, a name, the text to find (once) in the solution's function, what stands there
 instead, and the sentence of the misconception.
 """
 
@@ -45,7 +45,7 @@ class Mutant:
 @cache
 def mutants_in(chapter: str) -> tuple[Mutant, ...]:
     """Every mutant that a chapter ("01") lists."""
-    path = CHECKOUT / "tests" / "mutants" / f"{chapter}.toml"
+    path = CHECKOUT / "tests" / "exercises" / "mutants" / f"{chapter}.toml"
     if not path.exists():
         return ()
     return tuple(Mutant(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"])

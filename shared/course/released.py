@@ -15,7 +15,8 @@ from shared.course.progress import replace_text
 from shared.course.report import count
 
 MANIFEST = Path(__file__).with_name("released.json")
-GUARDED = ("shared/**/*.py", "solutions/*.py", "tests/checks/**/*.py", "tests/mutants/*.toml", "chapters/*/exercises.toml")
+EXERCISES = ("tests/exercises/checks/**/*.py", "tests/exercises/mutants/*.toml", "chapters/*/exercises.toml")
+GUARDED = ("shared/**/*.py", "solutions/*.py", *EXERCISES)
 
 
 def checksum(content: bytes) -> str:

@@ -92,9 +92,9 @@ def solution_mentioned(file: BodyFile, function: str) -> int | None:
 
 
 def check_path(exercise: Exercise) -> Path:
-    path = CHECKOUT / "tests" / "checks" / chapter_of(exercise.id).slug / f"{exercise.name}.py"
+    path = CHECKOUT / "tests" / "exercises" / "checks" / chapter_of(exercise.id).slug / f"{exercise.name}.py"
     if not path.exists():
-        raise CourseError(f"{shown(path)} is missing: {exercise.id} cannot be checked. `git checkout tests/checks` brings it back.")
+        raise CourseError(f"{shown(path)} is missing: {exercise.id} cannot be checked. `git checkout tests/exercises/checks` brings it back.")
     return path
 
 

@@ -14,7 +14,7 @@ from shared.engine.config import EngineConfig, require
 from shared.model.config import ModelConfig
 from shared.optim.config import OptimizerConfig
 from shared.optim.schedules import ScheduleConfig
-from shared.parallel.config import ParallelConfig
+from shared.parallel.config import ParallelConfig, require_built
 
 FIM_SPARE = 8  # positions that a row keeps free for each piece: three special tokens, and tokens that a cut splits in two
 

@@ -1,10 +1,6 @@
-"""Parity tests find the modules beside them."""
-
-import sys
-from pathlib import Path
+"""transformers prints neither warnings nor progress bars."""
 
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent))
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -8,7 +8,7 @@ python tests/parity/layout_table.py bfloat16   in bfloat16 instead; float16 in t
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(folder) for folder in (Path(__file__).parents[2], Path(__file__).parents[1], Path(__file__).parent)]
+sys.path[:0] = [str(folder) for folder in (Path(__file__).parents[2], Path(__file__).parents[1] / "support", Path(__file__).parent)]
 
 from layouts import EXACT, FOUR, TWO, Difference, cases_of, matrix, references, rounding  # noqa: E402
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from shared.course.errors import CourseError
 from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.callbacks import Callback, Metrics
-from shared.engine.json_numbers import from_json, list_from_json, list_to_json, to_json
+from shared.engine.trackers.jsonl import from_json, to_json
 from shared.engine.checkpoint.snapshot import weights_of
 from shared.loop import evaluate
 from shared.totals import Batch, Objective
@@ -156,7 +156,7 @@ def save_anomaly(folder: Path, engine: "RuntimeEngine", reason: str, metrics: Me
     and the losses; `weights.safetensors`, if any are given, the weights as `shared.engine.checkpoint.snapshot.weights_of` names them.
     """
     losses = microbatch_losses(engine.model, engine.microbatches, engine.objective)
-    record = {"step": engine.step + 1, "reason": reason, "metrics": to_json(metrics), "losses": list_to_json(losses)}
+    record = to_json({"step": engine.step + 1, "reason": reason, "metrics": metrics, "losses": losses})
     batches = enumerate(engine.microbatches)  # copied, because safetensors refuses tensors that are views of one another
     tensors = {f"{index}.{name}": x.clone(memory_format=torch.contiguous_format) for index, batch in batches for name, x in batch.items()}
 
@@ -180,8 +180,7 @@ def read_anomaly(folder: Path | str) -> dict[str, Any]:
     path = Path(folder) / "anomaly.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no saved anomaly: give a folder anomalies/step-XXXXXXXX of a run.")
-    record = json.loads(path.read_text(encoding="utf-8"))
-    return record | {"metrics": from_json(record["metrics"]), "losses": list_from_json(record["losses"])}
+    return from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def load_batch(folder: Path | str, device: torch.device | str = "cpu") -> list[Batch]:

@@ -4,7 +4,7 @@ A loss curve says that a run is ill; a dump says where. It holds, for each tenso
 histogram of magnitudes. Activations are seen by forward hooks, which are there for one step, return nothing and draw no random
 numbers: the step's results are the same, bit for bit.
 
-Left out on purpose: tables, plots and comparisons of dumps (`shared.engine.debug.dump_report`).
+Left out on purpose: tables, plots and comparisons of dumps (`chapters/04_runtime_engine/dump_report.py`).
 """
 
 import contextlib
@@ -22,9 +22,8 @@ from shared.course.errors import CourseError
 from shared.engine.debug.anomalies import BrokenStep
 from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.callbacks import Callback
-from shared.engine.json_numbers import from_json, to_json
-from shared.engine.debug.magnitudes import magnitude_histogram
-from shared.engine.debug.statistics import activation_statistics
+from shared.engine.debug.statistics import activation_statistics, magnitude_histogram
+from shared.engine.trackers.jsonl import from_json, to_json
 from shared.loop import evaluate
 from shared.totals import Batch
 
@@ -103,10 +102,7 @@ def recorder(name: str, entries: dict[str, Entry], kept: dict[str, Tensor] | Non
 
 def write_dump(folder: Path, dump: Dump, tensors: dict[str, Tensor] | None = None) -> None:
     """`dump.json`, and `tensors.safetensors` (names `<kind>.<name>`) where there are tensors; complete or not at all."""
-    entries = {
-        kind: {name: asdict(entry) | {"statistics": to_json(entry.statistics)} for name, entry in named.items()}
-        for kind, named in dump.entries.items()
-    }
+    entries = to_json({kind: {name: asdict(entry) for name, entry in named.items()} for kind, named in dump.entries.items()})
 
     def write(partial: Path) -> None:
         (partial / "dump.json").write_text(json.dumps({"step": dump.step, "entries": entries}), encoding="utf-8")
@@ -125,11 +121,8 @@ def read_dump(folder: Path | str) -> Dump:
     path = Path(folder) / "dump.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no dump: give a folder dumps/step-XXXXXXXX of a run.")
-    record = json.loads(path.read_text(encoding="utf-8"))
-    entries = {
-        kind: {name: Entry(**(entry | {"statistics": from_json(entry["statistics"])})) for name, entry in named.items()}
-        for kind, named in record["entries"].items()
-    }
+    record = from_json(json.loads(path.read_text(encoding="utf-8")))
+    entries = {kind: {name: Entry(**entry) for name, entry in named.items()} for kind, named in record["entries"].items()}
     return Dump(record["step"], entries)
 
 

@@ -46,7 +46,7 @@ def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> (5 * weight).sum().backward()                              # an earlier micro-batch
-    >>> finish = sync_buckets([SummedBucket([weight], OneRank())])
+    >>> finish = sync_buckets([SummedBucket([weight], SingleRankCommunicator())])
     >>> (2 * weight).sum().backward()                              # the last one: the bucket starts in here, with 5 + 2
     >>> finish()
     >>> weight.grad
@@ -109,7 +109,7 @@ class DataParallel(DataEngine):
     def begin(self, passes: int) -> None:
         """Exchange gradients in the last of so many backward passes, to which those before it have been added."""
         self.finish_exchange()
-        self.group.trace.during = "backward"
+        self.group.trace.phase = "backward"
         self.under_way = sync_buckets(self.buckets if passes == 1 else [LastPass(bucket, passes) for bucket in self.buckets])
 
     def runner(self, runner: Runner) -> Runner:
@@ -123,7 +123,7 @@ class DataParallel(DataEngine):
 
     def finish_exchange(self) -> None:
         """Complete what is under way, if anything is."""
-        self.group.trace.during = "after backward"
+        self.group.trace.phase = "after backward"
         finish, self.under_way = self.under_way, None
         if finish is not None:
             finish()

@@ -75,7 +75,7 @@ class FullySharded(DataEngine):
 
     def before_forward(self, model: nn.Module, inputs: tuple) -> None:
         self.reduce_rest()
-        self.mesh.fsdp.trace.during = "forward"
+        self.mesh.fsdp.trace.phase = "forward"
         self.use(self.root)
 
     def run_block(self, inner: Callable[..., Tensor], block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
@@ -105,7 +105,7 @@ class FullySharded(DataEngine):
 
     def before_backward(self, unit: Unit, gradient: Tensor) -> None:
         """The gradient of what a unit has computed is there."""
-        self.mesh.fsdp.trace.during = "backward"
+        self.mesh.fsdp.trace.phase = "backward"
         unit.open = True
         self.use(unit, backward=True)
 

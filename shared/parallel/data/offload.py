@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.data.engine import DataEngine
 from shared.parallel.sharding import Parameters, copy_facts, sharding_of
 from shared.totals import Batch, Objective, Runner, Totals, Updater
@@ -29,7 +29,7 @@ class OffloadedOptimizer(DataEngine):
     """
 
     def __init__(self, model: nn.Module, optim_params: nn.Module, home: torch.device | str = "cpu"):
-        super().__init__(model, OneRank())
+        super().__init__(model, SingleRankCommunicator())
         self.home = torch.device(home)
         self.away = {name: shard for name, shard in optim_params.named_parameters() if shard.requires_grad}
         self.optim_params = Parameters({name: copy_of(shard, self.home) for name, shard in self.away.items()})

@@ -22,7 +22,7 @@ from shared.parallel.data.buckets import Bucket, taken
 from shared.parallel.comm.communicator import Communicator, Work
 from shared.parallel.data.ddp import DataParallel
 from shared.parallel.sharding import Parameters, Range, Sharding, Span, make_shard, split_spans
-from shared.parallel.comm.uneven import are_equal, gather_parts, reduce_parts
+from shared.parallel.comm.collectives import all_gather_v, are_equal, reduce_scatter_v
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 AT_ONCE = 2  # buckets that may be under way: one travels while the next one fills
@@ -102,7 +102,7 @@ class Zero(DataParallel):
 
         def update(model: nn.Module, optimizer: torch.optim.Optimizer, token_count: Tensor) -> None:
             updater(self.optim_params, optimizer, token_count)
-            self.group.trace.during = "update"
+            self.group.trace.phase = "update"
             for work in [bucket.gather_weights() for bucket in self.buckets]:
                 work.wait()
 
@@ -139,7 +139,7 @@ class SharedBucket:
         return [[each[slice(*spans[rank])] for each, spans in zip(flat, self.spans, strict=True)] for rank in range(self.group.size)]
 
     def start(self) -> Work:
-        return self.begun(lambda: reduce_parts(self.of_ranks(taken(self)), self.group, self.add_to_shards))
+        return self.begun(lambda: reduce_scatter_v(self.of_ranks(taken(self)), self.group, self.add_to_shards))
 
     def begun(self, start: Callable[[], Work]) -> Work:
         while len(self.under_way) >= AT_ONCE:
@@ -157,7 +157,7 @@ class SharedBucket:
     def gather_weights(self) -> Work:
         """Begin to bring the updated weights of all ranks' pieces into the parameters."""
         own = torch.cat([piece.detach().flatten() for piece in self.results])
-        return self.begun(lambda: gather_parts(own, self.sizes, self.group, self.take_weights))
+        return self.begun(lambda: all_gather_v(own, self.sizes, self.group, self.take_weights))
 
     def take_weights(self, gathered: Sequence[Tensor]) -> None:
         places = self.of_ranks([parameter.data for parameter in self.parameters])

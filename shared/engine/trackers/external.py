@@ -1,0 +1,51 @@
+"""Chapter 04. What trackers for TensorBoard, W&B and MLflow share: their package imported on demand, a run's settings with dotted names."""
+
+import importlib
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from shared.course.errors import CourseError
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+Settings = dict[str, Any]
+
+
+def require(module: str, package: str) -> Any:
+    """Import `module`.
+
+    Args:
+        package: what to install where it is missing.
+
+    Raises:
+        CourseError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise CourseError(
+            f"This tracker needs the package {package}, which is not installed ({error}): "
+            f"`pip install {package}`, or leave the tracker out."
+        ) from None
+
+
+def settings_of(engine: "RuntimeEngine", more: Settings | None) -> Settings:
+    """The engine's configuration under `engine.`, and what else a run wants on record, such as the model's."""
+    return flat({"engine": engine.config} | (more or {}))
+
+
+def flat(settings: Settings, prefix: str = "") -> Settings:
+    """Nested dictionaries and dataclasses as one dictionary with dotted names; what is no plain value as its text.
+
+    >>> flat({"model": {"hidden_size": 64}, "seed": 0})
+    {'model.hidden_size': 64, 'seed': 0}
+    """
+    found: Settings = {}
+    for name, value in settings.items():
+        value = asdict(value) if is_dataclass(value) else value
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value if isinstance(value, bool | int | float | str | None) else str(value)
+    return found

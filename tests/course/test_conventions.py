@@ -1,0 +1,161 @@
+"""The house rules that a reader relies on: floors import downwards, bodies stand once, stubs are the contracts."""
+
+import ast
+import importlib
+import multiprocessing
+import subprocess
+import sys
+
+import pytest
+from import_graph import circles
+
+from shared.course import catalogue, stubs
+from shared.course.paths import CHECKOUT
+from shared.course.running import PRELOADED
+
+FLOOR_0 = sorted((CHECKOUT / "shared" / "course").glob("*.py"))
+CORE = catalogue.core_files()
+CHAPTERS = list(catalogue.chapters().values())
+by_name = pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(CHECKOUT)))
+by_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.slug)
+
+
+def floor_of(module: str) -> int | None:
+    """The chapter that a module of the core belongs to, as its docstring opens; 0 for the learner's tools."""
+    if module.startswith("shared.course") or module == "shared":
+        return 0
+    path = CHECKOUT.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not path.exists():
+        return None
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    opening = docstring.split(".", 1)[0].split()
+    assert opening[:1] == ["Chapter"] and opening[1].isdigit(), f"{path} must open with the chapter that it belongs to"
+    return int(opening[1])
+
+
+def imported_modules(tree: ast.AST) -> set[str]:
+    """The modules of this project that a tree imports anywhere."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in submodules if floor_or_none(name) is not None} or {node.module}
+    return {name for name in found if name.split(".")[0] in ("shared", "solutions", "tests")}
+
+
+def floor_or_none(module: str) -> int | None:
+    return floor_of(module) if module.startswith("shared") else None
+
+
+@by_name
+def test_a_floor_imports_downwards_only(path):
+    own = floor_of(catalogue.module_name(path))
+    imported = imported_modules(ast.parse(path.read_text(encoding="utf-8")))
+    assert not {name for name in imported if not name.startswith("shared")}
+    above = {name: floor_of(name) for name in imported if (floor_of(name) or 0) > own}
+    assert not above, f"{path} stands on floor {own} and imports upwards: {above}"
+
+
+def test_import_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f", "a"}}
+    assert circles(graph) == [{"a", "b", "c"}, {"f", "g"}]
+
+
+@pytest.mark.parametrize("path", FLOOR_0, ids=lambda path: path.name)
+def test_the_learners_tools_import_no_floor_at_module_level(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+    assert not {name for name in imported_modules(top) if not name.startswith("shared.course")}
+
+
+@by_name
+def test_every_module_can_be_the_first_to_be_imported(path):
+    """Bodies reach the core through its modules; whichever module comes first, every hole must be filled."""
+    module = catalogue.module_name(path)
+    holes = [contract.function for contract in catalogue.contracts().values() if contract.module == module]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)  # torch, and nothing of the core
+    child = context.Process(target=import_first, args=(module, holes))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def import_first(module: str, holes: list[str]) -> None:
+    assert not any(name.startswith("shared.") and not name.startswith("shared.course") for name in sys.modules)
+    loaded = importlib.import_module(module)
+    for hole in holes:
+        assert "solutions" in getattr(loaded, hole).__code__.co_filename, hole
+
+
+@by_chapter
+def test_solutions_import_no_exercise_by_name(chapter):
+    """An import by name would copy the function before its hole is filled, and would pin one implementation."""
+    tree = ast.parse(chapter.solution_file.read_text(encoding="utf-8"))
+    holes = {(contract.module, contract.function) for contract in catalogue.contracts().values()}
+    named = {(node.module, alias.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert not named & holes
+    assert all((floor_of(name) or 0) <= int(chapter.number) for name in imported_modules(tree) if name.startswith("shared"))
+
+
+def test_contracts_hold_a_docstring_and_nothing_else():
+    for contract in catalogue.contracts().values():
+        assert len(contract.node.body) == 1 and ast.get_docstring(contract.node), contract.exercise
+        assert contract.exercise.split(".", 1)[1] == contract.function
+        expected = f"The body stands in solutions/{catalogue.chapter_of(contract.exercise).slug}.py; `course read {contract.module}`"
+        assert expected in " ".join(ast.get_docstring(contract.node).split())
+
+
+def test_every_contract_is_taught_and_every_lesson_has_its_contract():
+    assert set(catalogue.all_exercises()) == set(catalogue.contracts())
+    for exercise in catalogue.all_exercises().values():
+        assert 1 <= exercise.difficulty <= 5 and exercise.minutes > 0 and exercise.title
+        assert len(exercise.hints) == 3 and all(hint.strip() for hint in exercise.hints) and exercise.after.endswith("?")
+        assert set(exercise.needs) <= set(catalogue.all_exercises()), f"{exercise.id} needs what does not exist"
+    assert all(3 <= len(chapter.exercises) <= 6 for chapter in CHAPTERS)
+
+
+def functions(path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
+
+
+def test_no_body_stands_twice():
+    """A body in `solutions/` must not also stand in the core, under whatever name."""
+    bodies = {}
+    for path in [*CORE, *(chapter.solution_file for chapter in CHAPTERS)]:
+        for node in functions(path):
+            statements = stubs.without_docstring(node)
+            if statements and len(ast.unparse(ast.Module(statements, []))) > 40:
+                bodies.setdefault("".join(map(ast.dump, statements)), []).append(f"{path.name}:{node.name}")
+    twice = [places for places in bodies.values() if len(places) > 1]
+    assert not twice
+
+
+@by_chapter
+def test_stubs_are_what_the_generator_makes(chapter):
+    """Functions that a learner has edited are the learner's; every other must be the contract's own text."""
+    file = stubs.BodyFile.read(chapter.stub_file(CHECKOUT))
+    for exercise in chapter.exercises:
+        if not file.attempted(exercise):
+            assert file.text(exercise.name) == stubs.stub_of(exercise.contract).rstrip("\n"), f"run `course stubs {chapter.number}`"
+
+
+@by_chapter
+def test_a_fresh_stub_file_loads_and_is_unattempted(chapter, tmp_path):
+    path = tmp_path / "exercises.py"
+    path.write_text(stubs.stub_file(chapter), encoding="utf-8")
+    subprocess.run([sys.executable, str(path)], check=True, cwd=CHECKOUT, timeout=180)
+    file = stubs.BodyFile.read(path)
+    assert not any(file.attempted(exercise) for exercise in chapter.exercises)
+    solution = stubs.BodyFile.read(chapter.solution_file)
+    for exercise in chapter.exercises:
+        body = "\n".join(map(ast.unparse, stubs.without_docstring(solution.function(exercise.name))))
+        assert body not in path.read_text(encoding="utf-8")
+
+
+@by_name
+def test_rooms_are_small(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 300

@@ -1,0 +1,117 @@
+"""The mesh against torch's own DeviceMesh, and what a layout refuses, sentence by sentence."""
+
+import sys
+from types import SimpleNamespace
+
+import cloudpickle
+import pytest
+import torch
+
+from shared.parallel.config import AXES, ParallelConfig, layout_name, parse_layout
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.mesh import Mesh
+from shared.parallel.comm.threads import run_threads
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+GRIDS = [(1, 2, 2, 1), (1, 4, 1, 1), (1, 1, 4, 1), (2, 3, 2, 2), (2, 1, 3, 1), (1, 3, 1, 2)]  # pp, dp, fsdp, tp
+
+
+def degrees(grid):
+    """Also those that later chapters bring."""
+    return SimpleNamespace(ranks=torch.Size(grid).numel(), **dict(zip(AXES.values(), grid, strict=True)))
+
+
+def places(world, grid):
+    mesh = Mesh(degrees(grid), world)
+    groups = {axis: getattr(mesh, axis) for axis in (*AXES, "data")}
+    return {axis: (list(group.members), group.rank, group.axis) for axis, group in groups.items()}
+
+
+def places_by_torch(world):
+    """For each grid and each rank what torch says, in one process: its `fake` backend takes any number of ranks and sends nothing."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def place(grid, rank):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=torch.Size(grid).numel())
+        mesh = init_device_mesh("cpu", grid, mesh_dim_names=tuple(AXES))
+        groups = {axis: mesh.get_group(axis) for axis in AXES} | {"data": mesh["dp", "fsdp"]._flatten("data").get_group()}
+        found = {axis: (dist.get_process_group_ranks(group), dist.get_group_rank(group, rank), axis) for axis, group in groups.items()}
+        dist.destroy_process_group()
+        return found
+
+    return [[place(grid, rank) for rank in range(torch.Size(grid).numel())] for grid in GRIDS]
+
+
+@pytest.fixture(scope="module")
+def by_torch():
+    return run_processes(places_by_torch, 1)[0]
+
+
+@pytest.mark.parametrize("index", range(len(GRIDS)), ids=lambda index: "x".join(map(str, GRIDS[index])))
+def test_every_rank_stands_where_torch_puts_it(by_torch, index):
+    assert run_threads(places, torch.Size(GRIDS[index]).numel(), GRIDS[index]) == by_torch[index]
+
+
+def test_processes_stand_where_threads_do():
+    assert run_processes(places, 4, GRIDS[0]) == run_threads(places, 4, GRIDS[0])
+
+
+def test_data_is_the_only_axis_that_losses_add_over():
+    """Ranks of one tensor-parallel group see the same batch: the data axis holds one of them."""
+
+    def count(world):
+        tokens = torch.ones(1)
+        Mesh(degrees((1, 2, 2, 2)), world).data.all_reduce(tokens)
+        return tokens.item()
+
+    assert run_threads(count, 8) == [4.0] * 8
+
+
+def test_too_few_ranks_are_refused_with_the_degrees():
+    with pytest.raises(ValueError, match=r"needs 4 ranks \(data_parallel 2 x fully_sharded 2\) and there are 3"):
+        run_threads(lambda world: Mesh(parse_layout("dp2_fsdp2"), world), 3)
+    with pytest.raises(ValueError, match=r"needs 1 ranks \(1\) and there are 2"):
+        run_threads(lambda world: Mesh(ParallelConfig(), world), 2)
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"data_parallel": 0}, "parallel.data_parallel is 0: give at least 1"),
+        ({"tensor_parallel": 2}, "parallel.tensor_parallel is 2: it comes with chapter 07"),
+        ({"pipeline_parallel": 2}, "it comes with chapter 08"),
+        ({"expert_parallel": 2}, "it comes with chapter 09"),
+        ({"zero": 1}, "there is one replica"),
+        ({"zero": 1, "data_parallel": 2, "fully_sharded": 2}, "full sharding already cuts"),
+        ({"zero": 2, "data_parallel": 2, "backend": "torch"}, "PyTorch has no such engine"),
+        ({"prefetch": -1}, "prefetch and check_every must be at least 0"),
+        ({"heartbeat_timeout": 0.0}, "heartbeat_timeout must be above 0"),
+        ({"bucket_megabytes": 0.0}, "bucket_megabytes"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ParallelConfig(**given)
+
+
+@pytest.mark.parametrize("word", ["one", "dp2", "fsdp4", "dp2_fsdp3", "dp4_zero1", "dp2_zero2"])
+def test_a_layout_is_one_word(word):
+    config = parse_layout(word)
+    assert layout_name(config) == word
+    assert config.ranks == config.data_ranks == torch.Size([int(part[-1]) for part in word.split("_") if part[:2] in ("dp", "fs")]).numel()
+
+
+def test_a_word_says_all_degrees_and_nothing_else():
+    base = ParallelConfig(backend="torch", data_parallel=3, zero=1, heartbeat_timeout=7.0)
+    assert parse_layout("fsdp2", base) == ParallelConfig(backend="torch", fully_sharded=2, heartbeat_timeout=7.0)
+    assert parse_layout("one", base) == ParallelConfig(backend="torch", heartbeat_timeout=7.0)
+
+
+@pytest.mark.parametrize(
+    "word, part", [("dp", "dp"), ("dp2_dp3", "dp3"), ("ddp2", "ddp2"), ("dp2-fsdp2", "dp2-fsdp2"), ("zero", "zero"), ("", "")]
+)
+def test_a_word_that_is_not_understood_is_refused_at_its_part(word, part):
+    with pytest.raises(ValueError, match=f"is not understood at {part!r}"):
+        parse_layout(word)

@@ -1,0 +1,161 @@
+"""Floor 6: with the optimizer elsewhere, the same steps are taken to the same weights.
+
+There is no GPU here. Copies are made between two names of the one CPU ("cpu" and "cpu:0"), which shows that everything that is stepped goes
+through the twins; and on made-up tensors of a GPU without numbers, which shows that no operation mixes devices. That a GPU's memory is
+really free of the state, and how long the bus takes, is not shown.
+"""
+
+import pytest
+import torch
+from sharded_runs import ADAMW, MICROBATCHES, MUON, SMALL, STEPS, batch_of, build, share
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shared.engine.checkpoint.optimizer_state import name_optimizer_state
+from shared.loop import accumulate_gradients, train_step
+from shared.loss import next_token_objective
+from shared.optim.build import build_optimizer
+from shared.optim.config import OptimizerConfig
+from shared.optim.loss_scale import LossScaler
+from shared.optim.updater import Update
+from shared.parallel.parallelize import Alone, apply_parallel
+from shared.parallel.comm.communicator import SingleRankCommunicator
+from shared.parallel.config import ParallelConfig, layout_name, parse_layout
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.checkpoint.local_state import whole_weights
+from shared.parallel.mesh import Mesh
+from shared.parallel.data.offload import Offloaded, offload_optimizer
+from shared.parallel.comm.threads import run_threads
+
+ELSEWHERE = torch.device("cpu", 0)
+
+
+def test_where_the_parameters_are_there_already_nothing_changes():
+    parallel = Alone(build(SMALL))
+    assert offload_optimizer(parallel) is parallel
+    layout = ParallelConfig(offload_optimizer=True)
+    assert isinstance(apply_parallel(build(SMALL), Mesh(layout, SingleRankCommunicator())), Alone)
+
+
+def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):
+    """Weights after three steps, and each step's norm."""
+    mesh = Mesh(layout, world)
+    parallel = apply_parallel(build(SMALL), mesh, optimizer)
+    if elsewhere:
+        parallel = offload_optimizer(parallel, ELSEWHERE)
+        assert isinstance(parallel, Offloaded)
+    stepper, norms = build_optimizer(parallel.optimized, optimizer), []
+    update = Update(1.0, norm=parallel.norm)
+    for step in range(STEPS):
+        batches = [share(batch_of(step, number), mesh.data.rank, mesh.data.size) for number in range(MICROBATCHES)]
+        parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(update)
+        train_step(parallel.model, stepper, batches, next_token_objective, *parts)
+        norms.append(update.gradient_norm)
+    return dict(whole_weights(parallel)), norms
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize(
+    "layout",
+    [parse_layout(word) for word in ("one", "dp2", "dp2_zero2", "fsdp2", "dp2_fsdp2")]
+    + [parse_layout("fsdp2", ParallelConfig(recompute=how)) for how in ("blocks", "selective")],
+    ids=lambda layout: f"{layout_name(layout)}, {layout.recompute}",
+)
+def test_the_same_steps_are_taken_elsewhere(layout, optimizer):
+    require_equal(*(run_threads(trained, layout.ranks, layout, optimizer, elsewhere) for elsewhere in (False, True)))
+
+
+def on_torchs_engine(world, optimizer):
+    """Each layout here, then each elsewhere."""
+    layouts = [parse_layout(word, ParallelConfig(backend="torch")) for word in ("dp2", "dp2_zero1", "fsdp2")]
+    return [[trained(world, layout, optimizer, elsewhere) for layout in layouts] for elsewhere in (False, True)]
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_the_same_steps_are_taken_elsewhere_on_torchs_engine(optimizer):
+    for here, there in run_processes(on_torchs_engine, 2, optimizer, timeout=300):
+        require_equal(here, there)
+
+
+def require_equal(here, there):
+    """Weights and norms of several runs, bit for bit."""
+    for (weights, norms), (others, other_norms) in zip(here, there, strict=True):
+        assert all(torch.equal(weights[name], others[name]) for name in weights) and weights.keys() == others.keys()
+        assert norms == other_norms
+
+
+def test_the_state_and_what_is_stepped_are_the_twins():
+    parallel = Offloaded(Alone(build(SMALL)), ELSEWHERE)
+    optimizer = build_optimizer(parallel.optimized, ADAMW)
+    own = {id(parameter) for parameter in parallel.model.parameters()}
+    assert not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    step(parallel, optimizer)
+    assert set(map(id, optimizer.state)) == set(map(id, parallel.optimized.parameters()))
+    assert name_optimizer_state(parallel.optimized, optimizer).tensors.keys() == dict(parallel.model.named_parameters()).keys()
+
+
+def step(parallel, optimizer, updater=None):
+    parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(updater or Update(1.0, norm=parallel.norm))
+    return train_step(parallel.model, optimizer, [batch_of(0, 0)], next_token_objective, *parts)
+
+
+def test_gradients_of_one_step_do_not_run_into_the_next():
+    parallel = Offloaded(Alone(build(SMALL)), ELSEWHERE)
+    optimizer = build_optimizer(parallel.optimized, OptimizerConfig("sgd", lr=1e-300, momentum=0.0, weight_decay=0.0))
+    norms = []
+    for _ in range(2):
+        update = Update(norm=parallel.norm)
+        step(parallel, optimizer, update)
+        norms.append(update.gradient_norm)
+    assert norms[0] == norms[1]
+
+
+def test_weights_that_somebody_else_writes_are_the_ones_that_are_stepped():
+    """As restoring a checkpoint does."""
+    parallel, plain = Offloaded(Alone(build(SMALL)), ELSEWHERE), Alone(build(SMALL))
+    optimizers = [build_optimizer(each.optimized, ADAMW) for each in (parallel, plain)]
+    for each, optimizer in zip((parallel, plain), optimizers, strict=True):
+        step(each, optimizer)
+        with torch.no_grad():
+            for parameter in each.model.parameters():
+                parameter.mul_(0.5)
+        step(each, optimizer)
+    assert all(map(torch.equal, parallel.model.parameters(), plain.model.parameters()))
+
+
+def test_a_step_that_overflowed_changes_nothing():
+    model = build(SMALL)
+    parallel, scaler = Offloaded(Alone(model), ELSEWHERE), LossScaler()
+    optimizer, before = build_optimizer(parallel.optimized, ADAMW), [parameter.clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        model.head.linear.weight[0, 0] = torch.inf
+        before[-1].copy_(model.head.linear.weight)
+    update = Update(1.0, scaler, parallel.norm)
+    step(parallel, optimizer, update)
+    assert update.skipped == 1 and all(map(torch.equal, model.parameters(), before))
+
+
+def test_no_operation_mixes_devices():
+    """On tensors that claim to be a GPU's and hold nothing: an operation that mixes them with the CPU's raises, as it would there. Only the
+    way up is left out: this PyTorch has no copies to a GPU, not even made-up ones."""
+    with FakeTensorMode():
+        model = nn.Linear(5, 3)
+        model.weight, model.bias = (nn.Parameter(torch.empty(shape, device="cuda")) for shape in ((3, 5), (3,)))
+        parallel = Offloaded(Alone(model), torch.device("cpu"))
+        assert {twin.device.type for twin in parallel.optimized.parameters()} == {"cpu"}
+        optimizer = build_optimizer(parallel.optimized, OptimizerConfig("lion", lr=0.01))  # AdamW reads a count, which is not there
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        parallel.bring_up = lambda: None
+        parallel.updater(plain_update)(model, optimizer, torch.empty((), device="cuda"))
+        assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+        devices = {value.device.type for state in optimizer.state.values() for value in state.values()}
+        assert devices == {"cpu"}
+        with pytest.raises(RuntimeError, match="same device"):  # the control
+            plain_update(parallel.optimized, optimizer, torch.empty((), device="cuda"))
+
+
+def plain_update(model, optimizer, token_count):
+    for parameter in model.parameters():
+        parameter.grad /= token_count
+    optimizer.step()

@@ -1,0 +1,212 @@
+"""The engine over two ranks that are processes: what is watched, saved and stopped is the run's, not a rank's."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from layout_runs import largest_difference
+from rich.console import Console
+from sharded_runs import ADAMW, SMALL, batch_of, build, share
+
+from shared.engine.debug.anomalies import BrokenStep, read_anomaly, replay
+from shared.engine.callbacks import Callback
+from shared.engine.config import CheckpointConfig, EngineConfig
+from shared.engine.defaults import default_callbacks
+from shared.engine.debug.dump import read_dump
+from shared.engine.engine import RuntimeEngine
+from shared.engine.metrics.throughput import Throughput
+from shared.engine.trackers.jsonl import read_jsonl
+from shared.loop import accumulate_gradients, evaluate
+from shared.loss import next_token_objective
+from shared.model.transformer import TransformerModel
+from shared.optim.build import build_optimizer
+from shared.optim.updater import Update
+from shared.parallel.parallelize import apply_parallel
+from shared.parallel.comm.communicator import SingleRankCommunicator
+from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.checkpoint.local_state import whole_weights
+from shared.parallel.mesh import Mesh
+from shared.parallel.run_world import ManyRanks
+from shared.parallel.checkpoint.saver import RankSaver
+from shared.parallel.watching import for_ranks
+
+LAYOUTS = ("course dp2", "course dp2_zero1", "course fsdp2", "torch dp2", "torch dp2_zero1", "torch fsdp2")
+DROPOUT, TIED = replace(SMALL, hidden_dropout=0.2), replace(SMALL, tie_word_embeddings=True)
+BROKEN = 3  # the step in which a factor of a micro-batch of the last rank is NaN
+
+
+class Loader:
+    """Each step: a rank's share of two micro-batches, functions of the step's number. `factor` is of the last rank's second one."""
+
+    def __init__(self, mesh, factors=()):
+        self.step, self.data, self.factors = 0, mesh.data, dict(factors)
+
+    def __iter__(self):
+        while True:
+            self.step += 1
+            batches = [share(batch_of(self.step, number), self.data.rank, self.data.size) for number in range(2)]
+            factor = self.factors.get(self.step, 1.0) if self.data.rank == self.data.size - 1 else 1.0
+            yield [batch | {"factor": torch.tensor(factor if number == 1 else 1.0)} for number, batch in enumerate(batches)]
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
+
+def objective(model, batch):
+    totals = next_token_objective(model, batch)
+    return totals._replace(loss_sum=totals.loss_sum * batch["factor"])
+
+
+def engine_of(world, words, folder, callbacks=(), model=SMALL, every=0, **layout):
+    """A run whose engine has chapter 04's callbacks, as the trainer makes it."""
+    backend, name = words.split()
+    mesh = Mesh(replace(parse_layout(name, ParallelConfig(backend=backend)), **layout), world)
+    torch.manual_seed(mesh.data.rank)
+    parallel = apply_parallel(build(model), mesh, ADAMW)
+    config = EngineConfig(
+        output=folder, device="cpu", log_every=1, trackers=["jsonl"] * (world.rank == 0), checkpoint=CheckpointConfig(every=every)
+    )
+    cpu = torch.device("cpu")
+    engine = RuntimeEngine(
+        parallel.model, build_optimizer(parallel.optimized, ADAMW), config, objective=objective,
+        runner=parallel.runner(accumulate_gradients), reducer=parallel.reducer, updater=parallel.updater(Update(1.0, norm=parallel.norm)),
+        callbacks=[*callbacks, *for_ranks(default_callbacks(config, cpu), parallel, mesh)],
+        saver=RankSaver(folder / "checkpoints", parallel, world, cpu), world=ManyRanks(mesh, cpu), console=Console(quiet=True),
+    )  # fmt: skip
+    return engine, mesh, parallel
+
+
+class SendSignal(Callback):
+    """As a scheduler might: one rank is asked to leave and the other is not."""
+
+    def on_step(self, engine):
+        if engine.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class EvaluateBeforeTheUpdate(Callback):
+    """What saving a loss spike does."""
+
+    def before_optimizer(self, engine):
+        evaluate(engine.model, engine.microbatches, engine.objective)
+
+
+def weights_of(parallel):
+    return {name: tensor.clone() for name, tensor in whole_weights(parallel)}
+
+
+def fitted(world, words, folder, steps=3, **settings):
+    engine, mesh, parallel = engine_of(world, words, folder, **settings)
+    engine.fit(Loader(mesh), steps=steps)
+    return engine, weights_of(parallel)
+
+
+def broken(world, words, folder):
+    engine, mesh, _ = engine_of(world, words, folder)
+    try:
+        engine.fit(Loader(mesh, [(BROKEN, float("nan"))]), steps=5)
+    except BrokenStep as error:
+        return str(error)
+
+
+def from_nothing(world, words):
+    """The weights of a model that was built on the meta device, and so had none."""
+    backend, name = words.split()
+    mesh = Mesh(parse_layout(name, ParallelConfig(backend=backend)), world)
+    with torch.device("meta"):
+        model = TransformerModel(TIED)
+    return weights_of(apply_parallel(model, mesh, ADAMW, seed=5))
+
+
+def watched(world):
+    """What is watched on a rank: who, and with which replicas and peak."""
+    mesh = Mesh(parse_layout("dp2", ParallelConfig()), world)
+    found = for_ranks([Throughput(peak_flops=3e12)], apply_parallel(build(SMALL), mesh, ADAMW), mesh)
+    return [(type(each).__name__, getattr(each, "replicas", None), getattr(each, "peak_flops", None)) for each in found]
+
+
+def everything(world, folder):
+    """All that two ranks are asked for, in one world."""
+    told = {"broken": {words: broken(world, words, folder / f"broken {words}") for words in LAYOUTS}}
+    told["weights"] = {words: fitted(world, words, folder / words)[1] for words in LAYOUTS}
+    callbacks, kept = [EvaluateBeforeTheUpdate()], {"reshard_after_forward": False}
+    names = ("course fsdp2", "torch fsdp2")
+    told["from nothing"] = {words: from_nothing(world, words) for words in LAYOUTS}
+    told["kept"] = {name: fitted(world, name, folder / f"kept {name}", callbacks=callbacks, **kept)[1] for name in names}
+    one_asked = fitted(world, "course fsdp2", folder / "asked", steps=9, callbacks=[SendSignal()] * world.rank)[0]
+    told["asked"] = one_asked.step, one_asked.stopped, one_asked.checkpoints.steps()
+    whole = fitted(world, "course dp2", folder / "whole", steps=6, model=DROPOUT)[1]
+    fitted(world, "course dp2", folder / "parts", steps=3, model=DROPOUT)
+    torch.manual_seed(99)
+    told["watched"] = watched(world)
+    told["dropout"] = whole, fitted(world, "course dp2", folder / "parts", steps=6, model=DROPOUT)[1]
+    return told
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    _, alone = fitted(SingleRankCommunicator(), "course one", folder / "one")
+    return folder, alone, run_processes(everything, 2, folder, timeout=300)
+
+
+@pytest.mark.parametrize("words", LAYOUTS)
+def test_the_figures_are_those_of_one_process(runs, words):
+    folder, alone, told = runs
+    assert all(largest_difference(each["weights"][words], alone) < 1e-9 for each in told)
+    here, there = (read_jsonl(folder / name / "metrics.jsonl") for name in (words, "one"))
+    compared = [name for name in there[1] if name.startswith(("train/", "norm/", "progress/"))]
+    assert len(compared) > 10
+    for step, metrics in there.items():
+        assert here[step] | {name: pytest.approx(metrics[name], rel=1e-6) for name in compared} == here[step]
+
+
+@pytest.mark.parametrize("words", LAYOUTS)
+def test_a_broken_step_stops_all_ranks_and_each_keeps_its_batch(runs, words):
+    folder, _, told = runs
+    output = folder / f"broken {words}"
+    assert all("Step 3 was stopped before it reached the weights: train/loss is nan" in each["broken"][words] for each in told)
+    of_ranks = [output / "anomalies" / name for name in ("step-00000003", "step-00000003-rank-1")]
+    losses = [read_anomaly(each)["losses"] for each in of_ranks]
+    assert all(loss > 0 for loss in losses[0] + losses[1][:1]) and losses[1][1] != losses[1][1]
+    assert replay(of_ranks[0], build(SMALL), objective) == pytest.approx(losses[0])
+    assert not (of_ranks[1] / "weights.safetensors").exists()
+    entries = [read_dump(output / "dumps" / name).entries for name in ("step-00000003-broken", "step-00000003-broken-rank-1")]
+    assert all("stack.blocks.0.attention" in each["activations"] and len(each["weights"]) > 5 for each in entries)
+
+
+@pytest.mark.parametrize("words", ["course fsdp2", "torch fsdp2"])
+def test_weights_that_are_kept_after_an_evaluation_are_not_taken_for_new_ones(runs, words):
+    _, alone, told = runs
+    assert all(largest_difference(each["kept"][words], alone) < 1e-9 for each in told)
+
+
+@pytest.mark.parametrize("words", LAYOUTS)
+def test_a_model_without_memory_gets_the_weights_that_its_names_say(runs, words):
+    plain = dict(TransformerModel(TIED, seed=5).named_parameters())
+    assert all(largest_difference(each["from nothing"][words], plain) == 0 for each in runs[2])
+
+
+def test_where_one_rank_is_asked_to_leave_all_leave_after_the_same_step(runs):
+    assert [each["asked"] for each in runs[2]] == [(2, "SIGTERM", [2])] * 2
+
+
+def test_one_rank_tells_the_speed_of_all_and_every_rank_compares_replicas(runs):
+    first, last = ("StepSaid", None, None), ("ReplicaCheck", None, None)
+    assert [each["watched"] for each in runs[2]] == [[first, ("Throughput", 2, 6e12), last], [first, last]]
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers(runs):
+    """Ranks draw different masks for dropout, and a resumed run the ones that it would have drawn."""
+    folder, _, told = runs
+    for whole, parts in (each["dropout"] for each in told):
+        assert largest_difference(parts, whole) == 0
+    state = json.loads((folder / "parts" / "checkpoints" / "step-00000006" / "state.json").read_text())
+    assert len(state["random_of_ranks"]) == 1

@@ -1,0 +1,109 @@
+"""Bytes that a rank holds of a training step, measured beside what the formulas say, and the table of chapter 06's page.
+
+python tests/support/memory_table.py            one, two and four ranks
+python tests/support/memory_table.py 4          four ranks
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch  # noqa: E402
+
+from shared.data.objectives import packed_next_token_objective  # noqa: E402
+from shared.loop import accumulate_gradients, train_step  # noqa: E402
+from shared.model.config import ModelConfig  # noqa: E402
+from shared.model.transformer import TransformerModel  # noqa: E402
+from shared.optim.build import build_optimizer  # noqa: E402
+from shared.optim.config import OptimizerConfig  # noqa: E402
+from shared.optim.precision import in_precision  # noqa: E402
+from shared.optim.updater import Update  # noqa: E402
+from shared.parallel.comm.communicator import Communicator  # noqa: E402
+from shared.parallel.comm.threads import run_threads  # noqa: E402
+from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
+from shared.parallel.mesh import Mesh  # noqa: E402
+from shared.parallel.parallelize import apply_parallel  # noqa: E402
+from shared.parallel.planning.memory import MemoryEstimate, estimate_memory  # noqa: E402
+
+memory_measured = import_module("chapters.06_data_parallel.memory_measured")
+
+SMALL = ModelConfig(vocab_size=509, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=172)
+ADAMW = OptimizerConfig("adamw", lr=0.01)
+ROWS, SEQ = 3, 37
+MICROBATCHES = 2  # of the table: with a single one, gradients never wait whole under ZeRO-1
+LAYOUTS = {
+    1: {"one process": "one"},
+    2: {"DDP": "dp2", "ZeRO-1": "dp2_zero1", "ZeRO-2": "dp2_zero2", "FSDP (ZeRO-3)": "fsdp2"},
+    4: {"DDP": "dp4", "ZeRO-1": "dp4_zero1", "ZeRO-2": "dp4_zero2", "FSDP (ZeRO-3)": "fsdp4"},
+}
+RECOMPUTE = {"none": "no", "blocks": "blocks"}
+KINDS = {
+    "weights": "parameters", "gathered": "gathered", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations",
+}  # fmt: skip
+
+
+def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
+    ids = torch.randint(SMALL.vocab_size, (rows, SEQ + 1))
+    return {"input_ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+
+
+def measure(world: Communicator, layout: ParallelConfig, optimizer: OptimizerConfig, microbatches: int, precision: str) -> MemoryEstimate:
+    """What a rank holds of a step."""
+    parallel = apply_parallel(TransformerModel(SMALL), Mesh(layout, world), optimizer, None if precision == "float32" else torch.bfloat16)
+    stepper, objective = build_optimizer(parallel.optimized, optimizer), in_precision(packed_next_token_objective, precision)
+    runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.norm))
+    with memory_measured.MemoryTracker(parallel, stepper) as meter:
+        train_step(parallel.model, stepper, [batch() for _ in range(microbatches)], objective, runner, parallel.reducer, updater)
+    assert meter.activations.now == 0
+    return meter.peak
+
+
+def deviation(measured: float, predicted: float) -> float:
+    """In per cent of what was predicted."""
+    if not predicted:
+        return math.inf if measured else 0.0
+    return 100 * (measured - predicted) / predicted
+
+
+def compared(
+    layout: ParallelConfig, optimizer: OptimizerConfig = ADAMW, microbatches: int = 1, precision: str = "float32"
+) -> dict[str, tuple[float, float]]:
+    """Kind of bytes -> predicted, and measured on the rank that is farthest from it."""
+    predicted = estimate_memory(SMALL, layout, optimizer, rows=ROWS, seq=SEQ, microbatches=microbatches, precision=precision)
+    found = run_threads(measure, layout.ranks, layout, optimizer, microbatches, precision)
+    return {
+        kind: (expected, max((getattr(of_rank, kind) for of_rank in found), key=lambda value: abs(value - expected)))  # noqa: B023
+        for kind, expected in vars(predicted).items()
+    }
+
+
+def cell(predicted: float, measured: float) -> str:
+    if not predicted and not measured:
+        return "none"
+    return f"{predicted:,.0f} / {measured:,.0f} ({deviation(measured, predicted):+.2f} %)"
+
+
+def table(asked: list[int]) -> Iterator[str]:
+    """Line by line, in bytes, predicted / measured."""
+    yield f"| ranks | layout | recomputed | {' | '.join(KINDS.values())} |"
+    yield "|" + "---|" * (3 + len(KINDS))
+    worst = 0.0
+    for ranks in asked:
+        for (name, word), how in product(LAYOUTS[ranks].items(), RECOMPUTE):
+            kinds = compared(replace(parse_layout(word), recompute=how), microbatches=MICROBATCHES)
+            worst = max(worst, *(abs(deviation(measured, predicted)) for predicted, measured in kinds.values()))
+            yield f"| {ranks} | {name} | {RECOMPUTE[how]} | {' | '.join(cell(*kinds[kind]) for kind in KINDS)} |"
+    yield ""
+    yield f"The largest deviation: {worst:.2f} %."
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in table([int(word) for word in sys.argv[1:]] or list(LAYOUTS)):
+        print(line, flush=True)

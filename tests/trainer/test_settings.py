@@ -1,0 +1,172 @@
+"""What the trainer is told: files that stand on another, words, and a sentence for everything that cannot be."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import yaml
+from rich.console import Console
+from trainer_runs import TRAIN, settings_file
+
+from shared.course.errors import CourseError
+from shared.parallel.planning.memory import estimate_memory
+from shared.trainer import provenance
+from shared.trainer.config import TrainerConfig
+from shared.trainer.pretrain import pretrain
+from shared.trainer.settings import parse_text, parse_words, read_settings
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return tmp_path_factory.mktemp("prepared")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
+        (["steps=many"], 'key "steps"'),
+        (["steps=0"], "A schedule of 0 steps"),
+        (["data.seq=4096"], "data.seq is 4096 and model.max_position_embeddings only 96"),
+        (["data.micro_batch_size=3"], "not a multiple of data.micro_batch_size, 3"),
+        (["schedule.decay_steps=60"], "warm-up and decay need 61 steps and the run has 6"),
+        (["data.strategy=sequential"], "use best_fit"),
+        (["data.held_out_rows=0"], "data.held_out_rows is 0"),
+        (["seed=-1"], "seed is -1"),
+        (["report.top_k=0"], "report.top_k is 0"),
+        (["faster"], "'faster' is no key=value"),
+        (["model.architecture=encoder"], "needs a decoder"),
+        (["seed=9223372036854775808"], "give less than 2**63"),
+        (["data.epochs=0"], "data.epochs is 0: give at least 1, or null"),
+        (["engine.early_stopping=2", "engine.evaluate_every=0"], "early_stopping counts evaluations, and evaluate_every is 0"),
+        (["parallel.heartbeat_timeout=.inf"], "at most collective_timeout, which must be finite"),
+        (["data.prepare.sources=[{path: x, limit: 0}]"], "limit is 0: give at least 1 document"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, words, sentence):
+    with pytest.raises(SystemExit) as left:
+        parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared)), *words])
+    assert left.value.code == 2 and sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"engine": {"trackers": ["consol"]}}, "Did you mean 'console'"),
+        ({"optimizer": {"to_adamw": ["nothing*"]}}, "nothing"),
+        ({"model": {"position": "alibi"}}, "No known format can describe this model"),
+        ({"steps": 5000, "data": {"epochs": 2}}, "data.epochs is 2, which gives .* rows, enough for .* steps of 4, and steps is 5,000"),
+    ],
+)
+def test_what_only_the_model_shows_is_refused_before_the_first_step(tmp_path, prepared, words, sentence):
+    config = parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared, **words))])
+    with pytest.raises(CourseError, match=sentence):
+        pretrain(config, Console(quiet=True))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_damaged_record_is_named(tmp_path, prepared):
+    path = settings_file(tmp_path, prepared)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    with pytest.raises(CourseError, match="config.yaml is damaged"):
+        pretrain(parse_words(TrainerConfig, [str(path)]), Console(quiet=True))
+
+
+def test_without_a_configuration_the_usage_is_said(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse_words(TrainerConfig, [])
+    assert left.value.code == 2 and "give a configuration first" in capsys.readouterr().err
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse_words(TrainerConfig, ["--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0
+    for name in ("--data.fim.rate", "--optimizer.lr", "--engine.checkpoint.every", "--model.num_key_value_heads", "--report.prompts"):
+        assert name in said
+    assert not re.search(r"--[\w.]+ [A-Z_]+\n\s+\(type", said), "a field without a sentence"
+
+
+def test_the_shipped_configurations_can_be_read():
+    files = sorted(TRAIN.parent.glob("*.yaml"))
+    assert files
+    for path in files:
+        parse_text(TrainerConfig, yaml.safe_dump(read_settings(path)))
+
+
+def test_the_configuration_for_two_cards_of_24_gigabytes_fits():
+    """By the formulas, which tests/parallel/test_memory_estimate.py holds to measurements; CUDA and its libraries take one gigabyte more."""
+    config = parse_text(TrainerConfig, yaml.safe_dump(read_settings(TRAIN.parent / "two_3090s.yaml")))
+    data, layout = config.data, config.parallel
+    model = replace(config.model, vocab_size=data.prepare.vocab_size)
+    share = data.batch_size // layout.ranks
+    needs = estimate_memory(
+        model, layout, config.optimizer, rows=data.micro_batch_size, seq=data.seq, microbatches=share // data.micro_batch_size,
+        precision=config.precision, packed=True,
+    )  # fmt: skip
+    assert layout.ranks == 2 and share % data.micro_batch_size == 0
+    assert 4e9 < needs.total < 18e9, f"{needs.total / 1e9:.1f} GB"
+
+
+@pytest.mark.parametrize("section, key", [("engine", "output"), ("model", "hidden_size"), ("report", "prompts")])
+def test_a_null_in_a_file_is_refused_where_a_value_is_needed(tmp_path, prepared, capsys, section, key):
+    with pytest.raises(SystemExit):
+        parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared, **{section: {key: None}}))])
+    assert f"{section}.{key} is null: give a value, or leave it out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_section_that_is_left_empty_changes_nothing(tmp_path, prepared):
+    settings_file(tmp_path, prepared)
+    (tmp_path / "above.yaml").write_text("extends: tiny.yaml\nengine:\n#  log_every: 5\ndata:\n  fim:\n")
+    below, above = (parse_words(TrainerConfig, [str(tmp_path / name)]) for name in ("tiny.yaml", "above.yaml"))
+    assert above == below and above.engine.log_every == 2
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, prepared, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = [str(settings_file(tmp_path, prepared)), "engine.output=~/run", "data.prepared=~/prepared"]
+    config = parse_words(TrainerConfig, words)
+    assert (config.engine.output, config.data.prepared) == (tmp_path / "run", tmp_path / "prepared")
+
+
+def test_a_file_stands_on_another(tmp_path):
+    (tmp_path / "below.yaml").write_text("steps: 7\nmodel: {hidden_size: 64, num_hidden_layers: 2}\nengine: {trackers: [console, jsonl]}\n")
+    (tmp_path / "above.yaml").write_text("extends: below.yaml\nmodel: {hidden_size: 32}\nengine: {trackers: [jsonl]}\n")
+    assert read_settings(tmp_path / "above.yaml") == {
+        "steps": 7, "model": {"hidden_size": 32, "num_hidden_layers": 2}, "engine": {"trackers": ["jsonl"]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("extends: a.yaml", "extends itself"),
+        ("extends: b.yaml", "no configuration .*b.yaml, which a.yaml extends"),
+        ("extends: [b.yaml, c.yaml]", "give the name of one file"),
+        ("steps: 6\nschedule: {steps: 9}", "the schedule's steps are the run's: give steps"),
+        ("schedule: {steps: 9}", "the schedule's steps are the run's: give steps"),
+        ("- 1", "holds no keys"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, text, sentence):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(CourseError, match=sentence):
+        read_settings(tmp_path / "a.yaml")
+
+
+def test_files_that_extend_each_other_in_a_ring_are_refused(tmp_path):
+    for name, below in (("a", "b"), ("b", "c"), ("c", "a")):
+        (tmp_path / f"{name}.yaml").write_text(f"extends: {below}.yaml\nsteps: 1\n")
+    with pytest.raises(CourseError, match="a.yaml extends itself, by way of a.yaml, b.yaml, c.yaml"):
+        read_settings(tmp_path / "a.yaml")
+
+
+def test_keys_that_a_record_no_longer_has_differ_and_free_ones_do_not(tmp_path):
+    saved = {"seed": 0, "engine": {"log_every": 1}, "data": {"prepared": "a", "prepare": {"vocab_size": 512}}, "gone": 7}
+    provenance.require_same(saved, saved | {"engine": {"log_every": 2}}, tmp_path)
+    now = {name: value for name, value in saved.items() if name != "gone"} | {"data": {"prepared": "b", "prepare": {"vocab_size": 300}}}
+    with pytest.raises(CourseError, match=r"otherwise: data\.prepare\.vocab_size \(512 there, 300 here\), gone \(7 there, None here\)\. "):
+        provenance.require_same(saved, now, tmp_path)
