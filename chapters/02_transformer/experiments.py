@@ -151,9 +151,9 @@ def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> dict[
     import torch
 
     from shared.batches import random_batches
+    from shared.data.objectives import packed_next_token_objective
     from shared.loop import train
     from shared.model.config import ModelConfig
-    from shared.model.sliced_loss import sliced_next_token_objective
     from shared.model.transformer import TransformerModel
 
     model = TransformerModel(ModelConfig(**settings["model"]), seed=seed).to(device)
@@ -161,7 +161,7 @@ def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> dict[
     order = torch.Generator().manual_seed(seed)
     batches = random_batches(texts.training, settings["batch_size"], settings["seq"], order)
     began = time.perf_counter()
-    for _ in train(model, optimizer, ([batch] for batch in batches), sliced_next_token_objective, steps=settings["steps"]):
+    for _ in train(model, optimizer, ([batch] for batch in batches), packed_next_token_objective, steps=settings["steps"]):
         pass
     seconds = time.perf_counter() - began
     measured = {LOSS: held_out_bits(model, texts, settings["seq"], settings["windows"])}
@@ -175,10 +175,10 @@ def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> dict[
 
 
 def held_out_bits(model: Any, texts: Any, seq: int, windows: int) -> float:
-    from shared.model.sliced_loss import sliced_next_token_objective
     from chapters.text_run import bits, evaluate_text
+    from shared.data.objectives import packed_next_token_objective
 
-    found, _ = bits(*evaluate_text(model, texts.held_out, seq, sliced_next_token_objective, max(windows, 1)))
+    found, _ = bits(*evaluate_text(model, texts.held_out, seq, packed_next_token_objective, max(windows, 1)))
     return found if math.isfinite(found) else math.inf
 
 

@@ -69,8 +69,8 @@ def run(config: RunConfig) -> None:
     from shared.allocator import keep_freed_memory
     from shared.batches import sequential_batches
     from shared.data.loader import FeedLoader
+    from shared.data.objectives import packed_next_token_objective
     from shared.engine.engine import RuntimeEngine
-    from shared.model.sliced_loss import sliced_next_token_objective
     from shared.model.transformer import TransformerModel
 
     console = Console()
@@ -86,10 +86,10 @@ def run(config: RunConfig) -> None:
     torch.manual_seed(config.seed)  # dropout, where the model has any
     model = TransformerModel(config.model, seed=config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
-    engine = RuntimeEngine(model, optimizer, config.engine, objective=sliced_next_token_objective, console=console)
+    engine = RuntimeEngine(model, optimizer, config.engine, objective=packed_next_token_objective, console=console)
     print_header(console, corpus, model, engine.device)  # after the engine, whose callbacks bring the last of the parts that it counts
     engine.fit(loader, held_out, steps=config.steps)
-    if engine.interruption.asked and engine.step < config.steps:
+    if engine.shutdown.reason and engine.step < config.steps:
         console.print(f"The same command goes on from step {engine.step}.", highlight=False)
     else:
         show_results(config, engine, texts, console)

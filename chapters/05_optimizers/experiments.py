@@ -184,27 +184,27 @@ def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> dict[
     import torch
 
     from shared.batches import batch_at
+    from shared.data.objectives import packed_next_token_objective
     from shared.loop import train
     from shared.model.config import ModelConfig
-    from shared.model.sliced_loss import sliced_next_token_objective
     from shared.model.transformer import TransformerModel
     from shared.optim.build import build_optimizer
     from shared.optim.config import OptimizerConfig, ScheduleConfig
-    from shared.optim.schedules import follow
+    from shared.optim.schedules import attach_schedule
     from shared.optim.updater import Update
 
     model = TransformerModel(ModelConfig(**MODEL), seed=seed).to(device)
     precision = {"newton_schulz_dtype": "float32"} if device.type == "cpu" else {}  # bfloat16 products are slow on most CPUs
     optimizer = build_optimizer(model, OptimizerConfig(**settings["optimizer"], **precision))
     steps = settings["steps"]
-    follow(ScheduleConfig(settings["schedule"], steps, round(settings["warmup"] * steps), decay_steps=steps // 5), optimizer)
+    attach_schedule(ScheduleConfig(settings["schedule"], steps, round(settings["warmup"] * steps), decay_steps=steps // 5), optimizer)
     starts = windows_of(texts.training, settings, torch.Generator().manual_seed(seed))
     data = ([batch_at(texts.training, chunk, settings["seq"])] for chunk in starts.split(settings["batch_size"]))
     found: dict[str, float | None] = {LOSS: math.inf}
     if settings["target"] is not None:
         found[REACHED] = None
     began = time.perf_counter()
-    for step, _ in train(model, optimizer, data, sliced_next_token_objective, steps=steps, updater=Update(max_norm=1.0)):
+    for step, _ in train(model, optimizer, data, packed_next_token_objective, steps=steps, updater=Update(max_norm=1.0)):
         if settings["target"] is not None and found[REACHED] is None and step % LOOK == 0:
             found[REACHED] = float(step) if held_out_bits(model, texts, settings) <= settings["target"] else None
     return found | {LOSS: held_out_bits(model, texts, settings), "steps": steps, "seconds": time.perf_counter() - began}
@@ -230,10 +230,10 @@ def windows_of(stream: Any, settings: dict[str, Any], generator: Any) -> Any:
 
 
 def held_out_bits(model: Any, texts: Any, settings: dict[str, Any]) -> float:
-    from shared.model.sliced_loss import sliced_next_token_objective
     from chapters.text_run import bits, evaluate_text
+    from shared.data.objectives import packed_next_token_objective
 
-    found, _ = bits(*evaluate_text(model, texts.held_out, settings["seq"], sliced_next_token_objective, settings["windows"]))
+    found, _ = bits(*evaluate_text(model, texts.held_out, settings["seq"], packed_next_token_objective, settings["windows"]))
     return found if math.isfinite(found) else math.inf
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from shared.loss import IGNORED
+from shared.model.chunked_loss import chunked_loss
 from shared.model.masks import Documents, Padding
-from shared.model.sliced_loss import sliced_loss
 from shared.totals import Batch, Totals
 
 
@@ -22,7 +22,7 @@ def packed_next_token_objective(model: nn.Module, batch: Batch) -> Totals:
         batch: `input_ids` and `targets` [batch, seq] int64. With `documents` and `positions`, both [batch, seq] int64, the
             rows are packed; without, each row is one text.
     """
-    return model(batch["input_ids"], read_out=partial(sliced_loss, targets=batch["targets"]), **apart(batch))
+    return model(batch["input_ids"], head_fn=partial(chunked_loss, targets=batch["targets"]), **apart(batch))
 
 
 def masked_language_objective(model: nn.Module, batch: Batch) -> Totals:
@@ -33,7 +33,7 @@ def masked_language_objective(model: nn.Module, batch: Batch) -> Totals:
         batch: `input_ids` and `targets` [batch, seq] int64, as `shared.data.masking.Masking` makes them; `documents` and
             `positions` as above.
     """
-    return model(batch["input_ids"], read_out=partial(loss_of_targets, targets=batch["targets"]), **apart(batch))
+    return model(batch["input_ids"], head_fn=partial(loss_of_targets, targets=batch["targets"]), **apart(batch))
 
 
 def encoder_decoder_objective(model: nn.Module, batch: Batch) -> Totals:
@@ -49,7 +49,7 @@ def encoder_decoder_objective(model: nn.Module, batch: Batch) -> Totals:
         decoder_input_ids=batch["decoder_input_ids"],
         encoder_mask=read,
         cross_mask=read,
-        read_out=partial(sliced_loss, targets=batch["targets"]),
+        head_fn=partial(chunked_loss, targets=batch["targets"]),
     )
 
 
@@ -60,7 +60,7 @@ def apart(batch: Batch) -> dict:
     return {"positions": batch["positions"], "mask": Documents(batch["documents"])}
 
 
-def loss_of_targets(head: nn.Module, stream: Tensor, targets: Tensor) -> Totals:
-    """The loss of the positions that have a target. stream: [batch, seq, D]; targets: [batch, seq]."""
+def loss_of_targets(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Totals:
+    """The loss of the positions that have a target. hidden_states: [batch, seq, D]; targets: [batch, seq]."""
     counted = targets != IGNORED
-    return sliced_loss(head, stream[counted], targets[counted])
+    return chunked_loss(head, hidden_states[counted], targets[counted])

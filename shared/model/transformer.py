@@ -61,12 +61,12 @@ class TransformerModel(nn.Module):
         encoder_mask: Mask | None = None,
         cross_mask: Mask | None = None,
         cache: KeyValueCache | None = None,
-        read_out: Callable[[nn.Module, Tensor], Any] | None = None,
+        head_fn: Callable[[nn.Module, Tensor], Any] | None = None,
     ) -> Any:
-        """The logits [batch, seq, vocab]; without a head, the stream [batch, seq, D].
+        """The logits [batch, seq, vocab]; without a head, the hidden states [batch, seq, D].
 
         Args:
-            input_ids: [batch, seq] int64; without an embedding, the stream [batch, seq, D] from the stage before. Those
+            input_ids: [batch, seq] int64; without an embedding, the hidden states [batch, seq, D] of the stage before. Those
                 of the encoder in an encoder-decoder.
             positions: [seq] or [batch, seq] int64; None to count from 0, or on from a cache.
             mask: restricts attention beyond the model's own pattern: padding, documents. `shared.model.masks`.
@@ -77,9 +77,9 @@ class TransformerModel(nn.Module):
             encoder_mask: restricts attention within the encoder.
             cross_mask: restricts what the decoder sees of the encoder.
             cache: keys and values of positions before these, and a place for the new ones; chapter 12.
-            read_out: read_out(head, stream) takes the head's place, and what it returns is returned: a loss that never
-                holds all logits, the logits of some positions only. Called inside `forward`, so that whatever wraps the
-                model sees it.
+            head_fn: head_fn(head, hidden_states) is called in place of head(hidden_states), and its result is returned: a loss
+                that never holds all logits, the logits of some positions only. Called inside `forward`, so that wrappers
+                of the model see it.
 
         Raises:
             ValueError: decoder_input_ids missing, or given to a model without a decoder of its own.
@@ -96,7 +96,7 @@ class TransformerModel(nn.Module):
         x = self.stack(x, positions, mask=mask, pattern=pattern, cache=cache, memory=memory, memory_mask=cross_mask)
         if self.head is None:
             return x
-        return self.head(x) if read_out is None else read_out(self.head, x)
+        return self.head(x) if head_fn is None else head_fn(self.head, x)
 
     def encode(self, input_ids: Tensor, mask: Mask | None = None) -> Tensor:
         """An encoder-decoder's encoder alone: [batch, T] ids -> [batch, T, D]."""

@@ -36,7 +36,7 @@ from shared.optim.loss_scale import LossScaler
 from shared.optim.precision import in_precision
 from shared.optim.updater import Update
 from shared.parallel.parallelize import Parallel, apply_parallel
-from shared.parallel.comm.communicator import Communicator, OneRank
+from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.config import layout_name
 from shared.parallel.mesh import Mesh
 from shared.parallel.run_world import ManyRanks
@@ -76,7 +76,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
         SystemExit: the run was asked to leave before its end; the code is the one that shells give to that signal.
         CourseError: something that the reader can mend, in one sentence.
     """
-    world = world or OneRank()
+    world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
     try:
         run = build(config, console, world)
@@ -92,7 +92,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
     """Everything up to the first step: the text, the model, spread over the ranks, the optimizer, the engine with its callbacks."""
-    mesh = Mesh(config.parallel, world or OneRank())
+    mesh = Mesh(config.parallel, world or SingleRankCommunicator())
     require_writable(config.engine.output)
     device = pick_device(config.engine.device)
     if device.type == "cpu":

@@ -234,9 +234,9 @@ def test_no_path_ignores_a_mask():
         naive_attention(queries, queries, queries, AttentionMask(), 0.3, 0.1)
 
 
-def test_the_read_out_takes_the_heads_place():
+def test_a_head_fn_is_called_in_place_of_the_head():
     model = TransformerModel(CONFIG).eval()
-    last = model(IDS, read_out=lambda head, stream: head(stream[:, -1]))
+    last = model(IDS, head_fn=lambda head, hidden_states: head(hidden_states[:, -1]))
     torch.testing.assert_close(last, model(IDS)[:, -1])
 
 

@@ -9,10 +9,10 @@ from test_fsdp import GPT2, T5
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shared.data.objectives import packed_next_token_objective
 from shared.loss import next_token_objective
-from shared.model.sliced_loss import sliced_next_token_objective
-from shared.parallel.data.random_numbers import random_numbers_from, random_state_of
 from shared.parallel.data.activation_checkpointing import Recomputed, apply_recompute, recompute, run_block_again
+from shared.parallel.data.random_numbers import random_numbers_from, random_state_of
 
 HOW = ["blocks", "selective"]
 
@@ -83,7 +83,7 @@ def test_inputs_and_weights_that_need_no_gradient(how, frozen):
 
 @pytest.mark.parametrize("how", HOW)
 def test_gradients_that_are_made_in_the_forward_pass_are_not_disturbed(how):
-    require_same(gradients(build(SMALL), how, sliced_next_token_objective), gradients(build(SMALL), "none", sliced_next_token_objective))
+    require_same(gradients(build(SMALL), how, packed_next_token_objective), gradients(build(SMALL), "none", packed_next_token_objective))
 
 
 @pytest.mark.parametrize("how", HOW)

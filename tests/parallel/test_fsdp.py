@@ -26,11 +26,11 @@ from sharded_runs import (
 from shared.loop import accumulate_gradients, evaluate
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
-from shared.parallel.comm.communicator import Done
+from shared.parallel.comm.communicator import CompletedWork
+from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.comm.threads import run_threads
 
 TWO = ParallelConfig(fully_sharded=2)
 LAYOUTS = {
@@ -108,7 +108,7 @@ def with_head_on(ranks: set[int], rank: int):
 
     def objective(model, batch):
         head = lambda head, x: head(x) if rank in ranks else torch.nn.functional.linear(x, head.linear.weight.detach())  # noqa: E731
-        return next_token_objective(lambda ids: model(ids, read_out=head), batch)
+        return next_token_objective(lambda ids: model(ids, head_fn=head), batch)
 
     return objective
 
@@ -194,7 +194,7 @@ def test_a_step_that_failed_on_all_ranks_does_not_spoil_the_next():
             raise FloatingPointError("the objective's own")
 
         with pytest.raises(FloatingPointError):
-            parallel.model(batch_of(0, 0)["input_ids"], read_out=broken)
+            parallel.model(batch_of(0, 0)["input_ids"], head_fn=broken)
         step(parallel)
         return gradients(parallel)
 
@@ -225,7 +225,7 @@ def exchange_nothing(parallel: FullySharded) -> None:
 
     def reduce_scatter(part, whole, asynchronous):
         part.copy_(whole.view(parallel.group.size, -1)[parallel.group.rank])
-        return Done()
+        return CompletedWork()
 
     parallel.group.reduce_scatter = reduce_scatter
 

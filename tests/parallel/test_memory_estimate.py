@@ -13,16 +13,15 @@ from shared.course.paths import CHECKOUT
 from shared.data.objectives import packed_next_token_objective
 from shared.loss import next_token_objective
 from shared.model.counting import parameter_counts
-from shared.model.sliced_loss import sliced_next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.config import OptimizerConfig
 from shared.optim.precision import in_precision
-from shared.parallel.parallelize import apply_parallel
-from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.planning.memory import activations, estimate_memory, saved_per_token
-from shared.parallel.mesh import Mesh
-from shared.parallel.data.activation_checkpointing import apply_recompute
 from shared.parallel.comm.threads import run_threads
+from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.data.activation_checkpointing import apply_recompute
+from shared.parallel.mesh import Mesh
+from shared.parallel.parallelize import apply_parallel
+from shared.parallel.planning.memory import activations, estimate_memory, saved_per_token
 
 WITHIN = 0.05
 FAMILIES = {
@@ -33,7 +32,7 @@ FAMILIES = {
         max_position_embeddings=64,
     ),
 }  # fmt: skip
-OBJECTIVES = {False: next_token_objective, True: sliced_next_token_objective}
+OBJECTIVES = {False: next_token_objective, True: packed_next_token_objective}
 
 
 def near(measured: float, predicted: float) -> bool:
@@ -94,7 +93,7 @@ def allocated_in_forward(model, objective, data, path) -> int:
 def test_the_allocator_says_the_same(how, tmp_path, capfd):
     model = TransformerModel(SMALL)
     apply_recompute(model, how)
-    measured = allocated_in_forward(model, sliced_next_token_objective, batch(16), tmp_path / "trace.json")
+    measured = allocated_in_forward(model, packed_next_token_objective, batch(16), tmp_path / "trace.json")
     assert near(measured, activations(SMALL, how, 16, SEQ, "float32", True).after_forward)
 
 

@@ -16,20 +16,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
 
+from shared.data.objectives import packed_next_token_objective  # noqa: E402
 from shared.loop import accumulate_gradients, train_step  # noqa: E402
 from shared.model.config import ModelConfig  # noqa: E402
-from shared.model.sliced_loss import sliced_next_token_objective  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402
 from shared.optim.build import build_optimizer  # noqa: E402
 from shared.optim.config import OptimizerConfig  # noqa: E402
 from shared.optim.precision import in_precision  # noqa: E402
 from shared.optim.updater import Update  # noqa: E402
-from shared.parallel.parallelize import apply_parallel  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
-from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
-from shared.parallel.planning.memory import MemoryEstimate, estimate_memory  # noqa: E402
-from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
+from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
+from shared.parallel.mesh import Mesh  # noqa: E402
+from shared.parallel.parallelize import apply_parallel  # noqa: E402
+from shared.parallel.planning.memory import MemoryEstimate, estimate_memory  # noqa: E402
 
 memory_measured = import_module("chapters.06_data_parallel.memory_measured")
 
@@ -56,7 +56,7 @@ def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
 def measure(world: Communicator, layout: ParallelConfig, optimizer: OptimizerConfig, microbatches: int, precision: str) -> MemoryEstimate:
     """What a rank holds of a step."""
     parallel = apply_parallel(TransformerModel(SMALL), Mesh(layout, world), optimizer, None if precision == "float32" else torch.bfloat16)
-    stepper, objective = build_optimizer(parallel.optimized, optimizer), in_precision(sliced_next_token_objective, precision)
+    stepper, objective = build_optimizer(parallel.optimized, optimizer), in_precision(packed_next_token_objective, precision)
     runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.norm))
     with memory_measured.MemoryTracker(parallel, stepper) as meter:
         train_step(parallel.model, stepper, [batch() for _ in range(microbatches)], objective, runner, parallel.reducer, updater)

@@ -63,7 +63,7 @@ def estimate_memory(
         rows, seq: of a micro-batch on one rank.
         microbatches: in a step.
         precision: of matrix products. Weights, gradients and state are float32, and under fsdp blocks are gathered in this precision.
-        sliced: the loss is computed from slices of the logits (`shared.model.sliced_loss`), as the trainer does.
+        sliced: the loss is computed from slices of the logits (`shared.model.chunked_loss`), as the trainer does.
         packed: rows hold several documents, as the trainer's do, so attention takes a mask.
 
     Raises:
