@@ -21,6 +21,7 @@ from shared.data.fim import FillInMiddle
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.objectives import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
+from shared.devices import pick_device, require_writable
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
@@ -41,7 +42,6 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.run_world import ManyRanks
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.watching import for_ranks
-from shared.text_run import pick_device, require_writable
 from shared.trainer import provenance
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
 from shared.trainer.config import FIM_SPARE, TrainerConfig
