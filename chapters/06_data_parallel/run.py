@@ -63,12 +63,13 @@ def run(config: RunConfig) -> None:
     import torch
     from rich.console import Console
 
+    from chapters.text_run import corpus_of, texts_of
     from shared.course import binding
     from shared.course.errors import CourseError
-    from shared.parallel.comm.communicator import OneRank
+    from shared.parallel.comm.communicator import SingleRankCommunicator
     from shared.parallel.config import layout_name, parse_layout
     from shared.parallel.comm.launch import run_processes
-    from shared.text_run import corpus_of, require_writable, texts_of
+    from shared.devices import require_writable
 
     require_writable(config.output)
     console = Console()
@@ -79,7 +80,7 @@ def run(config: RunConfig) -> None:
         stream = texts_of(corpus_of(config.data), config.seq, torch.device("cpu")).training
         console.print(f"{layout_name(layout)} in {layout.ranks} processes, then one process to compare with.", highlight=False)
         ranks = run_processes(train_on_a_rank, layout.ranks, config, layout, stream, timeout=3600.0)
-        alone = train_on_a_rank(OneRank(), config, parse_layout("one", ParallelConfig(check_every=0)), stream)
+        alone = train_on_a_rank(SingleRankCommunicator(), config, parse_layout("one", ParallelConfig(check_every=0)), stream)
     except ValueError as error:  # a layout that does not exist, sizes that do not divide
         raise CourseError(str(error)) from None
     console.print(binding.summary(), highlight=False)  # now that everything is bound
@@ -108,8 +109,8 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     """The whole run on one rank: losses and traffic, bytes held, and the last gradients and weights, made whole."""
     import torch
 
+    from chapters.text_windows import TextWindows
     from shared.data.loader import FeedLoader
-    from shared.engine.text_windows import TextWindows
     from shared.loop import accumulate_gradients, train
     from shared.loss import next_token_objective
     from shared.model.transformer import TransformerModel

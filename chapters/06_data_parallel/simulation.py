@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from shared.course import figures
-from shared.parallel.comm.communicator import Communicator, Done, Reduction, Work
+from shared.parallel.comm.communicator import Communicator, CompletedWork, Reduction, Work
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.planning.costs import Link, cost
 
@@ -217,51 +217,52 @@ class FakeGroup(Communicator):
 
     def take_actions(self) -> list[Action]:
         """What this rank did since the world was made, or since the last call."""
-        self.recorder.record_compute(self.trace.during)
+        self.recorder.record_compute(self.trace.phase)
         actions, self.recorder.actions, self.recorder.begun = self.recorder.actions, [], 0
         return actions
 
-    def recorded(
-        self, operation: str, payload: Tensor | int, start: Callable[[], Work], asynchronous: bool, peer: int | None = None, listed: bool = True
-    ) -> Work:
+    def dispatch(
+        self, operation: str, payload: Tensor | int, start: Callable[[], Work], asynchronous: bool, peer: int | None = None,
+        is_traffic: bool = True,
+    ) -> Work:  # fmt: skip
         if peer is not None:
             raise ValueError(f"{operation}: a dry run has no other rank to send to or to receive from. Run it in threads.")
-        if not listed:
-            return super().recorded(operation, payload, start, asynchronous, listed=False)
-        self.recorder.record_compute(self.trace.during)
-        work = RecordedWork(super().recorded(operation, payload, start, asynchronous=True), self.recorder, self.trace)
+        if not is_traffic:
+            return super().dispatch(operation, payload, start, asynchronous, is_traffic=False)
+        self.recorder.record_compute(self.trace.phase)
+        work = RecordedWork(super().dispatch(operation, payload, start, asynchronous=True), self.recorder, self.trace)
         self.recorder.record(Begin(operation, self.trace.entries[-1].bytes, self.size))
         if not asynchronous:
             work.wait()
         return work
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
         whole.view(self.size, -1).copy_(part.flatten().expand(self.size, -1).clone())
-        return Done()
+        return CompletedWork()
 
     def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
         part.view(-1).copy_(whole.view(self.size, -1)[self.rank])
-        return Done()
+        return CompletedWork()
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
         for tensor in received:
             tensor.zero_()
-        return Done()
+        return CompletedWork()
 
     def _send(self, tensor: Tensor, to: int) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _receive(self, tensor: Tensor, source: int) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _barrier(self) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _gather_texts(self, text: str) -> list[str]:
         return [text] * self.size
@@ -280,7 +281,7 @@ class RecordedWork:
 
     def wait(self) -> None:
         if self.number is not None:
-            self.recorder.record_compute(self.trace.during)
+            self.recorder.record_compute(self.trace.phase)
             self.work.wait()
             self.recorder.record(Wait(self.number))
             self.number = None

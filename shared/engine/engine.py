@@ -22,15 +22,14 @@ from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Callbacks, Metrics
 from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
 from shared.engine.config import EngineConfig
-from shared.engine.shutdown import Interruption
+from shared.engine.shutdown import ShutdownRequest
 from shared.engine.checkpoint.snapshot import Stateful
 from shared.engine.checkpoint.saver import CALLBACK, Saver
-from shared.engine.metrics.timing import PhaseTimer
-from shared.engine.metrics.accumulator import Window
+from shared.engine.metrics.accumulator import MetricAccumulator, PhaseTimer
 from shared.engine.world import OneProcess, World
 from shared.loop import accumulate_gradients, apply_update, evaluate, keep_totals, train
 from shared.loss import next_token_objective
-from shared.text_run import pick_device, require_writable
+from shared.devices import pick_device, require_writable
 from shared.totals import Batch, Objective, Reducer, Runner, Totals, Updater
 
 
@@ -85,12 +84,12 @@ class RuntimeEngine:
         self.callbacks = Callbacks(callbacks)
         self.parts = dict(parts or {})
         self.stateful: dict[str, Stateful] = {}
-        self.window = Window()
+        self.accumulator = MetricAccumulator()
         keep = config.checkpoint
         self.saver = saver or Saver(Checkpoints(self.output / "checkpoints", keep.keep_last, keep.keep_best), keep.asynchronous)
         self.checkpoints = self.saver.checkpoints
         self.world = world or OneProcess()
-        self.interruption = Interruption()
+        self.shutdown = ShutdownRequest()
         self.step = self.steps = 0
         self.evaluated_at = self.saved_at = self.began_at = -1
         self.totals: Totals | None = None
@@ -118,7 +117,7 @@ class RuntimeEngine:
         self.began_at = self.step
         if self.config.compile:
             self.model.compile()
-        with self.interruption:
+        with self.shutdown:
             try:
                 self.callbacks.tell("on_start", self)
                 if not self.stopped:
@@ -197,13 +196,13 @@ class RuntimeEngine:
     def after_step(self) -> None:
         self.step += 1
         self.timings = self.timer.take()
-        self.window.add(self.totals)
+        self.accumulator.add(self.totals)
         self.callbacks.tell("on_step", self)
         metrics = self.evaluate() if self.evaluation_due(self.step) else {}
         if self.log_due:
             self.log(metrics)
-        if self.interruption.asked:
-            self.stop(self.interruption.asked)
+        if self.shutdown.reason:
+            self.stop(self.shutdown.reason)
         self.stopped = self.world.agree(self.stopped)
         every = self.config.checkpoint.every
         if (every and self.step % every == 0) or (metrics and self.config.checkpoint.keep_best and self.is_best()):
@@ -248,15 +247,15 @@ class RuntimeEngine:
         """Tell the callbacks the metrics since the last log, theirs included."""
         rates = {group.get("name", str(index)): group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
         rates = {f"learning_rate/{name}" if len(rates) > 1 else "learning_rate": float(rate) for name, rate in rates.items()}
-        shown = {f"train/{name}": value for name, value in self.window.take().items()} | rates | self.callbacks.measured(self) | metrics
-        self.callbacks.tell("on_log", self, shown)
+        means = {f"train/{name}": value for name, value in self.accumulator.take().items()}
+        self.callbacks.tell("on_log", self, means | rates | self.callbacks.measured(self) | metrics)
 
     def stateful_parts(self, train_loader: Any) -> dict[str, Stateful]:
         """Everything that a checkpoint holds beside weights, optimizer and generators, by name."""
         parts: dict[str, Stateful] = {CALLBACK + name: callback for name, callback in self.callbacks.by_name().items()}
         if hasattr(train_loader, "state_dict"):
             parts["loader"] = train_loader
-        return parts | {"window": self.window} | self.parts
+        return parts | {"window": self.accumulator} | self.parts
 
     def resume(self) -> None:
         """Go on from the newest intact checkpoint, if there is one."""

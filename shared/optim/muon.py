@@ -90,7 +90,7 @@ def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> 
         group: params, lr, weight_decay, momentum, nesterov, scaling, steps (of Newton-Schulz), dtype (its dtype's name).
         state: parameter -> momentum_buffer, like the parameter.
     """
-    for parameters in alike(group["params"]):
+    for parameters in bucket_by_shape(group["params"]):
         for parameter in parameters:
             if not state[parameter]:
                 state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -105,7 +105,7 @@ def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> 
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
 
-def alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+def bucket_by_shape(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """The parameters that have a gradient, in batches of one shape, dtype and device; one that is cut is alone in its batch."""
     batches: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:

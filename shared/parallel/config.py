@@ -30,8 +30,9 @@ class ParallelConfig:
         prefetch: how many units of fully sharded weights are gathered ahead of the one in use.
         bucket_megabytes: how many gradients travel together.
         offload_optimizer: keep the optimizer's state in the CPU's memory.
-        timeout: seconds without a heartbeat after which a rank is given up; one that lives may take its time.
-        longest_wait: seconds that a rank waits for another one that lives and does not come, because it prepares text for instance.
+        heartbeat_timeout: seconds without a heartbeat after which a rank counts as dead.
+        collective_timeout: seconds that a rank waits in one operation for a rank that is alive and busy elsewhere, with preparing text
+            for instance.
         check_every: steps between two comparisons of the replicas' weights; 0 for never.
     """
 
@@ -47,8 +48,8 @@ class ParallelConfig:
     prefetch: int = 1
     bucket_megabytes: float = 25.0
     offload_optimizer: bool = False
-    timeout: float = 30.0
-    longest_wait: float = 1800.0
+    heartbeat_timeout: float = 30.0
+    collective_timeout: float = 1800.0
     check_every: int = 100
 
     def __post_init__(self):
@@ -66,8 +67,8 @@ class ParallelConfig:
             raise ValueError("parallel.zero beside fully_sharded: full sharding already cuts gradients and state. Set zero to 0.")
         if self.prefetch < 0 or self.check_every < 0 or self.bucket_megabytes <= 0:
             raise ValueError("parallel: prefetch and check_every must be at least 0, and bucket_megabytes above 0.")
-        if not 0 < self.timeout <= self.longest_wait < math.inf:
-            raise ValueError("parallel: timeout must be above 0 and at most longest_wait, which must be finite.")
+        if not 0 < self.heartbeat_timeout <= self.collective_timeout < math.inf:
+            raise ValueError("parallel: heartbeat_timeout must be above 0 and at most collective_timeout, which must be finite.")
         if self.backend == "torch" and self.zero == 2:
             raise ValueError(
                 "parallel.zero 2 with backend torch: PyTorch has no such engine. Use zero 1, fully_sharded, or backend course."

@@ -21,6 +21,7 @@ from shared.data.fim import FillInMiddle
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.objectives import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
+from shared.devices import pick_device, require_writable
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
@@ -35,13 +36,12 @@ from shared.optim.loss_scale import LossScaler
 from shared.optim.precision import in_precision
 from shared.optim.updater import Update
 from shared.parallel.parallelize import Parallel, apply_parallel
-from shared.parallel.comm.communicator import Communicator, OneRank
+from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.config import layout_name
 from shared.parallel.mesh import Mesh
 from shared.parallel.run_world import ManyRanks
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.watching import for_ranks
-from shared.text_run import pick_device, require_writable
 from shared.trainer import provenance
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
 from shared.trainer.config import FIM_SPARE, TrainerConfig
@@ -76,7 +76,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
         SystemExit: the run was asked to leave before its end; the code is the one that shells give to that signal.
         CourseError: something that the reader can mend, in one sentence.
     """
-    world = world or OneRank()
+    world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
     try:
         run = build(config, console, world)
@@ -92,7 +92,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
     """Everything up to the first step: the text, the model, spread over the ranks, the optimizer, the engine with its callbacks."""
-    mesh = Mesh(config.parallel, world or OneRank())
+    mesh = Mesh(config.parallel, world or SingleRankCommunicator())
     require_writable(config.engine.output)
     device = pick_device(config.engine.device)
     if device.type == "cpu":

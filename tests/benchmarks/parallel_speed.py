@@ -35,7 +35,7 @@ from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.comm.launch import loopback
 from shared.parallel.comm.processes import join_world
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.health.heartbeat import Patience
+from shared.parallel.health.heartbeat import Timeouts
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 
@@ -82,7 +82,7 @@ class Run:
 
 def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
     model = prepared()
-    world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Patience())
+    world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Timeouts())
     parallel = apply_parallel(model, Mesh(layout_of(row), world))
     optimizer = torch.optim.AdamW(parallel.optimized.parameters(), lr=1e-4, fused=True)
 

@@ -11,7 +11,7 @@ from torch import nn
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.parallel.data.buckets import plan_buckets
-from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.data.ddp import DataParallel, NaiveDataParallel
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.data.zero import Zero
@@ -44,7 +44,7 @@ def test_a_bucket_has_one_dtype():
 def test_the_last_layers_come_first_and_frozen_parameters_not_at_all():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5))
     model[1].bias.requires_grad_(False)
-    buckets = DataParallel(model, OneRank(), 1e-9).buckets
+    buckets = DataParallel(model, SingleRankCommunicator(), 1e-9).buckets
     assert [bucket.parameters for bucket in buckets] == [(model[1].weight,), (model[0].bias,), (model[0].weight,)]
 
 
@@ -98,7 +98,7 @@ def test_ranks_whose_gradients_are_ready_in_other_orders_exchange_in_one_order()
 
     def rank(world):
         exchange(DataParallel(Weights(4), world, 1e-9), [(orders[world.rank], 1.0)], digit_objective)
-        return [(entry.bytes, entry.during) for entry in world.trace.entries]
+        return [(entry.bytes, entry.phase) for entry in world.trace.entries]
 
     for entries in run_threads(rank, 3):
         assert entries == [(32, "backward"), (24, "backward"), (16, "backward"), (8, "backward"), (8 * (2 + 4), "after backward")]
@@ -110,7 +110,7 @@ def counted(world, layout: str, microbatches: int):
     parallel = LAYOUTS[layout][1](model_of(situation), world, "adamw")
     totals = exchange(parallel, share(situation, world.rank, world.size, 0), next_token_objective)
     parallel.updater(lambda model, optimizer, count: None)(parallel.model, None, totals.token_count)
-    return Counter((e.operation, e.bytes) for e in world.trace.entries if e.during != "after backward"), parallel
+    return Counter((e.operation, e.bytes) for e in world.trace.entries if e.phase != "after backward"), parallel
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -143,7 +143,7 @@ def test_whole_parameters_travel_without_padding():
         totals = exchange(parallel, share(Situation(), world.rank, world.size, 0), next_token_objective)
         parallel.updater(lambda model, optimizer, count: None)(model, None, totals.token_count)
         own = sum(piece.nbytes for piece in parallel.optimized.parameters())
-        found = [(entry.operation, entry.bytes) for entry in world.trace.entries if entry.during != "after backward"]
+        found = [(entry.operation, entry.bytes) for entry in world.trace.entries if entry.phase != "after backward"]
         return found, own, sum(parameter.nbytes for parameter in model.parameters()), parallel.buckets[0].bytes
 
     ranks = run_threads(rank, 3)

@@ -26,7 +26,7 @@ from sharded_runs import (
 from shared.loop import accumulate_gradients, evaluate
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
-from shared.parallel.comm.communicator import Done
+from shared.parallel.comm.communicator import CompletedWork
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.fsdp import FullySharded
@@ -225,7 +225,7 @@ def exchange_nothing(parallel: FullySharded) -> None:
 
     def reduce_scatter(part, whole, asynchronous):
         part.copy_(whole.view(parallel.group.size, -1)[parallel.group.rank])
-        return Done()
+        return CompletedWork()
 
     parallel.group.reduce_scatter = reduce_scatter
 

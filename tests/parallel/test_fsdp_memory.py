@@ -133,7 +133,7 @@ def test_the_next_unit_is_on_its_way_before_this_one_computes():
         model.stack.run_block = run_block
         parallel = FullySharded(model, Mesh(replace(TWO, prefetch=ahead), world))
         step(parallel)
-        backward = [entry.operation for entry in world.trace.entries if entry.during == "backward"]
+        backward = [entry.operation for entry in world.trace.entries if entry.phase == "backward"]
         return begun, backward
 
     for ahead, expected in ((0, [2, 3, 4]), (1, [3, 4, 4]), (2, [4, 4, 4])):

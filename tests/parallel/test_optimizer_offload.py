@@ -19,7 +19,7 @@ from shared.optim.config import OptimizerConfig
 from shared.optim.loss_scale import LossScaler
 from shared.optim.updater import Update
 from shared.parallel.parallelize import Alone, apply_parallel
-from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import ParallelConfig, layout_name, parse_layout
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.checkpoint.local_state import whole_weights
@@ -34,7 +34,7 @@ def test_where_the_parameters_are_there_already_nothing_changes():
     parallel = Alone(build(SMALL))
     assert offload_optimizer(parallel) is parallel
     layout = ParallelConfig(offload_optimizer=True)
-    assert isinstance(apply_parallel(build(SMALL), Mesh(layout, OneRank())), Alone)
+    assert isinstance(apply_parallel(build(SMALL), Mesh(layout, SingleRankCommunicator())), Alone)
 
 
 def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):

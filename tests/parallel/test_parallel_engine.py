@@ -25,7 +25,7 @@ from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
 from shared.optim.updater import Update
 from shared.parallel.parallelize import apply_parallel
-from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.checkpoint.local_state import whole_weights
@@ -153,7 +153,7 @@ def everything(world, folder):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
-    _, alone = fitted(OneRank(), "course one", folder / "one")
+    _, alone = fitted(SingleRankCommunicator(), "course one", folder / "one")
     return folder, alone, run_processes(everything, 2, folder, timeout=300)
 
 

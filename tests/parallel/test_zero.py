@@ -9,9 +9,9 @@ from shared.engine.checkpoint.optimizer_state import name_optimizer_state
 from shared.loss import next_token_objective
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
-from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.comm.uneven import gather_parts, reduce_parts
+from shared.parallel.comm.collectives import all_gather_v, reduce_scatter_v
 from shared.parallel.data.zero import Zero, bytes_held, muon_matrices
 
 
@@ -124,7 +124,7 @@ def test_a_parameter_that_is_not_contiguous_is_refused():
     model = nn.Linear(3, 5)
     model.weight = nn.Parameter(torch.zeros(3, 5).T)
     with pytest.raises(ValueError, match="not contiguous"):
-        Zero(model, OneRank(), 1)
+        Zero(model, SingleRankCommunicator(), 1)
 
 
 # Uneven parts.
@@ -141,7 +141,7 @@ def test_what_is_gathered_is_sent_from_its_own_place():
             return gather(whole, part, **options)
 
         world.all_gather = watched
-        gather_parts(torch.ones(2), (2, 2, 2), world, lambda parts: None).wait()
+        all_gather_v(torch.ones(2), (2, 2, 2), world, lambda parts: None).wait()
         return places
 
     assert run_threads(rank, 3) == [[0.0], [1.0], [2.0]]
@@ -154,8 +154,8 @@ def test_parts_are_added_up_and_gathered(sizes):
     def rank(world):
         parts = [[10.0**world.rank * torch.arange(1.0, size + 1).double()] for size in sizes]
         kept = []
-        reduce_parts(parts, world, kept.append).wait()
-        gather_parts(kept[0], sizes, world, kept.append).wait()
+        reduce_scatter_v(parts, world, kept.append).wait()
+        all_gather_v(kept[0], sizes, world, kept.append).wait()
         return *kept, world.trace.bytes()
 
     for place, (own, everything, traffic) in enumerate(run_threads(rank, 3)):

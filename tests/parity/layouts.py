@@ -13,7 +13,7 @@ from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.optim.precision import in_precision
-from shared.parallel.comm.communicator import Communicator, OneRank
+from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.totals import Batch
 
@@ -66,13 +66,14 @@ def trained(world: Communicator, layout: ParallelConfig, recompute: str = "none"
 
 def references(features=FEATURES) -> dict[str, Told]:
     """One process, without recomputation or anything else of this chapter."""
-    return {feature: trained(OneRank(), ParallelConfig(), **FEATURES[feature] | {"recompute": "none"}) for feature in features}
+    one_rank = SingleRankCommunicator()
+    return {feature: trained(one_rank, ParallelConfig(), **FEATURES[feature] | {"recompute": "none"}) for feature in features}
 
 
 def rounding(precision: str) -> Difference:
     """What 16 bits themselves change: one process in them against one process in float32."""
     wide = FEATURES[precision] | {"objective": next_token_objective, "computed_in": None}
-    return difference(references([precision])[precision], trained(OneRank(), ParallelConfig(), **wide))
+    return difference(references([precision])[precision], trained(SingleRankCommunicator(), ParallelConfig(), **wide))
 
 
 def difference(found: Told, expected: Told) -> Difference:

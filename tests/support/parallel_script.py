@@ -155,12 +155,12 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--slow", type=float, default=0.0, help="seconds of sleep in each step")
     parser.add_argument("--timeout", type=float, default=5.0)
-    parser.add_argument("--longest-wait", type=float, default=60.0)
+    parser.add_argument("--collective-timeout", type=float, default=60.0)
     return parser.parse_args(words)
 
 
 def main(options: argparse.Namespace) -> None:
-    world, _ = from_torchrun(options.timeout, "cpu", options.longest_wait)
+    world, _ = from_torchrun(options.timeout, "cpu", options.collective_timeout)
     weights = train(world, options, make_model())
     if world.rank == 0:
         save_file(weights, options.folder / "weights.safetensors")

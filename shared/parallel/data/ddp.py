@@ -47,7 +47,7 @@ def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> (5 * weight).sum().backward()                              # an earlier micro-batch
-    >>> finish = sync_buckets([SummedBucket([weight], OneRank())])
+    >>> finish = sync_buckets([SummedBucket([weight], SingleRankCommunicator())])
     >>> (2 * weight).sum().backward()                              # the last one: the bucket starts in here, with 5 + 2
     >>> finish()
     >>> weight.grad
@@ -122,7 +122,7 @@ class DataParallel(NaiveDataParallel):
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
             *early, last = microbatches
             parts = [runner(model, early, objective)] if early else []
-            self.group.trace.during = "backward"
+            self.group.trace.phase = "backward"
             self.under_way = sync_buckets(self.buckets)
             return add_totals([*parts, runner(model, [last], objective)])
 
@@ -130,7 +130,7 @@ class DataParallel(NaiveDataParallel):
 
     def finish_exchange(self) -> None:
         """Complete what is under way, if anything is."""
-        self.group.trace.during = "after backward"
+        self.group.trace.phase = "after backward"
         finish, self.under_way = self.under_way, None
         if finish is not None:
             finish()

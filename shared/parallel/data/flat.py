@@ -50,7 +50,7 @@ def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
     >>> first_two = whole[:2]
     >>> whole.untyped_storage().resize_(0).nbytes()                # as it is between two uses
     0
-    >>> unshard_unit(whole, shard, OneRank()).wait()
+    >>> unshard_unit(whole, shard, SingleRankCommunicator()).wait()
     >>> first_two
     tensor([1., 2.])
 
@@ -78,7 +78,7 @@ def reshard_unit(
         complete once `wait()` has returned. The gradients are sums over tokens, so they are added and never averaged.
 
     >>> whole, gradients = torch.ones(4), [torch.tensor([[5.0], [6.0]]), None]
-    >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, OneRank())
+    >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, SingleRankCommunicator())
     >>> work.wait()
     >>> shard, whole.untyped_storage().nbytes()
     (tensor([5., 6., 0., 0.], dtype=torch.float64), 0)

@@ -73,7 +73,7 @@ class FullySharded:
 
     def before_forward(self, model: nn.Module, inputs: tuple) -> None:
         self.finish()
-        self.group.trace.during = "forward"
+        self.group.trace.phase = "forward"
         self.use(self.root)
 
     def run_block(self, inner: Callable[..., Tensor], block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
@@ -103,7 +103,7 @@ class FullySharded:
 
     def before_backward(self, unit: Unit, gradient: Tensor) -> None:
         """The gradient of what a unit has computed is there."""
-        self.group.trace.during = "backward"
+        self.group.trace.phase = "backward"
         unit.open = True
         self.use(unit, backward=True)
 

@@ -23,7 +23,7 @@ from shared.parallel.data.buckets import Bucket, taken
 from shared.parallel.comm.communicator import Communicator, Work
 from shared.parallel.data.ddp import DataParallel
 from shared.parallel.sharding import Cut, Pieces, Range, make_piece
-from shared.parallel.comm.uneven import are_equal, gather_parts, reduce_parts
+from shared.parallel.comm.collectives import are_equal, all_gather_v, reduce_scatter_v
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 AT_ONCE = 2  # buckets that may be under way: one travels while the next one fills
@@ -108,7 +108,7 @@ class Zero(DataParallel):
 
         def update(model: nn.Module, optimizer: torch.optim.Optimizer, token_count: Tensor) -> None:
             updater(self.optimized, optimizer, token_count)
-            self.group.trace.during = "update"
+            self.group.trace.phase = "update"
             for work in [bucket.gather_weights() for bucket in self.buckets]:
                 work.wait()
 
@@ -152,7 +152,7 @@ class SharedBucket:
         return [[each[slice(*cut.ranges[rank])] for each, cut in zip(flat, self.cuts, strict=True)] for rank in range(self.group.size)]
 
     def start(self) -> Work:
-        return self.begun(lambda: reduce_parts(self.of_ranks(taken(self)), self.group, self.add_to_pieces))
+        return self.begun(lambda: reduce_scatter_v(self.of_ranks(taken(self)), self.group, self.add_to_pieces))
 
     def begun(self, start: Callable[[], Work]) -> Work:
         while len(self.under_way) >= AT_ONCE:
@@ -170,7 +170,7 @@ class SharedBucket:
     def gather_weights(self) -> Work:
         """Begin to bring the updated weights of all ranks' pieces into the parameters."""
         own = torch.cat([piece.detach().flatten() for piece in self.results])
-        return self.begun(lambda: gather_parts(own, self.sizes, self.group, self.take_weights))
+        return self.begun(lambda: all_gather_v(own, self.sizes, self.group, self.take_weights))
 
     def take_weights(self, gathered: Sequence[Tensor]) -> None:
         places = self.of_ranks([parameter.data for parameter in self.parameters])

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from shared.parallel.comm.trace import Entry
+from shared.parallel.comm.trace import TraceEntry
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,6 @@ def cost(operation: str, bytes: float, ranks: int) -> Cost:
     return FORMULAS[operation](ranks, bytes) if ranks > 1 else Cost(0, 0.0)
 
 
-def cost_of_entries(entries: Iterable[Entry]) -> Cost:
+def cost_of_entries(entries: Iterable[TraceEntry]) -> Cost:
     """What a rank has sent, by the formulas, for all that its trace lists."""
     return sum((cost(entry.operation, entry.bytes, entry.size) for entry in entries), Cost(0, 0.0))

@@ -87,13 +87,13 @@ def summed(group: Communicator, bucket: dist.GradBucket) -> torch.futures.Future
     """DDP's exchange of a bucket of gradients: an all-reduce that adds and, since it stands here, is not divided."""
     buffer = bucket.buffer()
     start = lambda: dist.all_reduce(buffer, group=group.torch_group, async_op=True)  # noqa: E731
-    recorded = group.recorded("all_reduce", buffer, start, asynchronous=True)
+    traced = group.dispatch("all_reduce", buffer, start, asynchronous=True)
 
     def arrived(future: torch.futures.Future) -> Tensor:
-        recorded.note_end()
+        traced.note_end()
         return future.value()[0]
 
-    return recorded.work.get_future().then(arrived)
+    return traced.work.get_future().then(arrived)
 
 
 class TorchZero(TorchReplicas):

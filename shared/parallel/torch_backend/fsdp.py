@@ -198,7 +198,7 @@ class Noted:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def note(self, operation: str, whole: Tensor, start: Callable[[], dist.Work]) -> None:
-        self.group.recorded(operation, whole, start, asynchronous=False)
+        self.group.dispatch(operation, whole, start, asynchronous=False)
 
 
 class NotedAllGather(Noted):
