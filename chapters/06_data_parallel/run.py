@@ -63,12 +63,13 @@ def run(config: RunConfig) -> None:
     import torch
     from rich.console import Console
 
+    from chapters.text_run import corpus_of, texts_of
     from shared.course import binding
     from shared.course.errors import CourseError
     from shared.parallel.comm.communicator import SingleRankCommunicator
     from shared.parallel.config import layout_name, parse_layout
     from shared.parallel.comm.launch import run_processes
-    from shared.text_run import corpus_of, require_writable, texts_of
+    from shared.devices import require_writable
 
     require_writable(config.output)
     console = Console()
@@ -108,8 +109,8 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     """The whole run on one rank: losses and traffic, bytes held, and the last gradients and weights, made whole."""
     import torch
 
+    from chapters.text_windows import TextWindows
     from shared.data.loader import FeedLoader
-    from shared.engine.text_windows import TextWindows
     from shared.loop import accumulate_gradients, train
     from shared.loss import next_token_objective
     from shared.model.transformer import TransformerModel

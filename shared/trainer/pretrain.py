@@ -21,6 +21,7 @@ from shared.data.fim import FillInMiddle
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.objectives import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
+from shared.devices import pick_device, require_writable
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
@@ -39,7 +40,6 @@ from shared.parallel.comm.communicator import Communicator, SingleRankCommunicat
 from shared.parallel.config import layout_name
 from shared.parallel.mesh import Mesh
 from shared.parallel.strategy import ParallelStrategy
-from shared.text_run import pick_device, require_writable
 from shared.trainer import provenance
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
 from shared.trainer.config import FIM_SPARE, TrainerConfig

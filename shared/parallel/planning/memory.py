@@ -206,7 +206,7 @@ def require_formula(model: ModelConfig) -> None:
         "position": model.position not in ("rope", "learned"),
         "norm_position": model.norm_position != "pre",
         "hidden_dropout or attention_dropout": model.hidden_dropout or model.attention_dropout,
-        "attention": model.attention != "fused",
+        "attention": model.attention != "sdpa",
         "qk_norm": model.qk_norm,
         "embedding_norm": model.embedding_norm,
         "sliding_window": model.sliding_window is not None,
