@@ -126,7 +126,7 @@ def kept_by(run) -> list[torch.Tensor]:
 
 def test_nothing_but_the_input_is_kept():
     model = build(SMALL)
-    context = model.stack.context(torch.arange(7), torch.arange(7), torch.arange(7), None, None)
+    context = model.stack.context(torch.arange(7), torch.arange(7), 7)
     x = torch.randn(2, 7, 20, dtype=torch.float64, requires_grad=True)
     block = model.stack.blocks["0"]
     assert len(kept_by(lambda: block(x, context))) > 20
