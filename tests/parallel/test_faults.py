@@ -19,6 +19,8 @@ from shared.parallel.health.heartbeat import Timeouts, where_it_stands
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.health.replicas import ReplicasDiffer, checksum, require_equal
+from shared.parallel.holders import Holders
+from shared.parallel.sharding import whole_region
 from shared.parallel.health.deadlock import Beat, Call, deadlock, mismatch, stuck
 from shared.parallel.comm.threads import run_threads
 
@@ -107,7 +109,7 @@ def test_where_a_rank_stands_is_a_line_of_its_own_code():
     thread.start()
     while "waits_here" not in where_it_stands(thread.ident):
         time.sleep(0.01)
-    assert re.fullmatch(r"now in waits_here \(test_06_faults.py, line \d+\)", where_it_stands(thread.ident))
+    assert re.fullmatch(r"now in waits_here \(test_faults.py, line \d+\)", where_it_stands(thread.ident))
     asleep.set()
     thread.join()
     assert where_it_stands(thread.ident) == "its main thread has ended"
@@ -134,7 +136,9 @@ def test_one_bit_in_one_weight_is_caught_and_its_rank_is_named(ranks, wrong, sen
         if world.rank in nudged:
             with torch.no_grad():
                 model[1].weight[1, 2] = torch.nextafter(model[1].weight[1, 2], torch.tensor(9.0, dtype=kind))
-        require_equal(model, world, step=8)
+        weights = dict(model.named_parameters())
+        holders = Holders({name: whole_region(tensor.shape) for name, tensor in weights.items()}, world)
+        require_equal(weights, holders, world, step=8)
 
     run_threads(compare, ranks, [])
     with pytest.raises(ReplicasDiffer, match=sentence):
@@ -223,7 +227,7 @@ def asleep(world):
 
 
 def test_a_rank_that_lives_and_never_comes_is_named_with_its_line():
-    where = r"it had not yet called anything, now in asleep \(test_06_faults.py, line \d+\)"
+    where = r"it had not yet called anything, now in asleep \(test_faults.py, line \d+\)"
     sentence = r"rank 0 has waited \d+ s in barrier #1 of world: rank 1 lives but does not come: " + where
     with pytest.raises(CommunicationError, match=sentence):
         run_processes(asleep, 2, timeout=300, timeouts=Timeouts(120.0, 2.0, 0.2))
