@@ -18,18 +18,20 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Sharding(Protocol):
-    """How a parameter is cut over processes: its attribute `sharding`, set by whoever cut it (chapters 06 to 09).
+    """How a parameter is sharded over processes: the attribute `sharding` of a parameter, set by whoever sharded it.
 
-    shape: of the whole parameter.
+    `shared.parallel.sharding.Sharding` is one; initial weights and Muon need no more of it than this.
+    shape: of the whole parameter. needs_gathering: whether the whole takes other processes.
     """
 
     shape: torch.Size
+    needs_gathering: bool
 
     def gather(self, part: Tensor) -> Tensor:
-        """This process's part -> the whole, in `shape`. Every process that shares the parameter calls it."""
+        """All-gather this process's shard into the whole, in `shape`. Every process that holds a part of it calls it."""
 
     def local(self, whole: Tensor) -> Tensor:
-        """The whole -> this process's part."""
+        """The whole -> this process's shard."""
 
 
 def role_of(name: str, parameter: Tensor | None = None) -> Role:
