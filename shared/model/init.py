@@ -1,9 +1,9 @@
 """Chapter 02. Initial weights that depend on a parameter's name and the seed, and on nothing else.
 
 Each parameter has a stream of random numbers of its own, seeded by its name, so a model cut in two, built in another order
-or on another device starts with the same weights. Of a parameter that is cut the whole is drawn, and then cut the same way. Matrices and embeddings are normal with `initializer_range`; the matrices that
-write into the residual stream are divided by sqrt(number of additions), so that its variance does not grow with depth
-(Radford et al. 2019, section 2.3). With post-norm nothing grows, and nothing is divided.
+or on another device starts with the same weights. A sharded parameter is drawn whole, and the shard taken from that. Matrices and
+embeddings are normal with `initializer_range`; the matrices that write into the residual stream are divided by sqrt(number of additions),
+so that its variance does not grow with depth (Radford et al. 2019, section 2.3). With post-norm nothing grows, and nothing is divided.
 """
 
 import hashlib
@@ -23,7 +23,8 @@ def initial_value(name: str, parameter: Tensor, config: ModelConfig, seed: int) 
 
     Args:
         name: its name in the uncut model.
-        parameter: for its shape and its attributes `role`, `initializer` and `sharding`; its values are not read, and it may be on any device.
+        parameter: for its shape and its attributes `role`, `initializer` and `sharding`; its values are not read, and it may be on any
+            device.
         config: a resolved configuration.
         seed: the model's.
     """

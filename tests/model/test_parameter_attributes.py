@@ -95,7 +95,8 @@ def test_parameters_that_are_one_stay_one_whoever_tied_them():
     allocate(model, "cpu")
     assert blocks["1"].attention.q_proj.weight is blocks["0"].attention.q_proj.weight
     assert model.head.linear.weight is model.embedding.tokens.weight and not model.head.linear.weight.is_meta
-    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == ["stack.blocks.1.attention.k_proj.weight"]
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["stack.blocks.1.attention.k_proj.weight"]
 
 
 def test_a_loaded_model_keeps_what_its_builders_state(tmp_path):

@@ -174,8 +174,8 @@ def save_pretrained(
         raise ValueError(f"Only a whole model can be saved in this format; this one lacks {listed(absent)}.")
     if extra := not_in_format(stored.values(), model):
         raise ValueError(
-            f"No tensor of the {known.model_type} format holds {listed(extra)}, and without it this would be another model: merge it into the "
-            "weights (an adapter) or take it out."
+            f"No tensor of the {known.model_type} format holds {listed(extra)}, and without it this would be another model: merge an "
+            "adapter into the weights it belongs to, or take it out."
         )
     sizes = {name: sum(view.nbytes for view in entry.views(parameters)) for name, entry in stored.items()}
     folder.mkdir(parents=True, exist_ok=True)
