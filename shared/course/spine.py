@@ -30,7 +30,8 @@ class Stop:
     @property
     def lines(self) -> int:
         """As `course read` prints the module: with the solutions' bodies in place."""
-        return len(with_bodies(self.file, lambda contract: BodyFile.read(catalogue.chapter_of(contract.exercise).solution_file)).splitlines())
+        solution = lambda contract: BodyFile.read(catalogue.chapter_of(contract.exercise).solution_file)  # noqa: E731
+        return len(with_bodies(self.file, solution).splitlines())
 
 
 SPINE = (
@@ -43,7 +44,7 @@ SPINE = (
     Stop("shared/model/attention.py", 25, "grouped-query attention"),
     Stop("shared/model/block.py", 10, "norms, attention, feed-forward, residuals"),
     Stop("shared/model/transformer.py", 25, "from token ids to logits, for every family"),
-    Stop("shared/model/sliced_loss.py", 20, "head and loss without ever holding all logits"),
+    Stop("shared/model/chunked_loss.py", 20, "head and loss without ever holding all logits"),
     Stop("shared/data/packing.py", 35, "documents packed into rows of one length"),
     Stop("shared/data/rows.py", 20, "row number n as a function of the seed"),
     Stop("shared/data/loader.py", 30, "micro-batches for each rank, resumed exactly"),
@@ -74,7 +75,7 @@ def spine_lines() -> list[Line]:
     counts = {stop: stop.lines for stop in SPINE}
     hours = sum(stop.minutes for stop in SPINE) / 60
     width = max(len(stop.path) for stop in SPINE)
-    lines = [Line(f"The spine of the core: {len(SPINE)} modules in reading order, {sum(counts.values()):,} lines, about {hours:.0f} hours", "bold")]
-    lines += [Line(), Line(f"lines  min  {'module':<{width}}  what to look for", "bold")]
+    heading = f"The spine of the core: {len(SPINE)} modules in reading order, {sum(counts.values()):,} lines, about {hours:.0f} hours"
+    lines = [Line(heading, "bold"), Line(), Line(f"lines  min  {'module':<{width}}  what to look for", "bold")]
     lines += [Line(f"{counts[stop]:>5}  {stop.minutes:>3}  {stop.path:<{width}}  {stop.phrase}", hang=width + 14) for stop in SPINE]
     return [*lines, Line(), Line("Counted with the exercises' bodies, as `course read shared.loop --reveal` prints a module.")]
