@@ -84,7 +84,7 @@ def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
     model = prepared()
     world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Timeouts())
     parallel = apply_parallel(model, Mesh(layout_of(row), world))
-    optimizer = torch.optim.AdamW(parallel.optimized.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(parallel.optim_params.parameters(), lr=1e-4, fused=True)
 
     def step(share: dict[str, Tensor]) -> Tensor:
         parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(apply_update)

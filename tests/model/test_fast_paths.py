@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared.model.autocast import to_compute_dtype
+from shared.model.context import to_compute_dtype
 from shared.model.norm import RMSNormFunction, rms_norm
 from shared.model.rope import Rotation, apply_rope
 

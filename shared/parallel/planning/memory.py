@@ -81,7 +81,7 @@ def estimate_memory(
     if fsdp > 1:
         whole = min(1 + layout.prefetch, model.num_hidden_layers) if layout.reshard_after_forward else model.num_hidden_layers
         gathered = 4 * ends + WIDTH[precision] * whole * block
-    peak = activations(model, layout.recompute, rows, seq, precision, sliced, packed, gathered=fsdp > 1).peak
+    peak = activations(model, layout.activation_checkpointing, rows, seq, precision, sliced, packed, gathered=fsdp > 1).peak
     return MemoryEstimate(parts["weights"], gathered, parts["gradients"], parts["optimizer state"], peak)
 
 
@@ -108,7 +108,7 @@ class Activations(NamedTuple):
 
 def activations(
     model: ModelConfig,
-    how: Literal["none", "blocks", "selective"],
+    how: Literal["none", "full", "selective"],
     rows: int,
     seq: int,
     precision: str,
@@ -136,7 +136,7 @@ def activations(
     throughout = 8 * tokens + positions * (4 * model.head_dim if model.position == "rope" else 8)  # ids, and tables or positions
     if how == "none":
         return Activations(layers * block + ends + throughout, layers * block + ends + throughout)
-    if how == "blocks":
+    if how == "full":
         kept, again = entering, block - entering
     else:
         products = tokens * token_bytes(saved_products_per_token(model), width)
@@ -206,7 +206,7 @@ def require_formula(model: ModelConfig) -> None:
         "position": model.position not in ("rope", "learned"),
         "norm_position": model.norm_position != "pre",
         "hidden_dropout or attention_dropout": model.hidden_dropout or model.attention_dropout,
-        "attention": model.attention != "fused",
+        "attention": model.attention != "sdpa",
         "qk_norm": model.qk_norm,
         "embedding_norm": model.embedding_norm,
         "sliding_window": model.sliding_window is not None,
