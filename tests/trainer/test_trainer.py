@@ -19,7 +19,8 @@ from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained
 from shared.trainer import provenance, results
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import build, loaders
+from shared.trainer.loaders import loaders
+from shared.trainer.pretrain import build
 from shared.trainer.settings import parse_text, parse_words
 
 
@@ -80,7 +81,7 @@ def test_files_that_were_changed_since_the_commit_are_named(monkeypatch):
 
 
 def test_what_a_run_took_is_a_median_that_a_pause_does_not_move():
-    took = SimpleNamespace(peak_memory=2**31, training=1.0, outside=2.0)
+    took = SimpleNamespace(peak_memory=2**31, training=1.0, overhead=2.0)
     run = SimpleNamespace(config=SimpleNamespace(model=ModelConfig()), costs=took, preparation_seconds=3.0)
     logs = {step: {"speed/tokens_per_second": rate, "progress/tokens": 10 * step} for step, rate in enumerate((8.0, 0.1, 7.0), 1)}
     found = results.costs(run, logs | {4: {"validation/loss": 1.0}}, 4.0)
