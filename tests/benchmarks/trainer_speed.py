@@ -55,7 +55,7 @@ def prepare_ours(folder: str, device: str, dtype: str) -> Round:
 
     run = build(settings(Path(folder), device, dtype), Console(quiet=True))
     engine = run.engine
-    loader, _ = loaders(run.config, run.text, run.mesh)
+    loader, _ = loaders(run.config, run.text, run.strategy.mesh)
     engine.steps, engine.val_loader = FOREVER, None
     engine.stateful = engine.stateful_parts(loader)
     engine.callbacks.tell("on_start", engine)

@@ -150,7 +150,7 @@ def built(folder: Path, prepared: Path, **changes):
 
 def first_loss(folder: Path, prepared: Path, **changes) -> float:
     run = built(folder, prepared, **changes)
-    loader, _ = loaders(run.config, run.text, run.mesh)
+    loader, _ = loaders(run.config, run.text, run.strategy.mesh)
     (first, *_) = next(iter(loader))
     return run.engine.objective(run.engine.model.eval(), first).mean_loss
 
@@ -174,7 +174,7 @@ def test_bits_per_byte_are_the_sum_over_every_document_alone(finished, prepared)
 @pytest.mark.parametrize(("rate", "moved"), [(0.0, False), (1.0, True)])
 def test_middles_are_moved_where_they_are_asked_for(tmp_path, prepared, rate, moved):
     run = built(tmp_path, prepared, data={"fim": {"rate": rate}})
-    loader, held_out = loaders(run.config, run.text, run.mesh)
+    loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
     middle = run.text.tokenizer.fim_tokens.middle
     assert any((batch["input_ids"] == middle).any() for batch in next(iter(loader))) == moved
     assert not any((batch["input_ids"] == middle).any() for batch in held_out)
@@ -188,7 +188,7 @@ def test_precision_seed_and_clipping_take_effect(tmp_path, prepared):
     run = built(
         tmp_path / "e", prepared, max_grad_norm=1e-3, optimizer={"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     )
-    loader, _ = loaders(run.config, run.text, run.mesh)
+    loader, _ = loaders(run.config, run.text, run.strategy.mesh)
     before = [parameter.detach().clone() for parameter in run.engine.model.parameters()]
     run.engine.config.checkpoint.every = 0
     run.engine.fit(loader, steps=2)  # the schedule's first step is at the full rate
