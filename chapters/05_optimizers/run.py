@@ -70,8 +70,9 @@ def run(config: RunConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
     from rich.console import Console
 
+    from chapters.text_run import require_sensible
     from shared.allocator import keep_freed_memory
-    from shared.text_run import require_sensible, require_writable
+    from shared.devices import require_writable
 
     require_sensible(config)
     try:
@@ -96,19 +97,19 @@ def run(config: RunConfig) -> None:
 
 def train_with(config: RunConfig) -> None:
     """One run, with every part of a step that this chapter adds."""
+    from chapters.text_run import run_on_text
+    from shared.data.objectives import packed_next_token_objective
     from shared.loop import accumulate_gradients
-    from shared.model.sliced_loss import sliced_next_token_objective
     from shared.model.transformer import TransformerModel
     from shared.optim.build import build_optimizer
     from shared.optim.loss_scale import LossScaler
     from shared.optim.precision import in_precision
-    from shared.optim.schedules import follow
+    from shared.optim.schedules import attach_schedule
     from shared.optim.updater import Update
-    from shared.text_run import run_on_text
 
     def make_optimizer(model: Any, config: RunConfig) -> Any:
         optimizer = build_optimizer(model, config.optimizer)
-        follow(config.schedule, optimizer)
+        attach_schedule(config.schedule, optimizer)
         return optimizer
 
     scaler = LossScaler() if config.precision == "float16" else None
@@ -118,7 +119,7 @@ def train_with(config: RunConfig) -> None:
             config,
             lambda: TransformerModel(config.model, seed=config.seed),
             config.seq,
-            in_precision(sliced_next_token_objective, config.precision),
+            in_precision(packed_next_token_objective, config.precision),
             make_optimizer=make_optimizer,
             runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
             updater=update,

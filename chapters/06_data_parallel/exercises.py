@@ -73,7 +73,7 @@ def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> (5 * weight).sum().backward()                              # an earlier micro-batch
-    >>> finish = sync_buckets([SummedBucket([weight], OneRank())])
+    >>> finish = sync_buckets([SummedBucket([weight], SingleRankCommunicator())])
     >>> (2 * weight).sum().backward()                              # the last one: the bucket starts in here, with 5 + 2
     >>> finish()
     >>> weight.grad
@@ -158,7 +158,7 @@ def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
     >>> first_two = whole[:2]
     >>> whole.untyped_storage().resize_(0).nbytes()                # as it is between two uses
     0
-    >>> unshard_unit(whole, shard, OneRank()).wait()
+    >>> unshard_unit(whole, shard, SingleRankCommunicator()).wait()
     >>> first_two
     tensor([1., 2.])
     """
@@ -185,7 +185,7 @@ def reshard_unit(
         complete once `wait()` has returned. The gradients are sums over tokens, so they are added and never averaged.
 
     >>> whole, gradients = torch.ones(4), [torch.tensor([[5.0], [6.0]]), None]
-    >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, OneRank())
+    >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, SingleRankCommunicator())
     >>> work.wait()
     >>> shard, whole.untyped_storage().nbytes()
     (tensor([5., 6., 0., 0.], dtype=torch.float64), 0)

@@ -9,8 +9,9 @@ import sys
 
 import click
 
-from shared.course import catalogue, maintaining, opening, reading, restoring, standing, terminal
+from shared.course import catalogue, maintaining, opening, reading, restoring, spine, standing, terminal
 from shared.course.command import CourseGroup, examples
+from shared.course.errors import CourseError
 from shared.course.paths import find_workspace, shown
 from shared.course.progress import Progress
 from shared.course.stubs import BodyFile
@@ -113,11 +114,15 @@ def status() -> None:
     standing.print_status(terminal.open_console(), standing.standings(find_workspace()))
 
 
-@cli.command("map", epilog=examples("course map 01"))
-@click.argument("chapter", metavar="NN")
-def map_command(chapter: str) -> None:
-    """List what the core gained with a chapter."""
-    terminal.print_lines(terminal.open_console(), reading.map_lines(catalogue.find_chapter(chapter)))
+@cli.command("map", epilog=examples("course map 01", "course map --spine"))
+@click.argument("chapter", required=False, metavar="[NN]")
+@click.option("--spine", "show_spine", is_flag=True, help="List the modules that train a model, in reading order, with lines and minutes.")
+def map_command(chapter: str | None, show_spine: bool) -> None:
+    """List what the core gained with a chapter, or its spine."""
+    if show_spine == (chapter is not None):
+        raise CourseError("Give a chapter, `course map 01`, or ask for the core's spine, `course map --spine`.")
+    lines = spine.spine_lines() if show_spine else reading.map_lines(catalogue.find_chapter(chapter))
+    terminal.print_lines(terminal.open_console(), lines)
 
 
 @cli.command(epilog=examples("course read shared.loss", "course read loop --reveal", "course read shared/loop.py --impl mine"))

@@ -9,15 +9,15 @@ from types import FrameType
 from typing import Any
 
 
-class Interruption:
+class ShutdownRequest:
     """While it is entered, SIGTERM and Ctrl-C set `asked` instead of ending the process. On other threads it does nothing."""
 
     def __init__(self):
-        self.asked: str | None = None  # the signal's name
+        self.reason: str | None = None  # the signal's name
         self.before: dict[int, Any] = {}
 
-    def __enter__(self) -> "Interruption":
-        self.asked = None
+    def __enter__(self) -> "ShutdownRequest":
+        self.reason = None
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
@@ -27,6 +27,6 @@ class Interruption:
             signal.signal(number, handler)
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
+        if self.reason and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = signal.Signals(number).name
+        self.reason = signal.Signals(number).name

@@ -1,8 +1,9 @@
-"""Chapter 02. Both ends of the model: token ids into vectors, vectors into logits over the vocabulary."""
+"""Chapter 02. Embedding and language-model head: token ids to vectors, vectors to logits, and what the losses compute from logits."""
 
 import torch
 from torch import Tensor, nn
 
+from shared.loss import IGNORED, cross_entropy
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.feed_forward import ACTIVATIONS
@@ -40,7 +41,11 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """[batch, seq, D] -> [batch, seq, vocab] logits. BERT's puts a layer with activation and norm before, a bias after."""
+    """The language-model head: [batch, seq, D] -> logits [batch, seq, vocab]. BERT's has a layer with activation and norm before, a bias after.
+
+    Whatever a loss computes from logits is a method here, so that a head whose ranks hold a part of the vocabulary each can override all
+    of it: `chunked_loss` and `token_log_probs` call nothing else. Logits are [rows, vocab], targets [rows] int64 or -100.
+    """
 
     def __init__(self, config: ModelConfig, builders: Builders):
         super().__init__()
@@ -55,3 +60,29 @@ class Head(nn.Module):
         if self.transform is not None:
             x = self.norm(self.activation(self.transform(x)))
         return self.linear(x if self.scale == 1.0 else x * self.scale)
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed loss and the number of targets, both []."""
+        return cross_entropy(logits, targets)
+
+    def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each target: [rows], in float32 at least; 0 where a target does not count. Its sum is that of `cross_entropy`."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return nn.functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none")
+
+    def logits_gradient(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The gradient of the summed cross-entropy: softmax(logits) - one_hot(target), and 0 where a target does not count.
+
+        Returns:
+            [rows, vocab] in the dtype of `logits`, computed in float32 at least.
+        """
+        gradient = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        counted = (targets != IGNORED).unsqueeze(-1)
+        gradient.scatter_add_(-1, targets.unsqueeze(-1).where(counted, 0), -counted.to(gradient.dtype))
+        return gradient.mul_(counted).to(logits.dtype)
+
+    def count_correct(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """How many targets had the largest logit: []."""
+        counted = targets != IGNORED
+        target_logits = logits.gather(-1, targets.where(counted, 0).unsqueeze(-1)).squeeze(-1)
+        return (counted & (target_logits == logits.amax(dim=-1))).sum()

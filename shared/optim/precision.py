@@ -27,12 +27,12 @@ def in_precision(objective: Objective, precision: Precision) -> Objective:
         raise ValueError(f"There is no precision {precision!r}: choose float32, bfloat16 or float16.")
     dtype = getattr(torch, precision)
 
-    def in_half(model: nn.Module, batch: Batch) -> Totals:
+    def autocast_objective(model: nn.Module, batch: Batch) -> Totals:
         require_master_weights(model)
         with torch.autocast(next(model.parameters()).device.type, dtype):
             return objective(model, batch)
 
-    return in_half
+    return autocast_objective
 
 
 def require_master_weights(model: nn.Module) -> None:

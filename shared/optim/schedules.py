@@ -60,7 +60,7 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
         group["lr"] = group["base_lr"] * factor
 
 
-def follow(schedule: ScheduleConfig, optimizer: Optimizer) -> None:
+def attach_schedule(schedule: ScheduleConfig, optimizer: Optimizer) -> None:
     """Let the steps of `optimizer` take their learning rates from `schedule`, the first call of `step` being step 1.
 
     For loops that start at the beginning. The engine's runs resume, so they count with `ScheduleLearningRate`.

@@ -23,6 +23,8 @@ class BitsPerByte(Callback):
         byte_count: bytes of text that the evaluation's predictions cover.
     """
 
+    every_rank = True
+
     def __init__(self, byte_count: int):
         self.byte_count = byte_count
 
@@ -35,6 +37,8 @@ class Costs(Callback):
 
     peak_memory: bytes. peak_here: of this process alone, which may be another rank than the one that saved, in another layout.
     """
+
+    every_rank = True
 
     def __init__(self):
         self.training = self.outside = 0.0
@@ -68,6 +72,8 @@ class Costs(Callback):
 
 class Traffic(Callback):
     """What this rank's training steps said to other ranks: calls and bytes by operation and axis, since the process began."""
+
+    every_rank = True
 
     def __init__(self, trace: CommTrace):
         self.trace = trace

@@ -14,7 +14,7 @@ from shared.engine.config import EngineConfig, require
 from shared.model.config import ModelConfig
 from shared.optim.config import OptimizerConfig
 from shared.optim.schedules import ScheduleConfig
-from shared.parallel.config import ParallelConfig
+from shared.parallel.config import ParallelConfig, require_built
 
 FIM_SPARE = 8  # positions that a row keeps free for each piece: three special tokens, and tokens that a cut splits in two
 
@@ -129,6 +129,7 @@ class TrainerConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self):
+        require_built(self.parallel)
         require(self.steps >= 1, f"steps is {self.steps}: give at least 1.")
         require(self.seed >= 0, f"seed is {self.seed}: give at least 0.")
         require(self.seed < 2**63, f"seed is {self.seed}: give less than 2**63.")

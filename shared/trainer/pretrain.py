@@ -21,6 +21,7 @@ from shared.data.fim import FillInMiddle
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.objectives import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
+from shared.devices import pick_device, require_writable
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
@@ -34,14 +35,11 @@ from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler
 from shared.optim.precision import in_precision
 from shared.optim.updater import Update
-from shared.parallel.parallelize import Parallel, apply_parallel
-from shared.parallel.comm.communicator import Communicator, OneRank
+from shared.parallel.parallelize import apply_parallel
+from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.config import layout_name
 from shared.parallel.mesh import Mesh
-from shared.parallel.run_world import ManyRanks
-from shared.parallel.checkpoint.saver import RankSaver
-from shared.parallel.watching import for_ranks
-from shared.text_run import pick_device, require_writable
+from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
 from shared.trainer.config import FIM_SPARE, TrainerConfig
@@ -59,11 +57,10 @@ class Run:
     config: TrainerConfig
     text: PreparedText
     engine: RuntimeEngine
+    strategy: ParallelStrategy
     costs: Costs
     traffic: Traffic
     preparation_seconds: float
-    mesh: Mesh
-    parallel: Parallel
 
 
 def pretrain(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Results | None:
@@ -76,13 +73,13 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
         SystemExit: the run was asked to leave before its end; the code is the one that shells give to that signal.
         CourseError: something that the reader can mend, in one sentence.
     """
-    world = world or OneRank()
+    world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
     try:
         run = build(config, console, world)
     except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
         raise CourseError(str(error)) from error
-    loader, held_out = loaders(run.config, run.text, run.mesh)
+    loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
     engine = run.engine.fit(loader, held_out, steps=config.steps)
     if engine.step < config.steps and engine.leaving:
         console.print(f"The same command goes on from step {engine.step}.", highlight=False)
@@ -92,7 +89,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
     """Everything up to the first step: the text, the model, spread over the ranks, the optimizer, the engine with its callbacks."""
-    mesh = Mesh(config.parallel, world or OneRank())
+    mesh = Mesh(config.parallel, world or SingleRankCommunicator())
     require_writable(config.engine.output)
     device = pick_device(config.engine.device)
     if device.type == "cpu":
@@ -107,32 +104,25 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
 
     torch.manual_seed(config.seed + mesh.data.rank)
     dtype = None if config.precision == "float32" else getattr(torch, config.precision)
-    parallel = apply_parallel(plain_model(config, mesh, device), mesh, config.optimizer, dtype, device, config.seed)
+    strategy = apply_parallel(plain_model(config, mesh, device), mesh, config.optimizer, dtype, device, config.seed)
     scaler = LossScaler() if config.precision == "float16" else None
-    costs, traffic, callbacks = callbacks_of(config, text, device, scaler, parallel, mesh)
-    keep = config.engine.checkpoint
+    costs, traffic = Costs(), Traffic(mesh.world.trace)
     engine = RuntimeEngine(
-        parallel.model,
-        build_optimizer(parallel.optimized, config.optimizer),
+        strategy,
+        build_optimizer(strategy.optim_params, config.optimizer, strategy.routes),
         config.engine,
         objective=in_precision(packed_next_token_objective, config.precision),
-        runner=parallel.runner(scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients),
-        reducer=parallel.reducer,
-        updater=parallel.updater(Update(config.max_grad_norm, scaler, parallel.norm)),
-        callbacks=callbacks,
-        saver=RankSaver(
-            config.engine.output / "checkpoints", parallel, mesh.world, device,
-            keep_last=keep.keep_last, keep_best=keep.keep_best, asynchronous=keep.asynchronous,
-        ),
-        world=ManyRanks(mesh, device),
+        runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
+        updater=Update(config.max_grad_norm, scaler, strategy.grad_norm),
+        callbacks=[costs, traffic, *callbacks_of(config, text, device, scaler)],
         console=console,
-    )  # fmt: skip
+    )
     announce(config, text, device, console)
     if mesh.world.size > 1:
         console.print(
             f"{mesh.world.size} ranks, layout {layout_name(config.parallel)}, backend {config.parallel.backend}.", highlight=False
         )
-    return Run(config, text, engine, costs, traffic, preparation_seconds, mesh, parallel)
+    return Run(config, text, engine, strategy, costs, traffic, preparation_seconds)
 
 
 def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> TransformerModel:
@@ -170,17 +160,14 @@ def resolved(config: TrainerConfig, text: PreparedText, device: torch.device, wo
     return replace(config, precision=precision, optimizer=optimizer, model=replace(config.model, vocab_size=text.tokenizer.vocab_size))
 
 
-def callbacks_of(
-    config: TrainerConfig, text: PreparedText, device: torch.device, scaler: LossScaler | None, parallel: Parallel, mesh: Mesh
-) -> tuple[Costs, Traffic, list[Callback]]:
-    """The trainer's own callbacks, on every rank, then those that the engine's configuration asks for."""
-    costs, traffic = Costs(), Traffic(mesh.world.trace)
-    mine: list[Callback] = [ScheduleLearningRate(config.schedule), costs, traffic]
+def callbacks_of(config: TrainerConfig, text: PreparedText, device: torch.device, scaler: LossScaler | None) -> list[Callback]:
+    """The schedule, bits per byte and the loss scale, then what the engine's configuration asks for."""
+    mine: list[Callback] = [ScheduleLearningRate(config.schedule)]
     mine.append(BitsPerByte(evaluation(config, text, config.data.held_out_rows).byte_count(text.tokenizer.byte_lengths)))
     if scaler is not None:
         mine.append(KeepLossScale(scaler))
-    trackers = list(dict.fromkeys([*config.engine.trackers, "jsonl"])) if mesh.world.rank == 0 else []  # the report reads the lines
-    found = default_callbacks(
+    trackers = list(dict.fromkeys([*config.engine.trackers, "jsonl"]))  # the report reads the lines
+    return mine + default_callbacks(
         replace(config.engine, trackers=trackers),
         device,
         config.model,
@@ -188,7 +175,6 @@ def callbacks_of(
         loss_scale=(lambda: scaler.state.scale) if scaler else None,
         settings=provenance.plain(config),
     )
-    return costs, traffic, mine + for_ranks(found, parallel, mesh)
 
 
 def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[PackedLoader, EvaluationLoader]:

@@ -19,7 +19,6 @@ from shared.loop import evaluate
 from shared.model.counting import parameter_counts
 from shared.model.transformer import TransformerModel
 from shared.parallel.config import layout_name
-from shared.parallel.checkpoint.local_state import weights_on_rank_0
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
 from shared.trainer.comparison import beside_one_process
@@ -49,9 +48,9 @@ def look_at(run: "Run", console: Console) -> Results | None:
     config, engine, text = run.config, run.engine, run.text
     began = time.perf_counter()
     with console.status("Looking at what was learned ..."):
-        batches = (on_device(batch, engine.device) for batch in evaluation(config, text, None, run.mesh))
-        totals = engine.world.add(evaluate(engine.model, batches, engine.objective))
-        memory = run.mesh.world.gather_objects(run.costs.peak_here or peak_memory(engine.device))
+        batches = (on_device(batch, engine.device) for batch in evaluation(config, text, None, run.strategy.mesh))
+        totals = run.strategy.sum(evaluate(engine.model, batches, engine.objective))
+        memory = run.strategy.mesh.world.gather_objects(run.costs.peak_here or peak_memory(engine.device))
         model = whole_model(run)
         if model is None:
             return None
@@ -79,11 +78,11 @@ def look_at(run: "Run", console: Console) -> Results | None:
 
 def whole_model(run: "Run") -> nn.Module | None:
     """The trained model on rank 0, whole; None on the others, which all take part in putting it together."""
-    world = run.mesh.world
-    if world.size == 1:
+    strategy = run.strategy
+    if strategy.size == 1:
         return run.engine.model
-    weights = weights_on_rank_0(run.parallel, world)
-    if world.rank:
+    weights = strategy.full_weights()
+    if strategy.rank:
         return None
     model = TransformerModel(run.config.model).to(run.engine.device)
     put_weights(model, weights)

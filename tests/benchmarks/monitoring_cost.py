@@ -19,16 +19,16 @@ from rich.table import Table
 from step_speed import PEERS, batches
 
 from shared.allocator import keep_freed_memory
-from shared.engine.debug.anomalies import CatchAnomalies
+from shared.data.objectives import packed_next_token_objective
 from shared.engine.callbacks import Callback
 from shared.engine.config import CheckpointConfig, EngineConfig
+from shared.engine.debug.anomalies import CatchAnomalies
 from shared.engine.debug.dump import ModelDump
 from shared.engine.engine import RuntimeEngine
-from shared.engine.metrics.throughput import Resources, Throughput
 from shared.engine.metrics.norms import Norms
 from shared.engine.metrics.peaks import measure_peak
+from shared.engine.metrics.throughput import Resources, Throughput
 from shared.engine.trackers import make_tracker
-from shared.model.sliced_loss import sliced_next_token_objective
 from shared.model.transformer import TransformerModel
 
 WARMUP = 10
@@ -84,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         saving = CheckpointConfig(every=0, keep_best=False)
         config = EngineConfig(output=Path(folder), device="cpu", log_every=arguments.log_every, evaluate_every=0, checkpoint=saving)
-        engine = RuntimeEngine(model, optimizer, config, objective=sliced_next_token_objective, callbacks=callbacks)
+        engine = RuntimeEngine(model, optimizer, config, objective=packed_next_token_objective, callbacks=callbacks)
         engine.fit(([batch] for batch in batches("cpu")), steps=arguments.steps)
     steps = arguments.steps - WARMUP
     total = seconds.ended - seconds.began

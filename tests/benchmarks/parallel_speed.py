@@ -28,16 +28,16 @@ from step_speed import BATCH, PEERS, SEQ, VOCAB
 from torch import Tensor
 
 from shared.allocator import keep_freed_memory
+from shared.data.objectives import packed_next_token_objective
 from shared.loop import accumulate_gradients, apply_update, train_step
-from shared.model.sliced_loss import sliced_next_token_objective
 from shared.model.transformer import TransformerModel
-from shared.parallel.parallelize import apply_parallel
-from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.health.heartbeat import Patience
-from shared.parallel.comm.launch import loopback
 from shared.parallel.checkpoint.local_state import whole_weights
-from shared.parallel.mesh import Mesh
+from shared.parallel.comm.launch import loopback
 from shared.parallel.comm.processes import join_world
+from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.health.heartbeat import Timeouts
+from shared.parallel.mesh import Mesh
+from shared.parallel.parallelize import apply_parallel
 
 RANKS, WARMUP = 2, 2
 ROWS = {
@@ -82,13 +82,13 @@ class Run:
 
 def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
     model = prepared()
-    world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Patience())
+    world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Timeouts())
     parallel = apply_parallel(model, Mesh(layout_of(row), world))
-    optimizer = torch.optim.AdamW(parallel.optimized.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(parallel.optim_params.parameters(), lr=1e-4, fused=True)
 
     def step(share: dict[str, Tensor]) -> Tensor:
         parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(apply_update)
-        totals = train_step(parallel.model, optimizer, [share], sliced_next_token_objective, *parts)
+        totals = train_step(parallel.model, optimizer, [share], packed_next_token_objective, *parts)
         return totals.loss_sum / totals.token_count
 
     return Run(rank, steps, step, lambda: dict(whole_weights(parallel)))
@@ -108,7 +108,7 @@ def prepare_theirs(rank: int, meeting: str, row: str, steps: int) -> Run:
 
     def step(share: dict[str, Tensor]) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        totals = sliced_next_token_objective(run, share)
+        totals = packed_next_token_objective(run, share)
         loss = totals.loss_sum / totals.token_count
         loss.backward()
         optimizer.step()

@@ -21,11 +21,11 @@ from rich.table import Table
 from side_by_side import Comparison, Contender, Round, compare
 
 from shared.allocator import keep_freed_memory
+from shared.data.objectives import packed_next_token_objective
 from shared.loop import accumulate_gradients, apply_update, keep_totals, train_step
 from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
-from shared.model.sliced_loss import sliced_next_token_objective
 from shared.model.transformer import TransformerModel
 
 LAYERS, HEADS, HIDDEN, SEQ, BATCH, VOCAB = 6, 6, 384, 256, 8, 4096
@@ -79,7 +79,7 @@ def prepare_ours(folder: str, device: str, dtype: str) -> Round:
     def step(batch):
         def objective(model, microbatch):
             with casting(device, dtype):
-                return sliced_next_token_objective(model, microbatch)
+                return packed_next_token_objective(model, microbatch)
 
         return train_step(model, optimizer, [batch], objective, accumulate_gradients, keep_totals, apply_update).mean_loss
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from import_graph import circles
 
 from shared.course import catalogue, stubs
 from shared.course.paths import CHECKOUT
@@ -56,6 +57,11 @@ def test_a_floor_imports_downwards_only(path):
     assert not {name for name in imported if not name.startswith("shared")}
     above = {name: floor_of(name) for name in imported if (floor_of(name) or 0) > own}
     assert not above, f"{path} stands on floor {own} and imports upwards: {above}"
+
+
+def test_import_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f", "a"}}
+    assert circles(graph) == [{"a", "b", "c"}, {"f", "g"}]
 
 
 @pytest.mark.parametrize("path", FLOOR_0, ids=lambda path: path.name)

@@ -4,8 +4,10 @@ A number of three or more significant digits in a notebook's text must stand in 
 backticks, formulas between dollar signs, years, sentences that say that a number is exact, and the names in NAMES.
 """
 
+import ast
 import re
 import tomllib
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import nbformat
@@ -18,7 +20,8 @@ CHAPTERS = list(catalogue.chapters().values())
 by_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.slug)
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])")
 NAMES = ("RTX 3090", "issue 34191", "-100")
-TEXTS = [CHECKOUT / "README.md", *CHECKOUT.glob("chapters/*/README.md")]
+GLOSSARY = CHECKOUT / "chapters" / "GLOSSARY.md"
+TEXTS = [CHECKOUT / "README.md", GLOSSARY, *CHECKOUT.glob("chapters/*/README.md")]
 
 
 def significant(number: str) -> int:
@@ -64,6 +67,54 @@ def test_links_lead_somewhere(path):
     for target in targets:
         base = path.parent if not target.startswith(("chapters/", "notebooks/", "solutions/", "shared/", "tests/")) else CHECKOUT
         assert Path(base, target).exists(), f"{path} points to {target}"
+
+
+def glossary_rows() -> list[tuple[str, str, str]]:
+    """(the field's word, where it is here, chapter) of each row."""
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([\d, ]+) \|$", GLOSSARY.read_text(encoding="utf-8"), re.M)
+    return [row for row in rows if row[0] != "---"]
+
+
+def defined_in(path: Path) -> set[str]:
+    """The names that a file defines: functions, classes, methods as `Class.method`, constants, fields of classes."""
+
+    def names(body: list[ast.stmt], prefix: str = "") -> set[str]:
+        found = set()
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found |= {prefix + node.name} | (names(node.body, f"{node.name}.") if isinstance(node, ast.ClassDef) else set())
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {prefix + target.id for target in targets if isinstance(target, ast.Name)}
+        return found
+
+    return names(ast.parse(path.read_text(encoding="utf-8")).body)
+
+
+def keys_of(config: type, prefix: str = "") -> set[str]:
+    """Every key of a configuration, dotted."""
+    keys = {prefix + field.name for field in fields(config)}
+    return keys.union(*(keys_of(field.type, f"{prefix}{field.name}.") for field in fields(config) if is_dataclass(field.type)))
+
+
+def test_glossary_points_to_what_exists():
+    from shared.trainer.config import TrainerConfig
+
+    keys = keys_of(TrainerConfig)
+    for word, places, chapters in glossary_rows():
+        openings = []
+        for place in places.split("; "):
+            path = Path(GLOSSARY.parent, re.match(r"\[`[^`]+`\]\(([^)]+)\)", place)[1]).resolve()
+            opening = re.match(r"Chapter (\d\d)\.", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+            openings.append(opening[1] if opening else path.parent.name[:2])
+            named = set(re.findall(r"`([^`]+)`", place.partition("): ")[2]))
+            assert named and named <= defined_in(path) | keys, f"{word}: {named - defined_in(path) - keys} is not in {path.name}"
+        assert chapters == ", ".join(sorted(set(openings))), word
+
+
+def test_glossary_has_each_word_once():
+    words = [word.strip() for row in glossary_rows() for word in row[0].split(",")]
+    assert len(glossary_rows()) >= 60 and len(words) == len(set(words))
 
 
 @by_chapter

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shared.engine.checkpoint.optimizer_state import load_optimizer_state, name_optimizer_state
 from shared.engine.checkpoint.random_state import RandomState, get_random_state, set_random_state
 from shared.engine.checkpoint.snapshot import restore, take_snapshot, weights_of
-from shared.engine.metrics.accumulator import Window
+from shared.engine.metrics.accumulator import MetricAccumulator
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 from shared.totals import Totals
@@ -290,7 +290,7 @@ def test_a_snapshot_of_one_precision_resumes_in_another():
 
 
 def test_losses_since_the_last_log_keep_their_precision():
-    window, fresh = Window(), Window()
+    window, fresh = MetricAccumulator(), MetricAccumulator()
     window.add(Totals(torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(7), {"correct": torch.tensor(5)}))
     fresh.load_state_dict(json.loads(json.dumps(window.state_dict())))
     assert fresh.totals == window.totals and fresh.totals.loss_sum.dtype == torch.float64

@@ -19,10 +19,9 @@ from small_runs import Loader, Recorder, make_engine, printed
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
-from shared.engine.json_numbers import from_json, to_json
 from shared.engine.trackers import TRACKERS, make_tracker
-from shared.engine.trackers.jsonl import read_jsonl
-from shared.engine.trackers.settings import flat
+from shared.engine.trackers.external import flat
+from shared.engine.trackers.jsonl import from_json, read_jsonl, to_json
 
 ASKED = []  # host names that something in this process wanted to know the address of
 

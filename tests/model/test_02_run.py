@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from shared import experiments
+from chapters import trials
+from chapters.trials import Spread
 from shared.course.paths import CHECKOUT
-from shared.experiments import Spread
 from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts
 
@@ -137,11 +137,11 @@ def test_a_spread_is_mean_and_range():
 
 def test_a_verdict_claims_only_what_the_ranges_allow():
     results = {name: [{"loss": value} for value in values] for name, values in (("a", (1.0, 1.2)), ("b", (1.1, 1.4)), ("c", (2.0, 2.1)))}
-    assert experiments.verdict(results, "loss") == "Lowest mean loss: a. With 2 seeds it cannot be told from: b."
+    assert trials.verdict(results, "loss") == "Lowest mean loss: a. With 2 seeds it cannot be told from: b."
     del results["b"]
-    assert "Its 2 seeds all lie below every other variant's" in experiments.verdict(results, "loss")
+    assert "Its 2 seeds all lie below every other variant's" in trials.verdict(results, "loss")
     results["d"] = [{"loss": None}, {"loss": None}]
-    assert "a" in experiments.verdict(results, "loss")
+    assert "a" in trials.verdict(results, "loss")
 
 
 def test_the_seed_changes_weights_and_order_and_the_same_one_repeats(tmp_path, text_file):

@@ -1,25 +1,15 @@
-"""What makes a step fast must not change it: gradients written out, the loss in slices, memory that is kept."""
+"""What makes a step fast must not change it: gradients written out, casts made once, memory that is kept."""
 
 import subprocess
 import sys
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from shared.loss import next_token_objective
-from shared.model.autocast import to_compute_dtype
-from shared.model.config import ModelConfig
+from shared.model.context import to_compute_dtype
 from shared.model.norm import RMSNormFunction, rms_norm
 from shared.model.rope import Rotation, apply_rope
-from shared.model.sliced_loss import sliced_next_token_objective
-from shared.model.transformer import TransformerModel
-
-CONFIG = ModelConfig(
-    vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=64
-)
 
 
 def randn(*shape: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
@@ -72,81 +62,6 @@ def test_the_gradients_written_out_keep_less():
     plain, by_hand = saved_bytes(lambda: rms_norm(x, weight, 1e-5)), saved_bytes(lambda: RMSNormFunction.apply(x, weight, 1e-5))
     assert by_hand == x.nbytes + weight.nbytes < plain
     assert saved_bytes(lambda: Rotation.apply(x, angles.cos(), angles.sin())) == 2 * angles.nbytes
-
-
-def batch_of(*shape: int) -> dict[str, torch.Tensor]:
-    ids, targets = torch.randint(97, (2, *shape), generator=torch.Generator().manual_seed(3))
-    targets[:, ::4] = -100
-    return {"input_ids": ids, "targets": targets}
-
-
-MODELS = {
-    "untied": CONFIG,
-    "tied": replace(CONFIG, tie_word_embeddings=True),
-    "masked-language-model head": replace(CONFIG, head="mlm", tie_word_embeddings=True, hidden_act="gelu"),
-    "scaled head": replace(CONFIG, logit_scale=0.1),
-}
-
-
-@pytest.mark.parametrize("rows", [1, 7, 39, 1000])
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_the_loss_in_slices_is_the_loss(config, rows):
-    batch = batch_of(3, 13)
-    whole, sliced = TransformerModel(config).double(), TransformerModel(config).double()
-    expected = next_token_objective(whole, batch)
-    found = sliced_next_token_objective(sliced, batch, rows=rows)
-    torch.testing.assert_close(found.loss_sum, expected.loss_sum, rtol=1e-13, atol=0)
-    assert torch.equal(found.token_count, expected.token_count) and found.token_count.dtype == torch.int64
-    assert torch.equal(found.metrics["correct"], expected.metrics["correct"])
-    (expected.loss_sum * 3).backward()
-    (found.loss_sum * 3).backward()
-    for (name, left), right in zip(sliced.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(left.grad, right.grad, rtol=1e-11, atol=1e-13, msg=name)
-
-
-def test_the_loss_in_slices_adds_to_gradients_and_leaves_frozen_parameters_alone():
-    model, batch = TransformerModel(CONFIG).double(), batch_of(3, 13)
-    model.head.requires_grad_(False)
-    for _ in range(2):
-        sliced_next_token_objective(model, batch, rows=8).loss_sum.backward()
-    reference = TransformerModel(CONFIG).double()
-    next_token_objective(reference, batch).loss_sum.backward()
-    assert model.head.linear.weight.grad is None
-    torch.testing.assert_close(model.embedding.tokens.weight.grad, 2 * reference.embedding.tokens.weight.grad, rtol=1e-11, atol=1e-13)
-
-
-def test_the_loss_in_slices_computes_no_gradient_in_evaluation():
-    model, calls = TransformerModel(CONFIG), []
-    model.head.register_forward_hook(lambda module, args, out: calls.append(out.requires_grad))
-    with torch.no_grad():
-        totals = sliced_next_token_objective(model, batch_of(3, 13), rows=8)
-    assert calls == [False] * 5 and not totals.loss_sum.requires_grad
-
-
-def test_all_logits_are_never_there_at_once():
-    config, batch = replace(CONFIG, vocab_size=4001), batch_of(4, 64)
-    largest = {}
-    for name, objective in (("whole", next_token_objective), ("sliced", partial(sliced_next_token_objective, rows=16))):
-        sizes = []
-        model = TransformerModel(config)
-        model.head.register_forward_hook(lambda module, args, out, sizes=sizes: sizes.append(out.numel()))
-        objective(model, batch).loss_sum.backward()
-        largest[name] = max(sizes)
-    assert largest == {"whole": 256 * 4001, "sliced": 16 * 4001}
-
-
-def test_under_autocast_the_loss_in_slices_agrees_to_bfloat16():
-    batch = batch_of(3, 13)
-    gradients = []
-    for objective in (next_token_objective, partial(sliced_next_token_objective, rows=8)):
-        model = TransformerModel(replace(CONFIG, tie_word_embeddings=True))
-        with torch.autocast("cpu", torch.bfloat16):
-            totals = objective(model, batch)
-        assert totals.loss_sum.dtype == torch.float32
-        totals.loss_sum.backward()
-        gradients.append(model.embedding.tokens.weight.grad)
-    assert gradients[0].dtype == torch.float32
-    assert (gradients[0] - gradients[1]).abs().max() < 0.02 * gradients[0].abs().max()
 
 
 def test_what_several_layers_read_is_cast_once_under_autocast():

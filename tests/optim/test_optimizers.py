@@ -139,7 +139,7 @@ def test_matrices_that_are_orthogonalised_together_step_as_they_would_alone(monk
     together, alone = model_of(), model_of()
     trained(together, build_optimizer(together, CONFIGS["muon"]), 3)
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", 1)
-    assert all(len(batch) == 1 for batch in muon.alike([with_gradient(p) for p in model_of().parameters()]))
+    assert all(len(batch) == 1 for batch in muon.bucket_by_shape([with_gradient(p) for p in model_of().parameters()]))
     trained(alone, build_optimizer(alone, CONFIGS["muon"]), 3)
     assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(together.parameters(), alone.parameters(), strict=True))
 
@@ -152,7 +152,7 @@ def with_gradient(parameter):
 def test_batches_are_of_one_kind_and_bounded(monkeypatch):
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", 100)
     parameters = [with_gradient(nn.Parameter(torch.ones(*shape))) for shape in [(5, 7)] * 5 + [(7, 5)] * 2 + [(20, 20)] * 2]
-    found = sorted([tuple(p.shape) for p in batch] for batch in muon.alike(parameters))
+    found = sorted([tuple(p.shape) for p in batch] for batch in muon.bucket_by_shape(parameters))
     assert found == [[(5, 7)], [(5, 7)] * 2, [(5, 7)] * 2, [(7, 5)] * 2, [(20, 20)], [(20, 20)]]
 
 

@@ -22,7 +22,7 @@ from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.config import OptimizerConfig, ScheduleConfig
 from shared.optim.loss_scale import LossScale, LossScaleConfig, LossScaler
 from shared.optim.precision import in_precision
-from shared.optim.schedules import factor_at, follow
+from shared.optim.schedules import factor_at, attach_schedule
 from shared.optim.updater import Update
 from shared.totals import Totals
 
@@ -33,7 +33,7 @@ def test_following_a_schedule_moves_every_group_in_proportion():
     model = model_of()
     optimizer = build_optimizer(model, OptimizerConfig("muon", lr=0.4, scaling="original", adamw_lr=0.1, newton_schulz_dtype="float32"))
     schedule = ScheduleConfig("linear", steps=4, warmup_steps=2, minimum=0.0)
-    follow(schedule, optimizer)
+    attach_schedule(schedule, optimizer)
     seen = []
     for _ in train(model, optimizer, batches(), next_token_objective, steps=6):
         seen.append({group["rule"]: group["lr"] for group in optimizer.param_groups})

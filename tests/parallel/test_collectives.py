@@ -2,9 +2,11 @@
 
 from collections import Counter
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
+from step_exchanges import step_cost, step_exchanges
 from torch import Tensor
 
 from shared.loop import accumulate_gradients
@@ -12,15 +14,16 @@ from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.collectives import all_reduce_in_two, all_reduce_through_root, ring_all_reduce
-from shared.parallel.comm.communicator import CommunicationError, Communicator
+from shared.parallel.comm.communicator import CommunicationError
 from shared.parallel.config import ParallelConfig
-from shared.parallel.planning.costs import Cost, Link, cost, cost_of_entries, step_cost, step_exchanges
+from shared.parallel.planning.costs import Cost, Link, cost, cost_of_entries
 from shared.parallel.data.ddp import DataParallel
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.planning.rehearsal import rehearse
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.data.zero import Zero
+
+simulation = import_module("chapters.06_data_parallel.simulation")
 
 ALL_REDUCES = [ring_all_reduce, all_reduce_in_two, all_reduce_through_root]
 by_all_reduce = pytest.mark.parametrize("all_reduce", ALL_REDUCES, ids=lambda function: function.__name__)
@@ -85,62 +88,10 @@ def measured(function, ranks: int, numbers: int) -> list[Cost]:
     return run_threads(work, ranks)
 
 
-def recursive_doubling(tensor: Tensor, group: Communicator) -> None:
-    distance = 1
-    while distance < group.size:
-        other = group.rank ^ distance
-        theirs = torch.empty_like(tensor)
-        sending = group.send(tensor.clone(), other, asynchronous=True)
-        group.receive(theirs, other)
-        sending.wait()
-        tensor += theirs
-        distance *= 2
-
-
-def recursive_halving_and_doubling(tensor: Tensor, group: Communicator) -> None:
-    """Rabenseifner: halve what one is responsible for until it is 1 / n, then double it again."""
-    start, length, distance, path = 0, len(tensor), group.size // 2, []
-    while distance:
-        other, half = group.rank ^ distance, length // 2
-        mine, theirs = (start, start + half) if group.rank < other else (start + half, start)
-        arrived = tensor.new_empty(half)
-        sending = group.send(tensor[theirs : theirs + half], other, asynchronous=True)
-        group.receive(arrived, other)
-        sending.wait()
-        tensor[mine : mine + half] += arrived
-        path.append((other, mine, theirs, half))
-        start, length, distance = mine, half, distance // 2
-    for other, mine, theirs, half in reversed(path):
-        sending = group.send(tensor[mine : mine + half], other, asynchronous=True)
-        group.receive(tensor[theirs : theirs + half], other)
-        sending.wait()
-
-
-ROUTES = {
-    "ring": ring_all_reduce,
-    "recursive doubling": recursive_doubling,
-    "recursive halving and doubling": recursive_halving_and_doubling,
-}
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("route", ROUTES)
-def test_formulas_are_what_the_ledger_counts(route, ranks):
+def test_formulas_are_what_the_comm_trace_counts(ranks):
     numbers = 24
-    assert measured(ROUTES[route], ranks, numbers) == [cost("all_reduce", 8 * numbers, ranks, route)] * ranks
-
-
-def test_the_reference_routes_are_all_reduces():
-    """The negative control of the test above: what is counted comes to the right sum."""
-
-    def work(world, function):
-        tensor = random(world.rank, 24)
-        function(tensor, world)
-        return tensor
-
-    for function in (recursive_doubling, recursive_halving_and_doubling):
-        for result in run_threads(work, 4, function):
-            torch.testing.assert_close(result, sum(random(rank, 24) for rank in range(4)))
+    assert measured(ring_all_reduce, ranks, numbers) == [cost("all_reduce", 8 * numbers, ranks)] * ranks
 
 
 @pytest.mark.parametrize(("ranks", "numbers"), [(3, 23), (5, 2), (7, 100)])
@@ -157,14 +108,13 @@ def test_through_the_root_all_bytes_pass_one_rank():
         return Cost(len(entries), sum(entry.bytes for entry in entries))  # it sends and receives, one after the other
 
     root, *others = run_threads(work, 4)
-    assert root == cost("all_reduce", 40, 4, "through root") == Cost(6, 240)
+    assert root == Cost(6, 240)
     assert others == [Cost(2, 80)] * 3
 
 
 def test_the_halves_of_an_all_reduce_cost_what_it_costs():
     halves = cost("reduce_scatter", 1000, 5) + cost("all_gather", 1000, 5)
     assert halves == cost("all_reduce", 1000, 5) == Cost(8, 1600)
-    assert cost("reduce_scatter", 1000, 8, "recursive halving") + cost("all_gather", 1000, 8, "recursive doubling") == Cost(6, 1750)
 
 
 def test_seconds_by_hand():
@@ -175,18 +125,9 @@ def test_seconds_by_hand():
     assert cost("barrier", 0, 4) == cost("all_reduce", 8e6, 1) == cost("receive", 8e6, 4) == Cost(0, 0.0)
 
 
-def test_short_tensors_want_few_messages_and_long_ones_few_bytes():
-    link = Link(latency=1e-5, bandwidth=1e9)
-    ring, doubling = (partial(cost, "all_reduce", ranks=64, route=route) for route in ("ring", "recursive doubling"))
-    assert doubling(1e3).seconds(link) < ring(1e3).seconds(link) / 10
-    assert ring(1e8).seconds(link) < doubling(1e8).seconds(link) / 2
-
-
-def test_costs_that_there_are_not():
-    with pytest.raises(ValueError, match="There is no formula for all_reduce by pigeon: known are ring, through root"):
-        cost("all_reduce", 8, 4, "pigeon")
-    with pytest.raises(ValueError, match="6 is no power of two"):
-        cost("all_reduce", 8, 6, "recursive doubling")
+def test_an_operation_without_a_formula_is_refused():
+    with pytest.raises(ValueError, match="There is no formula for pigeon: known are all_reduce"):
+        cost("pigeon", 8, 4)
 
 
 # What strategies say in a step: the formulas against the ledgers of the real ones.
@@ -197,7 +138,7 @@ RANKS = 4
 
 def said(make, microbatches: int) -> tuple[object, Counter, Counter]:
     """The strategy, and what it says in a second step: calls and bytes by operation, without the totals."""
-    world = rehearse(RANKS)
+    world = simulation.dry_run(RANKS)
     parallel = make(TransformerModel(MODEL), world)
     ids = torch.randint(31, (microbatches, 2, 9), generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": each[:, :-1], "targets": each[:, 1:]} for each in ids]

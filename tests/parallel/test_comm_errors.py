@@ -15,7 +15,7 @@ import torch
 from shared.parallel.comm import launch
 from shared.parallel.comm import processes
 from shared.parallel.comm.communicator import CommunicationError, RankStopped
-from shared.parallel.health.heartbeat import EXIT_CODE, Patience
+from shared.parallel.health.heartbeat import EXIT_CODE, Timeouts
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 
@@ -199,7 +199,7 @@ def test_a_rank_that_could_not_connect_is_not_the_cause(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "fresh_part", lambda store, *_: store)
     monkeypatch.setattr(processes.dist, "init_process_group", cut_off)
     with pytest.raises(RankStopped, match="rank 0 of 2 could not connect to the others: Connection closed by peer") as stopped:
-        processes.join_world(0, 2, "", torch.device("cpu"), Patience())
+        processes.join_world(0, 2, "", torch.device("cpu"), Timeouts())
     with pytest.raises(KeyError, match="the cause"):
         launch.results_of({0: (None, stopped.value), 1: (None, KeyError("the cause"))}, [0, 0], 1.0, tmp_path)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rank_cases import CASES, EXPECTED, digits, reduced, run_cases
 
-from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 
@@ -73,7 +73,7 @@ def test_a_sum_is_the_same_bits_on_every_rank(run):
 
 
 def test_one_rank_alone_answers_every_operation():
-    world = OneRank()
+    world = SingleRankCommunicator()
     tensor, part = torch.arange(3.0), torch.zeros(3)
     world.all_reduce(tensor)
     world.all_gather(part, tensor)

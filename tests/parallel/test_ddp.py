@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from replica_runs import LAYOUTS, Situation, Weights, digit_objective, exchange, model_of, share
+from step_exchanges import step_exchanges
 from torch import nn
 
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.parallel.data.buckets import plan_buckets
-from shared.parallel.comm.communicator import OneRank
-from shared.parallel.planning.costs import step_exchanges
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.data.ddp import DataParallel, NaiveDataParallel
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.data.zero import Zero
@@ -44,7 +44,7 @@ def test_a_bucket_has_one_dtype():
 def test_the_last_layers_come_first_and_frozen_parameters_not_at_all():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5))
     model[1].bias.requires_grad_(False)
-    buckets = DataParallel(model, OneRank(), 1e-9).buckets
+    buckets = DataParallel(model, SingleRankCommunicator(), 1e-9).buckets
     assert [bucket.parameters for bucket in buckets] == [(model[1].weight,), (model[0].bias,), (model[0].weight,)]
 
 
@@ -59,11 +59,11 @@ def test_a_gradient_that_some_rank_has_comes_to_all_and_one_that_none_has_to_non
     def rank(world):
         parallel = make(Weights(3), world)
         for _ in range(2):
-            for parameter in parallel.optimized.parameters():
+            for parameter in parallel.optim_params.parameters():
                 parameter.grad = None
             totals = exchange(parallel, batches[world.rank], digit_objective)
         cuts = parallel.cuts()
-        pieces = dict(parallel.optimized.named_parameters())
+        pieces = dict(parallel.optim_params.named_parameters())
         there = {name: piece.grad for name, piece in pieces.items() if piece.numel()}
         return (
             totals.token_count,
@@ -84,7 +84,7 @@ def test_gradients_that_came_without_the_wrapped_runner_are_exchanged_too(make):
         parallel = make(Weights(2), world)
         totals = accumulate_gradients(parallel.model, [([0, 1], 10.0**world.rank)], digit_objective)
         parallel.reducer(parallel.model, totals)
-        return [piece.grad.unique().tolist() for piece in parallel.optimized.parameters() if piece.numel()]
+        return [piece.grad.unique().tolist() for piece in parallel.optim_params.parameters() if piece.numel()]
 
     assert all(value == [11.0] for gradients in run_threads(rank, 2) for value in gradients)
 
@@ -98,7 +98,7 @@ def test_ranks_whose_gradients_are_ready_in_other_orders_exchange_in_one_order()
 
     def rank(world):
         exchange(DataParallel(Weights(4), world, 1e-9), [(orders[world.rank], 1.0)], digit_objective)
-        return [(entry.bytes, entry.during) for entry in world.trace.entries]
+        return [(entry.bytes, entry.phase) for entry in world.trace.entries]
 
     for entries in run_threads(rank, 3):
         assert entries == [(32, "backward"), (24, "backward"), (16, "backward"), (8, "backward"), (8 * (2 + 4), "after backward")]
@@ -110,7 +110,7 @@ def counted(world, layout: str, microbatches: int):
     parallel = LAYOUTS[layout][1](model_of(situation), world, "adamw")
     totals = exchange(parallel, share(situation, world.rank, world.size, 0), next_token_objective)
     parallel.updater(lambda model, optimizer, count: None)(parallel.model, None, totals.token_count)
-    return Counter((e.operation, e.bytes) for e in world.trace.entries if e.during != "after backward"), parallel
+    return Counter((e.operation, e.bytes) for e in world.trace.entries if e.phase != "after backward"), parallel
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -142,8 +142,8 @@ def test_whole_parameters_travel_without_padding():
         parallel = Zero(model, world, 1, whole=dict(model.named_parameters()))
         totals = exchange(parallel, share(Situation(), world.rank, world.size, 0), next_token_objective)
         parallel.updater(lambda model, optimizer, count: None)(model, None, totals.token_count)
-        own = sum(piece.nbytes for piece in parallel.optimized.parameters())
-        found = [(entry.operation, entry.bytes) for entry in world.trace.entries if entry.during != "after backward"]
+        own = sum(piece.nbytes for piece in parallel.optim_params.parameters())
+        found = [(entry.operation, entry.bytes) for entry in world.trace.entries if entry.phase != "after backward"]
         return found, own, sum(parameter.nbytes for parameter in model.parameters()), parallel.buckets[0].bytes
 
     ranks = run_threads(rank, 3)

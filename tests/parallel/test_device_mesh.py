@@ -87,7 +87,7 @@ def test_too_few_ranks_are_refused_with_the_degrees():
         ({"zero": 1, "data_parallel": 2, "fully_sharded": 2}, "full sharding already cuts"),
         ({"zero": 2, "data_parallel": 2, "backend": "torch"}, "PyTorch has no such engine"),
         ({"prefetch": -1}, "prefetch and check_every must be at least 0"),
-        ({"timeout": 0.0}, "timeout must be above 0"),
+        ({"heartbeat_timeout": 0.0}, "heartbeat_timeout must be above 0"),
         ({"bucket_megabytes": 0.0}, "bucket_megabytes"),
     ],
 )
@@ -104,9 +104,9 @@ def test_a_layout_is_one_word(word):
 
 
 def test_a_word_says_all_degrees_and_nothing_else():
-    base = ParallelConfig(backend="torch", data_parallel=3, zero=1, timeout=7.0)
-    assert parse_layout("fsdp2", base) == ParallelConfig(backend="torch", fully_sharded=2, timeout=7.0)
-    assert parse_layout("one", base) == ParallelConfig(backend="torch", timeout=7.0)
+    base = ParallelConfig(backend="torch", data_parallel=3, zero=1, heartbeat_timeout=7.0)
+    assert parse_layout("fsdp2", base) == ParallelConfig(backend="torch", fully_sharded=2, heartbeat_timeout=7.0)
+    assert parse_layout("one", base) == ParallelConfig(backend="torch", heartbeat_timeout=7.0)
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from fault_table import RUNS, run_fault
 from parallel_script import make_model, parsed, train
 
 from shared.parallel.comm.communicator import CommunicationError
-from shared.parallel.health.heartbeat import Patience, where_it_stands
+from shared.parallel.health.heartbeat import Timeouts, where_it_stands
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.health.replicas import ReplicasDiffer, checksum, require_equal
 from shared.parallel.health.deadlock import Beat, Call, deadlock, mismatch, stuck
 from shared.parallel.comm.threads import run_threads
 
-PATIENT = Patience(timeout=120.0, longest_wait=600.0, every=0.2)  # a rank of a busy machine is not taken for dead
+LONG_TIMEOUTS = Timeouts(120.0, 600.0, heartbeat_interval=0.2)  # a rank of a busy machine is not taken for dead
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that ranks need not import pytest
 
 # What follows from beats, without processes.
@@ -191,14 +191,14 @@ def kinds(world):
 )
 def test_processes_that_will_never_meet_are_told_so(function, sentence):
     with pytest.raises(CommunicationError, match=sentence):
-        run_processes(function, 2, timeout=300, patience=PATIENT)
+        run_processes(function, 2, timeout=300, timeouts=LONG_TIMEOUTS)
 
 
 def test_a_process_that_hangs_is_named_with_what_it_did_last():
     """It beats twice and stops, so it has no time to miss the other one's beats, however slow the machine is."""
     sentence = "rank 1 has not been heard of for 2 s: it died or hangs; it was last in barrier #1 of world"
     with pytest.raises(CommunicationError, match=sentence):
-        run_processes(silent, 2, timeout=300, patience=Patience(2.0, 600.0, 0.2))
+        run_processes(silent, 2, timeout=300, timeouts=Timeouts(2.0, 600.0, 0.2))
 
 
 def late(world):
@@ -209,7 +209,7 @@ def late(world):
 
 
 def test_a_rank_that_is_late_and_lives_is_waited_for():
-    assert run_processes(late, 2, patience=PATIENT) == [0, 1]
+    assert run_processes(late, 2, timeouts=LONG_TIMEOUTS) == [0, 1]
 
 
 def asleep(world):
@@ -226,7 +226,7 @@ def test_a_rank_that_lives_and_never_comes_is_named_with_its_line():
     where = r"it had not yet called anything, now in asleep \(test_06_faults.py, line \d+\)"
     sentence = r"rank 0 has waited \d+ s in barrier #1 of world: rank 1 lives but does not come: " + where
     with pytest.raises(CommunicationError, match=sentence):
-        run_processes(asleep, 2, timeout=300, patience=Patience(120.0, 2.0, 0.2))
+        run_processes(asleep, 2, timeout=300, timeouts=Timeouts(120.0, 2.0, 0.2))
 
 
 def test_a_run_whose_rank_was_killed_goes_on_to_the_same_weights(tmp_path):

@@ -26,18 +26,18 @@ from sharded_runs import (
 from shared.loop import accumulate_gradients, evaluate
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
-from shared.parallel.comm.communicator import Done
+from shared.parallel.comm.communicator import CompletedWork
+from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.comm.threads import run_threads
 
 TWO = ParallelConfig(fully_sharded=2)
 LAYOUTS = {
     "fsdp2": TWO,
-    "fsdp3 without prefetch, recomputed": ParallelConfig(fully_sharded=3, prefetch=0, recompute="blocks"),
+    "fsdp3 without prefetch, recomputed": ParallelConfig(fully_sharded=3, prefetch=0, activation_checkpointing="full"),
     "dp2_fsdp2, kept, recomputed in part": ParallelConfig(
-        data_parallel=2, fully_sharded=2, reshard_after_forward=False, recompute="selective"
+        data_parallel=2, fully_sharded=2, reshard_after_forward=False, activation_checkpointing="selective"
     ),
 }
 GPT2 = replace(
@@ -63,10 +63,10 @@ def test_muon_orthogonalises_whole_matrices():
         require_equal(told, expected)
 
 
-@pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_an_encoder_decoder_passes_gradients_between_its_stacks_and_through_its_biases(recompute):
     expected = alone(T5, objective=translation_objective)
-    for told in over_ranks(replace(TWO, recompute=recompute), T5, objective=translation_objective):
+    for told in over_ranks(replace(TWO, activation_checkpointing=recompute), T5, objective=translation_objective):
         require_equal(told, expected)
 
 
@@ -86,10 +86,10 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize(("frozen", "recompute"), list(zip(FROZEN.values(), ["blocks", "none", "blocks", "none"], strict=True)), ids=FROZEN)
+@pytest.mark.parametrize(("frozen", "recompute"), list(zip(FROZEN.values(), ["full", "none", "full", "none"], strict=True)), ids=FROZEN)
 def test_frozen_parameters_have_no_gradient_and_stay(frozen, recompute):
     expected = alone(SMALL, frozen=frozen)
-    for told in over_ranks(replace(TWO, recompute=recompute), SMALL, frozen=frozen):
+    for told in over_ranks(replace(TWO, activation_checkpointing=recompute), SMALL, frozen=frozen):
         require_equal(told, expected)
 
 
@@ -108,7 +108,7 @@ def with_head_on(ranks: set[int], rank: int):
 
     def objective(model, batch):
         head = lambda head, x: head(x) if rank in ranks else torch.nn.functional.linear(x, head.linear.weight.detach())  # noqa: E731
-        return next_token_objective(lambda ids: model(ids, read_out=head), batch)
+        return next_token_objective(lambda ids: model(ids, head_fn=head), batch)
 
     return objective
 
@@ -148,10 +148,10 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing():
 
 
 @pytest.mark.parametrize("jointly", [True, False])
-@pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_two_forward_passes_may_wait_for_their_backward_passes(jointly, recompute):
     def rank(world):
-        parallel = fully_sharded(Mesh(replace(TWO, recompute=recompute), world), SMALL)
+        parallel = fully_sharded(Mesh(replace(TWO, activation_checkpointing=recompute), world), SMALL)
         batches = [share(batch_of(0, number), world.rank, 2) for number in range(2)]
         parts = [next_token_objective(parallel.model, batch) for batch in batches]
         if jointly:
@@ -194,7 +194,7 @@ def test_a_step_that_failed_on_all_ranks_does_not_spoil_the_next():
             raise FloatingPointError("the objective's own")
 
         with pytest.raises(FloatingPointError):
-            parallel.model(batch_of(0, 0)["input_ids"], read_out=broken)
+            parallel.model(batch_of(0, 0)["input_ids"], head_fn=broken)
         step(parallel)
         return gradients(parallel)
 
@@ -225,7 +225,7 @@ def exchange_nothing(parallel: FullySharded) -> None:
 
     def reduce_scatter(part, whole, asynchronous):
         part.copy_(whole.view(parallel.group.size, -1)[parallel.group.rank])
-        return Done()
+        return CompletedWork()
 
     parallel.group.reduce_scatter = reduce_scatter
 

@@ -5,8 +5,8 @@ import threading
 import torch
 
 from shared.parallel.health import heartbeat
-from shared.parallel.comm.communicator import OneRank
-from shared.parallel.health.heartbeat import Heartbeat, Patience
+from shared.parallel.comm.communicator import SingleRankCommunicator
+from shared.parallel.health.heartbeat import Heartbeat, Timeouts
 from shared.parallel.comm.trace import CommTrace
 
 
@@ -17,19 +17,19 @@ class Clock:
         return self.now
 
 
-def two_hearts(monkeypatch, patience: Patience) -> tuple[Clock, Heartbeat, Heartbeat]:
+def two_hearts(monkeypatch, timeouts: Timeouts) -> tuple[Clock, Heartbeat, Heartbeat]:
     """Of two ranks, of which rank 0 waits in a barrier and rank 1 has called nothing. Nothing beats by itself."""
     clock, store = Clock(), torch.distributed.HashStore()
     monkeypatch.setattr(heartbeat, "time", clock)
-    hearts = [Heartbeat(store, rank, 2, CommTrace(), patience) for rank in range(2)]
-    group = OneRank(trace=hearts[0].trace)
+    hearts = [Heartbeat(store, rank, 2, CommTrace(), timeouts) for rank in range(2)]
+    group = SingleRankCommunicator(trace=hearts[0].trace)
     group.members = (0, 1)
-    hearts[0].trace.waiting = hearts[0].trace.opened("barrier", group, 0, None, listed=True)
+    hearts[0].trace.waiting = hearts[0].trace.record("barrier", group, 0, None, is_traffic=True)
     return clock, *hearts
 
 
 def test_lateness_is_no_silence(monkeypatch):
-    clock, waits, works = two_hearts(monkeypatch, Patience(timeout=2.0, longest_wait=60.0, every=0.5))
+    clock, waits, works = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=2.0, collective_timeout=60.0, heartbeat_interval=0.5))
     for tick in range(1, 140):
         clock.now = tick / 2
         waits.beat(), works.beat(), waits.listen(), works.listen()
@@ -39,7 +39,7 @@ def test_lateness_is_no_silence(monkeypatch):
 
 
 def test_silence_is_counted_in_looks_so_that_whoever_slept_accuses_nobody(monkeypatch):
-    clock, waits, _ = two_hearts(monkeypatch, Patience(timeout=2.0, longest_wait=60.0, every=0.5))
+    clock, waits, _ = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=2.0, collective_timeout=60.0, heartbeat_interval=0.5))
     waits.beat(), waits.listen()
     clock.now += 30.0  # this rank's own process was asleep, or all of the machine
     waits.beat(), waits.listen()
@@ -51,7 +51,7 @@ def test_silence_is_counted_in_looks_so_that_whoever_slept_accuses_nobody(monkey
 
 
 def test_the_last_beat_is_not_taken_back_by_one_that_was_under_way(monkeypatch):
-    _, waits, works = two_hearts(monkeypatch, Patience())
+    _, waits, works = two_hearts(monkeypatch, Timeouts())
     works.thread = threading.Thread(target=works.run)
     works.thread.start()
     works.close("has finished")
@@ -62,7 +62,7 @@ def test_the_last_beat_is_not_taken_back_by_one_that_was_under_way(monkeypatch):
 
 def test_the_last_word_stands_when_the_interpreter_ends(monkeypatch):
     """A rank that stopped says with what, and its interpreter ends soon after: the others must still find the cause."""
-    _, waits, works = two_hearts(monkeypatch, Patience())
+    _, waits, works = two_hearts(monkeypatch, Timeouts())
     works.thread.join = lambda seconds: None
     works.close("stopped: KeyError: the cause")
     works.leave()
@@ -71,7 +71,7 @@ def test_the_last_word_stands_when_the_interpreter_ends(monkeypatch):
 
 
 def test_a_rank_that_has_finished_is_not_missed_and_one_that_fell_silent_is(monkeypatch):
-    clock, waits, works = two_hearts(monkeypatch, Patience())
+    clock, waits, works = two_hearts(monkeypatch, Timeouts())
     waits.trace.waiting = None  # there is nothing that it needs the other one for
 
     def listen(seconds):
@@ -91,7 +91,7 @@ def test_a_rank_that_has_finished_is_not_missed_and_one_that_fell_silent_is(monk
 
 def test_the_last_beat_waits_for_one_that_is_being_written(monkeypatch):
     """A rank may leave while its heartbeat's thread is in the middle of a beat, and not wait long for that thread."""
-    _, waits, works = two_hearts(monkeypatch, Patience())
+    _, waits, works = two_hearts(monkeypatch, Timeouts())
     closer, last_beat, set_it = threading.Thread(target=works.close, args=["has finished"]), threading.Event(), works.store.set
     works.thread.join = lambda seconds: None
 

@@ -25,12 +25,12 @@ from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
 from shared.optim.updater import Update
 from shared.parallel.parallelize import apply_parallel
-from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.mesh import Mesh
-from shared.parallel.run_world import ManyRanks
+from shared.parallel.comm.totals import ManyRanks
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.watching import for_ranks
 
@@ -75,8 +75,8 @@ def engine_of(world, words, folder, callbacks=(), model=SMALL, every=0, **layout
     )
     cpu = torch.device("cpu")
     engine = RuntimeEngine(
-        parallel.model, build_optimizer(parallel.optimized, ADAMW), config, objective=objective,
-        runner=parallel.runner(accumulate_gradients), reducer=parallel.reducer, updater=parallel.updater(Update(1.0, norm=parallel.norm)),
+        parallel.model, build_optimizer(parallel.optim_params, ADAMW), config, objective=objective,
+        runner=parallel.runner(accumulate_gradients), reducer=parallel.reducer, updater=parallel.updater(Update(1.0, norm=parallel.grad_norm)),
         callbacks=[*callbacks, *for_ranks(default_callbacks(config, cpu), parallel, mesh)],
         saver=RankSaver(folder / "checkpoints", parallel, world, cpu), world=ManyRanks(mesh, cpu), console=Console(quiet=True),
     )  # fmt: skip
@@ -153,7 +153,7 @@ def everything(world, folder):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
-    _, alone = fitted(OneRank(), "course one", folder / "one")
+    _, alone = fitted(SingleRankCommunicator(), "course one", folder / "one")
     return folder, alone, run_processes(everything, 2, folder, timeout=300)
 
 

@@ -15,7 +15,7 @@ from shared.engine.checkpoint.folder import CheckpointError, Checkpoints, finger
 from shared.engine.checkpoint.saver import Saver
 from shared.parallel.checkpoint import files as rank_files
 from shared.parallel.checkpoint import saver as saving
-from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import parse_layout
 from shared.parallel.comm.threads import run_threads
 
@@ -31,7 +31,7 @@ def run(layout: str, work, optimizer=MUON, **settings) -> list:
     """work(run) on each rank of a layout."""
     config = parse_layout(layout)
     make = lambda world: work(LayoutRun(world, config, optimizer=optimizer, frozen=frozen, **settings))  # noqa: E731
-    return [make(OneRank())] if config.ranks == 1 else run_threads(make, config.ranks)
+    return [make(SingleRankCommunicator())] if config.ranks == 1 else run_threads(make, config.ranks)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.engine.checkpoint.optimizer_state import name_optimizer_state
 from shared.optim.build import build_optimizer
 from shared.optim.updater import Update
-from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.sharding import Cut, Pieces, make_piece, norm_of_parts
 from shared.parallel.comm.threads import run_threads
 
@@ -51,7 +51,7 @@ def test_ranges_that_do_not_make_the_whole_are_refused(ranges):
 def test_a_part_of_a_transposed_whole_is_the_right_one():
     """Newton-Schulz works on the transpose of a tall matrix, so what it returns need not be contiguous."""
     whole = torch.arange(10.0).reshape(2, 5)
-    assert torch.equal(Cut((5, 2), [(0, 10)], OneRank()).cut(whole.T), whole.T.flatten())
+    assert torch.equal(Cut((5, 2), [(0, 10)], SingleRankCommunicator()).cut(whole.T), whole.T.flatten())
 
 
 def cut_evenly(shape, group):
@@ -172,7 +172,7 @@ def test_a_piece_is_a_view_and_keeps_role_and_frozenness():
     assert piece.role == "expert" and not piece.requires_grad and piece.sharding.shape == (2, 5)
 
 
-class FirstOfThree(OneRank):
+class FirstOfThree(SingleRankCommunicator):
     def __init__(self):
         super().__init__()
         self.size = 3

@@ -1,10 +1,11 @@
-"""The replay over a simulated link against cases done by hand, and rehearsals against what real ranks say."""
+"""Simulated timelines: the replay over a link against cases done by hand, and dry runs against what real ranks communicate."""
 
-import json
 import random
+from importlib import import_module
 
 import pytest
 import torch
+from step_exchanges import step_cost, step_exchanges
 from torch.utils.flop_counter import FlopCounterMode
 
 from shared.loop import accumulate_gradients
@@ -12,24 +13,25 @@ from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 from shared.parallel.config import ParallelConfig
-from shared.parallel.planning.costs import Link, step_cost, step_exchanges
+from shared.parallel.planning.costs import Link
 from shared.parallel.data.ddp import DataParallel, NaiveDataParallel
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.planning.rehearsal import rehearse
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.planning.timeline import Bar, Begin, Compute, Timeline, Wait, chrome_trace, draw, measured, replay
 from shared.parallel.data.zero import Zero
+
+simulation = import_module("chapters.06_data_parallel.simulation")
+Begin, Compute, Wait, replay = simulation.Begin, simulation.Compute, simulation.Wait, simulation.replay
 
 SECOND = Link(latency=0.5, bandwidth=1.0)  # two ranks: an all-reduce of B bytes is 2 messages and B bytes, so it takes 1 + B seconds
 PAIR = 2
 
 
-def all_reduce(seconds: float) -> Begin:
+def all_reduce(seconds: float):
     return Begin("all_reduce", int(seconds - 1), PAIR)
 
 
-def bars_of(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
+def bars_of(timeline, rank: int) -> list[tuple[str, float, float]]:
     return sorted((bar.kind, bar.begin, bar.end) for bar in timeline.bars if bar.rank == rank)
 
 
@@ -100,7 +102,7 @@ def test_a_replay_keeps_its_sums(seed):
         assert own[-1][1] == timeline.seconds >= max(timeline.total("compute", rank), timeline.total("communication", rank))
 
 
-# Rehearsals of the real strategies.
+# Dry runs of the real strategies.
 
 MODEL = ModelConfig(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=80)
 RANKS = 4
@@ -128,26 +130,26 @@ def one_step(parallel, rank: int) -> None:
     parallel.updater(lambda model, optimizer, count: None)(parallel.model, None, totals.token_count)
 
 
-def rehearsed(name: str):
+def recorded_step(name: str):
     """The script of a step, computing at 1 GFLOP/s, and the trace."""
     with FlopCounterMode(display=False) as counter:
-        world = rehearse(RANKS, clock=lambda: counter.get_total_flops() / 1e9)
+        world = simulation.dry_run(RANKS, clock=lambda: counter.get_total_flops() / 1e9)
         parallel = STRATEGIES[name](world)
-        world.taken()
+        world.take_actions()
         world.trace.clear()
         one_step(parallel, 0)
-        return world.taken(), world.trace, counter.get_total_flops() / 1e9
+        return world.take_actions(), world.trace, counter.get_total_flops() / 1e9
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_rehearsal_says_what_real_ranks_say(name):
+def test_a_dry_run_communicates_what_real_ranks_do(name):
     def work(world):
         parallel = STRATEGIES[name](world)
         world.trace.clear()
         one_step(parallel, world.rank)
         return world.trace
 
-    script, trace, seconds = rehearsed(name)
+    script, trace, seconds = recorded_step(name)
     for real in run_threads(work, RANKS):
         said = [[(entry.operation, entry.axis, entry.bytes, entry.size) for entry in each.entries] for each in (trace, real)]
         assert said[0] == said[1] and len(said[0]) > 1
@@ -158,7 +160,7 @@ def test_a_rehearsal_says_what_real_ranks_say(name):
 
 def test_overlap_hides_communication_and_prefetch_too():
     """A link on which communication takes about as long as computing; what each strategy leaves exposed of it."""
-    scripts = {name: rehearsed(name)[0] for name in STRATEGIES}
+    scripts = {name: recorded_step(name)[0] for name in STRATEGIES}
     link = Link(latency=1e-5, bandwidth=5e7)
     timelines = {name: replay([script] * RANKS, link) for name, script in scripts.items()}
     exposed = {name: timeline.total("idle") for name, timeline in timelines.items()}
@@ -171,33 +173,18 @@ def test_overlap_hides_communication_and_prefetch_too():
 
 
 def test_the_link_of_a_naive_step_is_busy_for_as_long_as_the_formulas_say():
-    script, trace, _ = rehearsed("naive")
+    script, trace, _ = recorded_step("naive")
     link = Link(latency=1e-5, bandwidth=5e7)
     expected = step_cost(step_exchanges("ddp", [entry.bytes for entry in trace.entries]), RANKS).seconds(link)
     assert replay([script] * RANKS, link).total("communication") == pytest.approx(expected)
 
 
-def test_a_rehearsal_has_nobody_to_send_to():
-    with pytest.raises(ValueError, match="nobody is there to send to"):
-        rehearse(2).send(torch.zeros(1), to=1)
+def test_a_dry_run_refuses_to_send():
+    with pytest.raises(ValueError, match="a dry run has no other rank to send to"):
+        simulation.dry_run(2).send(torch.zeros(1), to=1)
 
 
-# Drawings.
-
-
-def test_ledgers_are_measured_timelines():
-    def work(world):
-        operation = world.all_reduce(torch.zeros(3), asynchronous=True)
-        world.barrier()
-        operation.wait()
-        return world.trace
-
-    timeline = measured(run_threads(work, 2))
-    assert not timeline.simulated and min(bar.begin for bar in timeline.bars) == 0
-    for rank in (0, 1):
-        reduced, barrier = sorted((bar for bar in timeline.bars if bar.rank == rank), key=lambda bar: bar.begin)
-        assert (reduced.name, barrier.name) == ("all_reduce", "barrier")
-        assert reduced.begin < barrier.begin < barrier.end <= reduced.end
+# Drawing.
 
 
 def test_a_drawing_has_a_row_for_each_stream_and_says_that_it_is_simulated():
@@ -205,22 +192,11 @@ def test_a_drawing_has_a_row_for_each_stream_and_says_that_it_is_simulated():
 
     matplotlib.use("Agg")
     timeline = replay([[Compute(3), all_reduce(2), Wait(0)]] * PAIR, SECOND)
-    figure = draw({"naive": timeline, "measured": Timeline([Bar(0, "communication", "all_reduce", 0.0, 1.0)], False)}, ranks=(0, 1))
+    short = replay([[all_reduce(2)]] * PAIR, SECOND)
+    figure = simulation.draw({"naive": timeline, "short": short}, ranks=(0, 1))
     above, below = figure.axes
     assert [label.get_text() for label in above.get_yticklabels()] == [f"rank {r}: {s}" for r in (0, 1) for s in ("compute", "link")]
-    assert [label.get_text() for label in below.get_yticklabels()] == ["rank 0: link"]
-    assert above.get_title(loc="left") == "naive (simulated)" and below.get_title(loc="left") == "measured"
+    assert [label.get_text() for label in below.get_yticklabels()] == ["rank 0: link", "rank 1: link"]
+    assert above.get_title(loc="left") == "naive (simulated)" and below.get_title(loc="left") == "short (simulated)"
     widths = sorted(patch.get_width() for patch in above.patches)
     assert widths == [2, 2, 2, 2, 3, 3] and below.get_xlabel() == "time, s"
-
-
-def test_a_chrome_trace_has_every_bar():
-    timeline = replay([[Compute(3, "forward"), all_reduce(2), Wait(0)]] * PAIR, SECOND)
-    trace = json.loads(chrome_trace(timeline))
-    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert [(bar["name"], bar["pid"], bar["ts"], bar["dur"]) for bar in bars if bar["cat"] == "compute"] == [
-        ("forward", 0, 0, 3e6), ("forward", 1, 0, 3e6),
-    ]  # fmt: skip
-    assert len(bars) == len(timeline.bars) and trace["otherData"] == {"simulated": True}
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
-    assert {names[bar["pid"], bar["tid"]] for bar in bars if bar["cat"] == "communication"} == {"link"}

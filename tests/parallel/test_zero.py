@@ -9,9 +9,9 @@ from shared.engine.checkpoint.optimizer_state import name_optimizer_state
 from shared.loss import next_token_objective
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
-from shared.parallel.comm.communicator import OneRank
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.comm.uneven import gather_parts, reduce_parts
+from shared.parallel.comm.collectives import all_gather_v, reduce_scatter_v
 from shared.parallel.data.zero import Zero, bytes_held, muon_matrices
 
 
@@ -19,7 +19,7 @@ from shared.parallel.data.zero import Zero, bytes_held, muon_matrices
 def test_pieces_are_balanced_to_the_number(ranks):
     def rank(world):
         parallel = Zero(model_of(Situation()), world, 1, bucket_megabytes=MEGABYTES)
-        return sum(piece.numel() for piece in parallel.optimized.parameters()), parallel.held
+        return sum(piece.numel() for piece in parallel.optim_params.parameters()), parallel.held
 
     found = run_threads(rank, ranks)
     held = [numbers for numbers, _ in found]
@@ -32,7 +32,7 @@ def test_muons_matrices_are_whole_on_one_rank_of_more_ranks_than_matrices():
         model = model_of(Situation())
         matrices = muon_matrices(model, OptimizerConfig("muon"))
         parallel = Zero(model, world, 1, matrices, MEGABYTES)
-        return matrices, {name: piece.shape for name, piece in parallel.optimized.named_parameters() if name in matrices and piece.numel()}
+        return matrices, {name: piece.shape for name, piece in parallel.optim_params.named_parameters() if name in matrices and piece.numel()}
 
     found = run_threads(rank, 9)
     assert len(found[0][0]) == 7
@@ -55,7 +55,7 @@ def test_a_rank_holds_what_the_formula_says(layout, stage, optimizer):
     def rank(world):
         built = []
         run, parallel = train_rank(world, optimizer, Situation(2), make, lambda optimizer: built.append(optimizer))
-        state = name_optimizer_state(parallel.optimized, built[0])
+        state = name_optimizer_state(parallel.optim_params, built[0])
         held = sum(tensor.nbytes for tensors in state.tensors.values() for tensor in tensors.values() if tensor.dim())
         return held, sum(each.nbytes for each in run.gradients.values()), sum(each.nbytes for each in run.weights.values())
 
@@ -110,10 +110,10 @@ def test_a_rank_that_holds_nothing_of_a_parameter_keeps_no_state_for_it():
         model = Weights(2)
         parallel = Zero(model, world, 1)
         exchange(parallel, [([0, 1], 1.0)], digit_objective)
-        optimizer = build_optimizer(parallel.optimized, OptimizerConfig("adamw"))
+        optimizer = build_optimizer(parallel.optim_params, OptimizerConfig("adamw"))
         optimizer.step()
-        named = name_optimizer_state(parallel.optimized, optimizer).tensors
-        return {name for name, tensors in named.items() if tensors}, {n for n, p in parallel.optimized.named_parameters() if p.numel()}
+        named = name_optimizer_state(parallel.optim_params, optimizer).tensors
+        return {name for name, tensors in named.items() if tensors}, {n for n, p in parallel.optim_params.named_parameters() if p.numel()}
 
     for with_state, with_numbers in run_threads(rank, 3):
         assert with_state == with_numbers
@@ -124,7 +124,7 @@ def test_a_parameter_that_is_not_contiguous_is_refused():
     model = nn.Linear(3, 5)
     model.weight = nn.Parameter(torch.zeros(3, 5).T)
     with pytest.raises(ValueError, match="not contiguous"):
-        Zero(model, OneRank(), 1)
+        Zero(model, SingleRankCommunicator(), 1)
 
 
 # Uneven parts.
@@ -141,7 +141,7 @@ def test_what_is_gathered_is_sent_from_its_own_place():
             return gather(whole, part, **options)
 
         world.all_gather = watched
-        gather_parts(torch.ones(2), (2, 2, 2), world, lambda parts: None).wait()
+        all_gather_v(torch.ones(2), (2, 2, 2), world, lambda parts: None).wait()
         return places
 
     assert run_threads(rank, 3) == [[0.0], [1.0], [2.0]]
@@ -154,8 +154,8 @@ def test_parts_are_added_up_and_gathered(sizes):
     def rank(world):
         parts = [[10.0**world.rank * torch.arange(1.0, size + 1).double()] for size in sizes]
         kept = []
-        reduce_parts(parts, world, kept.append).wait()
-        gather_parts(kept[0], sizes, world, kept.append).wait()
+        reduce_scatter_v(parts, world, kept.append).wait()
+        all_gather_v(kept[0], sizes, world, kept.append).wait()
         return *kept, world.trace.bytes()
 
     for place, (own, everything, traffic) in enumerate(run_threads(rank, 3)):

@@ -35,7 +35,7 @@ SLOW = "--slow 0.3 --timeout 4"
 RUNS = {
     "kill": Run("rank 1 is killed (SIGKILL) in mid-step", f"--fault kill {SLOW}", "rank 1 has not been heard of", 60),
     "stop": Run("rank 1 is stopped (SIGSTOP): its process hangs", f"--fault stop {SLOW}", "rank 1 has not been heard of", 60),
-    "sleep": Run("rank 1 sleeps for ever", f"--fault sleep --longest-wait 5 {SLOW}", "rank 1 lives but does not come", 60),
+    "sleep": Run("rank 1 sleeps for ever", f"--fault sleep --collective-timeout 5 {SLOW}", "rank 1 lives but does not come", 60),
     "error": Run("rank 1 alone raises an error", f"--fault error {SLOW}", "rank 1 ends: a file", 60),
     "elsewhere": Run("rank 1 calls a barrier that nobody else calls", f"--fault elsewhere {SLOW}", "deadlock: rank 0 waits", 60),
     "once more": Run("rank 1 adds up its totals once more than the others", f"--fault more {SLOW}", "mismatch: rank 0 calls", 60),

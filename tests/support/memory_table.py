@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 
@@ -15,21 +16,22 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
 
+from shared.data.objectives import packed_next_token_objective  # noqa: E402
 from shared.loop import accumulate_gradients, train_step  # noqa: E402
 from shared.model.config import ModelConfig  # noqa: E402
-from shared.model.sliced_loss import sliced_next_token_objective  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402
 from shared.optim.build import build_optimizer  # noqa: E402
 from shared.optim.config import OptimizerConfig  # noqa: E402
 from shared.optim.precision import in_precision  # noqa: E402
 from shared.optim.updater import Update  # noqa: E402
-from shared.parallel.parallelize import apply_parallel  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
-from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
-from shared.parallel.planning.memory import Held, held  # noqa: E402
-from shared.parallel.planning.memory_measured import StepMeter  # noqa: E402
-from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
+from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
+from shared.parallel.mesh import Mesh  # noqa: E402
+from shared.parallel.parallelize import apply_parallel  # noqa: E402
+from shared.parallel.planning.memory import MemoryEstimate, estimate_memory  # noqa: E402
+
+memory_measured = import_module("chapters.06_data_parallel.memory_measured")
 
 SMALL = ModelConfig(vocab_size=509, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=172)
 ADAMW = OptimizerConfig("adamw", lr=0.01)
@@ -40,7 +42,7 @@ LAYOUTS = {
     2: {"DDP": "dp2", "ZeRO-1": "dp2_zero1", "ZeRO-2": "dp2_zero2", "FSDP (ZeRO-3)": "fsdp2"},
     4: {"DDP": "dp4", "ZeRO-1": "dp4_zero1", "ZeRO-2": "dp4_zero2", "FSDP (ZeRO-3)": "fsdp4"},
 }
-RECOMPUTE = {"none": "no", "blocks": "blocks"}
+RECOMPUTE = {"none": "no", "full": "blocks"}
 KINDS = {
     "weights": "parameters", "gathered": "gathered", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations",
 }  # fmt: skip
@@ -51,15 +53,15 @@ def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
     return {"input_ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
-def measure(world: Communicator, layout: ParallelConfig, optimizer: OptimizerConfig, microbatches: int, precision: str) -> Held:
+def measure(world: Communicator, layout: ParallelConfig, optimizer: OptimizerConfig, microbatches: int, precision: str) -> MemoryEstimate:
     """What a rank holds of a step."""
     parallel = apply_parallel(TransformerModel(SMALL), Mesh(layout, world), optimizer, None if precision == "float32" else torch.bfloat16)
-    stepper, objective = build_optimizer(parallel.optimized, optimizer), in_precision(sliced_next_token_objective, precision)
-    runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.norm))
-    with StepMeter(parallel, stepper) as meter:
+    stepper, objective = build_optimizer(parallel.optim_params, optimizer), in_precision(packed_next_token_objective, precision)
+    runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.grad_norm))
+    with memory_measured.MemoryTracker(parallel, stepper) as meter:
         train_step(parallel.model, stepper, [batch() for _ in range(microbatches)], objective, runner, parallel.reducer, updater)
     assert meter.activations.now == 0
-    return meter.held
+    return meter.peak
 
 
 def deviation(measured: float, predicted: float) -> float:
@@ -73,7 +75,7 @@ def compared(
     layout: ParallelConfig, optimizer: OptimizerConfig = ADAMW, microbatches: int = 1, precision: str = "float32"
 ) -> dict[str, tuple[float, float]]:
     """Kind of bytes -> predicted, and measured on the rank that is farthest from it."""
-    predicted = held(SMALL, layout, optimizer, rows=ROWS, seq=SEQ, microbatches=microbatches, precision=precision)
+    predicted = estimate_memory(SMALL, layout, optimizer, rows=ROWS, seq=SEQ, microbatches=microbatches, precision=precision)
     found = run_threads(measure, layout.ranks, layout, optimizer, microbatches, precision)
     return {
         kind: (expected, max((getattr(of_rank, kind) for of_rank in found), key=lambda value: abs(value - expected)))  # noqa: B023
@@ -94,7 +96,7 @@ def table(asked: list[int]) -> Iterator[str]:
     worst = 0.0
     for ranks in asked:
         for (name, word), how in product(LAYOUTS[ranks].items(), RECOMPUTE):
-            kinds = compared(replace(parse_layout(word), recompute=how), microbatches=MICROBATCHES)
+            kinds = compared(replace(parse_layout(word), activation_checkpointing=how), microbatches=MICROBATCHES)
             worst = max(worst, *(abs(deviation(measured, predicted)) for predicted, measured in kinds.values()))
             yield f"| {ranks} | {name} | {RECOMPUTE[how]} | {' | '.join(cell(*kinds[kind]) for kind in KINDS)} |"
     yield ""

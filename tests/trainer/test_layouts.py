@@ -109,7 +109,8 @@ def test_torchs_engine_trains_the_model_of_one_process(runs, layout):
 def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_process(runs):
     """Rank 1 is killed as soon as step 2 is saved; a step takes longer than finding that out, since a rank compares replicas in each."""
     folder, file, _ = runs
-    command, _ = start.command_of("dp2", [str(file), f"engine.output={folder / 'killed'}", "engine.log_every=1", "parallel.timeout=5"])
+    words = [str(file), f"engine.output={folder / 'killed'}", "engine.log_every=1", "parallel.heartbeat_timeout=5"]
+    command, _ = start.command_of("dp2", words)
     command[command.index("--standalone")] = "--max-restarts=1"
     rest = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
     run = subprocess.Popen(command, **rest)
@@ -199,7 +200,7 @@ def test_how_long_ranks_wait_for_one_that_prepares_text_is_the_configurations(tm
     """Text for the shipped run on two cards takes hours, and the other ranks wait for it in one operation."""
     joining = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("shared.parallel.comm.processes.from_torchrun", joining)
-    words = [str(settings_file(tmp_path, tmp_path / "prepared")), "parallel.longest_wait=7200", "parallel.timeout=20"]
+    words = [str(settings_file(tmp_path, tmp_path / "prepared")), "parallel.collective_timeout=7200", "parallel.heartbeat_timeout=20"]
     with pytest.raises(KeyboardInterrupt):
         runpy.run_path(str(TRAIN))["main"](words)
     joining.assert_called_once_with(20.0, "cpu", 7200.0)

@@ -9,7 +9,7 @@ from rich.console import Console
 from trainer_runs import TRAIN, settings_file
 
 from shared.course.errors import CourseError
-from shared.parallel.planning.memory import held
+from shared.parallel.planning.memory import estimate_memory
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pretrain import pretrain
@@ -39,7 +39,7 @@ def prepared(tmp_path_factory):
         (["seed=9223372036854775808"], "give less than 2**63"),
         (["data.epochs=0"], "data.epochs is 0: give at least 1, or null"),
         (["engine.early_stopping=2", "engine.evaluate_every=0"], "early_stopping counts evaluations, and evaluate_every is 0"),
-        (["parallel.timeout=.inf"], "at most longest_wait, which must be finite"),
+        (["parallel.heartbeat_timeout=.inf"], "at most collective_timeout, which must be finite"),
         (["data.prepare.sources=[{path: x, limit: 0}]"], "limit is 0: give at least 1 document"),
     ],
 )
@@ -102,7 +102,7 @@ def test_the_configuration_for_two_cards_of_24_gigabytes_fits():
     data, layout = config.data, config.parallel
     model = replace(config.model, vocab_size=data.prepare.vocab_size)
     share = data.batch_size // layout.ranks
-    needs = held(
+    needs = estimate_memory(
         model, layout, config.optimizer, rows=data.micro_batch_size, seq=data.seq, microbatches=share // data.micro_batch_size,
         precision=config.precision, packed=True,
     )  # fmt: skip

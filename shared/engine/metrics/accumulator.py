@@ -1,5 +1,12 @@
-"""Chapter 04. The losses since the last log, summed over tokens: a log shows their mean, and asks the device for it once."""
+"""Chapter 04. Metrics between two logs: losses summed over tokens (`MetricAccumulator`), and seconds by phase of a step (`PhaseTimer`).
 
+A log shows the mean loss per token since the last log, and reads it from the device once. On a GPU, calls return before the work is done,
+and a clock around them measures nothing: in the steps that are logged, and only in those, `PhaseTimer` synchronizes with the device at the
+end of each phase.
+"""
+
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,8 +14,8 @@ import torch
 from shared.totals import Totals, add_totals
 
 
-class Window:
-    """Totals of the steps since the last log. Its state makes the first log after a resume the one that it would have been."""
+class MetricAccumulator:
+    """Sums losses and metrics since the last log. The sums are in the checkpoint, so the first log after a resume is complete."""
 
     def __init__(self):
         self.totals: Totals | None = None
@@ -34,3 +41,38 @@ class Window:
             metrics = {name: torch.tensor(value) for name, value in state["metrics"].items()}
             loss_sum = torch.tensor(state["loss_sum"], dtype=getattr(torch, state["dtype"]))
             self.totals = Totals(loss_sum, torch.tensor(state["token_count"]), metrics)
+
+
+class PhaseTimer:
+    """Measures the seconds of each phase of a step: data, compute, reduce, update. `exact` synchronizes at each phase's end."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.exact = device, False
+        self.seconds: dict[str, float] = {}
+
+    def begin(self, exact: bool) -> None:
+        """Begin a step, after the GPU has finished the work of earlier steps."""
+        self.exact = exact
+        self.wait()
+
+    def wait(self) -> None:
+        if self.exact and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `function`, so that its time is added to `seconds[phase]`."""
+
+        def call(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self.wait()
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+
+        return call
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by phase, and reset them."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds

@@ -1,16 +1,19 @@
-"""Chapter 04. Metrics as a file that everything can read: one JSON object a line, in the order of the steps.
+"""Chapter 04. Metrics as JSON lines, `metrics.jsonl`: one JSON object for each log, in the order of the steps.
 
     {"step": 20, "train/loss": 2.31, "speed/tokens_per_second": 5120.4}
+
+A run that diverges is the one whose metrics somebody will want to read, and JSON has no words for NaN and Infinity: Python would write
+them bare, which other readers refuse. Here they are the strings "nan", "inf" and "-inf".
 
 Left out on purpose: settings (the engine writes its configuration beside the file) and rotation.
 """
 
 import json
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shared.engine.callbacks import Callback, Metrics
-from shared.engine.json_numbers import from_json, to_json
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
@@ -47,6 +50,28 @@ class JsonlTracker(Callback):
     def on_end(self, engine: "RuntimeEngine") -> None:
         if self.file is not None:
             self.file.close()
+
+
+def to_json(value: Any) -> Any:
+    """Nested dictionaries and lists, with numbers that JSON cannot hold as strings.
+
+    >>> to_json({"train/loss": 2.5, "norm/gradient": float("nan")})
+    {'train/loss': 2.5, 'norm/gradient': 'nan'}
+    """
+    if isinstance(value, dict):
+        return {name: to_json(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(entry) for entry in value]
+    return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def from_json(value: Any) -> Any:
+    """What `to_json` was given, tuples as lists."""
+    if isinstance(value, dict):
+        return {name: from_json(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [from_json(entry) for entry in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def read_jsonl(path: Path | str) -> dict[int, Metrics]:

@@ -9,8 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shared.engine.callbacks import Callback, Metrics
-from shared.engine.trackers.packages import require
-from shared.engine.trackers.settings import Settings, settings_of
+from shared.engine.trackers.external import Settings, require, settings_of
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine

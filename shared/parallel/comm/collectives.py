@@ -1,19 +1,24 @@
-"""Chapter 06. All-reduce from sends and receives: around a ring, every rank sends about twice the tensor, however many ranks there are.
+"""Chapter 06. Collectives built from other operations: ring all-reduce, and reduce-scatter and all-gather of shards of unequal size.
 
     all-reduce = reduce-scatter, after which each rank holds one chunk of the sum, then all-gather, after which each holds all chunks
 
-Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Beside it stand the same result by way of
-one rank, which is what the ring is measured against, and the split into two operations, on which ZeRO and FSDP are built.
+Ring all-reduce: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Every rank sends about
+twice the tensor, however many ranks there are.
+
+`reduce_scatter_v` and `all_gather_v` take a size per rank, as MPI's Reduce_scatter and Allgatherv do: Muon needs whole matrices, which do
+not divide into equal shards. Sizes that differ by one at most are padded; otherwise an all-to-all carries just the numbers needed.
 
 Left out on purpose: trees and recursive halving, which need fewer steps for short tensors (Thakur, Rabenseifner and Gropp 2005), and
 splitting chunks further so that sending and adding overlap. Training calls `Communicator.all_reduce`, which gloo or NCCL carry out.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from shared.course.binding import exercise
-from shared.parallel.comm.communicator import Communicator
+from shared.parallel.comm.communicator import Communicator, DeferredWork, Work
 
 
 @exercise("06.ring_all_reduce")
@@ -47,6 +52,51 @@ def ring_all_reduce(tensor: Tensor, group: Communicator) -> None:
 
     The body stands in solutions/06_data_parallel.py; `course read shared.parallel.comm.collectives` shows it in place.
     """
+
+
+def are_equal(sizes: Sequence[int]) -> bool:
+    """Whether parts of these sizes are as equal as can be, so that filling them up costs less than one number a rank."""
+    return max(sizes) - min(sizes) <= 1
+
+
+def reduce_scatter_v(parts: Sequence[Sequence[Tensor]], group: Communicator, keep: Callable[[Tensor], None]) -> Work:
+    """Begin to add up over the ranks what each of them is to keep.
+
+    Args:
+        parts: parts[r] are this rank's numbers of what rank r keeps, tensors [n] laid end to end, at least one; sizes are the same on all
+            ranks.
+        keep: called with this rank's part of the sum [its size], once it has been waited for.
+    """
+    sizes = [sum(tensor.numel() for tensor in part) for part in parts]
+    own, longest = sizes[group.rank], max(sizes)
+    if are_equal(sizes):
+        filled = [[*part, part[0].new_zeros(longest - size)] for part, size in zip(parts, sizes, strict=True)]
+        whole = torch.cat([tensor for part in filled for tensor in part])
+        total = whole.new_empty(longest)
+        work = group.reduce_scatter(total, whole, asynchronous=True)
+        return DeferredWork(lambda: (work.wait(), keep(total[:own])))
+    sent = torch.cat([tensor for part in parts for tensor in part]).split(sizes)
+    received = sent[0].new_empty(group.size, own)
+    work = group.all_to_all(list(received), sent, asynchronous=True)
+    return DeferredWork(lambda: (work.wait(), keep(received.sum(0))))
+
+
+def all_gather_v(part: Tensor, sizes: Sequence[int], group: Communicator, keep: Callable[[Sequence[Tensor]], None]) -> Work:
+    """Begin to bring every rank's part to all of them.
+
+    Args:
+        part: this rank's, [sizes[group.rank]].
+        keep: called with the parts of all ranks in order, [sizes[r]] each, once they have been waited for.
+    """
+    if are_equal(sizes):
+        whole = part.new_empty(group.size, max(sizes))
+        mine = whole[group.rank]
+        mine[: len(part)], mine[len(part) :] = part, 0
+        work = group.all_gather(whole, mine, asynchronous=True)
+        return DeferredWork(lambda: (work.wait(), keep([row[:size] for row, size in zip(whole, sizes, strict=True)])))
+    received = [part.new_empty(size) for size in sizes]
+    work = group.all_to_all(received, [part] * group.size, asynchronous=True)
+    return DeferredWork(lambda: (work.wait(), keep(received)))
 
 
 def all_reduce_in_two(tensor: Tensor, group: Communicator) -> None:

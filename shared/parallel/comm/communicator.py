@@ -3,8 +3,8 @@
 A rank is one of several processes, or threads, that train one model together. A `Communicator` is one rank's end of a group of ranks: the
 whole world, or one axis of the mesh. Every rank of the group makes the same calls in the same order; whoever does not is named.
 
-Left out on purpose: how bytes travel. `shared.parallel.comm.threads` copies them within one process, `shared.parallel.comm.processes` hands them
-to gloo or NCCL.
+Left out on purpose: how bytes travel. `shared.parallel.comm.threads` copies them within one process, and
+`shared.parallel.comm.processes` hands them to gloo or NCCL.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shared.course.errors import CourseError
-from shared.parallel.comm.trace import CommTrace, Recorded
+from shared.parallel.comm.trace import CommTrace, TracedWork
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -59,26 +59,26 @@ class Communicator(ABC):
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", asynchronous: bool = False) -> Work:
         """Every rank's `tensor` becomes the sum (or max, min) over the ranks, the same bits on all of them."""
         tensor = plain(tensor)
-        return self.recorded("all_reduce", tensor, lambda: self._all_reduce(tensor, op), asynchronous)
+        return self.dispatch("all_reduce", tensor, lambda: self._all_reduce(tensor, op), asynchronous)
 
     def all_gather(self, whole: Tensor, part: Tensor, asynchronous: bool = False) -> Work:
         """`whole` [size * n] becomes the ranks' parts [n], one after the other. `part` may be its own place in `whole`."""
         whole, part = plain(whole), plain(part)
         require_parts("all_gather", whole, part, self.size)
-        return self.recorded("all_gather", whole, lambda: self._all_gather(whole, part), asynchronous)
+        return self.dispatch("all_gather", whole, lambda: self._all_gather(whole, part), asynchronous)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, asynchronous: bool = False) -> Work:
         """`part` [n] becomes this rank's share of the sum over the ranks of `whole` [size * n]. `part` may be its own place in `whole`,
         the rest of which holds nothing afterwards."""
         whole, part = plain(whole), plain(part)
         require_parts("reduce_scatter", whole, part, self.size)
-        return self.recorded("reduce_scatter", whole, lambda: self._reduce_scatter(part, whole), asynchronous)
+        return self.dispatch("reduce_scatter", whole, lambda: self._reduce_scatter(part, whole), asynchronous)
 
     def broadcast(self, tensor: Tensor, root: int, asynchronous: bool = False) -> Work:
         """Every rank's `tensor` becomes that of `root`, a rank of this group."""
         tensor = plain(tensor)
         self.require_member("broadcast", root)
-        return self.recorded("broadcast", tensor, lambda: self._broadcast(tensor, root), asynchronous)
+        return self.dispatch("broadcast", tensor, lambda: self._broadcast(tensor, root), asynchronous)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], asynchronous: bool = False) -> Work:
         """Rank r's `sent[s]` becomes rank s's `received[r]`, all of one dtype. Sizes may differ and may be 0."""
@@ -90,31 +90,31 @@ class Communicator(ABC):
             raise ValueError("all_to_all: the tensors have several dtypes, and travel as one: convert them to one dtype.")
         received, sent = [plain(tensor) for tensor in received], [plain(tensor) for tensor in sent]
         sent_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
-        return self.recorded("all_to_all", sent_bytes, lambda: self._all_to_all(received, sent), asynchronous)
+        return self.dispatch("all_to_all", sent_bytes, lambda: self._all_to_all(received, sent), asynchronous)
 
     def send(self, tensor: Tensor, to: int, asynchronous: bool = False) -> Work:
         """Give `tensor` to a rank of this group. It is done once that rank has called `receive`, so two ranks that both send first, and
         wait, wait for ever: send asynchronously."""
         tensor = plain(tensor)
         self.require_member("send", to)
-        return self.recorded("send", tensor, lambda: self._send(tensor, to), asynchronous, peer=to)
+        return self.dispatch("send", tensor, lambda: self._send(tensor, to), asynchronous, peer=to)
 
     def receive(self, tensor: Tensor, source: int, asynchronous: bool = False) -> Work:
         """`tensor` becomes what a rank of this group sends. Between two ranks, what is sent first is received first."""
         tensor = plain(tensor)
         self.require_member("receive", source)
-        return self.recorded("receive", tensor, lambda: self._receive(tensor, source), asynchronous, peer=source)
+        return self.dispatch("receive", tensor, lambda: self._receive(tensor, source), asynchronous, peer=source)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.recorded("barrier", 0, self._barrier, asynchronous=False)
+        self.dispatch("barrier", 0, self._barrier, asynchronous=False)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank: small things that JSON can hold, as JSON gives them back. Not on the way of
         a step, and not in the trace's entries."""
         text, texts = json.dumps(value), []
-        start = lambda: Waiting(lambda: texts.extend(self._gather_texts(text)))  # noqa: E731
-        self.recorded("gather_objects", len(text), start, asynchronous=False, listed=False)
+        start = lambda: DeferredWork(lambda: texts.extend(self._gather_texts(text)))  # noqa: E731
+        self.dispatch("gather_objects", len(text), start, asynchronous=False, is_traffic=False)
         return [json.loads(each) for each in texts]
 
     def split(self, axis: str, groups: Sequence[Sequence[int]]) -> "Communicator":
@@ -126,9 +126,9 @@ class Communicator(ABC):
         self.splits += 1
         mine = next(group for group in groups if self.members[self.rank] in group)
         found: list[Communicator] = []
-        start = lambda: Waiting(lambda: found.append(self._split(axis, groups, mine)))  # noqa: E731
-        self.recorded("split", 0, start, asynchronous=False, listed=False)
-        return OneRank(axis, mine[0], self.trace, self.splits) if len(mine) == 1 else found[0]
+        start = lambda: DeferredWork(lambda: found.append(self._split(axis, groups, mine)))  # noqa: E731
+        self.dispatch("split", 0, start, asynchronous=False, is_traffic=False)
+        return SingleRankCommunicator(axis, mine[0], self.trace, self.splits) if len(mine) == 1 else found[0]
 
     def require_member(self, operation: str, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -138,21 +138,21 @@ class Communicator(ABC):
         if operation != "broadcast" and rank == self.rank:
             raise ValueError(f"{operation}: rank {rank} of {self.axis!r} is this rank itself: copy the tensor.")
 
-    def recorded(
+    def dispatch(
         self,
         operation: str,
         payload: Tensor | int,
         start: Callable[[], Work],
         asynchronous: bool,
         peer: int | None = None,
-        listed: bool = True,
+        is_traffic: bool = True,
     ) -> Work:
         """Begin an operation, noted in the trace before it begins, so that one that never ends can be named. peer: the one other rank
         that it is about; without, it is an operation of the whole group, and numbered."""
         size = payload if isinstance(payload, int) else payload.numel() * payload.element_size()
         self.number += peer is None
-        entry = self.trace.opened(operation, self, size, peer, listed)
-        work = Recorded(start(), entry, self.trace)
+        entry = self.trace.record(operation, self, size, peer, is_traffic)
+        work = TracedWork(start(), entry, self.trace)
         if not asynchronous:
             work.wait()
         return work
@@ -189,15 +189,15 @@ class Communicator(ABC):
         """The group `mine`, of `groups`; called also where `mine` is this rank alone, and its result is not used then."""
 
 
-class Done:
-    """Work that was done at once."""
+class CompletedWork:
+    """Work that had completed when the call returned."""
 
     def wait(self) -> None:
         return None
 
 
-class Waiting:
-    """Work that is finished by whoever waits for it, once."""
+class DeferredWork:
+    """Work whose last part, `finish`, runs in the first call of `wait`."""
 
     def __init__(self, finish: Callable[[], Any]):
         self.finish: Callable[[], Any] | None = finish
@@ -208,13 +208,13 @@ class Waiting:
             finish()
 
 
-class OneRank(Communicator):
+class SingleRankCommunicator(Communicator):
     """The group of a single rank: every operation is the identity, and nothing is sent."""
 
     def __init__(self, axis: str = "world", member: int = 0, trace: CommTrace | None = None, split_number: int = 0):
         super().__init__((member,), 0, axis, trace or CommTrace(), split_number)
 
-    def recorded(self, operation: str, payload: Tensor | int, start: Callable[[], Work], *options: Any, **more: Any) -> Work:
+    def dispatch(self, operation: str, payload: Tensor | int, start: Callable[[], Work], *options: Any, **more: Any) -> Work:
         work = start()  # nothing travels, so nothing is counted
         work.wait()
         return work
@@ -226,24 +226,24 @@ class OneRank(Communicator):
         return self
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
         if whole.data_ptr() != part.data_ptr():
             whole.copy_(part)
-        return Done()
+        return CompletedWork()
 
     def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
         if whole.data_ptr() != part.data_ptr():
             part.copy_(whole)
-        return Done()
+        return CompletedWork()
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        return Done()
+        return CompletedWork()
 
     def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
         received[0].copy_(sent[0])
-        return Done()
+        return CompletedWork()
 
     def _send(self, tensor: Tensor, to: int) -> Work:
         raise AssertionError("require_member refuses it: there is nobody to send to")
@@ -252,7 +252,7 @@ class OneRank(Communicator):
         raise AssertionError("require_member refuses it: there is nobody to receive from")
 
     def _barrier(self) -> Work:
-        return Done()
+        return CompletedWork()
 
 
 def require_parts(operation: str, whole: Tensor, part: Tensor, size: int) -> None:

@@ -31,11 +31,11 @@ import torch
 from shared.course import binding
 from shared.course.running import PRELOADED, end_with_parent
 from shared.parallel.comm.communicator import CommunicationError, RankStopped, require_finished
-from shared.parallel.health.heartbeat import EXIT_CODE, Patience, RankLost
+from shared.parallel.health.heartbeat import EXIT_CODE, Timeouts, RankLost
 from shared.parallel.comm.processes import join_world, leave_world
 
 Result = TypeVar("Result")
-BRIEF = Patience(timeout=60.0, longest_wait=1800.0, every=0.2)
+BRIEF = Timeouts(heartbeat_timeout=60.0, collective_timeout=1800.0, heartbeat_interval=0.2)
 GRACE = 0.2  # seconds that the other ranks have, after one has failed, to tell what they failed with
 CAUSE = 60.0  # ... where that one failed because of another, which has yet to send why: its machine may be busy
 
@@ -52,12 +52,12 @@ class Job:
     rank: int
     ranks: int
     folder: Path
-    patience: Patience
+    timeouts: Timeouts
     choice: binding.Choice  # whose exercises the core runs with
 
 
 def run_processes(
-    function: Callable[..., Result], ranks: int, *arguments: Any, timeout: float = 180.0, patience: Patience = BRIEF
+    function: Callable[..., Result], ranks: int, *arguments: Any, timeout: float = 180.0, timeouts: Timeouts = BRIEF
 ) -> list[Result]:
     """Run `function(world, *arguments)` in each of `ranks` new processes, and return the results in rank order.
 
@@ -65,7 +65,7 @@ def run_processes(
     after rank. No process is left, whatever happens.
 
     Args:
-        timeout: seconds for the whole call. patience: how long ranks wait for each other within it.
+        timeout: seconds for the whole call. timeouts: how long ranks wait for each other within it.
 
     Raises:
         CommunicationError: a rank ended its process, the time is over, or the ranks' calls do not match.
@@ -79,7 +79,7 @@ def run_processes(
         try:
             for rank in range(ranks):
                 here, there = context.Pipe()
-                job = Job(call, rank, ranks, Path(folder), patience, binding.current_choice())
+                job = Job(call, rank, ranks, Path(folder), timeouts, binding.current_choice())
                 process = context.Process(target=rank_main, args=(there, job), name=f"rank {rank}")
                 process.start()
                 there.close()
@@ -191,7 +191,7 @@ def work(job: Job) -> Any:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()  # the way in which torch takes it
     function, arguments = cloudpickle.loads(job.call)
-    world = join_world(job.rank, job.ranks, f"file://{job.folder / 'meeting'}", torch.device("cpu"), job.patience)
+    world = join_world(job.rank, job.ranks, f"file://{job.folder / 'meeting'}", torch.device("cpu"), job.timeouts)
     try:
         result = function(world, *arguments)
         require_finished(world)

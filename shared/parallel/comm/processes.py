@@ -4,8 +4,8 @@
 
 What this adds to torch's calls is what every `Communicator` has: ranks that count within their group, results in place, the trace.
 
-Left out on purpose: how gloo and NCCL route the bytes. Two of gloo's routes are replaced by shorter ones (`shared.parallel.comm.gloo_routes`);
-`shared.parallel.comm.collectives` builds one from sends and receives.
+Left out on purpose: the algorithms of gloo and NCCL. Two of gloo's are replaced by faster ones (`shared.parallel.comm.gloo_routes`);
+`shared.parallel.comm.collectives` builds all-reduce from sends and receives.
 """
 
 import os
@@ -22,8 +22,16 @@ from torch.distributed.rendezvous import rendezvous
 
 from shared.course.errors import CourseError
 from shared.parallel.comm import gloo_routes
-from shared.parallel.comm.communicator import CommunicationError, Communicator, OneRank, RankStopped, Reduction, Waiting, Work
-from shared.parallel.health.heartbeat import Heartbeat, Patience
+from shared.parallel.comm.communicator import (
+    CommunicationError,
+    Communicator,
+    DeferredWork,
+    RankStopped,
+    Reduction,
+    SingleRankCommunicator,
+    Work,
+)
+from shared.parallel.health.heartbeat import Heartbeat, Timeouts
 from shared.parallel.comm.trace import CommTrace
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -41,8 +49,8 @@ class Process:
     @property
     def timeout(self) -> timedelta:
         """Torch's own, for an operation: the heartbeat should speak first."""
-        patience = self.heartbeat.patience
-        return timedelta(seconds=max(patience.longest_wait + 2 * patience.timeout, patience.meeting))
+        timeouts = self.heartbeat.timeouts
+        return timedelta(seconds=max(timeouts.collective_timeout + 2 * timeouts.heartbeat_timeout, timeouts.init_timeout))
 
 
 class ProcessCommunicator(Communicator):
@@ -60,20 +68,20 @@ class ProcessCommunicator(Communicator):
         self.process, self.torch_group = process, torch_group
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return self.begun(dist.all_reduce(tensor, REDUCTIONS[op], self.torch_group, async_op=True))
+        return self.wrap(dist.all_reduce(tensor, REDUCTIONS[op], self.torch_group, async_op=True))
 
     def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
         if whole.is_cpu:
-            return Waiting(gloo_routes.all_gather(whole, part, self.torch_group, self.wait_for))
-        return self.begun(all_gather_single(whole.view(-1), part.view(-1), self.torch_group, async_op=True))
+            return DeferredWork(gloo_routes.all_gather(whole, part, self.torch_group, self.wait_for))
+        return self.wrap(all_gather_single(whole.view(-1), part.view(-1), self.torch_group, async_op=True))
 
     def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
         if whole.is_cpu:
-            return Waiting(gloo_routes.reduce_scatter(part, whole, self.torch_group, self.wait_for))
-        return self.begun(reduce_scatter_single(part.view(-1), whole.view(-1), group=self.torch_group, async_op=True))
+            return DeferredWork(gloo_routes.reduce_scatter(part, whole, self.torch_group, self.wait_for))
+        return self.wrap(reduce_scatter_single(part.view(-1), whole.view(-1), group=self.torch_group, async_op=True))
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        return self.begun(dist.broadcast(tensor, self.members[root], self.torch_group, async_op=True))
+        return self.wrap(dist.broadcast(tensor, self.members[root], self.torch_group, async_op=True))
 
     def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
         into, out = torch.cat([place.flatten() for place in received]), torch.cat([tensor.flatten() for tensor in sent])
@@ -84,16 +92,16 @@ class ProcessCommunicator(Communicator):
                 place.view(-1).copy_(part)
 
         counts = sizes, [tensor.numel() for tensor in sent]
-        return self.begun(dist.all_to_all_single(into, out, *counts, self.torch_group, async_op=True), unpack)
+        return self.wrap(dist.all_to_all_single(into, out, *counts, self.torch_group, async_op=True), unpack)
 
     def _send(self, tensor: Tensor, to: int) -> Work:
-        return self.begun(dist.isend(tensor, self.members[to], self.torch_group), direct=True)
+        return self.wrap(dist.isend(tensor, self.members[to], self.torch_group), direct=True)
 
     def _receive(self, tensor: Tensor, source: int) -> Work:
-        return self.begun(dist.irecv(tensor, self.members[source], self.torch_group), direct=True)
+        return self.wrap(dist.irecv(tensor, self.members[source], self.torch_group), direct=True)
 
     def _barrier(self) -> Work:
-        return self.begun(dist.barrier(self.torch_group, async_op=True))
+        return self.wrap(dist.barrier(self.torch_group, async_op=True))
 
     def _gather_texts(self, text: str) -> list[str]:
         """As bytes, padded to the longest: nothing is pickled."""
@@ -114,12 +122,12 @@ class ProcessCommunicator(Communicator):
         # Its order is the group's: torch would sort the ranks.
         return dist.new_group(list(members), self.process.timeout, group_desc=axis, sort_ranks=False)
 
-    def begun(self, work: dist.Work, finish: Callable[[], None] = lambda: None, direct: bool = False) -> Work:
+    def wrap(self, work: dist.Work, finish: Callable[[], None] = lambda: None, direct: bool = False) -> Work:
         def wait() -> None:
             self.wait_for(work, direct)
             finish()
 
-        return Waiting(wait)
+        return DeferredWork(wait)
 
     def wait_for(self, work: dist.Work, direct: bool) -> None:
         """Wait, as long as there is hope. direct: whether it is a send or a receive."""
@@ -138,21 +146,21 @@ class ProcessCommunicator(Communicator):
             raise heartbeat.cut_off(broken) from broken
 
 
-def join_world(rank: int, ranks: int, meeting: str, device: torch.device, patience: Patience) -> Communicator:
+def join_world(rank: int, ranks: int, meeting: str, device: torch.device, timeouts: Timeouts) -> Communicator:
     """Meet the other processes. All of them call it, once.
 
     Args:
         meeting: where, as torch takes it: `env://` for the address in the environment, `file:///a/file/on/this/machine`.
 
     Raises:
-        CommunicationError: on rank 0: some ranks have not come within `patience.meeting`.
+        CommunicationError: on rank 0: some ranks have not come within `timeouts.init_timeout`.
         RankStopped: another rank broke off while its connections were made.
     """
     if ranks == 1:
-        return OneRank()
-    store, _, _ = next(rendezvous(meeting, rank, ranks, timeout=timedelta(seconds=patience.meeting)))
-    store, trace = fresh_part(store, rank, ranks, patience.meeting), CommTrace()
-    process = Process(device, Heartbeat(store, rank, ranks, trace, patience))
+        return SingleRankCommunicator()
+    store, _, _ = next(rendezvous(meeting, rank, ranks, timeout=timedelta(seconds=timeouts.init_timeout)))
+    store, trace = fresh_part(store, rank, ranks, timeouts.init_timeout), CommTrace()
+    process = Process(device, Heartbeat(store, rank, ranks, trace, timeouts))
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(backend, timeout=process.timeout, store=store, rank=rank, world_size=ranks)
@@ -188,15 +196,17 @@ def leave_world(world: Communicator, ended: str) -> None:
         world.process.heartbeat.close(ended)
 
 
-def from_torchrun(timeout: float = 30.0, device: str = "auto", longest_wait: float = 1800.0) -> tuple[Communicator, torch.device]:
+def from_torchrun(
+    heartbeat_timeout: float = 30.0, device: str = "auto", collective_timeout: float = 1800.0
+) -> tuple[Communicator, torch.device]:
     """The world that torchrun started this process in, and this rank's device; alone where torchrun was not used.
 
-    A rank that ends because of another one ends with the exit code `shared.parallel.health.heartbeat.EXIT_CODE`; `torchrun --max-restarts 3`
-    then starts all of them again.
+    A rank that ends because another one failed has the exit code `shared.parallel.health.heartbeat.EXIT_CODE`;
+    `torchrun --max-restarts 3` then restarts all of them.
 
     Args:
-        timeout: seconds without a heartbeat after which a rank is given up.
-        longest_wait: seconds that a rank waits for one that lives.
+        heartbeat_timeout: seconds without a heartbeat after which a rank counts as dead.
+        collective_timeout: seconds that a rank waits in one operation for a rank that is alive.
         device: auto takes the GPU of this rank's number on its machine, where there is one; cpu, cuda.
 
     Raises:
@@ -213,4 +223,5 @@ def from_torchrun(timeout: float = 30.0, device: str = "auto", longest_wait: flo
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    return join_world(rank, ranks, "env://", chosen, Patience(timeout, longest_wait, min(1.0, timeout / 10))), chosen
+    timeouts = Timeouts(heartbeat_timeout, collective_timeout, heartbeat_interval=min(1.0, heartbeat_timeout / 10))
+    return join_world(rank, ranks, "env://", chosen, timeouts), chosen

@@ -1,8 +1,8 @@
-"""Chapter 06. Ranks as threads of one process: for notebooks, checks and tests.
+"""Chapter 06. Ranks as threads of one process: collectives for notebooks, checks and tests, with deadlocks found at once.
 
-N ranks run the same function at the same time and meet in a `ThreadWorld`. Whoever arrives at an operation leaves a copy of its tensors there, and
-whoever waits picks up the others' copies, so a result is the same bits whatever the order of arrival. A town knows where everyone
-is, so ranks that wait for each other for ever are told who waits where, at once.
+N ranks run the same function at the same time and share a `ThreadWorld`. A rank that starts an operation leaves copies of its tensors
+there; waiting for the operation reads the copies of all ranks, so a result has the same bits whatever the order of arrival. The world knows
+where each rank waits, so a deadlock raises an error at once, which says which rank waits in which operation.
 
     results = run_threads(lambda world: world.gather_objects(world.rank), 4)
 
@@ -20,10 +20,10 @@ from torch import Tensor
 from shared.parallel.comm.communicator import (
     CommunicationError,
     Communicator,
-    OneRank,
+    SingleRankCommunicator,
     RankStopped,
     Reduction,
-    Waiting,
+    DeferredWork,
     Work,
     dtype_name,
     flat_sum,
@@ -141,7 +141,7 @@ class ThreadCommunicator(Communicator):
                     self.town.meetings.pop(key, None)
             finish([meeting.brought[rank] for rank in range(self.size)])
 
-        return Waiting(pick_up)
+        return DeferredWork(pick_up)
 
     def channel(self, source: int, to: int) -> Channel:
         return self.town.channels.setdefault((self.split_number, self.members[source], self.members[to]), Channel())
@@ -214,7 +214,7 @@ class ThreadCommunicator(Communicator):
                 self.town.wait_until(self.members[self.rank], where, ready)
                 finish()
 
-        return Waiting(wait)
+        return DeferredWork(wait)
 
     def require_same(self, operation: str, source: int, place: Tensor, letter: Tensor) -> None:
         if place.numel() != letter.numel() or place.dtype != letter.dtype:
@@ -245,7 +245,7 @@ def run_threads(function: Callable[..., Result], ranks: int, *arguments: Any) ->
     def run(rank: int) -> None:
         problem = None
         try:
-            world = OneRank() if ranks == 1 else ThreadCommunicator(town, range(ranks), rank, "world", CommTrace())
+            world = SingleRankCommunicator() if ranks == 1 else ThreadCommunicator(town, range(ranks), rank, "world", CommTrace())
             with torch.set_grad_enabled(grad_enabled):
                 results[rank] = function(world, *arguments)
             require_finished(world)

@@ -19,11 +19,11 @@ RECENT = 4  # of the operations between the same ranks
 
 
 @dataclass(slots=True)
-class Entry:
+class TraceEntry:
     """One operation of one rank.
 
     begin, end: seconds on the trace's clock; `end` is None while it is under way, and is when the wait for it was over.
-    size: ranks in the group. during: what the rank was doing, as `CommTrace.during` says.
+    size: ranks in the group. phase: what the rank was doing, as `CommTrace.phase` says.
     number: which operation of the whole group it is, from 1; of a send or receive, which one from that rank to that rank.
     peer: the global rank that a send or receive is with; None for the others. split_number: of the group, as its `Communicator` says.
     between: the global ranks that it is between; of a send or receive, from whom and to whom.
@@ -35,7 +35,7 @@ class Entry:
     size: int
     begin: float
     end: float | None = None
-    during: str = ""
+    phase: str = ""
     number: int = 0
     peer: int | None = None
     split_number: int = 0
@@ -54,23 +54,23 @@ class CommTrace:
 
     Attributes:
         entries: the operations in the order in which they were begun; of a long run, the last ones.
-        during: a word for what comes next, such as "forward" or "backward"; it stands in each entry.
+        phase: a word for what comes next, such as "forward" or "backward"; it stands in each entry.
         step: of the training run; 0 where nobody says.
-        last: the operation that was begun last. waiting: the one that this rank waits for now. Both also where it is not listed.
+        last: the operation that was begun last. waiting: the one that this rank waits for now. Both include operations that are no traffic.
         recent: the last operations between the same ranks, so that ranks can compare what they called.
     """
 
     def __init__(self):
-        self.entries: list[Entry] = []
-        self.during, self.step = "", 0
-        self.last: Entry | None = None
-        self.waiting: Entry | None = None
-        self.recent: dict[tuple, deque[Entry]] = {}
+        self.entries: list[TraceEntry] = []
+        self.phase, self.step = "", 0
+        self.last: TraceEntry | None = None
+        self.waiting: TraceEntry | None = None
+        self.recent: dict[tuple, deque[TraceEntry]] = {}
         self.clear()
 
-    def opened(self, operation: str, group: "Communicator", size_in_bytes: int, peer: int | None, listed: bool) -> Entry:
-        """Note an operation that begins. listed: whether it is traffic, and counted."""
-        entry = Entry(operation, group.axis, size_in_bytes, group.size, time.perf_counter() - self.zero, during=self.during)
+    def record(self, operation: str, group: "Communicator", size_in_bytes: int, peer: int | None, is_traffic: bool) -> TraceEntry:
+        """Note an operation that begins. is_traffic: whether it counts as traffic and is listed in `entries`."""
+        entry = TraceEntry(operation, group.axis, size_in_bytes, group.size, time.perf_counter() - self.zero, phase=self.phase)
         entry.number, entry.split_number, entry.between = group.number, group.split_number, group.members
         if peer is not None:
             me, entry.peer = group.members[group.rank], group.members[peer]
@@ -80,7 +80,7 @@ class CommTrace:
             entry.number = recent[-1].number + 1 if recent else 1
         recent.append(entry)
         self.last = entry
-        if listed:
+        if is_traffic:
             self.entries.append(entry)
             self.counted[operation, group.axis] += 1
             self.summed[operation, group.axis] += size_in_bytes
@@ -96,7 +96,7 @@ class CommTrace:
         """(operation, axis) -> bytes of the tensors."""
         return self.summed.copy()
 
-    def unfinished(self) -> Entry | None:
+    def unfinished(self) -> TraceEntry | None:
         """The first operation that was begun and never waited for."""
         return next((entry for entry in self.entries if entry.end is None), None)
 
@@ -108,10 +108,10 @@ class CommTrace:
         self.zero = time.perf_counter()
 
 
-class Recorded:
+class TracedWork:
     """Work that notes in the trace when it is waited for."""
 
-    def __init__(self, work: Any, entry: Entry, trace: CommTrace):
+    def __init__(self, work: Any, entry: TraceEntry, trace: CommTrace):
         self.work, self.entry, self.trace = work, entry, trace
 
     def wait(self) -> None:

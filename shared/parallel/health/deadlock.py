@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shared.parallel.comm.trace import Entry, CommTrace
+from shared.parallel.comm.trace import TraceEntry, CommTrace
 
 OWN_SIZES = {"gather_objects", "all_to_all"}  # operations that each rank calls with as many bytes as it likes
 
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     between: tuple[int, ...]
 
     @classmethod
-    def of(cls, entry: Entry) -> "Call":
+    def of(cls, entry: TraceEntry) -> "Call":
         kind = entry.operation, entry.number, entry.bytes, entry.place
         return cls(*kind, entry.split_number, entry.peer is not None, entry.between)
 

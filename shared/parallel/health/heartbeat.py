@@ -38,14 +38,19 @@ class RankLost(RankStopped):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Seconds. timeout: without a beat until a rank is taken for dead. longest_wait: for a rank that lives. every: between two beats.
-    meeting: for all ranks to come, at the start, when each has yet to begin and to import what it needs."""
+class Timeouts:
+    """How many seconds a rank waits before it gives up on another one.
 
-    timeout: float = 30.0
-    longest_wait: float = 1800.0
-    every: float = 1.0
-    meeting: float = 1800.0
+    heartbeat_timeout: without a heartbeat, until a rank counts as dead.
+    collective_timeout: in one operation, for a rank whose heartbeat goes on.
+    heartbeat_interval: between two heartbeats.
+    init_timeout: at the start, until all ranks have connected; each has to start and to import its packages first.
+    """
+
+    heartbeat_timeout: float = 30.0
+    collective_timeout: float = 1800.0
+    heartbeat_interval: float = 1.0
+    init_timeout: float = 1800.0
 
 
 class Heartbeat:
@@ -59,9 +64,9 @@ class Heartbeat:
         deaf: whether the rank stands in an operation that it cannot leave to raise it.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, trace: CommTrace, patience: Patience):
-        self.store, self.rank, self.ranks, self.trace, self.patience = store.clone(), rank, ranks, trace, patience
-        self.store.set_timeout(timedelta(seconds=patience.timeout))
+    def __init__(self, store: Store, rank: int, ranks: int, trace: CommTrace, timeouts: Timeouts):
+        self.store, self.rank, self.ranks, self.trace, self.timeouts = store.clone(), rank, ranks, trace, timeouts
+        self.store.set_timeout(timedelta(seconds=timeouts.heartbeat_timeout))
         self.main = threading.get_ident()
         self.number = 0
         self.heard: dict[int, Beat] = {}
@@ -93,7 +98,7 @@ class Heartbeat:
         while True:
             ended = work.is_completed()  # asked first: it may end well in the moment after the time is over
             try:
-                work.wait(timedelta(seconds=self.patience.every))
+                work.wait(timedelta(seconds=self.timeouts.heartbeat_interval))
                 return
             except RuntimeError as error:  # torch has one class for the time that is over and for a connection that broke
                 if ended:
@@ -104,7 +109,7 @@ class Heartbeat:
         """The connection to another rank broke in the operation that this rank waits for: say which rank, if that comes out soon."""
         place, words = self.trace.waiting.place if self.trace.waiting else "an operation", (str(error).splitlines() or [""])[0]
         self.cut = True
-        self.found.wait(self.patience.timeout)
+        self.found.wait(self.timeouts.heartbeat_timeout)
         self.problem = self.problem or RankStopped(f"rank {self.rank} was cut off from another rank in {place} ({words})")
         self.told = True
         return self.problem
@@ -119,7 +124,7 @@ class Heartbeat:
         if self.closing.is_set():
             return
         self.closing.set()
-        self.thread.join(self.patience.every)
+        self.thread.join(self.timeouts.heartbeat_interval)
         try:
             self.beat(ended)
         except RuntimeError:  # the store is gone as well, and nobody is left to be told
@@ -135,7 +140,7 @@ class Heartbeat:
 
     def run(self) -> None:
         since = 0.0
-        while not self.closing.wait(self.patience.every):
+        while not self.closing.wait(self.timeouts.heartbeat_interval):
             try:
                 self.beat()
                 self.listen()
@@ -144,7 +149,7 @@ class Heartbeat:
             if self.problem is None:
                 continue
             since = since or time.monotonic()
-            beats = MISSED * self.patience.every
+            beats = MISSED * self.timeouts.heartbeat_interval
             if not self.told and time.monotonic() - since > (beats if self.deaf else max(beats, LAST_WORDS)):
                 print(self.problem, file=sys.stderr)  # the rank stands in an operation that is not ours, or computes
                 self.end_process()
@@ -163,7 +168,7 @@ class Heartbeat:
         texts = self.store.multi_get([f"beat/{rank}" for rank in range(self.ranks)])
         beats = {rank: Beat.from_json(text) for rank, text in enumerate(texts)}
         now = time.monotonic()
-        passed = min(now - self.looked, 2 * self.patience.every)  # this process itself may have been asleep
+        passed = min(now - self.looked, 2 * self.timeouts.heartbeat_interval)  # this process itself may have been asleep
         self.looked = now
         for rank, beat in beats.items():
             fresh = rank not in self.heard or beat.number > self.heard[rank].number
@@ -184,7 +189,9 @@ class Heartbeat:
         return next((f"rank {rank} {beat.ended}" for rank, beat in self.heard.items() if beat.ended.startswith("stopped")), None)
 
     def silence(self) -> str | None:
-        limit = min(self.patience.timeout, MISSED * self.patience.every) if self.cut else self.patience.timeout
+        limit = self.timeouts.heartbeat_timeout
+        if self.cut:
+            limit = min(limit, MISSED * self.timeouts.heartbeat_interval)
         for rank, seconds in self.silent.items():
             if seconds >= limit and rank != self.rank:
                 beat = self.heard[rank]
@@ -205,7 +212,7 @@ class Heartbeat:
         entry = self.trace.waiting
         if entry is not self.waits_in:
             self.waits_in, self.waited_since = entry, now
-        if entry is None or now - self.waited_since < self.patience.longest_wait:
+        if entry is None or now - self.waited_since < self.timeouts.collective_timeout:
             return None
         call = self.heard[self.rank].waiting
         missing = [rank for rank in entry.between if rank != self.rank and not (call and self.heard[rank].begun(call))]

@@ -1,17 +1,16 @@
-"""Chapter 06. What a rank's memory holds in a training step, by formula: weights, gradients, optimizer state and activations.
+"""Chapter 06. Memory estimate of a training step on each rank, by formula: weights, gradients, optimizer state and activations.
 
     between two steps    weights + optimizer state
     within a step        + gradients + what the forward pass keeps for the backward pass (+ weights that fsdp has gathered)
 
 Of weights, gradients and state each rank holds all or an n-th (Rajbhandari et al. 2020; `shared.parallel.data.zero.bytes_held`). Activations
 follow Korthikanti et al. 2022, section 4.1, which counts what each operation keeps, for this model's own operations: norms keep their
-input, linear layers theirs, attention queries, keys, values and its result. `shared.parallel.planning.memory_measured` measures the same.
+input, linear layers theirs, attention queries, keys, values and its result. `chapters/06_data_parallel/memory_measured.py` measures the same.
 
 Left out on purpose: what lives for moments (buckets under way, the gradients of activations, what an operation needs for itself), what the
 allocator keeps in reserve, and blocks other than those of a decoder without dropout.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -25,8 +24,8 @@ WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes on a rank.
+class MemoryEstimate:
+    """Bytes on a rank in a training step, by kind.
 
     weights: that it keeps. gathered: whole weights that fsdp has made of them, at most. gradients: after the backward pass; with several
     micro-batches, while they add up. optimizer: its state. activations: at most, of one micro-batch.
@@ -44,17 +43,7 @@ class Held:
         return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
 
 
-def memory_table(rows: Mapping[str, Held]) -> str:
-    """Lines of text: what each row holds, in MB (10^6 bytes), and the sum."""
-    columns = ("weights", "gathered", "gradients", "optimizer", "activations", "total")
-    width = max(map(len, rows), default=0)
-    lines = [" " * width + "".join(f"{column:>13}" for column in columns)]
-    return "\n".join(
-        lines + [f"{name:{width}}" + "".join(f"{getattr(row, column) / 1e6:13.2f}" for column in columns) for name, row in rows.items()]
-    )
-
-
-def held(
+def estimate_memory(
     model: ModelConfig,
     layout: ParallelConfig,
     optimizer: OptimizerConfig,
@@ -65,8 +54,8 @@ def held(
     precision: str = "float32",
     sliced: bool = True,
     packed: bool = False,
-) -> Held:
-    """What each rank holds of a run.
+) -> MemoryEstimate:
+    """Estimate the memory of each rank of a run.
 
     Args:
         model: a decoder.
@@ -74,7 +63,7 @@ def held(
         rows, seq: of a micro-batch on one rank.
         microbatches: in a step.
         precision: of matrix products. Weights, gradients and state are float32, and under fsdp blocks are gathered in this precision.
-        sliced: the loss is computed from slices of the logits (`shared.model.sliced_loss`), as the trainer does.
+        sliced: the loss is computed from slices of the logits (`shared.model.chunked_loss`), as the trainer does.
         packed: rows hold several documents, as the trainer's do, so attention takes a mask.
 
     Raises:
@@ -86,14 +75,14 @@ def held(
     fsdp, replicas = layout.fully_sharded, layout.data_parallel
     stage = 3 if fsdp > 1 else layout.zero
     if stage == 1 and microbatches == 1:
-        stage = 2  # a gradient is let go as soon as its bucket is under way
+        stage = 2  # a gradient is freed as soon as its bucket is under way
     parts = bytes_held(parameters, fsdp if fsdp > 1 else replicas, stage, state=state_width(model, optimizer))
     gathered = 0
     if fsdp > 1:
         whole = min(1 + layout.prefetch, model.num_hidden_layers) if layout.reshard_after_forward else model.num_hidden_layers
         gathered = 4 * ends + WIDTH[precision] * whole * block
-    peak = activations(model, layout.recompute, rows, seq, precision, sliced, packed, gathered=fsdp > 1).peak
-    return Held(parts["weights"], gathered, parts["gradients"], parts["optimizer state"], peak)
+    peak = activations(model, layout.activation_checkpointing, rows, seq, precision, sliced, packed, gathered=fsdp > 1).peak
+    return MemoryEstimate(parts["weights"], gathered, parts["gradients"], parts["optimizer state"], peak)
 
 
 def block_size(model: ModelConfig) -> int:
@@ -119,7 +108,7 @@ class Activations(NamedTuple):
 
 def activations(
     model: ModelConfig,
-    how: Literal["none", "blocks", "selective"],
+    how: Literal["none", "full", "selective"],
     rows: int,
     seq: int,
     precision: str,
@@ -139,7 +128,7 @@ def activations(
     require_formula(model)
     tokens, layers, width = rows * seq, model.num_hidden_layers, WIDTH[precision]
     entering, mask = 4 * tokens * model.hidden_size, seq if packed else 0
-    block = tokens * token_bytes(kept_of_token(model, mask), width)
+    block = tokens * token_bytes(saved_per_token(model, mask), width)
     if width < 4 and not gathered:
         block += width * (parameter_counts(model)["matrix"] // layers)  # rounded copies of its matrices
     ends = end_bytes(model, rows, seq, width, sliced)
@@ -147,15 +136,15 @@ def activations(
     throughout = 8 * tokens + positions * (4 * model.head_dim if model.position == "rope" else 8)  # ids, and tables or positions
     if how == "none":
         return Activations(layers * block + ends + throughout, layers * block + ends + throughout)
-    if how == "blocks":
+    if how == "full":
         kept, again = entering, block - entering
     else:
-        products = tokens * token_bytes(kept_of_products(model), width)
-        kept, again = entering + products, block - entering - tokens * token_bytes(kept_of_both(model, mask), width)
+        products = tokens * token_bytes(saved_products_per_token(model), width)
+        kept, again = entering + products, block - entering - tokens * token_bytes(saved_either_way(model, mask), width)
     return Activations(layers * kept + ends + throughout, layers * kept + max(ends, again) + throughout)
 
 
-def kept_of_token(model: ModelConfig, mask: int = 0) -> dict[str, int]:
+def saved_per_token(model: ModelConfig, mask: int = 0) -> dict[str, int]:
     """How many numbers a block keeps of each token, by what width they have: the residual stream's, that of products, or float32.
 
     With four times D inside, 16 bits everywhere, no rotation and no statistics, these are 32 D bytes: Korthikanti et al.'s 34 D, less
@@ -173,14 +162,14 @@ def kept_of_token(model: ModelConfig, mask: int = 0) -> dict[str, int]:
     return {"stream": 2 * size, "products": attention + feed_forward, "float32": model.num_attention_heads + statistics}
 
 
-def kept_of_products(model: ModelConfig) -> dict[str, int]:
+def saved_products_per_token(model: ModelConfig) -> dict[str, int]:
     """What selective recomputation keeps beside a block's input: the results of its matrix products and of attention."""
     inner, shared = heads(model)
     feed_forward = (2 if model.gated else 1) * model.intermediate_size + model.hidden_size
     return {"products": 2 * inner + 2 * shared + model.hidden_size + feed_forward, "float32": model.num_attention_heads}
 
 
-def kept_of_both(model: ModelConfig, mask: int = 0) -> dict[str, int]:
+def saved_either_way(model: ModelConfig, mask: int = 0) -> dict[str, int]:
     """What is kept with and without selective recomputation, and so is not there a second time."""
     inner, shared = heads(model)
     repeated = mask and inner != shared
@@ -217,7 +206,7 @@ def require_formula(model: ModelConfig) -> None:
         "position": model.position not in ("rope", "learned"),
         "norm_position": model.norm_position != "pre",
         "hidden_dropout or attention_dropout": model.hidden_dropout or model.attention_dropout,
-        "attention": model.attention != "fused",
+        "attention": model.attention != "sdpa",
         "qk_norm": model.qk_norm,
         "embedding_norm": model.embedding_norm,
         "sliding_window": model.sliding_window is not None,
@@ -225,4 +214,4 @@ def require_formula(model: ModelConfig) -> None:
     }
     for name, is_uncovered in uncovered.items():
         if is_uncovered:
-            raise ValueError(f"There is no formula for the activations of a model with this {name}: measure them (memory_measured).")
+            raise ValueError(f"There is no formula for the activations of a model with this {name}: measure them (chapters/06_data_parallel/memory_measured.py).")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from shared.course.checking import Case, Check
-from shared.parallel.comm.communicator import Done, OneRank
+from shared.parallel.comm.communicator import CompletedWork, SingleRankCommunicator
 
 from .watched import CONTRACT, begun, finished, over_ranks, overlaps
 
@@ -110,8 +110,8 @@ def used(function, gradients, sizes, padding, dtype):
 
 def devices(function, gradients, sizes, padding, dtype):
     """Where things lie when the weights are not on the CPU: on meta, a device that every machine has, of shapes without numbers."""
-    world, handed = OneRank(), []
-    world.reduce_scatter = lambda part, of, asynchronous=False: handed.append(of) or Done()
+    world, handed = SingleRankCommunicator(), []
+    world.reduce_scatter = lambda part, of, asynchronous=False: handed.append(of) or CompletedWork()
     whole = weights_of(gradients, sizes, padding).to("meta")
     mine = [None if each is None else each.to("meta") for each in gradients[0]]
     shard, operation = function(whole, mine, sizes, dtype, world)

@@ -1,7 +1,7 @@
-"""Chapter 06. What a rank's memory holds, measured: the storages that tensors share, each counted once.
+"""Memory of a rank in a training step, measured: the storages behind its tensors, each counted once.
 
 A view costs nothing and a storage of 0 bytes neither, so tensors are not counted but the memory behind them. Activations are what autograd
-keeps: hooks see each tensor as it is kept, and what holds it in their place says when it is let go.
+saves: hooks see each tensor as it is saved, and the object that holds it in its place reports when it is freed.
 
 Left out on purpose: memory that no tensor shows (the allocator's reserve, what libraries hold). On a GPU, `torch.cuda.memory_allocated`.
 And what selective recomputation keeps, which is in a cache of PyTorch's that no hook sees: its formula is tested against the allocator.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shared.parallel.parallelize import Parallel
-from shared.parallel.planning.memory import Activations, Held
+from shared.parallel.planning.memory import Activations, MemoryEstimate
 from shared.parallel.data.activation_checkpointing import run_block_selectively
 
 
@@ -67,11 +67,11 @@ class ActivationMeter:
     def __exit__(self, *error: Any) -> None:
         self.hooks.__exit__(*error)
 
-    def pack(self, tensor: Tensor) -> "Tensor | Kept":
+    def pack(self, tensor: Tensor) -> "Tensor | SavedTensor":
         address = tensor.untyped_storage().data_ptr()
         if address in {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}:
             return tensor
-        return Kept(tensor, self)
+        return SavedTensor(tensor, self)
 
     def count(self, tensor: Tensor, step: int) -> None:
         """One holder more or less of a tensor's storage."""
@@ -89,8 +89,8 @@ def recomputes_selectively(model: nn.Module) -> bool:
     return any(run_block_selectively in (run_block, *getattr(run_block, "args", ())) for run_block in run_blocks)
 
 
-class Kept:
-    """What autograd holds in place of a tensor; without the tensor's own graph, which would hold this in turn, for ever."""
+class SavedTensor:
+    """What autograd holds in place of a tensor; detached, since the tensor's own graph would hold this in turn: a cycle, never freed."""
 
     def __init__(self, tensor: Tensor, meter: ActivationMeter):
         self.tensor, self.meter = tensor.detach(), meter
@@ -100,7 +100,7 @@ class Kept:
         self.meter.count(self.tensor, -1)
 
 
-def unpack(kept: Tensor | Kept) -> Tensor:
+def unpack(kept: Tensor | SavedTensor) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.tensor
 
 
@@ -113,23 +113,23 @@ def measured_activations(model: nn.Module, loss_of: Any) -> Activations:
     return Activations(after_forward, meter.peak)
 
 
-class StepMeter:
-    """Measures one training step of a rank, `with meter:` around it. Afterwards `held` says what it held, each part where it was largest.
+class MemoryTracker:
+    """Measures the memory of one training step of a rank, `with tracker:` around it. Afterwards `peak` has each kind where it was largest.
 
     Gradients are counted where they wait: as the last micro-batch begins, or, of a single one, when its backward pass is over.
 
     Args:
         parallel: a model with a stack of blocks, spread or not.
-        optimizer: built over `parallel.optimized`.
+        optimizer: built over `parallel.optim_params`.
     """
 
     def __init__(self, parallel: Parallel, optimizer: Optimizer):
         self.parallel, self.optimizer = parallel, optimizer
         self.activations = ActivationMeter(parallel.model)
-        self.parameters = [*parallel.model.parameters(), *parallel.optimized.parameters()]
+        self.parameters = [*parallel.model.parameters(), *parallel.optim_params.parameters()]
         self.forward_passes = self.gathered = self.gradients = 0
 
-    def __enter__(self) -> "StepMeter":
+    def __enter__(self) -> "MemoryTracker":
         stack = self.parallel.model.stack
         self.handles = [
             stack.register_forward_pre_hook(self.begin),
@@ -160,7 +160,7 @@ class StepMeter:
         self.gathered = max(self.gathered, getattr(self.parallel, "gathered_bytes", 0))
 
     @property
-    def held(self) -> Held:
+    def peak(self) -> MemoryEstimate:
         """Bytes, by kind."""
-        weights = weight_bytes(self.parallel.model, self.parallel.optimized)
-        return Held(weights, self.gathered, self.gradients, optimizer_bytes(self.optimizer), self.activations.peak)
+        weights = weight_bytes(self.parallel.model, self.parallel.optim_params)
+        return MemoryEstimate(weights, self.gathered, self.gradients, optimizer_bytes(self.optimizer), self.activations.peak)

@@ -1,12 +1,33 @@
-"""Chapter 04. A run's settings as the trackers of other makers want them: one level of names, plain values."""
+"""Chapter 04. What trackers for TensorBoard, W&B and MLflow share: their package imported on demand, a run's settings with dotted names."""
 
+import importlib
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
+
+from shared.course.errors import CourseError
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
 
 Settings = dict[str, Any]
+
+
+def require(module: str, package: str) -> Any:
+    """Import `module`.
+
+    Args:
+        package: what to install where it is missing.
+
+    Raises:
+        CourseError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise CourseError(
+            f"This tracker needs the package {package}, which is not installed ({error}): "
+            f"`pip install {package}`, or leave the tracker out."
+        ) from None
 
 
 def settings_of(engine: "RuntimeEngine", more: Settings | None) -> Settings:

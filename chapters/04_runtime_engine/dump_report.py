@@ -1,4 +1,4 @@
-"""Chapter 04. Reading dumps: a table, statistics by layer, magnitudes as a map, and what changed between two steps.
+"""Reading dumps of activations, gradients and weights: statistics by layer, plotted, and the difference of two steps.
 
 Left out on purpose: collecting (`shared.engine.debug.dump`).
 """
@@ -8,13 +8,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from rich.table import Table
-
 from shared.course import figures
 from shared.course.errors import CourseError
 from shared.engine.debug.dump import KINDS, Dump, Entry
-from shared.engine.debug.magnitudes import HIGHEST, LOWEST, moved_share
 
 LAYER = re.compile(r"^(.*\bblocks\.)(\d+)\b\.?(.*)$")
 
@@ -28,20 +24,6 @@ def entries_of(dump: Dump, kind: str) -> dict[str, Entry]:
         there = ", ".join(name for name in KINDS if dump.entries.get(name))
         raise CourseError(f"The dump of step {dump.step} holds no {kind!r}: choose {there}.")
     return dump.entries[kind]
-
-
-def dump_table(dump: Dump, kind: str) -> Table:
-    """A row for each tensor; what is not finite stands out."""
-    table = Table(title=f"{kind}, step {dump.step}", title_justify="left")
-    table.add_column("name", overflow="fold")
-    for column in ("shape", "mean", "std", "rms", "largest", "zeros", "not finite"):
-        table.add_column(column, justify="right")
-    for name, entry in entries_of(dump, kind).items():
-        told = entry.statistics
-        numbers = [f"{told[key]:.2e}" for key in ("mean", "std", "rms", "abs_max")]
-        numbers += [f"{told[key]:.1%}" for key in ("zeros", "not_finite")]
-        table.add_row(name, "x".join(map(str, entry.shape)), *numbers, style="bold red" if told["not_finite"] else None)
-    return table
 
 
 def by_layer(dump: Dump, kind: str, statistic: str = "rms") -> dict[str, list[tuple[int, float]]]:
@@ -78,17 +60,6 @@ def plot_by_layer(axes: Any, dump: Dump, kind: str, statistic: str = "rms", part
         axes.set_yscale("log")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize="small")
-
-
-def plot_magnitudes(axes: Any, dump: Dump, kind: str) -> None:
-    """A row for each tensor, a column for each power of two, the darker the fewer elements; the outer columns hold all beyond."""
-    named = entries_of(dump, kind)
-    counts = np.array([entry.histogram for entry in named.values()], dtype=float)
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    axes.imshow(shares, aspect="auto", cmap=figures.SEQUENCE, extent=(LOWEST - 1, HIGHEST + 1, len(named), 0), interpolation="nearest")
-    axes.set(xlabel="magnitude (power of two)", title=f"{kind}, step {dump.step}: share of the elements")
-    axes.set_yticks(np.arange(len(named)) + 0.5, labels=list(named), fontsize="x-small")
-    axes.grid(False)
 
 
 @dataclass(frozen=True)
@@ -137,15 +108,7 @@ def distance(factor: float) -> float:
     return abs(math.log2(factor)) if factor > 0 and math.isfinite(factor) else math.inf
 
 
-def diff_table(changes: list[Change], rows: int = 10) -> Table:
-    """The first `rows` changes."""
-    table = Table(title="what changed most", title_justify="left")
-    table.add_column("kind")
-    table.add_column("name", overflow="fold")
-    for column in ("rms before", "rms after", "factor", "moved", "newly not finite"):
-        table.add_column(column, justify="right")
-    for change in changes[:rows]:
-        sizes = f"{change.before:.2e}", f"{change.after:.2e}", f"{change.factor:.3g}"
-        shares = f"{change.moved:.0%}", f"{change.newly_not_finite:.1%}"
-        table.add_row(change.kind, change.name, *sizes, *shares, style="bold red" if change.newly_not_finite > 0 else None)
-    return table
+def moved_share(before: list[int], after: list[int]) -> float:
+    """The share of elements that would have to change bins to make one histogram the other: 0 to 1 (total variation distance)."""
+    totals = sum(before) or 1, sum(after) or 1
+    return sum(abs(a / totals[0] - b / totals[1]) for a, b in zip(before, after, strict=True)) / 2

@@ -1,0 +1,111 @@
+"""Chapter 02. Chunked linear cross-entropy: head and loss over a chunk of rows at a time, so all logits are never in memory.
+
+Logits are the largest tensor of a small model: [batch * seq, vocab] float32, and autograd keeps several of that size. The loss is a sum
+over rows, so each chunk of rows can be finished, its gradient included, before the next one begins (Hsu et al. 2024, Liger Kernel).
+The numbers are those of `shared.loss.next_token_objective`; the memory is that of one chunk.
+
+What is computed from logits is the head's (`shared.model.embedding.Head`): a head that holds a part of the vocabulary brings its own.
+
+Left out on purpose: second derivatives. The gradient is computed once, with the loss.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from shared.totals import Totals
+
+CHUNK = 2**21  # logits: 8 MB in float32
+FEWEST_ROWS = 256  # fewer would leave the matrix multiplication of the head too thin
+
+
+def chunked_loss(head: nn.Module, hidden_states: Tensor, targets: Tensor, rows: int | None = None) -> Totals:
+    """Cross-entropy summed over the targets, their count, and `correct`. A tie for the likeliest token counts as correct.
+
+    Args:
+        head: a `Head`: [..., D] -> [..., vocab], with the functions of its logits. Called once for each chunk.
+        hidden_states: [..., D].
+        targets: [...] int64; a target of -100 does not count.
+        rows: predictions in a chunk; None for about two million logits.
+    """
+    parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    with_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or bool(parameters))
+    loss_sum, token_count, correct = ChunkedCrossEntropy.apply(
+        hidden_states.flatten(0, -2), targets.flatten(), head, rows or chunk_rows(head), with_gradient, *parameters
+    )
+    return Totals(loss_sum, token_count, {"correct": correct})
+
+
+def token_log_probs(head: nn.Module, hidden_states: Tensor, targets: Tensor, rows: int | None = None) -> Tensor:
+    """The log-probability of each target token, differentiable; the logits of a chunk are computed again in the backward pass.
+
+    Args:
+        As for `chunked_loss`.
+
+    Returns:
+        The shape of `targets`, in float32 (float64 for float64 logits); 0 where a target is -100.
+    """
+    chunks = zip(hidden_states.flatten(0, -2).split(rows or chunk_rows(head)), targets.flatten().split(rows or chunk_rows(head)), strict=True)
+    losses = [checkpoint(chunk_losses, head, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return -torch.cat(losses).view(targets.shape)
+
+
+def chunk_rows(head: nn.Module) -> int:
+    """Predictions in a chunk where nobody says: about two million logits."""
+    return max(FEWEST_ROWS, CHUNK // head.vocab_size)
+
+
+def chunk_losses(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Tensor:
+    """[rows, D] and [rows] -> the loss of each target [rows], with the head's own gradient."""
+    return TokenLosses.apply(head(hidden_states), targets, head)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The forward pass computes the gradient as well, chunk by chunk; the backward pass scales it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_states: Tensor, targets: Tensor, head: nn.Module, rows: int, with_gradient: bool, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        totals, hidden_gradients = [], []
+        parameter_gradients: list[Tensor] = []
+        for chunk, its_targets in zip(hidden_states.split(rows), targets.split(rows), strict=True):
+            with torch.set_grad_enabled(with_gradient):
+                chunk = chunk.detach().requires_grad_(with_gradient)
+                logits = head(chunk)
+            values = logits.detach()
+            if with_gradient:
+                upstream = head.logits_gradient(values, its_targets)
+                hidden_gradient, *more = torch.autograd.grad(logits, [chunk, *parameters], upstream)
+                hidden_gradients.append(hidden_gradient)
+                parameter_gradients = [a.add_(b) for a, b in zip(parameter_gradients, more, strict=True)] if parameter_gradients else more
+            totals.append((*head.cross_entropy(values, its_targets), head.count_correct(values, its_targets)))
+        ctx.save_for_backward(*([torch.cat(hidden_gradients)] if with_gradient else []), *parameter_gradients)
+        loss_sum, token_count, correct = (torch.stack(column).sum() for column in zip(*totals, strict=True))
+        ctx.mark_non_differentiable(token_count, correct)
+        return loss_sum, token_count, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_gradient, *parameter_gradients = (gradient * upstream for gradient in ctx.saved_tensors)
+        return hidden_gradient, None, None, None, None, *parameter_gradients
+
+
+class TokenLosses(torch.autograd.Function):
+    """A head's `token_losses`, differentiated by its `logits_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, head: nn.Module) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        ctx.head = head
+        return head.token_losses(logits, targets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets = ctx.saved_tensors
+        return ctx.head.logits_gradient(logits, targets).mul_(upstream.unsqueeze(-1)), None, None
