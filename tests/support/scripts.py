@@ -57,6 +57,11 @@ def run_script(
         return subprocess.CompletedProcess(command, code, output.read_text(encoding="utf-8"), errors.read_text(encoding="utf-8"))
 
 
+def refused(done: subprocess.CompletedProcess, said: str) -> bool:
+    """Whether a script ended with a sentence that holds `said`, whatever its line breaks."""
+    return done.returncode != 0 and said in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
+
+
 class Server:
     """The process that forks. It ends with the tests: nobody writes to it any more."""
 
