@@ -21,7 +21,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def main(words: list[str]) -> None:
     # Settings are typed by classes of the core, so whose exercises it runs with is read from the words before it is imported.
-    from shared.trainer.first import implementation_asked
+    from shared.trainer.settings import implementation_asked
 
     binding.choose(implementation_asked(words))
     from shared.parallel.comm.processes import from_torchrun

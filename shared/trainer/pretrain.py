@@ -14,14 +14,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from shared.allocator import keep_freed_memory
 from shared.course import binding
 from shared.course.errors import CourseError
 from shared.data.fim import FillInMiddle
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.objectives import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
-from shared.devices import pick_device, require_writable
+from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
@@ -35,6 +34,7 @@ from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler
 from shared.optim.precision import in_precision
 from shared.optim.updater import Update
+from shared.output_files import require_writable
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.config import layout_name
@@ -42,10 +42,8 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
-from shared.trainer.config import FIM_SPARE, TrainerConfig
-from shared.trainer.precision import resolve_precision
+from shared.trainer.config import FIM_SPARE, TrainerConfig, resolve_precision
 from shared.trainer.results import Results, look_at
-from shared.trainer.tokenizer_files import save_tokenizer
 
 Result = TypeVar("Result")
 
@@ -234,4 +232,4 @@ def announce(config: TrainerConfig, text: PreparedText, device: torch.device, co
 def export(model: nn.Module, text: PreparedText, folder: Path) -> None:
     """The model and its tokenizer in Hugging Face's format."""
     save_pretrained(model, folder)
-    save_tokenizer(text.tokenizer, folder, model.config.max_position_embeddings)
+    text.tokenizer.save_pretrained(folder, model.config.max_position_embeddings)

@@ -139,7 +139,7 @@ def test_a_disk_that_is_full_before_the_first_step_is_a_sentence(tmp_path):
 def test_a_folder_of_another_run_is_refused_by_what_differs(finished, prepared):
     done = train(settings_file(finished[0], prepared), "optimizer.lr=0.03", "seed=1")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "holds a run that was told otherwise: optimizer.lr (0.02 there, 0.03 here), seed (0 there, 1 here)" in done.stderr
+    assert "holds a run of another configuration: optimizer.lr (0.02 there, 0.03 here), seed (0 there, 1 here)" in done.stderr
 
 
 def built(folder: Path, prepared: Path, **changes):
