@@ -46,7 +46,7 @@ def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def implementation_asked(words: list[str]) -> str:
-    """The value of `impl` in the words, or in the file that they name, or the default. It decides how the core is imported, so it comes first.
+    """The value of `impl` in the words, or in the file that they name, or the default; known before the core is imported.
 
     Raises:
         CourseError: the file cannot be read.

@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 
 import datasets
 import pytest
+from scripts import run_script
 
 from shared import devices
 from shared.course.launch import launch
@@ -18,10 +18,6 @@ SMALL = [
     "--steps", "20", "--evaluate_every", "10", "--model.hidden_size", "32", "--model.num_hidden_layers", "2", "--seq", "64",
     "--batch_size", "8", "--prepare.vocab_size", "400", "--prepare.sentinels", "0", "--middle_tokens", "5", "--gaps", "2",
 ]  # fmt: skip
-
-
-def start(*options, cwd) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SCRIPT), *map(str, options)], cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture
@@ -46,7 +42,7 @@ def script():
 
 
 def test_a_run_prepares_learns_fills_gaps_and_leaves_its_results(tmp_path, raw, script, monkeypatch):
-    done = start(*SMALL, "--data", raw, cwd=tmp_path)
+    done = run_script(SCRIPT, *SMALL, "--data", raw, cwd=tmp_path, fresh=True)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs/03_data_pipeline"
     record = json.loads((folder / "figures.json").read_text())
