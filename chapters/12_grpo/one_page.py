@@ -42,7 +42,7 @@ def main(words: list[str]) -> TransformerModel:
     data, rule, schedule, output = config.data, config.optimizer, config.schedule, config.engine.output
     unknown = rule.no_decay or rule.to_adamw or data.prepare.sources[0].weight is not None
     if config.parallel != ParallelConfig() or rule.name not in ("adamw", "muon") or unknown or config.precision == "float16":
-        sys.exit("This page knows one process, adamw and muon without name patterns, unweighted sources, float32 and bfloat16: see train.py.")
+        sys.exit("This page knows one process, adamw and muon without patterns, sources without weights, float32, bfloat16: see train.py.")
     device = torch.device(config.engine.device if config.engine.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     precision = resolve_precision(config.precision, device)
     autocast = torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()

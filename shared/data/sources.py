@@ -195,7 +195,8 @@ def identity(source: Source) -> dict[str, Any]:
 
     A hub dataset is known by name, split and revision alone.
     """
-    known: dict[str, Any] = {"settings": json.loads(json.dumps({name: value for name, value in vars(source).items() if name != "weight"})), "kind": source.resolved_kind()}
+    settings = {name: value for name, value in vars(source).items() if name != "weight"}
+    known: dict[str, Any] = {"settings": json.loads(json.dumps(settings)), "kind": source.resolved_kind()}
     path = Path(source.path).expanduser()
     if known["kind"] == "embedded":
         known["packages"] = [package.sha256 for package in EMBEDDED]

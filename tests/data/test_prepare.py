@@ -131,7 +131,7 @@ def test_a_preparation_that_dies_at_any_file_goes_on_to_the_same_bytes(raw, prep
         whole(path, content)
 
     whole = clean_shards.write_atomically
-    for module in (parts, preparing, preparing.write_shard.__globals__):
+    for module in (clean_shards, preparing, preparing.write_shard.__globals__):
         monkeypatch.setitem(module if isinstance(module, dict) else vars(module), "write_atomically", dies)
     with pytest.raises(Killed):
         prepare(config_of(raw), tmp_path)

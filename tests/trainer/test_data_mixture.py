@@ -36,9 +36,8 @@ def texts(tmp_path_factory):
 
 
 def config_of(folder, texts, weights=(3, 1), **changes) -> TrainerConfig:
-    sources = [
-        {"path": str(texts / name)} | ({"weight": weight} if weight else {}) for name, weight in zip(("small", "large"), weights, strict=True)
-    ]
+    paths = [str(texts / name) for name in ("small", "large")]
+    sources = [{"path": path} | ({"weight": weight} if weight else {}) for path, weight in zip(paths, weights, strict=True)]
     cleaning = {"stages": ["repair"]}
     data = TINY["data"] | {"prepare": TINY["data"]["prepare"] | {"sources": sources, "cleaning": cleaning}} | changes.pop("data", {})
     return parse_words(TrainerConfig, [str(settings_file(folder, texts / "prepared", data=data, **changes))])
