@@ -22,6 +22,7 @@ from shared.data.fim import FillInMiddle
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.objectives import packed_next_token_objective
 from shared.data.prepare import prepare
+from shared.devices import pick_device
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.roles import role_of
@@ -43,7 +44,7 @@ def main(words: list[str]) -> TransformerModel:
     unknown = rule.no_decay or rule.to_adamw or data.prepare.sources[0].weight is not None
     if config.parallel != ParallelConfig() or rule.name not in ("adamw", "muon") or unknown or config.precision == "float16":
         sys.exit("This page knows one process, adamw and muon without patterns, sources without weights, float32, bfloat16: see train.py.")
-    device = torch.device(config.engine.device if config.engine.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device(config.engine.device)
     precision = resolve_precision(config.precision, device)
     autocast = torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
 
