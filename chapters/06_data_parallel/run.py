@@ -7,7 +7,6 @@ python chapters/06_data_parallel/run.py --layout fsdp2 --parallel.backend torch 
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -118,6 +117,7 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     from shared.optim.updater import Update
     from shared.parallel.parallelize import apply_parallel
     from shared.parallel.mesh import Mesh
+    from shared.parallel.sharding import sharding_of
     from shared.totals import bits_per_byte
 
     mesh = Mesh(layout, world)
@@ -135,15 +135,19 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     run = train(parallel.model, optimizer, loader, next_token_objective, steps=config.steps, **parts)
     losses = [bits_per_byte(totals.loss_sum, totals.token_count) for _, totals in run]
     calls, sizes = world.trace.calls(), world.trace.bytes()  # before the comparison's own
-    pieces, cuts = dict(parallel.optim_params.named_parameters()), parallel.cuts()
+    pieces = dict(parallel.optim_params.named_parameters())
     held = {
         "weights": sum(p.nbytes for p in (pieces if layout.fully_sharded > 1 else dict(model.named_parameters())).values()),
         "gradients": sum(p.grad.nbytes for p in pieces.values() if p.grad is not None),
         "optimizer state": sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
     }
-    whole: Callable[[str, Any], Any] = lambda name, part: cuts[name].gather(part) if name in cuts else part.clone()  # noqa: E731
-    tensors = {f"weight {name}": whole(name, piece.detach()) for name, piece in pieces.items()}
-    tensors |= {f"gradient {n}": whole(n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in pieces.items()}
+
+    def whole(piece: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        sharding = sharding_of(piece)
+        return sharding.gather(part, everyone=True) if sharding else part.clone()
+
+    tensors = {f"weight {name}": whole(piece, piece.detach()) for name, piece in pieces.items()}
+    tensors |= {f"gradient {n}": whole(p, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in pieces.items()}
     traffic = {" ".join(key): {"calls": calls[key], "megabytes": sizes[key] / 1e6} for key in sorted(calls)}
     return {"losses": losses, "traffic": traffic, "held": held, "tensors": tensors if world.rank == 0 else {}}
 
