@@ -109,7 +109,7 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     import torch
 
     from chapters.text_windows import TextWindows
-    from shared.data.loader import FeedLoader
+    from shared.data.loader import StatefulLoader
     from shared.loop import accumulate_gradients, train
     from shared.loss import next_token_objective
     from shared.model.transformer import TransformerModel
@@ -126,7 +126,7 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     optimizer = build_optimizer(parallel.optim_params, config.optimizer)
     windows = TextWindows(stream, config.seq, config.seed)
     share = {"rank": mesh.data.rank, "ranks": mesh.data.size}
-    loader = FeedLoader(windows, batch_size=config.batch_size, micro_batch_size=config.micro_batch_size, **share)
+    loader = StatefulLoader(windows, batch_size=config.batch_size, micro_batch_size=config.micro_batch_size, **share)
     parts = {
         "runner": parallel.runner(accumulate_gradients),
         "reducer": parallel.reducer,

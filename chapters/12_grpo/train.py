@@ -30,9 +30,8 @@ def main(words: list[str]) -> None:
     from shared.trainer.settings import parse_words
 
     config = parse_words(TrainerConfig, words)
-    device = "auto" if config.engine.device == "auto" else config.engine.device
     try:
-        world, _ = from_torchrun(config.parallel.heartbeat_timeout, device, config.parallel.collective_timeout)
+        world, _ = from_torchrun(config.parallel.heartbeat_timeout, config.engine.device, config.parallel.collective_timeout)
     except CourseError as error:  # of this rank alone, where a machine has fewer GPUs than ranks: nobody else tells
         sys.exit(f"\n{error}")
     pretrain(config, Console(), world)

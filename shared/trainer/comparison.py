@@ -18,7 +18,7 @@ from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 
 
-def beside_one_process(config: TrainerConfig) -> dict[str, Any]:
+def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
     """How far losses and weights are from those of the same run in one process, where a finished one lies beside this run's folder.
 
     `make run LAYOUT=dp2` writes to `runs/laptop-dp2`, and looks for `runs/laptop`.

@@ -31,7 +31,7 @@ def require(module: str, package: str) -> Any:
 
 
 def settings_of(engine: "RuntimeEngine", more: Settings | None) -> Settings:
-    """The engine's configuration under `engine.`, and what else a run wants on record, such as the model's; each value plain, or its text."""
+    """The engine's configuration under `engine.`, and what else a run wants on record, such as the model's, in plain values."""
     found = flat({"engine": engine.config} | (more or {}))
     return {name: value if isinstance(value, bool | int | float | str | None) else str(value) for name, value in found.items()}
 
