@@ -111,10 +111,11 @@ def run(config: ExperimentConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
     from rich.console import Console
 
-    from shared import experiments
-    from shared.allocator import keep_freed_memory
+    from chapters import trials
+    from chapters.text_run import corpus_of, texts_of
+    from shared.devices import keep_freed_memory, pick_device
     from shared.course.errors import CourseError
-    from shared.text_run import corpus_of, pick_device, require_writable, texts_of
+    from shared.output_files import require_writable
 
     for name in ("seeds", "steps", "seq", "batch_size", "windows"):
         if getattr(config, name) < 1:
@@ -129,19 +130,19 @@ def run(config: ExperimentConfig) -> None:
     variants = {name: settings_of(config, changes) for name, changes in EXPERIMENTS[config.experiment].items()}
     try:
         kept = config.output / f"{config.experiment}.json"
-        results = experiments.run_trials(variants, lambda settings, seed: trial(settings, seed, texts, device), config.seeds, kept, console)
+        results = trials.run_trials(variants, lambda settings, seed: trial(settings, seed, texts, device), config.seeds, kept, console)
     except ValueError as error:
         raise CourseError(str(error)) from None
-    experiments.print_results(console, f"{config.experiment}: {config.steps} steps, {config.seeds} seeds", results)
-    console.print(experiments.verdict(results, LOSS), highlight=False)
+    trials.print_results(console, f"{config.experiment}: {config.steps} steps, {config.seeds} seeds", results)
+    console.print(trials.verdict(results, LOSS), highlight=False)
     if config.experiment == "positions":
-        console.print(experiments.verdict(results, TWICE), highlight=False)
+        console.print(trials.verdict(results, TWICE), highlight=False)
     plot = config.output / f"{config.experiment}.png"
     if config.experiment == "scale":
         groups = {kind: [name for name in results if kind in name] for kind in ("layers", "width", "heads")}
-        experiments.plot_against(results, groups, "parameters", LOSS, plot)
+        trials.plot_against(results, groups, "parameters", LOSS, plot)
     else:
-        experiments.plot_results(results, LOSS, plot)
+        trials.plot_results(results, LOSS, plot)
     console.print(f"Plot: {plot}   the figures of every run: {kept}", highlight=False)
 
 
@@ -174,8 +175,8 @@ def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> dict[
 
 
 def held_out_bits(model: Any, texts: Any, seq: int, windows: int) -> float:
+    from chapters.text_run import bits, evaluate_text
     from shared.data.objectives import packed_next_token_objective
-    from shared.text_run import bits, evaluate_text
 
     found, _ = bits(*evaluate_text(model, texts.held_out, seq, packed_next_token_objective, max(windows, 1)))
     return found if math.isfinite(found) else math.inf

@@ -70,10 +70,10 @@ def require_trainable(model: ModelConfig, seq: int) -> None:
 def run(config: RunConfig) -> None:
     require_trainable(config.model, config.seq)
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
-    from shared.allocator import keep_freed_memory
+    from chapters.text_run import run_on_text
+    from shared.devices import keep_freed_memory
     from shared.data.objectives import packed_next_token_objective
     from shared.model.transformer import TransformerModel
-    from shared.text_run import run_on_text
 
     keep_freed_memory()
     run_on_text(config, lambda: TransformerModel(config.model, seed=config.seed), config.seq, packed_next_token_objective)

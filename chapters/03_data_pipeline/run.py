@@ -6,6 +6,7 @@
 """
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -67,11 +68,10 @@ class RunConfig:
 
 def run(config: RunConfig) -> None:
     # What holds exercises is imported here, after `launch` has chosen whose they are.
-    from shared.allocator import keep_freed_memory
-    from shared.data.run import run_on_prepared
+    from shared.devices import keep_freed_memory
 
     keep_freed_memory()
-    run_on_prepared(config)
+    import_module("chapters.03_data_pipeline.prepared_run").run_on_prepared(config)
 
 
 if __name__ == "__main__":

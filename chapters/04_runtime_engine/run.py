@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shared.engine.engine import RuntimeEngine
-    from shared.text_run import Texts
+    from chapters.text_run import Texts
 
 
 @dataclass
@@ -64,14 +64,14 @@ def run(config: RunConfig) -> None:
     import torch
     from rich.console import Console
 
-    from shared.allocator import keep_freed_memory
+    from chapters.text_run import corpus_of, print_header, texts_of
+    from chapters.text_windows import TextWindows
+    from shared.devices import keep_freed_memory
     from shared.batches import sequential_batches
     from shared.data.loader import FeedLoader
     from shared.data.objectives import packed_next_token_objective
     from shared.engine.engine import RuntimeEngine
-    from shared.engine.text_windows import TextWindows
     from shared.model.transformer import TransformerModel
-    from shared.text_run import corpus_of, print_header, texts_of
 
     console = Console()
     require_trainable(config)
@@ -98,7 +98,7 @@ def run(config: RunConfig) -> None:
 def require_trainable(config: RunConfig) -> None:
     """Refuse, before any work, what would only fail after it."""
     from shared.course.errors import CourseError
-    from shared.text_run import require_numbers
+    from chapters.text_run import require_numbers
 
     model = config.model
     require_numbers(config, ("steps", "seq", "batch_size", "micro_batch_size", "held_out_windows", "sample_bytes"))
@@ -113,8 +113,8 @@ def require_trainable(config: RunConfig) -> None:
 
 def show_results(config: RunConfig, engine: "RuntimeEngine", texts: "Texts", console: "Console") -> None:
     """A sample, a table and a plot of what the run wrote down of itself."""
+    from chapters.text_run import print_table, sample_text
     from shared.engine.trackers.jsonl import read_jsonl
-    from shared.text_run import print_table, sample_text
     from shared.totals import bits_per_byte
 
     evaluation = engine.validation or engine_evaluation(engine)

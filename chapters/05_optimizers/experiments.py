@@ -124,10 +124,11 @@ def run(config: ExperimentConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
     from rich.console import Console
 
-    from shared import experiments
-    from shared.allocator import keep_freed_memory
+    from chapters import trials
+    from chapters.text_run import corpus_of, texts_of
+    from shared.devices import keep_freed_memory, pick_device
     from shared.course.errors import CourseError
-    from shared.text_run import corpus_of, pick_device, require_writable, texts_of
+    from shared.output_files import require_writable
 
     for name in ("seeds", "seq", "batch_size", "windows"):
         if getattr(config, name) < 1:
@@ -144,19 +145,19 @@ def run(config: ExperimentConfig) -> None:
 
     def measured(variants: dict[str, dict[str, Any]], title: str, kept: str) -> dict[str, list]:
         try:
-            results = experiments.run_trials(
+            results = trials.run_trials(
                 variants, lambda settings, seed: trial(settings, seed, texts, device), config.seeds, config.output / f"{kept}.json", console
             )
         except ValueError as error:
             raise CourseError(str(error)) from None
-        experiments.print_results(console, f"{title}: {config.steps} steps, {config.seeds} seeds", results)
+        trials.print_results(console, f"{title}: {config.steps} steps, {config.seeds} seeds", results)
         return results
 
     if config.experiment == "optimizer":
         rates = measured(sweep(config), "learning rates", "rates")
         best = {name: best_rate(rates, name) for name in RATES}
         console.print("Best rate of each: " + ", ".join(f"{TITLES[name]} {rate:g}" for name, rate in best.items()), highlight=False)
-        adamw = experiments.spread_of(rates[f"{TITLES['adamw']}, {best['adamw']:g}"], LOSS).mean
+        adamw = trials.spread_of(rates[f"{TITLES['adamw']}, {best['adamw']:g}"], LOSS).mean
         runners = {TITLES[name]: settings_of(config, optimizer={"name": name, "lr": rate}, target=adamw) for name, rate in best.items()}
         for steps in (config.steps * 4 // 5, config.steps * 2 // 3):
             shorter = settings_of(config, optimizer={"name": "muon", "lr": best["muon"]}, target=adamw, steps=max(steps, 2))
@@ -166,14 +167,14 @@ def run(config: ExperimentConfig) -> None:
     else:
         variants = {"schedule": schedules, "batch": batches, "order": orders}[config.experiment](config)
         results = measured(variants, config.experiment, config.experiment)
-    console.print(experiments.verdict(results, LOSS), highlight=False)
+    console.print(trials.verdict(results, LOSS), highlight=False)
     plot = config.output / f"{config.experiment}.png"
-    experiments.plot_results(results, LOSS, plot)
+    trials.plot_results(results, LOSS, plot)
     console.print(f"Plot: {plot}   the figures of every run beside it.", highlight=False)
 
 
 def best_rate(results: dict[str, list], name: str) -> float:
-    from shared.experiments import spread_of
+    from chapters.trials import spread_of
 
     return min(RATES[name], key=lambda rate: spread_of(results[f"{TITLES[name]}, {rate:g}"], LOSS).mean)
 
@@ -229,8 +230,8 @@ def windows_of(stream: Any, settings: dict[str, Any], generator: Any) -> Any:
 
 
 def held_out_bits(model: Any, texts: Any, settings: dict[str, Any]) -> float:
+    from chapters.text_run import bits, evaluate_text
     from shared.data.objectives import packed_next_token_objective
-    from shared.text_run import bits, evaluate_text
 
     found, _ = bits(*evaluate_text(model, texts.held_out, settings["seq"], packed_next_token_objective, settings["windows"]))
     return found if math.isfinite(found) else math.inf
@@ -241,7 +242,7 @@ def plot_rates(results: dict[str, list], path: Path) -> None:
     from matplotlib.figure import Figure
 
     from shared.course import figures
-    from shared.experiments import spread_of
+    from chapters.trials import spread_of
 
     figures.use_style()
     drawing = Figure()

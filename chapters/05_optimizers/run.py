@@ -70,8 +70,9 @@ def run(config: RunConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
     from rich.console import Console
 
-    from shared.allocator import keep_freed_memory
-    from shared.text_run import require_sensible, require_writable
+    from chapters.text_run import require_sensible
+    from shared.devices import keep_freed_memory
+    from shared.output_files import require_writable
 
     require_sensible(config)
     try:
@@ -96,6 +97,7 @@ def run(config: RunConfig) -> None:
 
 def train_with(config: RunConfig) -> None:
     """One run, with every part of a step that this chapter adds."""
+    from chapters.text_run import run_on_text
     from shared.data.objectives import packed_next_token_objective
     from shared.loop import accumulate_gradients
     from shared.model.transformer import TransformerModel
@@ -104,7 +106,6 @@ def train_with(config: RunConfig) -> None:
     from shared.optim.precision import in_precision
     from shared.optim.schedules import attach_schedule
     from shared.optim.updater import Update
-    from shared.text_run import run_on_text
 
     def make_optimizer(model: Any, config: RunConfig) -> Any:
         optimizer = build_optimizer(model, config.optimizer)

@@ -120,13 +120,13 @@ class MemoryTracker:
 
     Args:
         parallel: a model with a stack of blocks, spread or not.
-        optimizer: built over `parallel.optimized`.
+        optimizer: built over `parallel.optim_params`.
     """
 
     def __init__(self, parallel: Parallel, optimizer: Optimizer):
         self.parallel, self.optimizer = parallel, optimizer
         self.activations = ActivationMeter(parallel.model)
-        self.parameters = [*parallel.model.parameters(), *parallel.optimized.parameters()]
+        self.parameters = [*parallel.model.parameters(), *parallel.optim_params.parameters()]
         self.forward_passes = self.gathered = self.gradients = 0
 
     def __enter__(self) -> "MemoryTracker":
@@ -162,5 +162,5 @@ class MemoryTracker:
     @property
     def peak(self) -> MemoryEstimate:
         """Bytes, by kind."""
-        weights = weight_bytes(self.parallel.model, self.parallel.optimized)
+        weights = weight_bytes(self.parallel.model, self.parallel.optim_params)
         return MemoryEstimate(weights, self.gathered, self.gradients, optimizer_bytes(self.optimizer), self.activations.peak)

@@ -3,7 +3,7 @@
 python chapters/06_data_parallel/run.py                              two replicas, then one process
 python chapters/06_data_parallel/run.py --layout dp2_zero1           also dp2_zero2, fsdp2, dp2_fsdp2, dp4, ...
 python chapters/06_data_parallel/run.py --impl mine                  with your own exercises
-python chapters/06_data_parallel/run.py --layout fsdp2 --parallel.backend torch --parallel.recompute blocks
+python chapters/06_data_parallel/run.py --layout fsdp2 --parallel.backend torch --parallel.activation_checkpointing blocks
 """
 
 import json
@@ -63,12 +63,13 @@ def run(config: RunConfig) -> None:
     import torch
     from rich.console import Console
 
+    from chapters.text_run import corpus_of, texts_of
     from shared.course import binding
     from shared.course.errors import CourseError
     from shared.parallel.comm.communicator import SingleRankCommunicator
     from shared.parallel.config import layout_name, parse_layout
     from shared.parallel.comm.launch import run_processes
-    from shared.text_run import corpus_of, require_writable, texts_of
+    from shared.output_files import require_writable
 
     require_writable(config.output)
     console = Console()
@@ -108,8 +109,8 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     """The whole run on one rank: losses and traffic, bytes held, and the last gradients and weights, made whole."""
     import torch
 
+    from chapters.text_windows import TextWindows
     from shared.data.loader import FeedLoader
-    from shared.engine.text_windows import TextWindows
     from shared.loop import accumulate_gradients, train
     from shared.loss import next_token_objective
     from shared.model.transformer import TransformerModel
@@ -122,19 +123,19 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     mesh = Mesh(layout, world)
     model = TransformerModel(config.model, seed=config.seed).to(getattr(torch, config.dtype))
     parallel = apply_parallel(model, mesh, config.optimizer)
-    optimizer = build_optimizer(parallel.optimized, config.optimizer)
+    optimizer = build_optimizer(parallel.optim_params, config.optimizer)
     windows = TextWindows(stream, config.seq, config.seed)
     share = {"rank": mesh.data.rank, "ranks": mesh.data.size}
     loader = FeedLoader(windows, batch_size=config.batch_size, micro_batch_size=config.micro_batch_size, **share)
     parts = {
         "runner": parallel.runner(accumulate_gradients),
         "reducer": parallel.reducer,
-        "updater": parallel.updater(Update(config.max_norm, norm=parallel.norm)),
+        "updater": parallel.updater(Update(config.max_norm, norm=parallel.grad_norm)),
     }
     run = train(parallel.model, optimizer, loader, next_token_objective, steps=config.steps, **parts)
     losses = [bits_per_byte(totals.loss_sum, totals.token_count) for _, totals in run]
     calls, sizes = world.trace.calls(), world.trace.bytes()  # before the comparison's own
-    pieces, cuts = dict(parallel.optimized.named_parameters()), parallel.cuts()
+    pieces, cuts = dict(parallel.optim_params.named_parameters()), parallel.cuts()
     held = {
         "weights": sum(p.nbytes for p in (pieces if layout.fully_sharded > 1 else dict(model.named_parameters())).values()),
         "gradients": sum(p.grad.nbytes for p in pieces.values() if p.grad is not None),

@@ -32,8 +32,7 @@ from shared.optim.muon import muon_step
 from shared.optim.schedules import learning_rate_factor
 from shared.parallel.config import ParallelConfig
 from shared.totals import add_totals, bits_per_byte
-from shared.trainer.config import FIM_SPARE, TrainerConfig
-from shared.trainer.precision import resolve_precision
+from shared.trainer.config import FIM_SPARE, TrainerConfig, resolve_precision
 from shared.trainer.settings import parse_words
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from shared.data.pairs import pair_batch
-from shared.data.tokenizer import TextTokenizer
 from shared.model.masks import Padding
 from shared.model.transformer import TransformerModel
 
@@ -88,20 +87,6 @@ class Vocabulary(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, up to the first end token."""
-
-
-class TextVocabulary:
-    """A tokenizer of `shared.data.tokenizer` as a vocabulary of pairs; its end token is also what a decoder reads first."""
-
-    def __init__(self, tokenizer: TextTokenizer):
-        self.tokenizer, self.start_id, self.end_id = tokenizer, tokenizer.end_id, tokenizer.end_id
-
-    def encode(self, text: str) -> Tensor:
-        return torch.tensor([*self.tokenizer.encode(text), self.end_id])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        ids = list(ids)
-        return self.tokenizer.decode(ids[: ids.index(self.end_id)] if self.end_id in ids else ids)
 
 
 def encoded(pairs: Sequence[Pair], vocabulary: Vocabulary) -> list[tuple[Tensor, Tensor]]:

@@ -1,7 +1,8 @@
 """Chapter 03. What a model is asked on each kind of batch: the next token, a hidden token, or the other text of a pair.
 
 Each objective is chapter 02's model with chapter 02's loss; what differs is who may look at whom. In a packed row nobody looks
-into another document (`Documents`), and positions are those within a document. No objective ever holds all logits.
+into another document (`Documents`), and positions are those within a document. No objective ever holds all logits. Each says which tokens
+count in its loss (`valid`), for layers that have a loss of their own, such as the router of chapter 09.
 """
 
 from functools import partial
@@ -22,7 +23,8 @@ def packed_next_token_objective(model: nn.Module, batch: Batch) -> Totals:
         batch: `input_ids` and `targets` [batch, seq] int64. With `documents` and `positions`, both [batch, seq] int64, the
             rows are packed; without, each row is one text.
     """
-    return model(batch["input_ids"], head_fn=partial(chunked_loss, targets=batch["targets"]), **apart(batch))
+    targets = batch["targets"]
+    return model(batch["input_ids"], head_fn=partial(chunked_loss, targets=targets), valid=targets != IGNORED, **apart(batch))
 
 
 def masked_language_objective(model: nn.Module, batch: Batch) -> Totals:
@@ -33,7 +35,8 @@ def masked_language_objective(model: nn.Module, batch: Batch) -> Totals:
         batch: `input_ids` and `targets` [batch, seq] int64, as `shared.data.masking.Masking` makes them; `documents` and
             `positions` as above.
     """
-    return model(batch["input_ids"], head_fn=partial(loss_of_targets, targets=batch["targets"]), **apart(batch))
+    targets = batch["targets"]
+    return model(batch["input_ids"], head_fn=partial(loss_of_targets, targets=targets), valid=targets != IGNORED, **apart(batch))
 
 
 def encoder_decoder_objective(model: nn.Module, batch: Batch) -> Totals:
@@ -50,6 +53,7 @@ def encoder_decoder_objective(model: nn.Module, batch: Batch) -> Totals:
         encoder_mask=read,
         cross_mask=read,
         head_fn=partial(chunked_loss, targets=batch["targets"]),
+        valid=batch["targets"] != IGNORED,
     )
 
 
@@ -62,5 +66,5 @@ def apart(batch: Batch) -> dict:
 
 def loss_of_targets(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Totals:
     """The loss of the positions that have a target. hidden_states: [batch, seq, D]; targets: [batch, seq]."""
-    counted = targets != IGNORED
-    return chunked_loss(head, hidden_states[counted], targets[counted])
+    kept = targets != IGNORED
+    return chunked_loss(head, hidden_states[kept], targets[kept])

@@ -21,7 +21,12 @@ class Callback:
 
     In a step: on_batch, (forward, backward, reduce), before_optimizer, (step), on_step; then, when they are due, on_evaluate, on_log,
     on_save. `engine.step` counts the steps that are done, so it is one lower in on_batch and before_optimizer than in on_step.
+
+    every_rank: whether it takes part on every rank of a distributed run, because all ranks measure or decide together; without, on rank 0
+        alone, because it only shows or keeps what all know.
     """
+
+    every_rank = False
 
     def on_start(self, engine: "RuntimeEngine") -> None:
         """Before the first step of this process, after a resume. May raise to refuse the run."""

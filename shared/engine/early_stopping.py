@@ -22,6 +22,8 @@ class EarlyStopping(Callback):
         metric: what is watched; lower is better. NaN is no improvement.
     """
 
+    every_rank = True
+
     def __init__(self, patience: int, minimum_improvement: float = 0.0, metric: str = "validation/loss"):
         if patience < 1 or minimum_improvement < 0:
             raise CourseError(f"patience is {patience} and minimum_improvement {minimum_improvement}: give at least 1 and at least 0.")

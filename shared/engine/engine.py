@@ -4,95 +4,98 @@
     engine.fit(train_loader, val_loader, steps=1000)
 
 The loop is `shared.loop.train`, unchanged. The engine tells callbacks what happens, evaluates, saves, resumes, and leaves in good
-order when it is asked to. A step's parts (objective, runner, reducer, updater) are handed in, as in chapter 01.
+order when it is asked to. What it must know of other processes it asks one `Strategy`.
 
 Left out on purpose: what is measured and shown. Those are callbacks; `shared.engine.defaults` makes the usual ones.
 """
 
+import math
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Callbacks, Metrics
-from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
+from shared.engine.checkpoint.folder import CheckpointError
 from shared.engine.config import EngineConfig
 from shared.engine.shutdown import ShutdownRequest
 from shared.engine.checkpoint.snapshot import Stateful
-from shared.engine.checkpoint.saver import CALLBACK, Saver
+from shared.engine.checkpoint.saver import CALLBACK
 from shared.engine.metrics.accumulator import MetricAccumulator, PhaseTimer
-from shared.engine.world import OneProcess, World
-from shared.loop import accumulate_gradients, apply_update, evaluate, keep_totals, train
+from shared.engine.strategy import Strategy
+from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
-from shared.text_run import pick_device, require_writable
-from shared.totals import Batch, Objective, Reducer, Runner, Totals, Updater
+from shared.devices import pick_device
+from shared.output_files import require_writable
+from shared.totals import Batch, Objective, Runner, Totals, Updater
 
 
 class RuntimeEngine:
     """Trains a model, watched, saved and resumable.
 
     Args:
-        model: the model; it is moved to the device.
-        optimizer: over the model's parameters.
+        model: the model, which is moved to the device; or the strategy of a model that is parallel (chapter 06).
+        optimizer: over the model's parameters, or the strategy's `optim_params`.
         config: how the run is watched, saved and ended.
-        objective, runner, reducer, updater: the parts of a step, as `shared.loop.train_step` takes them.
-        callbacks: None for those that `config` asks for (`shared.engine.defaults.default_callbacks`).
+        objective, runner, updater: the parts of a step, as `shared.loop.train_step` takes them; the strategy completes them over ranks.
+        callbacks: None for the usual ones that `config` asks for (`shared.engine.defaults.default_callbacks`). On ranks other than 0, those
+            with `every_rank` alone.
         parts: name -> whatever else changes from step to step and must be saved, such as a dynamic loss scale.
-        saver: saves and restores the run; None for one that writes `config.output / "checkpoints"`.
-        world: the processes of the run.
         console: where the engine speaks.
 
-    Attributes for callbacks: `step` (steps done), `steps` (wanted), `totals` (of the step, reduced), `microbatches`, `timings`
+    Attributes for callbacks: `strategy` (ranks, norms, weights), `step` (steps done), `steps` (wanted), `totals` (of the step, reduced),
+    `token_count`, `loss` and `grad_norm` (of the step's mean loss, before clipping; fetched from the device once a step), `microbatches`, `timings`
     (seconds by phase of the last step), `log_due` (whether the step under way will be logged), `output`, `device`, `stopped` (why
     the run ended early), `validation` (totals of the last evaluation).
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Strategy,
         optimizer: Optimizer,
         config: EngineConfig | None = None,
         *,
         objective: Objective = next_token_objective,
         runner: Runner = accumulate_gradients,
-        reducer: Reducer = keep_totals,
         updater: Updater = apply_update,
         callbacks: Sequence[Callback] | None = None,
         parts: Mapping[str, Stateful] | None = None,
-        saver: Saver | None = None,
-        world: World | None = None,
         console: Console | None = None,
     ):
         self.config = config = config or EngineConfig()
         self.output: Path = config.output
         self.console = console or Console()
         self.device = pick_device(config.device)
-        self.model, self.optimizer = model.to(self.device), optimizer
-        self.objective, self.updater = objective, updater
+        self.strategy = model if isinstance(model, Strategy) else Strategy(model.to(self.device))
+        self.model, self.optimizer = self.strategy.model, optimizer
         self.timer = PhaseTimer(self.device)
-        self.runner = self.timer.timed("compute", runner)
-        self.reducer = self.timer.timed("reduce", reducer)
+        self.objective = objective
+        self.runner = self.timer.timed("compute", self.strategy.runner(runner))
+        self.reducer = self.timer.timed("reduce", self.strategy.reducer)
+        self.updater = self.timer.timed("update", self.strategy.updater(updater))
         if callbacks is None:
             from shared.engine.defaults import default_callbacks
 
-            callbacks = default_callbacks(config, self.device, getattr(model, "config", None))
-        self.callbacks = Callbacks(callbacks)
+            callbacks = default_callbacks(config, self.device, getattr(self.strategy.module, "config", None))
+        chosen = [*self.strategy.callbacks(), *callbacks]
+        self.callbacks = Callbacks([each for each in chosen if each.every_rank or self.strategy.rank == 0])
         self.parts = dict(parts or {})
         self.stateful: dict[str, Stateful] = {}
         self.accumulator = MetricAccumulator()
         keep = config.checkpoint
-        self.saver = saver or Saver(Checkpoints(self.output / "checkpoints", keep.keep_last, keep.keep_best), keep.asynchronous)
+        self.saver = self.strategy.saver(self.output / "checkpoints", keep.keep_last, keep.keep_best, keep.asynchronous)
         self.checkpoints = self.saver.checkpoints
-        self.world = world or OneProcess()
         self.shutdown = ShutdownRequest()
         self.step = self.steps = 0
         self.evaluated_at = self.saved_at = self.began_at = -1
         self.totals: Totals | None = None
+        self.token_count, self.loss, self.grad_norm = 0, math.nan, math.nan
         self.validation: Totals | None = None
         self.microbatches: Sequence[Batch] = []
         self.timings: dict[str, float] = {}
@@ -189,9 +192,16 @@ class RuntimeEngine:
         self.totals = self.reducer(model, totals)
         return self.totals
 
-    def update(self, model: nn.Module, optimizer: Optimizer, token_count: Any) -> None:
+    def update(self, model: nn.Module, optimizer: Optimizer, token_count: Tensor) -> None:
+        """Loss, count and norm come from the device together: the step's one wait of the host. The updater then finds the count on the CPU."""
+        loss_sum = self.totals.loss_sum
+        wide = torch.float32 if loss_sum.device.type == "mps" else torch.float64
+        values = [value.to(loss_sum.device, wide) for value in (loss_sum, token_count, self.strategy.grad_norm())]
+        loss, count, norm = torch.stack(values).tolist()
+        self.token_count = int(count)
+        self.loss, self.grad_norm = (loss / count, norm / count) if count else (math.nan, math.nan)
         self.callbacks.tell("before_optimizer", self)
-        self.timer.timed("update", self.updater)(model, optimizer, token_count)
+        self.updater(model, optimizer, torch.tensor(self.token_count))
 
     def after_step(self) -> None:
         self.step += 1
@@ -203,7 +213,7 @@ class RuntimeEngine:
             self.log(metrics)
         if self.shutdown.reason:
             self.stop(self.shutdown.reason)
-        self.stopped = self.world.agree(self.stopped)
+        self.stopped = self.strategy.agree(self.stopped)
         every = self.config.checkpoint.every
         if (every and self.step % every == 0) or (metrics and self.config.checkpoint.keep_best and self.is_best()):
             self.save()
@@ -236,7 +246,7 @@ class RuntimeEngine:
         if self.val_loader is None:
             return {}
         batches = (on_device(batch, self.device) for batch in self.val_loader)
-        self.validation = self.world.add(evaluate(self.model, batches, self.objective))
+        self.validation = self.strategy.sum(evaluate(self.model, batches, self.objective))
         self.evaluated_at = self.step
         means = {"loss": self.validation.mean_loss, **self.validation.mean_metrics()}
         metrics = {f"validation/{name}": value for name, value in means.items()}
@@ -265,7 +275,7 @@ class RuntimeEngine:
                     f"{self.checkpoints.folder} holds checkpoints of another run: choose another output folder, or set checkpoint.resume."
                 )
             return
-        step, damaged = self.saver.restore(self.model, self.optimizer, self.stateful)
+        step, damaged = self.saver.restore(self.optimizer, self.stateful)
         for sentence in damaged:
             self.console.print(f"[yellow]{sentence} Going on from the one before it.[/]", highlight=False, soft_wrap=True)
         if step is not None:
@@ -278,7 +288,7 @@ class RuntimeEngine:
         notes: dict[str, Any] = {"steps": self.steps}
         if self.validation is not None and self.evaluated_at == self.step:
             notes["validation_loss"] = self.validation.mean_loss
-        self.saver.save(self.saver.snapshot(self.step, self.model, self.optimizer, self.stateful), notes)
+        self.saver.save(self.step, self.optimizer, self.stateful, notes)
         self.saved_at = self.step
 
     def note_saved(self, wait: bool = False, last: bool = False) -> None:

@@ -4,20 +4,19 @@
 
 With fewer key-value heads than query heads (grouped-query attention, Ainslie et al. 2023; one: multi-query, Shazeer 2019)
 several queries share a key and value. `grouped_query_attention` writes the equation out and keeps a [Q, K] matrix of
-weights per head; `fused_attention` is PyTorch's kernel, which never holds that matrix. They agree to rounding.
+weights per head; `sdpa_attention` is PyTorch's kernel (scaled dot-product attention), which never holds that matrix. They agree to rounding.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
-from shared.model.autocast import to_compute_dtype
 from shared.model.config import ModelConfig
+from shared.model.context import AttentionContext, to_compute_dtype
 from shared.model.masks import AttentionMask
-from shared.model.rope import RopeTables, apply_rope
+from shared.model.rope import apply_rope
 
 if TYPE_CHECKING:
     from shared.model.builders import Builders
@@ -53,18 +52,18 @@ def grouped_query_attention(
     """
 
 
-def naive_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scale: float, dropout: float) -> Tensor:
-    """`grouped_query_attention` behind the fused kernel's signature.
+def eager_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scale: float, dropout: float) -> Tensor:
+    """`grouped_query_attention` with the kernel's signature.
 
     Raises:
-        ValueError: a mask in the fused kernel's own form, or dropout: it would ignore both.
+        ValueError: a mask in the kernel's own form, or dropout: it would ignore both.
     """
     if mask.causal or dropout:
-        raise ValueError("Naive attention has no causal flag and no dropout: lower the mask with fused=False, and set dropout to 0.")
+        raise ValueError("Eager attention has no causal flag and no dropout: call to_attention_mask with sdpa=False, and set dropout to 0.")
     return grouped_query_attention(queries, keys, values, mask.allowed, mask.bias, scale)
 
 
-def fused_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scale: float, dropout: float) -> Tensor:
+def sdpa_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scale: float, dropout: float) -> Tensor:
     """The same through PyTorch's kernel. Shapes as in `grouped_query_attention`.
 
     Sharing heads is left to the kernel only where no tensor masks: with one, some devices would fall back to the slow path.
@@ -85,32 +84,6 @@ def fused_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Attenti
     )
 
 
-class KeyValueCache(Protocol):
-    """What generation keeps of the past. Chapter 12 brings one; attention calls it once per layer and forward pass."""
-
-    length: int  # positions held before this forward pass
-
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in [batch, K, new, d] keys (after RoPE) and values; return those of the whole sequence so far."""
-
-
-@dataclass
-class AttentionContext:
-    """What every block's attention needs beside its input. A stack makes it once per forward pass.
-
-    masks: "full_attention" and, where a layer has that type, "sliding_attention" -> the lowered mask.
-    rope: the tables of the queries' positions, or None.
-    memory: [batch, T, D], the encoder's output that cross-attention looks at, or None.
-    memory_mask: which part of it each query may look at.
-    """
-
-    masks: dict[str, AttentionMask]
-    rope: RopeTables | None = None
-    cache: KeyValueCache | None = None
-    memory: Tensor | None = None
-    memory_mask: AttentionMask | None = None
-
-
 class Attention(nn.Module):
     """Projections, RoPE, attention, output projection: [batch, seq, D] -> [batch, seq, D].
 
@@ -128,7 +101,7 @@ class Attention(nn.Module):
         self.layer_type = config.layer_types[layer]
         self.head_dim, self.scale = config.head_dim, config.attention_scale
         self.dropout = config.attention_dropout
-        self.attend = fused_attention if config.attention == "fused" else naive_attention
+        self.attend = sdpa_attention if config.attention == "sdpa" else eager_attention
         inner, shared = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = builders.linear("q_proj", config.hidden_size, inner, config.attention_bias)
         self.k_proj = builders.linear("k_proj", config.hidden_size, shared, config.attention_bias)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
-from shared.model.attention import AttentionContext
 from shared.model.config import ModelConfig
+from shared.model.context import AttentionContext
 
 if TYPE_CHECKING:
     from shared.model.builders import Builders
@@ -67,5 +67,6 @@ class Block(nn.Module):
         sublayers = [(self.attention_norm, lambda h: self.dropout(self.attention(h, context)))]
         if self.cross_attention is not None:
             sublayers.append((self.cross_attention_norm, lambda h: self.dropout(self.cross_attention(h, context))))
-        sublayers.append((self.feed_forward_norm, lambda h: self.dropout(self.feed_forward(h))))
+        wanted = (context,) if getattr(self.feed_forward, "needs_context", False) else ()
+        sublayers.append((self.feed_forward_norm, lambda h: self.dropout(self.feed_forward(h, *wanted))))
         return block_forward(x, sublayers, self.pre_norm)

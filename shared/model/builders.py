@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shared.model.attention import Attention, AttentionContext
+from shared.model.attention import Attention
 from shared.model.config import ModelConfig
+from shared.model.context import AttentionContext
 from shared.model.feed_forward import build_feed_forward
 from shared.model.norm import build_norm
 
@@ -39,7 +40,8 @@ class Builders:
         tokens, positions and types.
     norm: norm(config, size) -> module over the last dimension.
     attention: attention(config, builders, layer, cross) -> module, called as module(x, context).
-    feed_forward: feed_forward(config, builders, layer) -> module, [..., D] -> [..., D].
+    feed_forward: feed_forward(config, builders, layer) -> module, [batch, seq, D] -> [batch, seq, D]. It is called as module(x), or as
+        module(x, context) where its class says `needs_context = True`: a router needs to know which tokens count.
     run_block: run_block(block, x, context) -> x, called for each block in a forward pass.
     """
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 
+RENAMED = {"fused": "sdpa", "naive": "eager"}  # values of `attention` in older configurations
+
+
 def require_choices(record: object) -> None:
     """Refuse a value that its field's `Literal` does not list, and offer the nearest one.
 
@@ -22,6 +25,7 @@ def require_choices(record: object) -> None:
         if get_origin(hint) is Literal and getattr(record, name) not in get_args(hint):
             value, choices = getattr(record, name), get_args(hint)
             nearest = difflib.get_close_matches(str(value), choices, n=1)
+            nearest = [RENAMED[value]] if value in RENAMED else nearest
             offered = f" Did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"{name} is {value!r}: choose {', '.join(map(repr, choices))}.{offered}")
 
@@ -98,7 +102,7 @@ class ModelConfig:
         attention_scale: multiplies queries times keys; None for head_dim ** -0.5.
         sliding_window: each position sees this many last ones, itself included; None for all.
         layer_types: for each block `full_attention` or `sliding_attention`; None for the window in all blocks.
-        attention: fused (PyTorch's kernel) or naive (`grouped_query_attention`, written out).
+        attention: sdpa (PyTorch's kernel) or eager (`grouped_query_attention`, written out).
 
         type_vocab_size: number of segment embeddings, as BERT has two; 0 for none.
         head: linear, or mlm for BERT's: a layer with activation and norm before, a bias after.
@@ -142,7 +146,7 @@ class ModelConfig:
     attention_scale: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
-    attention: Literal["fused", "naive"] = "fused"
+    attention: Literal["sdpa", "eager"] = "sdpa"
 
     type_vocab_size: int = 0
     head: Literal["linear", "mlm"] = "linear"
@@ -213,7 +217,7 @@ def require_compatible(config: ModelConfig) -> None:
         (config.rope_scaling and config.position != "rope", "rope_scaling needs position 'rope'"),
         (config.num_encoder_layers and config.architecture != "encoder-decoder", "num_encoder_layers needs architecture 'encoder-decoder'"),
         (config.sliding_window and config.architecture == "encoder", "sliding_window looks back only, and an encoder looks both ways"),
-        (config.attention == "naive" and config.attention_dropout, "naive attention has no dropout: set attention_dropout to 0"),
+        (config.attention == "eager" and config.attention_dropout, "eager attention has no dropout: set attention_dropout to 0"),
         (config.layer_types and len(config.layer_types) != config.num_hidden_layers, "layer_types needs one entry for each block"),
         (
             config.layer_types and set(config.layer_types) - {"full_attention", "sliding_attention"},

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
-from shared.model.autocast import to_compute_dtype
 from shared.model.config import ModelConfig
+from shared.model.context import to_compute_dtype
 
 if TYPE_CHECKING:
     from shared.model.builders import Builders

@@ -2,7 +2,7 @@
 
 A rule answers for query i and key j, counted from the start of the whole sequence: Causal() & Window(128) is Mistral,
 Causal() | Prefix(n) a prefix language model, Causal() & Documents(ids) a packed batch. Rules become tensors once per forward
-pass, in `lower`, and not even then where the fused kernel knows the pattern by itself.
+pass, in `to_attention_mask`, and not even then where PyTorch's kernel knows the pattern by itself.
 
 Left out on purpose: block-sparse kernels. PyTorch's FlexAttention has no backward pass on the CPU.
 """
@@ -56,7 +56,7 @@ class Either(Mask):
 
 
 @dataclass(frozen=True)
-class Everything(Mask):
+class Full(Mask):
     """All keys: an encoder's rule."""
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Padding(Mask):
 class AttentionMask(NamedTuple):
     """A rule in the form that attention takes. With neither `causal` nor a tensor, every query sees every key.
 
-    causal: the fused kernel's own causal pattern, for as many queries as keys.
+    causal: the kernel's own causal pattern, for as many queries as keys.
     allowed: None, or bool broadcastable to [batch, 1, Q, K], True where the query may look.
     bias: None, or float [1, heads, Q, K], added to the scores; what is not allowed is -inf already where `allowed` is None.
     """
@@ -125,25 +125,31 @@ class AttentionMask(NamedTuple):
     bias: Tensor | None = None
 
 
-def lower(mask: Mask, queries: Tensor, keys: Tensor, bias: Tensor | None = None, fused: bool = True) -> AttentionMask:
+def to_attention_mask(
+    mask: Mask, queries: Tensor, keys: Tensor, bias: Tensor | None = None, *, sdpa: bool = True, in_order: bool = True
+) -> AttentionMask:
     """Turn a rule into what attention takes, with the position bias.
 
     Args:
         mask: the rule.
-        queries: [Q] int64, indices of the queries in the sequence; they end where the keys end.
-        keys: [K] int64, indices of the keys, 0 .. K - 1.
+        queries: [Q] int64, positions of the queries in the sequence; they end where the keys end.
+        keys: [K] int64, positions of the keys; -1 for the empty slots of a cache.
         bias: None, or [1, heads, Q, K].
-        fused: whether the fused kernel will take it: a causal rule then needs no tensor, and a bias takes the rule in.
+        sdpa: whether PyTorch's kernel will take it: a causal rule then needs no tensor, and a bias takes the rule in.
+        in_order: the keys are 0 .. K - 1, so that rules which they cannot break need no tensor.
     """
-    mask = without_wide_windows(mask, len(keys))
-    if fused and bias is None:
-        if isinstance(mask, Everything) or (mask == Causal() and len(queries) == 1):
-            return AttentionMask()
-        if mask == Causal() and len(queries) == len(keys):
-            return AttentionMask(causal=True)
-    allowed = mask.allowed(queries[:, None], keys[None, :])
+    if in_order:
+        mask = without_wide_windows(mask, len(keys))
+        if sdpa and bias is None:
+            if isinstance(mask, Full) or (mask == Causal() and len(queries) == 1):
+                return AttentionMask()
+            if mask == Causal() and len(queries) == len(keys):
+                return AttentionMask(causal=True)
+    allowed = mask.allowed(queries[:, None], (keys if in_order else keys.clamp(min=0))[None, :])
     allowed = allowed[:, None] if allowed.dim() == 3 else allowed[None, None]
-    if fused and bias is not None:
+    if not in_order:
+        allowed = allowed & (keys >= 0)
+    if sdpa and bias is not None:
         return AttentionMask(bias=bias.masked_fill(~allowed, -torch.inf))
     return AttentionMask(allowed=allowed, bias=bias)
 
@@ -152,7 +158,7 @@ def without_wide_windows(mask: Mask, keys: int) -> Mask:
     """The same rule for this many keys, without windows that hold all of them."""
     if isinstance(mask, Both):
         left, right = (without_wide_windows(side, keys) for side in (mask.left, mask.right))
-        if isinstance(left, Everything):
+        if isinstance(left, Full):
             return right
-        return left if isinstance(right, Everything) else Both(left, right)
-    return Everything() if isinstance(mask, Window) and mask.size >= keys else mask
+        return left if isinstance(right, Full) else Both(left, right)
+    return Full() if isinstance(mask, Window) and mask.size >= keys else mask

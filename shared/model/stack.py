@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from shared.model.attention import AttentionContext, KeyValueCache
 from shared.model.block import Block
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
-from shared.model.masks import Causal, Everything, Mask, Window, lower
+from shared.model.context import AttentionContext, KeyValueCache
+from shared.model.masks import Causal, Full, Mask, Window, to_attention_mask
 from shared.model.positions import RelativeBias, alibi_bias
 from shared.model.rope import rope_tables
 
@@ -25,7 +25,7 @@ class Stack(nn.Module):
     def __init__(self, config: ModelConfig, builders: Builders):
         super().__init__()
         self.config, self.run_block = config, builders.run_block
-        self.pattern: Mask = Everything() if config.architecture == "encoder" else Causal()
+        self.pattern: Mask = Full() if config.architecture == "encoder" else Causal()
         cross = config.architecture == "encoder-decoder"
         bidirectional = config.architecture == "encoder"
         self.relative_bias = RelativeBias(config, bidirectional) if config.position == "relative" else None
@@ -42,32 +42,49 @@ class Stack(nn.Module):
         cache: KeyValueCache | None = None,
         memory: Tensor | None = None,
         memory_mask: Mask | None = None,
+        valid: Tensor | None = None,
+        loss_scale: float = 1.0,
     ) -> Tensor:
         """See `TransformerModel.forward`. positions: [seq] or [batch, seq] int64; memory: [batch, T, D]."""
         past = cache.length if cache is not None else 0
-        keys = torch.arange(past + x.shape[1], device=x.device)
-        queries = keys[past:]
-        context = self.context(queries, keys, positions, mask, pattern)
-        context.cache = cache
+        queries = torch.arange(past, past + x.shape[1], device=x.device)
+        context = self.context(queries, positions, past + x.shape[1], mask, pattern, cache)
+        context.valid, context.loss_scale = valid, loss_scale
         if memory is not None:
             context.memory = memory
             remembered = torch.arange(memory.shape[1], device=x.device)
-            context.memory_mask = lower(memory_mask or Everything(), queries, remembered, fused=self.fused)
+            context.memory_mask = to_attention_mask(memory_mask or Full(), queries, remembered, sdpa=self.sdpa)
         for block in self.blocks.values():
             x = self.run_block(block, x, context)
         return x if self.final_norm is None else self.final_norm(x)
 
-    def context(self, queries: Tensor, keys: Tensor, positions: Tensor, mask: Mask | None, pattern: Mask | None) -> AttentionContext:
-        """What the blocks' attention shares, made once: a mask for each layer type, position biases, RoPE tables."""
+    def context(
+        self,
+        queries: Tensor,
+        positions: Tensor,
+        length: int,
+        mask: Mask | None = None,
+        pattern: Mask | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> AttentionContext:
+        """What the blocks share, made once: a mask for each layer type, position biases, RoPE tables.
+
+        Args:
+            queries: [seq] int64, where the new positions stand in the sequence.
+            positions: what they are called: [seq] or [batch, seq] int64.
+            length: of the whole sequence, these positions included.
+        """
         rule = pattern or self.pattern
         rule = rule if mask is None else rule & mask
-        bias = self.position_bias(queries, keys)
         masks = {}
         for name in {self.config.layer_types[int(layer)] for layer in self.blocks}:
             of_layer = rule & Window(self.config.sliding_window) if name == "sliding_attention" else rule
-            masks[name] = lower(of_layer, queries, keys, bias, fused=self.fused)
-        rope = rope_tables(self.config, positions, len(keys)) if self.config.position == "rope" else None
-        return AttentionContext(masks, rope)
+            cached = cache.keys(name, queries) if cache is not None else None
+            keys = torch.arange(length, device=queries.device) if cached is None else cached
+            bias = self.position_bias(queries, keys)
+            masks[name] = to_attention_mask(of_layer, queries, keys, bias, sdpa=self.sdpa, in_order=cached is None)
+        rope = rope_tables(self.config, positions, length) if self.config.position == "rope" else None
+        return AttentionContext(masks, rope, cache)
 
     def position_bias(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         if self.relative_bias is not None:
@@ -75,5 +92,5 @@ class Stack(nn.Module):
         return alibi_bias(self.config.num_attention_heads, queries, keys) if self.config.position == "alibi" else None
 
     @property
-    def fused(self) -> bool:
-        return self.config.attention == "fused"
+    def sdpa(self) -> bool:
+        return self.config.attention == "sdpa"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.model.attention import KeyValueCache
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
+from shared.model.context import KeyValueCache
 from shared.model.embedding import Embedding, Head
 from shared.model.init import initialize
 from shared.model.masks import Mask
@@ -35,12 +35,14 @@ class TransformerModel(nn.Module):
         seed: of the initial weights. On the meta device there are none; see `shared.model.init.materialize`.
 
     `embedding`, `head`, single blocks of `stack.blocks` and `stack.final_norm` may be absent, which makes the model one
-    stage of a pipeline; see `keep_part`.
+    stage of a pipeline; see `keep_part`. `loss_scale` is what an objective's loss is multiplied by before its backward pass; whoever
+    scales it says so by `set_loss_scale`, for layers that have a loss of their own.
     """
 
     def __init__(self, config: ModelConfig, builders: Builders = Builders(), seed: int = 0):  # noqa: B008 (frozen)
         super().__init__()
         self.config = config = config.resolved()
+        self.loss_scale = 1.0
         self.embedding: Embedding | None = Embedding(config, builders)
         self.encoder = Stack(config.encoder(), builders) if config.architecture == "encoder-decoder" else None
         self.stack = Stack(config, builders)
@@ -61,6 +63,7 @@ class TransformerModel(nn.Module):
         encoder_mask: Mask | None = None,
         cross_mask: Mask | None = None,
         cache: KeyValueCache | None = None,
+        valid: Tensor | None = None,
         head_fn: Callable[[nn.Module, Tensor], Any] | None = None,
     ) -> Any:
         """The logits [batch, seq, vocab]; without a head, the hidden states [batch, seq, D].
@@ -70,13 +73,15 @@ class TransformerModel(nn.Module):
                 of the encoder in an encoder-decoder.
             positions: [seq] or [batch, seq] int64; None to count from 0, or on from a cache.
             mask: restricts attention beyond the model's own pattern: padding, documents. `shared.model.masks`.
-            pattern: takes the place of the model's own pattern (causal, or everything): `Causal() | Prefix(n)`.
+            pattern: takes the place of the model's own pattern (causal, or full): `Causal() | Prefix(n)`.
             token_type_ids: [batch, seq] int64 segments, for models that have them; None for all 0.
             decoder_input_ids: [batch, seq] int64, of the decoder in an encoder-decoder. `positions`, `mask`, `pattern`
                 and the logits are then the decoder's.
             encoder_mask: restricts attention within the encoder.
             cross_mask: restricts what the decoder sees of the encoder.
             cache: keys and values of positions before these, and a place for the new ones; chapter 12.
+            valid: [batch, seq] bool, the tokens that count in the loss; None for all. Attention does not look at it: it is for
+                feed-forward layers with a loss of their own.
             head_fn: head_fn(head, hidden_states) is called in place of head(hidden_states), and its result is returned: a loss
                 that never holds all logits, the logits of some positions only. Called inside `forward`, so that wrappers
                 of the model see it.
@@ -93,7 +98,10 @@ class TransformerModel(nn.Module):
             past = cache.length if cache is not None else 0
             positions = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
         x = self.embed(input_ids, positions, token_type_ids, cache)
-        x = self.stack(x, positions, mask=mask, pattern=pattern, cache=cache, memory=memory, memory_mask=cross_mask)
+        x = self.stack(
+            x, positions, mask=mask, pattern=pattern, cache=cache, memory=memory, memory_mask=cross_mask,
+            valid=valid, loss_scale=self.loss_scale,
+        )  # fmt: skip
         if self.head is None:
             return x
         return self.head(x) if head_fn is None else head_fn(self.head, x)
@@ -128,6 +136,13 @@ class TransformerModel(nn.Module):
     def logical_name(self, name: str) -> str:
         """The name under which a parameter is stored and initialised: a tied head is the token embedding."""
         return TIED_TO if name == TIED and self.config.tie_word_embeddings else name
+
+
+def set_loss_scale(model: nn.Module, scale: float) -> None:
+    """Tell each `TransformerModel` within a module what the loss is multiplied by before its backward pass."""
+    for module in model.modules():
+        if isinstance(module, TransformerModel):
+            module.loss_scale = scale
 
 
 def keep_part(model: TransformerModel, blocks: range, *, embedding: bool, head: bool) -> TransformerModel:

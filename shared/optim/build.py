@@ -3,6 +3,7 @@
 What was asked for either takes effect or is refused: a pattern that matches nothing, a choice that the rule cannot make.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -14,16 +15,20 @@ from shared.optim.routing import Route, route
 BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99)}
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> GroupedOptimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, routes: Sequence[Route] | None = None) -> GroupedOptimizer:
     """One optimizer over every trainable parameter of the model.
+
+    Args:
+        routes: which rule updates which parameter, where that was decided on a larger model than this part of it: names that are not here
+            are left out, and a group may be empty. None to decide it on this model.
 
     Raises:
         ValueError: see `route` and `OptimizerConfig`.
     """
     parameters = dict(model.named_parameters())
-    routes = route(model, config.name, no_decay=config.no_decay, to_adamw=config.to_adamw)
+    routes = routes or route(model, config.name, no_decay=config.no_decay, to_adamw=config.to_adamw)
     return GroupedOptimizer(
-        [{"params": [parameters[name] for name in part.names]} | settings_of(config, part) for part in routes]
+        [{"params": [parameters[name] for name in part.names if name in parameters]} | settings_of(config, part) for part in routes]
     )
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class ScheduleLearningRate(Callback):
     """Sets every group's learning rate before each step, from its `base_lr`."""
 
+    every_rank = True
+
     def __init__(self, schedule: ScheduleConfig):
         self.schedule = schedule
 
@@ -31,6 +33,8 @@ class ScheduleLearningRate(Callback):
 
 class KeepLossScale(Callback):
     """Puts the loss scale into the checkpoint and the log."""
+
+    every_rank = True
 
     def __init__(self, scaler: LossScaler):
         self.scaler = scaler

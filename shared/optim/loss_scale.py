@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shared.course.binding import exercise
+from shared.model.transformer import set_loss_scale
 from shared.totals import Batch, Objective, Runner, Totals
 
 SMALLEST = 2.0**-24  # below it float16 holds no gradient that the scale could save
@@ -80,7 +81,10 @@ class LossScaler:
         self.state = LossScale(self.config.initial, 0)
 
     def scaled(self, runner: Runner) -> Runner:
-        """`runner` with its losses multiplied by the scale before their backward pass. The totals that it returns are not."""
+        """`runner` with its losses multiplied by the scale before their backward pass. The totals that it returns are not.
+
+        The model learns the scale too, so that auxiliary losses inside it (`shared.model.context`) are multiplied by it like the loss.
+        """
 
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
             scale = self.state.scale
@@ -89,7 +93,11 @@ class LossScaler:
                 totals = objective(model, batch)
                 return totals._replace(loss_sum=totals.loss_sum * scale)
 
-            totals = runner(model, microbatches, scaled_objective)
+            set_loss_scale(model, scale)
+            try:
+                totals = runner(model, microbatches, scaled_objective)
+            finally:
+                set_loss_scale(model, 1.0)
             return totals._replace(loss_sum=totals.loss_sum / scale)
 
         return run

@@ -4,8 +4,8 @@ Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". A
 directions; its orthogonalised version has the same ones, all with a length near 1. It is for the matrices inside a model; embeddings,
 head, norms and biases keep AdamW (`shared.optim.routing`).
 
-The whole matrix is orthogonalised, never a part of it: of a part, all directions are others. A parameter that is cut over processes
-carries its `sharding`, and the whole direction is gathered by it at the one place where it is orthogonalised, `orthogonalized`.
+Newton-Schulz needs the full matrix: orthogonalising a shard gives other singular vectors, hence another update. A parameter that is sharded
+over processes carries its `sharding`, by which the whole direction is gathered at the one place where it is orthogonalised, `orthogonalized`.
 
 Left out on purpose: convolutions, whose weights are no matrices, and a rate that depends on the number of experts.
 """
@@ -24,18 +24,19 @@ BATCH_ELEMENTS = 2**24  # numbers in the matrices that are orthogonalised togeth
 
 
 class Sharding(Protocol):
-    """How a parameter is cut over processes: the attribute `sharding` of a parameter, set by whoever cut it.
+    """How a parameter is sharded over processes: the attribute `sharding` of a parameter, set by whoever sharded it.
 
-    shape: of the whole parameter.
+    shape: of the whole parameter. needs_gathering: whether the whole takes other processes.
     """
 
     shape: torch.Size
+    needs_gathering: bool
 
     def gather(self, part: Tensor) -> Tensor:
-        """This process's part -> the whole, in `shape`. Every process of the cut calls it."""
+        """All-gather this process's shard into the whole, in `shape`. Every process that holds a part of it calls it."""
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """The whole -> this process's part."""
+    def local(self, whole: Tensor) -> Tensor:
+        """The whole -> this process's shard."""
 
 
 @exercise("05.muon_update")
@@ -96,7 +97,7 @@ def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> 
                 state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         gradients = torch.stack([parameter.grad for parameter in parameters])
         buffers = torch.stack([state[parameter]["momentum_buffer"] for parameter in parameters])
-        sharding = getattr(parameters[0], "sharding", None)
+        sharding = sharding_to_gather(parameters[0])
         whole = partial(orthogonalized, sharding=sharding, steps=group["steps"], dtype=getattr(torch, group["dtype"]))
         shape = tuple(parameters[0].shape if sharding is None else sharding.shape)
         updates = muon_update(gradients, buffers, whole, shape, group["momentum"], group["nesterov"], group["scaling"])
@@ -111,7 +112,7 @@ def bucket_by_shape(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        if hasattr(parameter, "sharding"):
+        if sharding_to_gather(parameter) is not None:
             yield [parameter]
             continue
         batch = batches.setdefault((parameter.shape, parameter.dtype, parameter.device), [])
@@ -119,6 +120,12 @@ def bucket_by_shape(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         if (len(batch) + 1) * parameter.numel() > BATCH_ELEMENTS:
             yield batches.pop((parameter.shape, parameter.dtype, parameter.device))
     yield from batches.values()
+
+
+def sharding_to_gather(parameter: Tensor) -> Sharding | None:
+    """How a parameter is sharded, where this process lacks a part of it."""
+    sharding = getattr(parameter, "sharding", None)
+    return sharding if sharding is not None and sharding.needs_gathering else None
 
 
 def orthogonalized(direction: Tensor, sharding: Sharding | None, steps: int, dtype: torch.dtype) -> Tensor:
@@ -132,5 +139,5 @@ def orthogonalized(direction: Tensor, sharding: Sharding | None, steps: int, dty
     """
     if sharding is not None:
         whole = newton_schulz(sharding.gather(direction[0]).to(dtype), steps).to(direction.dtype)
-        return sharding.cut(whole).unsqueeze(0)
+        return sharding.local(whole).to(direction.device).unsqueeze(0)
     return newton_schulz(direction.to(dtype), steps).to(direction.dtype)

@@ -3,7 +3,7 @@
 Chapter 01's updater divides by the token count and steps. This one divides by the token count and by the loss scale and clips, all in one
 multiplication, so it goes over the gradients once to measure and once to scale.
 
-Left out on purpose: measuring across processes; a model that is spread brings its own `norm`.
+Left out on purpose: measuring across processes; a strategy of several ranks brings its own `norm`.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Update:
     Args:
         max_norm: the longest gradient that is allowed; None for no clipping.
         loss_scaler: the scale that the runner multiplied the loss by; None where it did not.
-        norm: measures the gradient. A model that is spread over processes brings its own, the same number on all of them.
+        norm: measures the gradient; `grad_norm` of a strategy measures it once a step over all ranks, the same number on all of them.
 
     Raises:
         ValueError: max_norm is not positive.

@@ -5,11 +5,25 @@ A layout is also one word, as `make run LAYOUT=dp2_zero1` takes it: axes with th
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-AXES = {"pp": "pipeline_parallel", "dp": "data_parallel", "fsdp": "fully_sharded", "tp": "tensor_parallel"}  # from outside in
-LATER = {"pipeline_parallel": "08", "tensor_parallel": "07", "expert_parallel": "09"}  # the chapter that brings it
+AXES = {  # from outside in
+    "pp": "pipeline_parallel",
+    "dp": "data_parallel",
+    "fsdp": "fully_sharded",
+    "cp": "context_parallel",
+    "tp": "tensor_parallel",
+}
+VIEWS = {"ep": "expert_parallel"}  # degrees that need no ranks of their own
+LATER = {  # the field, and the chapter whose axis makes it take effect
+    "tensor_parallel": "07",
+    "sequence_parallel": "07",
+    "context_parallel": "07",
+    "pipeline_parallel": "08",
+    "expert_parallel": "09",
+}
 
 
 @dataclass
@@ -21,11 +35,13 @@ class ParallelConfig:
         pipeline_parallel: how many stages the layers are cut into.
         data_parallel: how many replicas of the model each see their share of the batch.
         fully_sharded: over how many ranks each replica's weights, gradients and optimizer state are cut (FSDP, ZeRO-3).
+        context_parallel: over how many ranks each sequence is cut.
         tensor_parallel: over how many ranks each matrix is cut.
+        sequence_parallel: whether the ranks that share a matrix also share out what stands between the matrices along the sequence.
         expert_parallel: over how many of the data-parallel ranks experts are spread.
         zero: what the data-parallel replicas share out among themselves: 0 nothing, 1 the optimizer's state, 2 gradients as well.
-        recompute: which activations are computed again in the backward pass instead of kept: none, those of whole blocks, or, by
-            selective, all but the results of matrix products.
+        activation_checkpointing: which activations are computed again in the backward pass instead of kept: none; full, those of whole
+            blocks; or, by selective, all but the results of matrix products.
         reshard_after_forward: whether fully sharded weights are let go after the forward pass and gathered again for the backward.
         prefetch: how many units of fully sharded weights are gathered ahead of the one in use.
         bucket_megabytes: how many gradients travel together.
@@ -40,10 +56,12 @@ class ParallelConfig:
     pipeline_parallel: int = 1
     data_parallel: int = 1
     fully_sharded: int = 1
+    context_parallel: int = 1
     tensor_parallel: int = 1
+    sequence_parallel: bool = False
     expert_parallel: int = 1
     zero: Literal[0, 1, 2] = 0
-    recompute: Literal["none", "blocks", "selective"] = "none"
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
     reshard_after_forward: bool = True
     prefetch: int = 1
     bucket_megabytes: float = 25.0
@@ -53,12 +71,21 @@ class ParallelConfig:
     check_every: int = 100
 
     def __post_init__(self):
-        for name in (*AXES.values(), "expert_parallel"):
+        for name in (*AXES.values(), *VIEWS.values()):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallel.{name} is {getattr(self, name)}: give at least 1.")
-        for name, chapter in LATER.items():
-            if getattr(self, name) > 1:
-                raise ValueError(f"parallel.{name} is {getattr(self, name)}: it comes with chapter {chapter}; until then it is 1.")
+        if self.data_ranks % self.expert_parallel:
+            raise ValueError(
+                f"parallel.expert_parallel is {self.expert_parallel}, which does not divide the {self.data_ranks} data-parallel ranks "
+                "(data_parallel x fully_sharded): experts are spread over those."
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("parallel.sequence_parallel goes with tensor parallelism: give tensor_parallel 2 or more.")
+        if self.zero == 2 and self.pipeline_parallel > 1:
+            raise ValueError(
+                "parallel.zero 2 with pipeline_parallel: gradients would travel after every micro-batch, which a schedule does not wait for. "
+                "Use zero 1."
+            )
         if self.zero and self.data_parallel == 1:
             raise ValueError(
                 f"parallel.zero is {self.zero} and there is one replica: it shares out among replicas, so give data_parallel 2 or more."
@@ -77,12 +104,26 @@ class ParallelConfig:
     @property
     def ranks(self) -> int:
         """How many processes the run needs."""
-        return self.pipeline_parallel * self.data_parallel * self.fully_sharded * self.tensor_parallel
+        return math.prod(getattr(self, name) for name in AXES.values())
 
     @property
     def data_ranks(self) -> int:
         """Among how many ranks a batch is shared out."""
         return self.data_parallel * self.fully_sharded
+
+
+def require_built(config: ParallelConfig, brought: Collection[str] = ()) -> None:
+    """Refuse what no axis makes take effect.
+
+    Args:
+        brought: the fields that the axes in use bring, such as tensor_parallel.
+
+    Raises:
+        ValueError: the first field that is set in vain, with the chapter that brings it.
+    """
+    for name, chapter in LATER.items():
+        if name not in brought and getattr(config, name) > 1 - isinstance(getattr(config, name), bool):
+            raise ValueError(f"parallel.{name} is {getattr(config, name)}: it comes with chapter {chapter}; until then leave it out.")
 
 
 def parse_layout(word: str, base: ParallelConfig | None = None) -> ParallelConfig:
@@ -95,14 +136,14 @@ def parse_layout(word: str, base: ParallelConfig | None = None) -> ParallelConfi
     chosen: dict[str, int] = {}
     for part in word.split("_") if word != "one" else []:
         match = re.fullmatch(r"([a-z]+)(\d+)", part)
-        name = AXES.get(match[1], "zero" if match[1] == "zero" else None) if match else None
+        name = (AXES | VIEWS | {"zero": "zero"}).get(match[1]) if match else None
         if name is None or name in chosen:
             raise ValueError(f"The layout {word!r} is not understood at {part!r}: join parts such as dp2, fsdp2 and zero1 by _, each once.")
         chosen[name] = int(match[2])
-    return replace(base or ParallelConfig(), **dict.fromkeys(AXES.values(), 1) | {"zero": 0} | chosen)
+    return replace(base or ParallelConfig(), **dict.fromkeys((*AXES.values(), *VIEWS.values()), 1) | {"zero": 0} | chosen)
 
 
 def layout_name(config: ParallelConfig) -> str:
     """The word for a layout: the inverse of `parse_layout`."""
-    parts = [f"{axis}{getattr(config, name)}" for axis, name in AXES.items() if getattr(config, name) > 1]
+    parts = [f"{axis}{getattr(config, name)}" for axis, name in (AXES | VIEWS).items() if getattr(config, name) > 1]
     return "_".join(parts + ([f"zero{config.zero}"] if config.zero else [])) or "one"

@@ -1,13 +1,19 @@
-"""Chapter 06. The mesh: ranks as a grid, whose axes are the ways in which a run is spread.
+"""Chapter 06. The device mesh: ranks as a grid, whose axes are the ways in which a run is parallel.
 
-    rank = ((pp * DP + dp) * FSDP + fsdp) * TP + tp          from outside in: pp, dp, fsdp, tp
+    rank = (((pp * DP + dp) * FSDP + fsdp) * CP + cp) * TP + tp          from outside in: pp, dp, fsdp, cp, tp
 
 Neighbours in rank differ in the innermost axis, which talks most: ranks of one machine stand together. Each rank is in one group along each
-axis. The data axis, dp and fsdp taken together, is the one over which a batch is shared out, so losses, token counts and gradients add
-over it; expert parallelism (chapter 09) is another cut of the same ranks.
+axis. A batch is shared over the data axis, dp and fsdp taken together. Losses, token counts and gradients add over the data axis and over
+cp, whose ranks see parts of the same rows.
+
+Experts (chapter 09) are spread over the data axis in another way: ep are neighbours that hold different experts, edp those that hold the
+same ones.
 """
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import AXES, ParallelConfig
@@ -21,8 +27,11 @@ class Mesh:
         world: all ranks. Every rank makes its mesh at the same time.
 
     Attributes:
-        dp, fsdp, tp, pp: this rank's group along each axis, by which `group.rank` is its coordinate.
+        pp, dp, fsdp, cp, tp: this rank's group along each axis, by which `group.rank` is its coordinate.
         data: dp and fsdp together: `data.rank` is this rank's share of a batch, of `data.size`.
+        loss: data and cp together: over these, losses and gradients add.
+        replicas: dp and cp together: over these, gradients of fully sharded parameters add.
+        ep, edp: the data axis as neighbours that hold different experts, and as ranks that hold the same ones.
 
     Raises:
         ValueError: the degrees need another number of ranks than there are.
@@ -36,7 +45,21 @@ class Mesh:
             )
         self.config, self.world = config, world
         grid = torch.arange(world.size).reshape([getattr(config, name) for name in AXES.values()])
-        self.pp, self.dp, self.fsdp, self.tp = (
-            world.split(axis, grid.movedim(dimension, -1).flatten(0, -2).tolist()) for dimension, axis in enumerate(AXES)
-        )
-        self.data = world.split("data", grid.movedim(3, 1).flatten(0, 1).flatten(1).tolist())
+        self.pp, self.dp, self.fsdp, self.cp, self.tp = (self.group(axis, grid, [place]) for place, axis in enumerate(AXES))
+        self.data = self.group("data", grid, [1, 2])
+        self.loss = self.group("loss", grid, [1, 2, 3]) if self.cp.size > 1 else self.data
+        self.replicas = self.group("replicas", grid, [1, 3]) if self.cp.size > 1 else self.dp
+        self.ep, self.edp = self.groups_of_experts(grid, config.expert_parallel)
+
+    def group(self, axis: str, grid: Tensor, dimensions: Sequence[int]) -> Communicator:
+        """This rank's group of the ranks that differ in the given dimensions of the grid alone."""
+        others = [place for place in range(grid.dim()) if place not in dimensions]
+        rows = grid.permute(*others, *dimensions).flatten(len(others)) if others else grid.flatten()[None]
+        return self.world.split(axis, rows.flatten(0, -2).tolist())
+
+    def groups_of_experts(self, grid: Tensor, degree: int) -> tuple[Communicator, Communicator]:
+        if degree == 1:
+            return self.world.split("ep", grid.flatten()[:, None].tolist()), self.data
+        rows = grid.permute(0, 3, 4, 1, 2).flatten(3).flatten(0, 2)  # [others, data]
+        rows = rows.unflatten(1, (-1, degree))  # [others, edp, ep]
+        return self.world.split("ep", rows.flatten(0, 1).tolist()), self.world.split("edp", rows.mT.flatten(0, 1).tolist())

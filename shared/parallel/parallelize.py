@@ -1,76 +1,66 @@
-"""Chapter 06. The one function that spreads a plain model over ranks, from outside and in one order.
+"""Chapter 06. Parallelize: the one function that applies parallelism to a plain model, from outside and in one order.
 
-    recompute blocks  ->  cut weights (fsdp)  ->  replicas (dp, with ZeRO or without)  ->  optimizer on the CPU
+    axes in their order (activation checkpointing; later pipeline, tensor, experts)  ->  weights, on the device
+        ->  data engines (FSDP, ZeRO, DDP)  ->  what stands around the optimizer's step (offload)
 
-Blocks that are computed again come first, because what cuts the weights wraps around them: a block that is computed again in the backward
-pass must find its weights gathered. The model knows nothing of all this, and neither do objective, optimizer and updater.
+Each axis is a file of its own: it changes the plain model in place and states facts on its parameters (`shared.parallel.sharding`). Activation
+checkpointing comes first, because what shards the weights wraps around it: a block that is computed again in the backward pass must find
+its weights gathered. The model knows nothing of all this, and neither do objective, optimizer and updater.
 
-Left out on purpose: the other axes, which chapters 07 to 09 add.
+Left out on purpose: the axes that chapters 07 to 09 add. They are handed in, and nothing here changes for them.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shared.model.init import materialize
-from shared.optim.clipping import model_gradient_norm
 from shared.optim.config import OptimizerConfig
+from shared.optim.routing import Route, route
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.config import ParallelConfig, require_built
+from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.data.ddp import DataParallel
+from shared.parallel.data.engine import DataEngine, Subset
 from shared.parallel.data.fsdp import FullySharded
-from shared.parallel.mesh import Mesh
-from shared.parallel.data.offload import offload_optimizer
-from shared.parallel.sharding import Cut
-from shared.parallel.data.activation_checkpointing import apply_recompute
+from shared.parallel.data.offload import OffloadedOptimizer
 from shared.parallel.data.zero import Zero, muon_matrices
-from shared.totals import Runner, Totals, Updater
+from shared.parallel.mesh import Mesh
+from shared.parallel.strategy import ParallelStrategy
 
 
-class Parallel(Protocol):
-    """A model that is spread over ranks, and the parts of its training step.
+class Axis(Protocol):
+    """One way of sharding the computation itself.
 
-    model: what objectives call. optimized: whose named parameters the optimizer is built over: the model, or this rank's pieces of it.
+    brings: the fields of `ParallelConfig` that it makes take effect.
     """
 
-    model: nn.Module
-    optimized: nn.Module
+    brings: tuple[str, ...]
 
-    def runner(self, runner: Runner) -> Runner:
-        """The runner that also sees to it that gradients are exchanged when they are complete."""
+    def shape(self, model: nn.Module, mesh: Mesh) -> None:
+        """Change a plain model in place, perhaps one on the meta device, and state the facts of its parameters. Does nothing where the mesh
+        does not ask for it."""
 
-    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        """Complete the exchange: afterwards the gradients of `optimized` are of the loss sum over all ranks, and the totals too."""
-
-    def updater(self, updater: Updater) -> Updater:
-        """The updater, called with `optimized`; afterwards `model` computes with the new weights on every rank."""
-
-    def norm(self, model: nn.Module) -> Tensor:
-        """The length of the whole gradient, the same number on every rank, all of which call it."""
-
-    def cuts(self) -> dict[str, Cut]:
-        """Where the numbers of a parameter's optimizer state are, and of its weights where those are cut; those held whole are absent."""
+    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
+        """What stands around the step, such as a pipeline's runner; mostly the strategy itself."""
 
 
-class Alone:
-    """A model on one rank: nothing is exchanged."""
+class ActivationCheckpointing:
+    """Blocks whose activations are computed again."""
 
-    def __init__(self, model: nn.Module):
-        self.model = self.optimized = model
+    brings = ()
 
-    def runner(self, runner: Runner) -> Runner:
-        return runner
+    def shape(self, model: nn.Module, mesh: Mesh) -> None:
+        by_torch = mesh.config.backend == "torch" and mesh.world.size > 1
+        apply_activation_checkpointing(model, mesh.config.activation_checkpointing, "torch" if by_torch else "course")
 
-    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        return totals
+    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
+        return strategy
 
-    def updater(self, updater: Updater) -> Updater:
-        return updater
 
-    def norm(self, model: nn.Module) -> Tensor:
-        return model_gradient_norm(model)
-
-    def cuts(self) -> dict[str, Cut]:
-        return {}
+AXES: tuple[Axis, ...] = (ActivationCheckpointing(),)  # of this floor
 
 
 def apply_parallel(
@@ -80,90 +70,103 @@ def apply_parallel(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
-) -> Parallel:
-    """Spread a model as `mesh.config` says. It is changed in place: use what is returned.
+    axes: Sequence[Axis] = AXES,
+) -> ParallelStrategy:
+    """Parallelize a model as `mesh.config` says. It is changed in place: use what is returned.
 
     Args:
         model: a `TransformerModel` on its device, with the same weights on every rank. What is not to be trained is frozen already.
         mesh: this rank's.
-        optimizer: what will be built over the result; ZeRO leaves whole what it must not have in parts. None for one that treats each
-            number alone.
-        dtype: what the run computes in under autocast (bfloat16, float16), so that blocks of cut weights travel in it; None for float32.
-        device, seed: of a model on the meta device, which gets its memory and its initial weights here; where weights are cut, no rank ever
-            has more of it than its pieces and one parameter.
+        optimizer: what will be built over the result; None for one that treats each number alone, or for a model that is not trained.
+        dtype: what the run computes in under autocast (bfloat16, float16), so that blocks of sharded weights travel in it; None for float32.
+        device, seed: of a model on the meta device, which gets its memory and its initial weights here; where weights are sharded, no rank
+            ever has more of it than its shards and one parameter.
+        axes: in the order in which they shape the model: activation checkpointing, pipeline, tensor and sequence, experts.
 
     Raises:
-        ValueError: what was asked for cannot take effect on this model.
+        ValueError: what was asked for cannot take effect on this model, or no axis brings it.
     """
-    config, by_torch = mesh.config, mesh.config.backend == "torch" and mesh.world.size > 1
-    require_sensible(model, mesh)
-    if config.recompute != "none":
-        recompute(model, mesh, by_torch)
-    if mesh.config.fully_sharded == 1 and next(model.parameters()).is_meta:
+    require_built(mesh.config, [name for axis in axes for name in axis.brings])
+    require_sensible(model, mesh, trained=optimizer is not None)
+    routes = routes_of(model, optimizer)
+    for axis in axes:
+        axis.shape(model, mesh)
+    if mesh.fsdp.size == 1 and next(model.parameters()).is_meta:
         materialize(model, device, seed)
-    parallel = Alone(model) if mesh.world.size == 1 else spread(model, mesh, optimizer, dtype, device, seed)
-    return offload_optimizer(parallel) if config.offload_optimizer else parallel
+    whole = muon_matrices(routes) if mesh.config.zero else set()
+    engines = data_engines(model, mesh, whole, dtype, device, seed) if mesh.world.size > 1 else []
+    strategy = ParallelStrategy(model, mesh, engines, routes=routes)
+    require_effect(strategy)
+    if mesh.config.offload_optimizer and any(p.device.type != "cpu" for p in strategy.optim_params.parameters()):
+        strategy = ParallelStrategy(model, mesh, engines, [OffloadedOptimizer(model, strategy.optim_params)], routes)
+    for axis in axes:
+        strategy = axis.around(strategy)
+    return strategy
 
 
-def spread(
-    model: nn.Module, mesh: Mesh, optimizer: OptimizerConfig | None, dtype: torch.dtype | None, device: torch.device | str, seed: int
-) -> Parallel:
-    """The model over several ranks."""
-    config = mesh.config
-    whole = muon_matrices(model, optimizer) if optimizer is not None and config.zero else set()
-    if config.backend == "torch":
-        parallel = spread_by_torch(model, mesh, whole, dtype, device, seed)
-    elif config.fully_sharded > 1:
-        parallel = FullySharded(model, mesh, dtype, device, seed)
-    elif config.zero:
-        parallel = Zero(model, mesh.data, config.zero, whole, config.bucket_megabytes)
-    else:
-        parallel = DataParallel(model, mesh.data, config.bucket_megabytes)
-    require_effect(parallel, mesh)
-    return parallel
+def routes_of(model: nn.Module, optimizer: OptimizerConfig | None) -> list[Route] | None:
+    """Which rule updates which parameter, decided once on the whole model: a rank that holds a part of it may lack what a pattern names."""
+    return route(model, optimizer.name, no_decay=optimizer.no_decay, to_adamw=optimizer.to_adamw) if optimizer else None
 
 
-def spread_by_torch(
+def data_engines(
     model: nn.Module, mesh: Mesh, whole: set[str], dtype: torch.dtype | None, device: torch.device | str, seed: int
-) -> Parallel:
-    """PyTorch's engines, which take seconds to import."""
+) -> list[DataEngine]:
+    """What exchanges gradients, and shards weights or optimizer state: one engine for all parameters, or, for replicas, one for each group of
+    ranks over which gradients are added."""
+    config = mesh.config
+    if config.backend == "torch":
+        return [torch_engine(model, mesh, whole, dtype, device, seed)]
+    if config.fully_sharded > 1:
+        return [FullySharded(model, mesh, dtype, device, seed)]
+    groups: dict[Communicator, set[str]] = {}
+    for name, parameter in model.named_parameters():
+        groups.setdefault(getattr(parameter, "shared_over", mesh.loss), set()).add(name)
+    engines: list[DataEngine] = []
+    for group, names in groups.items():
+        part = model if len(groups) == 1 else Subset(model, names)
+        if config.zero:
+            engines.append(Zero(part, group, config.zero, whole, config.bucket_megabytes))
+        else:
+            engines.append(DataParallel(part, group, config.bucket_megabytes))
+    return engines
+
+
+def torch_engine(
+    model: nn.Module, mesh: Mesh, whole: set[str], dtype: torch.dtype | None, device: torch.device | str, seed: int
+) -> DataEngine:
+    """PyTorch's own engine, which takes seconds to import."""
     from shared.parallel.torch_backend.ddp import TorchReplicas, TorchZero
     from shared.parallel.torch_backend.fsdp import TorchSharded
 
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "shared_over"):
+            raise ValueError(f"parallel.backend torch adds every gradient over all data ranks, and {name} has others: use backend course.")
     if mesh.config.fully_sharded > 1:
         return TorchSharded(model, mesh, dtype, device, seed)
     return TorchZero(model, mesh, whole) if mesh.config.zero else TorchReplicas(model, mesh)
 
 
-def recompute(model: nn.Module, mesh: Mesh, by_torch: bool) -> None:
-    if by_torch:
-        from shared.parallel.torch_backend.ddp import recompute_blocks as apply
-    else:
-        apply = apply_recompute
-    before = model.stack.run_block
-    apply(model, mesh.config.recompute)
-    if model.stack.run_block is before:
-        raise ValueError(f"parallel.recompute is {mesh.config.recompute} and the model's blocks run as before: it was applied already.")
-
-
-def require_sensible(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse a model of which nothing can be spread."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("The model has no trainable parameter: there is nothing to spread over ranks.")
-    needs_blocks = [
-        name for name, wanted in (("fully_sharded", mesh.fsdp.size > 1), ("recompute", mesh.config.recompute != "none")) if wanted
-    ]
+def require_sensible(model: nn.Module, mesh: Mesh, trained: bool) -> None:
+    """Refuse a model that cannot be parallelized as asked."""
+    if trained and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("The model has no trainable parameter: there is nothing for an optimizer. Give optimizer=None for a frozen model.")
+    config: ParallelConfig = mesh.config
+    asked = {"fully_sharded": mesh.fsdp.size > 1, "activation_checkpointing": config.activation_checkpointing != "none"}
+    needs_blocks = [name for name, wanted in asked.items() if wanted]
     if needs_blocks and not getattr(getattr(model, "stack", None), "blocks", None):
         raise ValueError(f"parallel.{needs_blocks[0]} works block by block, and {type(model).__name__} has no stack of blocks.")
 
 
-def require_effect(parallel: Parallel, mesh: Mesh) -> None:
+def require_effect(strategy: ParallelStrategy) -> None:
     """What was asked for must have happened: a switch that wraps nothing trains on, slower or larger than it should, without a word."""
-    cuts = parallel.cuts()
-    shared_out = {name for name, parameter in parallel.optimized.named_parameters() if parameter.requires_grad}
-    asked = mesh.config.zero or mesh.config.fully_sharded > 1
-    if asked and shared_out - set(cuts):
-        raise ValueError(f"{min(shared_out - set(cuts))} was to be cut over ranks and is whole on each of them.")
-    held = sum(stop - start for cut in cuts.values() for start, stop in [cut.here])
-    if asked and held >= sum(cut.shape.numel() for cut in cuts.values()):
-        raise ValueError("The parameters were to be cut over ranks, and this rank holds all of them.")
+    config = strategy.mesh.config
+    if not (config.zero or config.fully_sharded > 1):
+        return
+    held = total = 0
+    for name, parameter in strategy.optim_params.named_parameters():
+        if parameter.requires_grad and not hasattr(parameter, "sharding"):
+            raise ValueError(f"{name} was to be sharded over ranks and is whole on each of them.")
+        held, total = held + parameter.numel(), total + getattr(parameter, "sharding", parameter).shape.numel()
+    if total and held >= total:
+        raise ValueError("The parameters were to be sharded over ranks, and this rank holds all of them.")

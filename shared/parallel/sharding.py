@@ -1,135 +1,300 @@
-"""Chapter 06. Pieces: a rank holds of each parameter a range of its flattened numbers, perhaps all of them, perhaps none.
+"""Chapter 06. Sharding: which numbers of a parameter a rank holds, as a fact that stands on the parameter.
 
-    whole   [0 1 2 3 4 5 6 7 8 9]  of shape [2, 5]
-    ranges  (0, 4) on rank 0, (4, 7) on rank 1, (7, 10) on rank 2
+    whole     [0 1 2 3 4 5]      box    rows 0:2, columns 3:6     [3 4 5]       what tensor and expert parallelism compute with
+              [6 7 8 9 a b]                                       [9 a b]
+                                 span   numbers 1:4 of that box    4 5 9        what ZeRO and FSDP store and update
 
-ZeRO and FSDP differ only in what is cut so: optimizer state, gradients too, weights too. `Pieces` is what their optimizer is built over: it
-has the model's names, and under each of them this rank's numbers, so optimizers, clipping and state by name work as on a whole model.
+A box has an offset and a size in each dimension; a span is a range of flattened numbers. Shardings nest: FSDP cuts a span out of the box that
+tensor parallelism has cut out of the whole. Whoever cuts a parameter states up to three facts as attributes of it:
 
-Left out on purpose: cuts along a dimension of a matrix, which computes with its part (chapter 07); these parts are only stored and updated.
+    sharding       how this rank's numbers lie in the whole (`Sharding`); absent where the parameter is whole
+    shared_over    the group over which its gradient is added; absent: the data-parallel ranks
+    partial_over   a group on each rank of which stands only a part of the gradient, which has to be added up; absent: none
+
+Optimizer, gradient norm and checkpoint read these facts, and no layout's name. Parameters of other pipeline stages are simply absent.
+
+Left out on purpose: fused matrices of which a rank holds several boxes; this model keeps q, k and v apart.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.parallel.comm.communicator import Communicator
-from shared.totals import Updater
+
+FACTS = ("role", "shared_over", "partial_over")  # attributes that a shard takes over from its parameter, beside its sharding
 
 Range = tuple[int, int]  # start and stop within a parameter's flattened numbers
 
 
-class Cut:
-    """How one parameter is cut over the ranks of a group: a `shared.optim.muon.Sharding`.
+class Box(NamedTuple):
+    """A slice of a tensor in each dimension: what DTensor, distributed checkpoints and safetensors mean by a shard."""
 
-    Args:
-        shape: of the whole parameter.
-        ranges: for each rank of `group`, the range that it holds. Together they hold each number once; a range may be empty.
-        group: the ranks that share the parameter.
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
-    Raises:
-        ValueError: the ranges overlap, leave something out, or are not one for each rank.
+    def of(self, tensor: Tensor) -> Tensor:
+        """The box of a tensor: a view [sizes]."""
+        return tensor[tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sizes
+
+
+class Span(NamedTuple):
+    """A range of a tensor's flattened numbers: what ZeRO and FSDP mean by a shard."""
+
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The span of a tensor, [stop - start]: a view where the tensor is contiguous."""
+        return tensor.reshape(-1)[self.start : self.stop]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start,)
+
+
+class Region(NamedTuple):
+    """Where numbers lie in a whole tensor of `shape`: a box, and in it the span `start` to `stop` of its flattened numbers.
+
+    The sharding without its ranks, to be compared, sent and written into a checkpoint's keys.
     """
 
-    def __init__(self, shape: Sequence[int], ranges: Sequence[Range], group: Communicator):
-        self.shape, self.ranges, self.group = torch.Size(shape), tuple(ranges), group
-        filled = sorted(each for each in self.ranges if each[0] != each[1])
-        ends = [0, *(stop for _, stop in filled)]
-        if len(self.ranges) != group.size or [start for start, _ in filled] != ends[:-1] or ends[-1] != self.shape.numel():
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_box(self) -> bool:
+        """Whether the span is all of the box, so that the numbers have the box's shape."""
+        return self.numel == math.prod(self.sizes)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.sizes == self.shape and self.is_box
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.sizes if self.is_box else (self.numel,)
+
+    def boxes(self) -> Iterator[tuple[Box, int]]:
+        """The region as boxes of the whole, each with where it begins among the region's numbers: part of a row, whole rows, part of a row."""
+        for box, first in boxes_of_span(self.sizes, self.start, self.stop):
+            yield Box(tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True)), box.sizes), first - self.start
+
+
+def boxes_of_span(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    """A range of the flattened numbers of a tensor of `sizes` as boxes, each with the flat number at which it begins."""
+    if start >= stop:
+        return
+    if stop - start == math.prod(sizes):
+        yield Box((0,) * len(sizes), tuple(sizes)), start
+        return
+    if len(sizes) == 1:
+        yield Box((start,), (stop - start,)), start
+        return
+    row = math.prod(sizes[1:])
+    first, last = -(-start // row), stop // row  # the rows that are whole
+    if first > last:  # within one row
+        parts = [(last, start, stop)]
+    else:
+        parts = [(first - 1, start, first * row), (last, last * row, stop)]
+    for number, begin, end in parts[:1]:
+        yield from in_row(sizes, number, begin, end, row)
+    if first < last:
+        yield Box((first, *(0,) * (len(sizes) - 1)), (last - first, *sizes[1:])), first * row
+    for number, begin, end in parts[1:]:
+        yield from in_row(sizes, number, begin, end, row)
+
+
+def in_row(sizes: Sequence[int], number: int, start: int, stop: int, row: int) -> Iterator[tuple[Box, int]]:
+    """A range that lies within one row of a tensor."""
+    for box, first in boxes_of_span(sizes[1:], start - number * row, stop - number * row):
+        yield Box((number, *box.offsets), (1, *box.sizes)), number * row + first
+
+
+def whole_region(shape: Sequence[int]) -> Region:
+    return Region(tuple(shape), (0,) * len(shape), tuple(shape), 0, math.prod(shape))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one parameter is sharded over the ranks of a group (a `shared.optim.muon.Sharding`).
+
+    Args:
+        outer_shape: of what is cut here: the whole parameter, or, where `outer` is given, this rank's shard of that.
+        parts: for each rank of `group`, the box or the span that it holds. Together they hold each number at least once; spans hold it
+            once, and may be empty.
+        group: the ranks that share it.
+        outer: the sharding that this one is nested in, such as tensor parallelism's around FSDP's.
+        device: where it is gathered; None for where the shard is. An offloaded optimizer's shard is gathered where ranks can talk.
+
+    Raises:
+        ValueError: the parts leave something out, or are not one for each rank.
+    """
+
+    outer_shape: torch.Size
+    parts: tuple[Box | Span, ...]
+    group: Communicator
+    outer: Sharding | None = None
+    device: torch.device | None = None
+
+    def __post_init__(self):
+        numel, held = self.outer_shape.numel(), sum(math.prod(part.shape) for part in dict.fromkeys(self.parts))
+        spans = sorted(part for part in self.parts if isinstance(part, Span) and part.start != part.stop)
+        ends = [0, *(span.stop for span in spans)]
+        overlap = bool(spans) and [span.start for span in spans] != ends[:-1]
+        if len(self.parts) != self.group.size or held < numel or (spans and (overlap or ends[-1] != numel)):
             raise ValueError(
-                f"A parameter of shape {tuple(shape)} cannot be cut over {group.size} ranks at {list(ranges)}: "
-                f"give each rank a range, so that together they hold each of its {self.shape.numel()} numbers once."
+                f"A parameter of shape {tuple(self.outer_shape)} cannot be sharded over {self.group.size} ranks as "
+                f"{[tuple(part) for part in self.parts]}: give each rank a part, so that together they hold each of its {numel} numbers once."
             )
 
     @property
-    def here(self) -> Range:
-        """This rank's range."""
-        return self.ranges[self.group.rank]
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.outer.shape if self.outer else self.outer_shape
 
     @property
-    def is_whole_here(self) -> bool:
-        """Whether this rank holds the whole parameter, so that the others hold nothing of it."""
-        return self.here == (0, self.shape.numel())
+    def here(self) -> Box | Span:
+        """What this rank holds of `outer_shape`."""
+        return self.parts[self.group.rank]
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """The whole, in any shape -> this rank's part [stop - start], a view where `whole` is contiguous."""
-        start, stop = self.here
-        return whole.reshape(-1)[start:stop]
+    @property
+    def region(self) -> Region:
+        """Where this rank's numbers lie in the whole parameter."""
+        around = self.outer.region if self.outer else whole_region(self.outer_shape)
+        if isinstance(self.here, Span):
+            return around._replace(start=self.here.start, stop=self.here.stop)
+        offsets = tuple(a + b for a, b in zip(around.offsets, self.here.offsets, strict=True))
+        return Region(around.shape, offsets, self.here.sizes, 0, math.prod(self.here.sizes))
 
-    def gather(self, part: Tensor) -> Tensor:
-        """This rank's part -> the whole, in `shape`. Every rank of the group calls it; uneven parts are padded to the longest."""
-        longest = max(stop - start for start, stop in self.ranges)
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank holds all of what is cut here, as Muon's matrices under ZeRO are held: the other ranks hold nothing, or the same."""
+        return math.prod(self.here.shape) == self.outer_shape.numel() > 0
+
+    @property
+    def needs_gathering(self) -> bool:
+        """Whether the whole takes other ranks."""
+        return not self.is_owned or (self.outer is not None and self.outer.needs_gathering)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of this rank's shard: the shape of a box, [n] of a span, and the parameter's own where this rank owns it."""
+        return tuple(self.outer_shape) if self.is_owned else self.here.shape
+
+    def local(self, whole: Tensor) -> Tensor:
+        """The whole, in `shape` -> this rank's shard, in `local_shape`: a view where `whole` is contiguous."""
+        around = self.outer.local(whole) if self.outer else whole
+        return self.here.of(around).view(self.local_shape) if self.is_owned else self.here.of(around)
+
+    def gather(self, part: Tensor, everyone: bool = False) -> Tensor:
+        """All-gather this rank's shard into the whole parameter, in `shape`. Uneven shards are padded to the longest.
+
+        Args:
+            everyone: whether every rank of the groups calls it and gets the whole. If not, what a rank owns takes no other rank, and those
+                that hold nothing of it must not call.
+        """
+        part = part if self.device is None else part.to(self.device)
+        around = part.reshape(self.outer_shape) if self.is_owned and not everyone else self.gather_here(part)
+        return self.outer.gather(around, everyone) if self.outer else around
+
+    def gather_here(self, part: Tensor) -> Tensor:
+        longest = max(math.prod(each.shape) for each in self.parts)
         padded = part.new_zeros(longest)
         padded[: part.numel()] = part.reshape(-1)
         gathered = part.new_empty(self.group.size, longest)
         self.group.all_gather(gathered, padded)
-        whole = part.new_empty(self.shape)
-        for (start, stop), row in zip(self.ranges, gathered, strict=True):
-            whole.view(-1)[start:stop] = row[: stop - start]
+        whole = part.new_empty(self.outer_shape)
+        for each, row in zip(self.parts, gathered, strict=True):
+            each.of(whole).copy_(row[: math.prod(each.shape)].view(each.shape))
         return whole
 
+    def on(self, device: torch.device) -> Sharding:
+        """The same sharding, gathered on `device`."""
+        return replace(self, device=device)
 
-def make_piece(part: Tensor, cut: Cut, like: nn.Parameter) -> nn.Parameter:
-    """A rank's part as a parameter of the optimizer's. It is a view: who steps it changes `part`'s memory.
 
-    A part that is cut carries its `cut` as the attribute `sharding`, by which Muon gathers the whole. A matrix that is whole on this
-    rank is like any other, so Muon orthogonalises it here and at once; those who hold nothing of it never have a gradient for it.
+def split_dimension(parameter: Tensor, dimension: int, group: Communicator) -> Sharding:
+    """Equal slices of a dimension, one for each rank: how tensor parallelism shards a matrix, or expert parallelism a stack of experts.
+
+    Raises:
+        ValueError: the dimension does not divide by the number of ranks.
+    """
+    shape = list(parameter.shape)
+    size, rest = divmod(shape[dimension], group.size)
+    if rest:
+        raise ValueError(f"Dimension {dimension} of a parameter of shape {tuple(shape)} does not divide by {group.size} ranks.")
+    shape[dimension] = size
+    offsets = [tuple(rank * size if place == dimension % len(shape) else 0 for place in range(len(shape))) for rank in range(group.size)]
+    boxes = tuple(Box(each, tuple(shape)) for each in offsets)
+    return Sharding(parameter.shape, boxes, group, sharding_of(parameter))
+
+
+def split_spans(parameter: Tensor, ranges: Sequence[Range], group: Communicator) -> Sharding:
+    """A span of the flattened numbers for each rank, nested in the parameter's own sharding."""
+    return Sharding(parameter.shape, tuple(Span(*each) for each in ranges), group, sharding_of(parameter))
+
+
+def sharding_of(parameter: Tensor) -> Sharding | None:
+    """A parameter's sharding; None where it is whole."""
+    return getattr(parameter, "sharding", None)
+
+
+def region_of(parameter: Tensor) -> Region:
+    """Where the numbers that this rank holds of a parameter lie in the whole."""
+    sharding = sharding_of(parameter)
+    return sharding.region if sharding else whole_region(parameter.shape)
+
+
+def make_shard(part: Tensor, sharding: Sharding, like: nn.Parameter) -> nn.Parameter:
+    """A rank's shard as a parameter for the optimizer: a view, so that a step changes `part`'s memory.
 
     Args:
-        part: [stop - start] of `like`'s flattened numbers.
-        cut: where they stand in the whole.
-        like: the whole parameter, whose role and `requires_grad` the piece takes on.
+        part: the numbers, in any shape.
+        sharding: where they lie in the whole.
+        like: the parameter that they are of, whose facts and `requires_grad` the shard takes over.
     """
-    piece = nn.Parameter(part.detach().view(cut.shape) if cut.is_whole_here else part.detach(), requires_grad=like.requires_grad)
-    if not cut.is_whole_here:
-        piece.sharding = cut
-    if hasattr(like, "role"):
-        piece.role = like.role
-    return piece
+    shard = nn.Parameter(part.detach().view(sharding.local_shape), requires_grad=like.requires_grad)
+    shard.sharding = sharding
+    return copy_facts(like, shard)
 
 
-class Pieces(nn.Module):
-    """What one rank holds of a model's parameters, under the model's names: what an optimizer is built over.
+def copy_facts(source: Tensor, target: nn.Parameter) -> nn.Parameter:
+    """`target`, which takes over what is known of `source` beside its sharding."""
+    for fact in FACTS:
+        if hasattr(source, fact):
+            setattr(target, fact, getattr(source, fact))
+    return target
+
+
+class Parameters(nn.Module):
+    """Parameters under the names of the whole model, which hold dots: what an optimizer is built over, and a part of a model.
 
     Args:
-        pieces: name -> this rank's part, by `make_piece`, or a parameter that every rank holds whole.
-        cuts: name -> how it is cut, for those that are; also for the matrices that one rank holds whole.
+        named: name -> this rank's shard (`make_shard`), or a parameter that it holds whole.
     """
 
-    def __init__(self, pieces: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut]):
+    def __init__(self, named: Mapping[str, nn.Parameter]):
         super().__init__()
-        self.pieces, self.cuts = dict(pieces), dict(cuts)
-        if strangers := sorted(set(self.cuts) - set(self.pieces)):
-            raise ValueError(f"There are cuts for {', '.join(strangers[:3])} and no pieces: give each cut its piece.")
+        self.named = dict(named)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names of the whole model, which hold dots and so cannot be registered in this module."""
-        return ((f"{prefix}.{name}" if prefix else name, piece) for name, piece in self.pieces.items())
-
-    def norm(self) -> Tensor:
-        """The length of the whole gradient, the same number on every rank: [] float64. Parts add over the group that they are cut over;
-        what every rank holds counts once. Every rank calls it."""
-        device = next(iter(self.pieces.values())).device
-        everywhere = [piece.grad for name, piece in self.pieces.items() if name not in self.cuts]
-        squares = global_gradient_norm(everywhere).to(device, torch.float64).square()
-        for group in dict.fromkeys(cut.group for cut in self.cuts.values()):
-            parts = [piece.grad for name, piece in self.pieces.items() if name in self.cuts and self.cuts[name].group is group]
-            squares = squares + norm_of_parts(parts, group, device).square()
-        return squares.sqrt()
-
-
-def norm_of_parts(parts: Iterable[Tensor | None], group: Communicator, device: torch.device | str = "cpu") -> Tensor:
-    """The length of all ranks' parts laid end to end: [] float64, the same on every rank. Each rank calls it, also one without a part.
-
-    The root of the sum of squares, never the sum of norms: lengths of parts do not add, their squares do. One all-reduce of 8 bytes.
-    """
-    square = global_gradient_norm(parts).to(device, torch.float64).square()
-    group.all_reduce(square)
-    return square.sqrt()
-
-
-def step_on(updater: Updater, optimized: nn.Module) -> Updater:
-    """An updater that is called with what the optimizer was built over, whatever the model is that objectives call."""
-    return lambda model, optimizer, token_count: updater(optimized, optimizer, token_count)
+        """Names of the whole model, which cannot be registered in this module."""
+        return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in self.named.items())

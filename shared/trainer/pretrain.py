@@ -7,26 +7,21 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from rich.console import Console
-from torch import nn
 
-from shared.allocator import keep_freed_memory
 from shared.course import binding
 from shared.course.errors import CourseError
-from shared.data.fim import FillInMiddle
-from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.objectives import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
+from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
 from shared.loop import accumulate_gradients
 from shared.model.counting import parameter_counts
-from shared.model.hf.pretrained import save_pretrained
 from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
@@ -34,20 +29,18 @@ from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler
 from shared.optim.precision import in_precision
 from shared.optim.updater import Update
-from shared.parallel.parallelize import Parallel, apply_parallel
+from shared.output_files import require_writable
+from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.config import layout_name
 from shared.parallel.mesh import Mesh
-from shared.parallel.run_world import ManyRanks
-from shared.parallel.checkpoint.saver import RankSaver
-from shared.parallel.watching import for_ranks
-from shared.text_run import pick_device, require_writable
+from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
-from shared.trainer.config import FIM_SPARE, TrainerConfig
-from shared.trainer.precision import resolve_precision
-from shared.trainer.results import Results, look_at
-from shared.trainer.tokenizer_files import save_tokenizer
+from shared.trainer.config import TrainerConfig, resolve_precision
+from shared.trainer.loaders import evaluation_loader, loaders
+from shared.trainer.report import Results
+from shared.trainer.results import evaluate_and_report
 
 Result = TypeVar("Result")
 
@@ -59,11 +52,10 @@ class Run:
     config: TrainerConfig
     text: PreparedText
     engine: RuntimeEngine
+    strategy: ParallelStrategy
     costs: Costs
     traffic: Traffic
     preparation_seconds: float
-    mesh: Mesh
-    parallel: Parallel
 
 
 def pretrain(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Results | None:
@@ -82,12 +74,12 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
         run = build(config, console, world)
     except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
         raise CourseError(str(error)) from error
-    loader, held_out = loaders(run.config, run.text, run.mesh)
+    loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
     engine = run.engine.fit(loader, held_out, steps=config.steps)
     if engine.step < config.steps and engine.leaving:
         console.print(f"The same command goes on from step {engine.step}.", highlight=False)
         raise SystemExit(128 + signal.Signals[engine.stopped])
-    return look_at(run, console)
+    return evaluate_and_report(run, console)
 
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
@@ -107,32 +99,25 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
 
     torch.manual_seed(config.seed + mesh.data.rank)
     dtype = None if config.precision == "float32" else getattr(torch, config.precision)
-    parallel = apply_parallel(plain_model(config, mesh, device), mesh, config.optimizer, dtype, device, config.seed)
+    strategy = apply_parallel(plain_model(config, mesh, device), mesh, config.optimizer, dtype, device, config.seed)
     scaler = LossScaler() if config.precision == "float16" else None
-    costs, traffic, callbacks = callbacks_of(config, text, device, scaler, parallel, mesh)
-    keep = config.engine.checkpoint
+    costs, traffic = Costs(), Traffic(mesh.world.trace)
     engine = RuntimeEngine(
-        parallel.model,
-        build_optimizer(parallel.optimized, config.optimizer),
+        strategy,
+        build_optimizer(strategy.optim_params, config.optimizer, strategy.routes),
         config.engine,
         objective=in_precision(packed_next_token_objective, config.precision),
-        runner=parallel.runner(scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients),
-        reducer=parallel.reducer,
-        updater=parallel.updater(Update(config.max_grad_norm, scaler, parallel.norm)),
-        callbacks=callbacks,
-        saver=RankSaver(
-            config.engine.output / "checkpoints", parallel, mesh.world, device,
-            keep_last=keep.keep_last, keep_best=keep.keep_best, asynchronous=keep.asynchronous,
-        ),
-        world=ManyRanks(mesh, device),
+        runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
+        updater=Update(config.max_grad_norm, scaler, strategy.grad_norm),
+        callbacks=[costs, traffic, *callbacks_of(config, text, device, scaler)],
         console=console,
-    )  # fmt: skip
+    )
     announce(config, text, device, console)
     if mesh.world.size > 1:
         console.print(
             f"{mesh.world.size} ranks, layout {layout_name(config.parallel)}, backend {config.parallel.backend}.", highlight=False
         )
-    return Run(config, text, engine, costs, traffic, preparation_seconds, mesh, parallel)
+    return Run(config, text, engine, strategy, costs, traffic, preparation_seconds)
 
 
 def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> TransformerModel:
@@ -170,17 +155,14 @@ def resolved(config: TrainerConfig, text: PreparedText, device: torch.device, wo
     return replace(config, precision=precision, optimizer=optimizer, model=replace(config.model, vocab_size=text.tokenizer.vocab_size))
 
 
-def callbacks_of(
-    config: TrainerConfig, text: PreparedText, device: torch.device, scaler: LossScaler | None, parallel: Parallel, mesh: Mesh
-) -> tuple[Costs, Traffic, list[Callback]]:
-    """The trainer's own callbacks, on every rank, then those that the engine's configuration asks for."""
-    costs, traffic = Costs(), Traffic(mesh.world.trace)
-    mine: list[Callback] = [ScheduleLearningRate(config.schedule), costs, traffic]
-    mine.append(BitsPerByte(evaluation(config, text, config.data.held_out_rows).byte_count(text.tokenizer.byte_lengths)))
+def callbacks_of(config: TrainerConfig, text: PreparedText, device: torch.device, scaler: LossScaler | None) -> list[Callback]:
+    """The schedule, bits per byte and the loss scale, then what the engine's configuration asks for."""
+    mine: list[Callback] = [ScheduleLearningRate(config.schedule)]
+    mine.append(BitsPerByte(evaluation_loader(config, text, config.data.held_out_rows).byte_count(text.tokenizer.byte_lengths)))
     if scaler is not None:
         mine.append(KeepLossScale(scaler))
-    trackers = list(dict.fromkeys([*config.engine.trackers, "jsonl"])) if mesh.world.rank == 0 else []  # the report reads the lines
-    found = default_callbacks(
+    trackers = list(dict.fromkeys([*config.engine.trackers, "jsonl"]))  # the report reads the lines
+    return mine + default_callbacks(
         replace(config.engine, trackers=trackers),
         device,
         config.model,
@@ -188,48 +170,6 @@ def callbacks_of(
         loss_scale=(lambda: scaler.state.scale) if scaler else None,
         settings=provenance.plain(config),
     )
-    return costs, traffic, mine + for_ranks(found, parallel, mesh)
-
-
-def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[PackedLoader, EvaluationLoader]:
-    """This rank's share of what is trained on, with middles moved, and of what is held out, as it is."""
-    data, transform = config.data, None
-    if data.fim.rate > 0:
-        transform = FillInMiddle(data.fim, text.tokenizer.encode, text.tokenizer.decode, text.tokenizer.fim_tokens)
-    training = PackedLoader(
-        text.training,
-        seq=data.seq,
-        batch_size=data.batch_size,
-        micro_batch_size=min(data.micro_batch_size, data.batch_size // mesh.data.size),
-        seed=config.seed,
-        rank=mesh.data.rank,
-        ranks=mesh.data.size,
-        epochs=data.epochs,
-        transform=transform,
-        spare=FIM_SPARE if transform else 0,
-        strategy=data.strategy,
-    )
-    require_rows(training, config)
-    return training, evaluation(config, text, data.held_out_rows, mesh)
-
-
-def require_rows(loader: PackedLoader, config: TrainerConfig) -> None:
-    """Refuse more steps than the text has rows for. Said only when it has ended, it would come after the training and before the report."""
-    if config.data.epochs is None:
-        return
-    rows = sum(loader.feed.plan(epoch)[0].rows for epoch in range(config.data.epochs))
-    enough = -(-rows // config.data.batch_size)
-    if enough < config.steps:
-        raise CourseError(
-            f"data.epochs is {config.data.epochs}, which gives {rows:,} rows, enough for {enough:,} steps of {config.data.batch_size}, and "
-            f"steps is {config.steps:,}: give more text, more epochs, or fewer steps."
-        )
-
-
-def evaluation(config: TrainerConfig, text: PreparedText, rows: int | None, mesh: Mesh | None = None) -> EvaluationLoader:
-    """Held-out text: a rank's share of it, or, without a mesh, all of it."""
-    rank, ranks = (mesh.data.rank, mesh.data.size) if mesh else (0, 1)
-    return EvaluationLoader(text.held_out, seq=config.data.seq, batch_size=config.data.micro_batch_size, limit=rows, rank=rank, ranks=ranks)
 
 
 def announce(config: TrainerConfig, text: PreparedText, device: torch.device, console: Console) -> None:
@@ -243,9 +183,3 @@ def announce(config: TrainerConfig, text: PreparedText, device: torch.device, co
         highlight=False,
         soft_wrap=True,
     )
-
-
-def export(model: nn.Module, text: PreparedText, folder: Path) -> None:
-    """The model and its tokenizer in Hugging Face's format."""
-    save_pretrained(model, folder)
-    save_tokenizer(text.tokenizer, folder, model.config.max_position_embeddings)

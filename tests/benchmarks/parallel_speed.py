@@ -6,7 +6,7 @@
 
 A row is a job of its own. Each contender has two processes with a group of their own, and those of the one whose turn it is not sleep in
 a read from a pipe: they neither compute nor wait inside gloo, and no memory, hook or thread of one contender is in a process of the other.
-Both keep freed memory (`shared.allocator`), as our runs do, so that is no part of the difference; so are the objective (the sliced loss),
+Both keep freed memory (`shared.devices`), as our runs do, so that is no part of the difference; so are the objective (the sliced loss),
 the optimizer's kernel (fused AdamW), the initial weights and the tokens the same. Theirs is the plain loop of PyTorch's own examples, with
 the switches that make it faster. CPU time is of all threads of a rank, gloo's too: what a step costs where all cores compute, and steadier
 than the clock where others compute as well. Losses of all rounds, and at the end the weights, must be the same to rounding.
@@ -27,7 +27,7 @@ from side_by_side import Comparison, Ranks, compare
 from step_speed import BATCH, PEERS, SEQ, VOCAB
 from torch import Tensor
 
-from shared.allocator import keep_freed_memory
+from shared.devices import keep_freed_memory
 from shared.data.objectives import packed_next_token_objective
 from shared.loop import accumulate_gradients, apply_update, train_step
 from shared.model.transformer import TransformerModel
@@ -84,7 +84,7 @@ def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
     model = prepared()
     world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Timeouts())
     parallel = apply_parallel(model, Mesh(layout_of(row), world))
-    optimizer = torch.optim.AdamW(parallel.optimized.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(parallel.optim_params.parameters(), lr=1e-4, fused=True)
 
     def step(share: dict[str, Tensor]) -> Tensor:
         parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(apply_update)

@@ -43,7 +43,7 @@ def imported_modules(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             submodules = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name for name in submodules if floor_or_none(name) is not None} or {node.module}
-    return {name for name in found if name.split(".")[0] in ("shared", "solutions", "tests")}
+    return {name for name in found if name.split(".")[0] in ("shared", "solutions", "tests", "chapters")}
 
 
 def floor_or_none(module: str) -> int | None:

@@ -1,12 +1,12 @@
 """Back-translation: real targets, synthetic sources, and two toy languages that two models learn in seconds."""
 
 import random
+from importlib import import_module
 
 import pytest
 import torch
 
-from shared.data.back_translation import TAG, BackTranslated, GreedyTranslator, Pair, TextVocabulary, back_translate, encoded
-from shared.data.number_words import in_digits, in_words, number_vocabulary
+from shared.data.back_translation import TAG, BackTranslated, GreedyTranslator, Pair, back_translate, encoded
 from shared.data.objectives import encoder_decoder_objective
 from shared.data.pairs import pair_batch
 from shared.data.tokenizer import TextTokenizer
@@ -14,7 +14,10 @@ from shared.loop import train
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 
-VOCABULARY = number_vocabulary(TAG)
+vocabularies = import_module("chapters.03_data_pipeline.vocabularies")
+in_digits, in_words = vocabularies.in_digits, vocabularies.in_words
+
+VOCABULARY = vocabularies.number_vocabulary(TAG)
 SMALL = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 VALUES = {word: value for value, word in enumerate(SMALL.split())} | {word: 10 * value for value, word in enumerate(TENS.split(), start=2)}
@@ -51,7 +54,7 @@ def test_the_vocabulary_gives_texts_back():
 
 def test_a_tokenizer_is_a_vocabulary_too():
     tokenizer = TextTokenizer.train(["def f(x): return x"], vocab_size=300, sentinels=0)
-    vocabulary = TextVocabulary(tokenizer)
+    vocabulary = vocabularies.TextVocabulary(tokenizer)
     ids = vocabulary.encode("naïve 漢字")
     assert ids[-1] == vocabulary.end_id and vocabulary.decode([*ids.tolist(), 40, 41]) == "naïve 漢字"
     config = ModelConfig(architecture="encoder-decoder", vocab_size=tokenizer.vocab_size, hidden_size=16, num_hidden_layers=1)

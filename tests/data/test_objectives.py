@@ -38,7 +38,7 @@ def batch_of(*rows: list[torch.Tensor], seq: int = 31) -> dict[str, torch.Tensor
     return {name: torch.stack([row[name] for row in packed]) for name in packed[0]}
 
 
-@pytest.mark.parametrize("attention", ["fused", "naive"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_changing_one_document_leaves_the_others_logits(position, attention):
     first, second, third = documents(9, 7, 11)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from shared.loop import train
 from shared.loss import next_token_objective
-from shared.model.attention import Attention, fused_attention, naive_attention
+from shared.model.attention import Attention, eager_attention, sdpa_attention
 from shared.model.builders import Builders, build_linear
 from shared.model.config import ModelConfig
+from shared.model.context import KeyValueCache
 from shared.model.feed_forward import build_feed_forward
 from shared.model.init import materialize
 from shared.model.masks import AttentionMask, Documents, Mask
@@ -156,12 +157,12 @@ def test_a_narrower_attention_reads_its_heads_off_its_projections():
         parts.append(part)
     x = torch.randn(2, 19, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(19)
-    context = whole.stack.context(positions, positions, positions, None, None)
+    context = whole.stack.context(positions, positions, 19)
     outs = [part.stack.blocks["0"].attention(x, context) for part in parts]
     torch.testing.assert_close(outs[0] + outs[1], whole.stack.blocks["0"].attention(x, context), rtol=0, atol=1e-12)
 
 
-class GrowingCache:
+class GrowingCache(KeyValueCache):
     """Keeps keys and values of every layer: chapter 12 in little."""
 
     def __init__(self) -> None:
@@ -227,11 +228,11 @@ def test_no_path_ignores_a_mask():
     """The kernel's causal flag counts from the first key, which is wrong behind a cache; the written-out path does not know it."""
     queries, keys = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
     with pytest.raises(ValueError, match="as many queries as keys, not 3 and 5"):
-        fused_attention(queries, keys, keys, AttentionMask(causal=True), 0.3, 0.0)
+        sdpa_attention(queries, keys, keys, AttentionMask(causal=True), 0.3, 0.0)
     with pytest.raises(ValueError, match="no causal flag"):
-        naive_attention(queries, queries, queries, AttentionMask(causal=True), 0.3, 0.0)
+        eager_attention(queries, queries, queries, AttentionMask(causal=True), 0.3, 0.0)
     with pytest.raises(ValueError, match="set dropout to 0"):
-        naive_attention(queries, queries, queries, AttentionMask(), 0.3, 0.1)
+        eager_attention(queries, queries, queries, AttentionMask(), 0.3, 0.1)
 
 
 def test_a_head_fn_is_called_in_place_of_the_head():

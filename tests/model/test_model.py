@@ -173,7 +173,9 @@ def test_a_parameter_can_say_its_role_itself():
         ({"layer_types": ("full_attention",)}, "one entry for each block"),
         ({"layer_types": ("sliding_attention",) * 3}, "needs sliding_window"),
         ({"position": "alibi", "rope_scaling": RopeScaling("linear", 2.0)}, "needs position 'rope'"),
-        ({"attention": "naive", "attention_dropout": 0.1}, "naive attention has no dropout"),
+        ({"attention": "eager", "attention_dropout": 0.1}, "eager attention has no dropout"),
+        ({"attention": "naive"}, "choose 'sdpa', 'eager'. Did you mean 'eager'"),
+        ({"attention": "fused"}, "Did you mean 'sdpa'"),
         ({"num_encoder_layers": 2}, "needs architecture 'encoder-decoder'"),
     ],
 )

@@ -11,15 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from shared.data.objectives import packed_next_token_objective
 from shared.loss import next_token_objective
-from shared.parallel.data.activation_checkpointing import Recomputed, apply_recompute, recompute, run_block_again
+from shared.parallel.data.activation_checkpointing import Recomputed, apply_activation_checkpointing, recompute, run_block_again
 from shared.parallel.data.random_numbers import random_numbers_from, random_state_of
 
-HOW = ["blocks", "selective"]
+HOW = ["full", "selective"]
 
 
 def gradients(model: nn.Module, how: str, objective=next_token_objective) -> dict:
     """Loss and gradients of one batch, with random numbers from the same seed; and the number that is drawn next."""
-    apply_recompute(model, how)
+    apply_activation_checkpointing(model, how)
     model.zero_grad()
     torch.manual_seed(5)
     loss = objective(model, batch_of(0, 0)).loss_sum
@@ -89,7 +89,7 @@ def test_gradients_that_are_made_in_the_forward_pass_are_not_disturbed(how):
 @pytest.mark.parametrize("how", HOW)
 def test_each_parameter_hears_of_its_gradient_once_for_each_backward_pass(how):
     model, calls = build(GPT2), []
-    apply_recompute(model, how)
+    apply_activation_checkpointing(model, how)
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_each_parameter_hears_of_its_gradient_once_for_each_backward_pass(how):
 def test_an_evaluation_computes_each_block_once():
     for how in HOW:
         model, calls = build(SMALL), []
-        apply_recompute(model, how)
+        apply_activation_checkpointing(model, how)
         model.stack.blocks["1"].register_forward_hook(lambda *_, calls=calls: calls.append(1))
         with torch.no_grad():
             next_token_objective(model, batch_of(0, 0))
@@ -126,7 +126,7 @@ def kept_by(run) -> list[torch.Tensor]:
 
 def test_nothing_but_the_input_is_kept():
     model = build(SMALL)
-    context = model.stack.context(torch.arange(7), torch.arange(7), torch.arange(7), None, None)
+    context = model.stack.context(torch.arange(7), torch.arange(7), 7)
     x = torch.randn(2, 7, 20, dtype=torch.float64, requires_grad=True)
     block = model.stack.blocks["0"]
     assert len(kept_by(lambda: block(x, context))) > 20

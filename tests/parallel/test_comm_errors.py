@@ -33,7 +33,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that ranks nee
         (lambda world: world.all_gather(torch.zeros(5), torch.zeros(2)), "must be 2 times as many"),
         (
             lambda world: world.reduce_scatter(torch.zeros(2), torch.zeros(4, dtype=torch.int64)),
-            "whole is int64 and a part float32: they must have one dtype",
+            "full tensor is int64 and a shard float32: they must have one dtype",
         ),
         (lambda world: world.all_to_all([torch.zeros(1)], [torch.zeros(1)]), "give 2 tensors to send"),
         (lambda world: world.all_to_all([torch.zeros(1)] * 2, [torch.zeros(1), torch.zeros(1).int()]), "several dtypes"),
@@ -48,7 +48,7 @@ def test_wrong_arguments_are_refused_in_a_sentence(call, sentence):
         run_threads(call, 2)
 
 
-def quarrel(world):
+def mismatch(world):
     tensor = torch.zeros(4)
     if world.rank == 1:
         world.all_gather(torch.zeros(8), tensor)
@@ -59,7 +59,7 @@ def quarrel(world):
 @pytest.mark.parametrize(
     "call, sentence",
     [
-        (quarrel, r"mismatch: in operation #1 of world, .*all_reduce\(sum\) of float32 \(4,\).*|.*all_gather of float32 \(4,\)"),
+        (mismatch, r"mismatch: in operation #1 of world, .*all_reduce\(sum\) of float32 \(4,\).*|.*all_gather of float32 \(4,\)"),
         (lambda world: world.all_reduce(torch.zeros(2 + world.rank)), r"of float32 \(2,\).*of float32 \(3,\)|\(3,\).*\(2,\)"),
         (lambda world: world.broadcast(torch.zeros(2), world.rank), r"broadcast\(from 0\).*broadcast\(from 1\)|from 1.*from 0"),
         (lambda world: world.split(f"axis{world.rank}", [(0, 1)]), "split into axis0"),
@@ -196,7 +196,7 @@ def test_a_rank_that_could_not_connect_is_not_the_cause(monkeypatch, tmp_path):
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(processes, "rendezvous", lambda *_, **__: iter([(torch.distributed.HashStore(), 0, 2)]))
-    monkeypatch.setattr(processes, "fresh_part", lambda store, *_: store)
+    monkeypatch.setattr(processes, "fresh_store", lambda store, *_: store)
     monkeypatch.setattr(processes.dist, "init_process_group", cut_off)
     with pytest.raises(RankStopped, match="rank 0 of 2 could not connect to the others: Connection closed by peer") as stopped:
         processes.join_world(0, 2, "", torch.device("cpu"), Timeouts())

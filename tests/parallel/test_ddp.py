@@ -59,11 +59,11 @@ def test_a_gradient_that_some_rank_has_comes_to_all_and_one_that_none_has_to_non
     def rank(world):
         parallel = make(Weights(3), world)
         for _ in range(2):
-            for parameter in parallel.optimized.parameters():
+            for parameter in parallel.optim_params.parameters():
                 parameter.grad = None
             totals = exchange(parallel, batches[world.rank], digit_objective)
         cuts = parallel.cuts()
-        pieces = dict(parallel.optimized.named_parameters())
+        pieces = dict(parallel.optim_params.named_parameters())
         there = {name: piece.grad for name, piece in pieces.items() if piece.numel()}
         return (
             totals.token_count,
@@ -84,7 +84,7 @@ def test_gradients_that_came_without_the_wrapped_runner_are_exchanged_too(make):
         parallel = make(Weights(2), world)
         totals = accumulate_gradients(parallel.model, [([0, 1], 10.0**world.rank)], digit_objective)
         parallel.reducer(parallel.model, totals)
-        return [piece.grad.unique().tolist() for piece in parallel.optimized.parameters() if piece.numel()]
+        return [piece.grad.unique().tolist() for piece in parallel.optim_params.parameters() if piece.numel()]
 
     assert all(value == [11.0] for gradients in run_threads(rank, 2) for value in gradients)
 
@@ -142,7 +142,7 @@ def test_whole_parameters_travel_without_padding():
         parallel = Zero(model, world, 1, whole=dict(model.named_parameters()))
         totals = exchange(parallel, share(Situation(), world.rank, world.size, 0), next_token_objective)
         parallel.updater(lambda model, optimizer, count: None)(model, None, totals.token_count)
-        own = sum(piece.nbytes for piece in parallel.optimized.parameters())
+        own = sum(piece.nbytes for piece in parallel.optim_params.parameters())
         found = [(entry.operation, entry.bytes) for entry in world.trace.entries if entry.phase != "after backward"]
         return found, own, sum(parameter.nbytes for parameter in model.parameters()), parallel.buckets[0].bytes
 

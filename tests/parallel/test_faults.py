@@ -15,11 +15,11 @@ from fault_table import RUNS, run_fault
 from parallel_script import make_model, parsed, train
 
 from shared.parallel.comm.communicator import CommunicationError
-from shared.parallel.health.heartbeat import Timeouts, where_it_stands
+from shared.parallel.health.heartbeat import Timeouts, code_location
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.health.replicas import ReplicasDiffer, checksum, require_equal
-from shared.parallel.health.deadlock import Beat, Call, deadlock, mismatch, stuck
+from shared.parallel.health.deadlock import Call, HeartbeatMessage, deadlocked_ranks, describe_deadlock, find_mismatch
 from shared.parallel.comm.threads import run_threads
 
 LONG_TIMEOUTS = Timeouts(120.0, 600.0, heartbeat_interval=0.2)  # a rank of a busy machine is not taken for dead
@@ -28,39 +28,39 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that ranks nee
 # What follows from beats, without processes.
 
 
-def call(operation="all_reduce", number=1, between=(0, 1), bytes=8, split=0, pairwise=False):
-    return Call(operation, number, bytes, f"{operation} #{number} of {'world' if split == 0 else split}", split, pairwise, between)
+def call(operation="all_reduce", number=1, ranks=(0, 1), bytes=8, split=0, point_to_point=False):
+    return Call(operation, number, bytes, f"{operation} #{number} of {'world' if split == 0 else split}", split, point_to_point, ranks)
 
 
 def beat(waiting=None, *begun, ended=""):
-    return Beat(1, waiting=waiting, recent=[[each] for each in ([waiting] if waiting else []) + list(begun)], ended=ended)
+    return HeartbeatMessage(1, waiting=waiting, recent=[[each] for each in ([waiting] if waiting else []) + list(begun)], ended=ended)
 
 
 def test_a_rank_that_is_at_work_keeps_everybody_who_waits_for_it_free():
-    beats = {0: beat(call(between=(0, 1))), 1: beat(call(split=2, between=(1, 2))), 2: beat()}
-    assert stuck(beats) == []
-    assert stuck(beats | {2: beat(ended="has finished")}) == [0, 1]
-    assert stuck(beats | {2: beat(call(split=3, between=(0, 2)))}) == [0, 1, 2]
+    beats = {0: beat(call(ranks=(0, 1))), 1: beat(call(split=2, ranks=(1, 2))), 2: beat()}
+    assert deadlocked_ranks(beats) == []
+    assert deadlocked_ranks(beats | {2: beat(ended="has finished")}) == [0, 1]
+    assert deadlocked_ranks(beats | {2: beat(call(split=3, ranks=(0, 2)))}) == [0, 1, 2]
 
 
 def test_ranks_in_one_operation_are_not_stuck_however_long_it_takes():
-    assert stuck({rank: beat(call()) for rank in (0, 1)}) == []
+    assert deadlocked_ranks({rank: beat(call()) for rank in (0, 1)}) == []
     begun_and_gone_on = beat(call(split=5), call(number=3))
-    assert stuck({0: beat(call(number=2)), 1: begun_and_gone_on}) == [], "what rank 0 waits for has begun, so it comes out"
-    assert stuck({0: beat(call(number=4)), 1: begun_and_gone_on}) == [0, 1]
+    assert deadlocked_ranks({0: beat(call(number=2)), 1: begun_and_gone_on}) == [], "what rank 0 waits for has begun, so it comes out"
+    assert deadlocked_ranks({0: beat(call(number=4)), 1: begun_and_gone_on}) == [0, 1]
 
 
 def test_two_can_be_stuck_while_a_third_works():
-    beats = {0: beat(call(split=1, between=(0, 1))), 1: beat(call(split=2, between=(0, 1))), 2: beat()}
-    assert stuck(beats) == [0, 1]
-    assert deadlock(beats, [0, 1]) == "deadlock: rank 0 waits in all_reduce #1 of 1; rank 1 waits in all_reduce #1 of 2"
+    beats = {0: beat(call(split=1, ranks=(0, 1))), 1: beat(call(split=2, ranks=(0, 1))), 2: beat()}
+    assert deadlocked_ranks(beats) == [0, 1]
+    assert describe_deadlock(beats, [0, 1]) == "deadlock: rank 0 waits in all_reduce #1 of 1; rank 1 waits in all_reduce #1 of 2"
 
 
 def test_sends_and_receives_meet_by_number():
-    sent = call("send", 2, (0, 1), pairwise=True)
-    received = [call("receive", number, (0, 1), pairwise=True) for number in (1, 2)]
-    assert stuck({0: beat(sent), 1: beat(call(split=4), received[1])}) == []
-    assert stuck({0: beat(sent), 1: beat(call(split=4), received[0])}) == [0, 1]
+    sent = call("send", 2, (0, 1), point_to_point=True)
+    received = [call("receive", number, (0, 1), point_to_point=True) for number in (1, 2)]
+    assert deadlocked_ranks({0: beat(sent), 1: beat(call(split=4), received[1])}) == []
+    assert deadlocked_ranks({0: beat(sent), 1: beat(call(split=4), received[0])}) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_sends_and_receives_meet_by_number():
         (call(number=1), call(number=2, bytes=16), False),
         (call("gather_objects", bytes=8), call("gather_objects", bytes=16), False),
         (call("gather_objects", bytes=8), call("all_to_all", bytes=16), True),
-        (call("send", pairwise=True), call("receive", pairwise=True), False),
-        (call("send", pairwise=True), call("receive", pairwise=True, bytes=9), True),
+        (call("send", point_to_point=True), call("receive", point_to_point=True), False),
+        (call("send", point_to_point=True), call("receive", point_to_point=True, bytes=9), True),
         (call(split=1), call("all_gather", split=2), False),
     ],
 )
 def test_calls_that_had_to_be_the_same_are_compared(mine, theirs, differs):
-    found = mismatch({0: beat(None, mine), 1: beat(None, theirs)})
+    found = find_mismatch({0: beat(None, mine), 1: beat(None, theirs)})
     assert bool(found) == differs
     if differs:
         assert "rank 0 calls " + mine.operation in found and "rank 1 calls " + theirs.operation in found
@@ -88,14 +88,14 @@ def test_a_beat_comes_through_json_and_has_what_the_ledger_has():
         world.all_reduce(torch.zeros(3))
         world.send(torch.zeros(2), 1) if world.rank == 0 else world.receive(torch.zeros(2), 0)
         world.trace.step = 7
-        return Beat.of(4, world.trace, "here")
+        return HeartbeatMessage.of(4, world.trace, "here")
 
     first, second = run_threads(both, 2)
-    assert Beat.from_json(first.to_json()) == first and (first.step, first.last) == (7, "send to rank 1")
-    assert mismatch({0: first, 1: second}) is None and [route[-1].route for route in first.recent] == [
-        route[-1].route for route in second.recent
+    assert HeartbeatMessage.from_json(first.to_json()) == first and (first.step, first.last) == (7, "send to rank 1")
+    assert find_mismatch({0: first, 1: second}) is None and [route[-1].key for route in first.recent] == [
+        route[-1].key for route in second.recent
     ]
-    assert Beat.of(1, CommTrace(), "").called_last() == "it had not yet called anything"
+    assert HeartbeatMessage.of(1, CommTrace(), "").last_call() == "it has not started any operation"
 
 
 def test_where_a_rank_stands_is_a_line_of_its_own_code():
@@ -105,12 +105,12 @@ def test_where_a_rank_stands_is_a_line_of_its_own_code():
     asleep = threading.Event()
     thread = threading.Thread(target=waits_here, daemon=True)
     thread.start()
-    while "waits_here" not in where_it_stands(thread.ident):
+    while "waits_here" not in code_location(thread.ident):
         time.sleep(0.01)
-    assert re.fullmatch(r"now in waits_here \(test_06_faults.py, line \d+\)", where_it_stands(thread.ident))
+    assert re.fullmatch(r"now in waits_here \(test_faults.py, line \d+\)", code_location(thread.ident))
     asleep.set()
     thread.join()
-    assert where_it_stands(thread.ident) == "its main thread has ended"
+    assert code_location(thread.ident) == "its main thread has ended"
 
 
 # Replicas.
@@ -196,7 +196,7 @@ def test_processes_that_will_never_meet_are_told_so(function, sentence):
 
 def test_a_process_that_hangs_is_named_with_what_it_did_last():
     """It beats twice and stops, so it has no time to miss the other one's beats, however slow the machine is."""
-    sentence = "rank 1 has not been heard of for 2 s: it died or hangs; it was last in barrier #1 of world"
+    sentence = "rank 1 has sent no heartbeat for 2 s: it died or hangs; its last operation was barrier #1 of world"
     with pytest.raises(CommunicationError, match=sentence):
         run_processes(silent, 2, timeout=300, timeouts=Timeouts(2.0, 600.0, 0.2))
 
@@ -215,16 +215,16 @@ def test_a_rank_that_is_late_and_lives_is_waited_for():
 def asleep(world):
     if world.rank:
         time.sleep(10**6)
-    other = world.process.heartbeat.heard
-    while 1 not in other or "in asleep" not in other[1].stands:
+    other = world.process.heartbeat.last_seen
+    while 1 not in other or "in asleep" not in other[1].location:
         time.sleep(0.01)
-        other = world.process.heartbeat.heard
+        other = world.process.heartbeat.last_seen
     world.barrier()
 
 
 def test_a_rank_that_lives_and_never_comes_is_named_with_its_line():
-    where = r"it had not yet called anything, now in asleep \(test_06_faults.py, line \d+\)"
-    sentence = r"rank 0 has waited \d+ s in barrier #1 of world: rank 1 lives but does not come: " + where
+    where = r"it has not started any operation, now in asleep \(test_faults.py, line \d+\)"
+    sentence = r"rank 0 has waited \d+ s in barrier #1 of world: rank 1 is alive and has not joined: " + where
     with pytest.raises(CommunicationError, match=sentence):
         run_processes(asleep, 2, timeout=300, timeouts=Timeouts(120.0, 2.0, 0.2))
 

@@ -35,9 +35,9 @@ from shared.parallel.mesh import Mesh
 TWO = ParallelConfig(fully_sharded=2)
 LAYOUTS = {
     "fsdp2": TWO,
-    "fsdp3 without prefetch, recomputed": ParallelConfig(fully_sharded=3, prefetch=0, recompute="blocks"),
+    "fsdp3 without prefetch, recomputed": ParallelConfig(fully_sharded=3, prefetch=0, activation_checkpointing="full"),
     "dp2_fsdp2, kept, recomputed in part": ParallelConfig(
-        data_parallel=2, fully_sharded=2, reshard_after_forward=False, recompute="selective"
+        data_parallel=2, fully_sharded=2, reshard_after_forward=False, activation_checkpointing="selective"
     ),
 }
 GPT2 = replace(
@@ -63,10 +63,10 @@ def test_muon_orthogonalises_whole_matrices():
         require_equal(told, expected)
 
 
-@pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_an_encoder_decoder_passes_gradients_between_its_stacks_and_through_its_biases(recompute):
     expected = alone(T5, objective=translation_objective)
-    for told in over_ranks(replace(TWO, recompute=recompute), T5, objective=translation_objective):
+    for told in over_ranks(replace(TWO, activation_checkpointing=recompute), T5, objective=translation_objective):
         require_equal(told, expected)
 
 
@@ -86,10 +86,10 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize(("frozen", "recompute"), list(zip(FROZEN.values(), ["blocks", "none", "blocks", "none"], strict=True)), ids=FROZEN)
+@pytest.mark.parametrize(("frozen", "recompute"), list(zip(FROZEN.values(), ["full", "none", "full", "none"], strict=True)), ids=FROZEN)
 def test_frozen_parameters_have_no_gradient_and_stay(frozen, recompute):
     expected = alone(SMALL, frozen=frozen)
-    for told in over_ranks(replace(TWO, recompute=recompute), SMALL, frozen=frozen):
+    for told in over_ranks(replace(TWO, activation_checkpointing=recompute), SMALL, frozen=frozen):
         require_equal(told, expected)
 
 
@@ -148,10 +148,10 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing():
 
 
 @pytest.mark.parametrize("jointly", [True, False])
-@pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_two_forward_passes_may_wait_for_their_backward_passes(jointly, recompute):
     def rank(world):
-        parallel = fully_sharded(Mesh(replace(TWO, recompute=recompute), world), SMALL)
+        parallel = fully_sharded(Mesh(replace(TWO, activation_checkpointing=recompute), world), SMALL)
         batches = [share(batch_of(0, number), world.rank, 2) for number in range(2)]
         parts = [next_token_objective(parallel.model, batch) for batch in batches]
         if jointly:

@@ -108,9 +108,9 @@ def calls_of_a_step(layout: ParallelConfig, microbatches: int = 1) -> Counter:
     return first
 
 
-@pytest.mark.parametrize("recompute", ["none", "blocks", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_a_block_is_gathered_for_each_pass_and_reduced_once_and_recomputing_gathers_no_more(recompute):
-    layout = replace(TWO, recompute=recompute)
+    layout = replace(TWO, activation_checkpointing=recompute)
     once = {("all_gather", "fsdp"): 1 + 2 * 3, ("reduce_scatter", "fsdp"): 1 + 3, ("all_reduce", "data"): 1}
     assert calls_of_a_step(layout) == once
     assert calls_of_a_step(replace(layout, reshard_after_forward=False)) == once | {("all_gather", "fsdp"): 1 + 3}
@@ -159,7 +159,7 @@ def test_in_half_precision_half_the_bytes_of_blocks_are_gathered_and_the_numbers
     (loss, full, of_full), _ = run_threads(rank, 2, None)
     (rounded_loss, rounded, of_rounded), _ = run_threads(rank, 2, torch.bfloat16)
     assert torch.equal(loss, rounded_loss)  # autocast rounds the same matrices, and bfloat16 holds the initial norms, which are 1
-    assert all(relative(rounded[name], full[name]) <= (2**-8 if "blocks" in name and "norm" in name else 0) for name in full)
+    assert all(relative(rounded[name], full[name]) <= (2**-8 if "full" in name and "norm" in name else 0) for name in full)
     model = build(SMALL, dtype=torch.float32)
     accumulate_gradients(model, [batch_of(0, number) for number in range(2)], objective)
     assert all(relative(full[name], p.grad) < 0.02 for name, p in model.named_parameters())  # sums of bfloat16 in another order

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from shared.parallel.comm import gloo_routes
 from shared.parallel.comm.collectives import ring_all_reduce
-from shared.parallel.comm.communicator import flat_sum
+from shared.parallel.comm.threads import reduce_in_rank_order
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 
@@ -46,7 +46,7 @@ def over_gloo(world):
 
 
 def test_over_gloo_the_bits_are_those_of_threads():
-    """Threads add in rank order (`flat_sum`), and so does the route between processes: an empty chunk, a group and each rank's own place
+    """Threads add in rank order, and so does the gloo route between processes: an empty chunk, a group and each rank's own place
     in the whole among the cases."""
     processes, threads = run_processes(over_gloo, 3), run_threads(over_gloo, 3)
     assert len(processes[0]) == 3 + 1 + 2 * 2 * 4
@@ -58,4 +58,4 @@ def test_over_gloo_the_bits_are_those_of_threads():
 def test_adding_in_another_order_is_noticed_by_the_test_above():
     """Its negative control: bfloat16 sums in reverse order are other bits."""
     rows = [random(rank, 1000, dtype=torch.bfloat16) for rank in range(3)]
-    assert not torch.equal(flat_sum(rows), flat_sum(rows[::-1]))
+    assert not torch.equal(reduce_in_rank_order(rows), reduce_in_rank_order(rows[::-1]))

@@ -32,22 +32,22 @@ def test_lateness_is_no_silence(monkeypatch):
     clock, waits, works = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=2.0, collective_timeout=60.0, heartbeat_interval=0.5))
     for tick in range(1, 140):
         clock.now = tick / 2
-        waits.beat(), works.beat(), waits.listen(), works.listen()
+        waits.send(), works.send(), waits.check(), works.check()
         if waits.problem is not None:
             break
-    assert works.problem is None and str(waits.problem).startswith("rank 0 has waited 60 s in barrier #0 of world: rank 1 lives")
+    assert works.problem is None and str(waits.problem).startswith("rank 0 has waited 60 s in barrier #0 of world: rank 1 is alive")
 
 
 def test_silence_is_counted_in_looks_so_that_whoever_slept_accuses_nobody(monkeypatch):
     clock, waits, _ = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=2.0, collective_timeout=60.0, heartbeat_interval=0.5))
-    waits.beat(), waits.listen()
+    waits.send(), waits.check()
     clock.now += 30.0  # this rank's own process was asleep, or all of the machine
-    waits.beat(), waits.listen()
+    waits.send(), waits.check()
     assert waits.problem is None
     for _ in range(2):
         clock.now += 0.5
-        waits.beat(), waits.listen()
-    assert str(waits.problem).startswith("rank 1 has not been heard of for 2 s")
+        waits.send(), waits.check()
+    assert str(waits.problem).startswith("rank 1 has sent no heartbeat for 2 s")
 
 
 def test_the_last_beat_is_not_taken_back_by_one_that_was_under_way(monkeypatch):
@@ -55,9 +55,9 @@ def test_the_last_beat_is_not_taken_back_by_one_that_was_under_way(monkeypatch):
     works.thread = threading.Thread(target=works.run)
     works.thread.start()
     works.close("has finished")
-    works.beat()
-    waits.listen()
-    assert waits.heard[1].ended == "has finished"
+    works.send()
+    waits.check()
+    assert waits.last_seen[1].ended == "has finished"
 
 
 def test_the_last_word_stands_when_the_interpreter_ends(monkeypatch):
@@ -65,9 +65,9 @@ def test_the_last_word_stands_when_the_interpreter_ends(monkeypatch):
     _, waits, works = two_hearts(monkeypatch, Timeouts())
     works.thread.join = lambda seconds: None
     works.close("stopped: KeyError: the cause")
-    works.leave()
-    waits.listen()
-    assert waits.heard[1].ended == "stopped: KeyError: the cause"
+    works.at_exit()
+    waits.check()
+    assert waits.last_seen[1].ended == "stopped: KeyError: the cause"
 
 
 def test_a_rank_that_has_finished_is_not_missed_and_one_that_fell_silent_is(monkeypatch):
@@ -77,16 +77,16 @@ def test_a_rank_that_has_finished_is_not_missed_and_one_that_fell_silent_is(monk
     def listen(seconds):
         for _ in range(seconds):
             clock.now += 1.0
-            waits.beat(), waits.listen()
+            waits.send(), waits.check()
 
     listen(29)  # a moment before rank 1 would be given up
-    works.beat("has finished")
-    waits.cut = True  # as where the connections of the rank that left are closed
+    works.send("has finished")
+    waits.connection_lost = True  # as where the connections of the rank that left are closed
     listen(100)
     assert waits.problem is None
-    works.beat()
+    works.send()
     listen(5)
-    assert str(waits.problem).startswith("rank 1 has not been heard of for 3 s")
+    assert str(waits.problem).startswith("rank 1 has sent no heartbeat for 3 s")
 
 
 def test_the_last_beat_waits_for_one_that_is_being_written(monkeypatch):
@@ -109,7 +109,7 @@ def test_the_last_beat_waits_for_one_that_is_being_written(monkeypatch):
         set = staticmethod(in_the_middle)
 
     works.store = Store()
-    works.beat()
+    works.send()
     closer.join()
-    waits.listen()
-    assert waits.heard[1].ended == "has finished"
+    waits.check()
+    assert waits.last_seen[1].ended == "has finished"

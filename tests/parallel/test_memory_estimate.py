@@ -18,7 +18,7 @@ from shared.optim.config import OptimizerConfig
 from shared.optim.precision import in_precision
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.data.activation_checkpointing import apply_recompute
+from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.planning.memory import activations, estimate_memory, saved_per_token
@@ -46,9 +46,9 @@ def near(measured: float, predicted: float) -> bool:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_activations_are_as_predicted(config, precision):
     for sliced, objective in OBJECTIVES.items():
-        for how in ("none", "blocks"):
+        for how in ("none", "full"):
             model = TransformerModel(config)
-            apply_recompute(model, how)
+            apply_activation_checkpointing(model, how)
             measured = memory_measured.measured_activations(model, lambda: in_precision(objective, precision)(model, batch()).loss_sum)  # noqa: B023
             predicted = activations(config, how, ROWS, SEQ, precision, sliced)
             assert near(measured.after_forward, predicted.after_forward) and near(measured.peak, predicted.peak)
@@ -62,9 +62,9 @@ def test_packed_rows_keep_their_masks(config, precision):
     data = batch()
     places = torch.arange(SEQ).expand(ROWS, SEQ)
     data |= {"documents": places // 10, "positions": places % 10}
-    for how in ("none", "blocks"):
+    for how in ("none", "full"):
         model = TransformerModel(config)
-        apply_recompute(model, how)
+        apply_activation_checkpointing(model, how)
         measured = memory_measured.measured_activations(model, lambda: in_precision(packed_next_token_objective, precision)(model, data).loss_sum)  # noqa: B023
         predicted = activations(config, how, ROWS, SEQ, precision, True, packed=True)
         assert near(measured.after_forward, predicted.after_forward) and near(measured.peak, predicted.peak)
@@ -89,10 +89,10 @@ def allocated_in_forward(model, objective, data, path) -> int:
     return sum(event["args"]["Bytes"] for event in events if event.get("name") == "[memory]" and event["ts"] < end)
 
 
-@pytest.mark.parametrize("how", ["none", "blocks", "selective"])
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
 def test_the_allocator_says_the_same(how, tmp_path, capfd):
     model = TransformerModel(SMALL)
-    apply_recompute(model, how)
+    apply_activation_checkpointing(model, how)
     measured = allocated_in_forward(model, packed_next_token_objective, batch(16), tmp_path / "trace.json")
     assert near(measured, activations(SMALL, how, 16, SEQ, "float32", True).after_forward)
 
@@ -102,7 +102,7 @@ def test_what_the_hooks_cannot_see_is_not_measured(word):
     """Selective recomputation keeps results in a cache of PyTorch's. Counted without them it would seem to keep no more than `blocks`."""
 
     def measure(world):
-        spread = apply_parallel(TransformerModel(SMALL), Mesh(replace(parse_layout(word), recompute="selective"), world), ADAMW)
+        spread = apply_parallel(TransformerModel(SMALL), Mesh(replace(parse_layout(word), activation_checkpointing="selective"), world), ADAMW)
         with pytest.raises(ValueError, match="cache of PyTorch's, which this meter cannot see"):
             memory_measured.measured_activations(spread.model, lambda: next_token_objective(spread.model, batch()).loss_sum)
 
@@ -118,10 +118,10 @@ def test_the_coefficients_are_korthikantis_where_the_operations_are():
 
 
 def test_selective_recomputation_lies_between_and_recomputing_blocks_holds_one_at_a_time():
-    none, selective, blocks = (activations(SMALL, how, 8, 64, "float32", True) for how in ("none", "selective", "blocks"))
+    none, selective, blocks = (activations(SMALL, how, 8, 64, "float32", True) for how in ("none", "selective", "full"))
     assert blocks.after_forward < selective.after_forward < none.after_forward
     assert blocks.peak < selective.peak < none.peak
-    deeper = activations(replace(SMALL, num_hidden_layers=40), "blocks", 8, 64, "float32", True)
+    deeper = activations(replace(SMALL, num_hidden_layers=40), "full", 8, 64, "float32", True)
     assert deeper.peak - blocks.peak == 36 * 8 * 64 * 64 * 4  # one input for each block more
 
 
@@ -141,10 +141,10 @@ def require_near(layout: ParallelConfig, **settings) -> None:
 WORDS = ["one", "dp2", "dp2_zero1", "dp2_zero2", "fsdp2", "dp4", "dp4_zero1", "dp4_zero2", "fsdp4", "dp2_fsdp2"]
 
 
-@pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layout", WORDS)
 def test_each_rank_holds_what_is_predicted(layout, recompute):
-    require_near(replace(parse_layout(layout), recompute=recompute))
+    require_near(replace(parse_layout(layout), activation_checkpointing=recompute))
 
 
 def test_the_table_on_the_chapters_page_is_what_the_command_prints():

@@ -44,8 +44,8 @@ def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):
     if elsewhere:
         parallel = offload_optimizer(parallel, ELSEWHERE)
         assert isinstance(parallel, Offloaded)
-    stepper, norms = build_optimizer(parallel.optimized, optimizer), []
-    update = Update(1.0, norm=parallel.norm)
+    stepper, norms = build_optimizer(parallel.optim_params, optimizer), []
+    update = Update(1.0, norm=parallel.grad_norm)
     for step in range(STEPS):
         batches = [share(batch_of(step, number), mesh.data.rank, mesh.data.size) for number in range(MICROBATCHES)]
         parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(update)
@@ -58,8 +58,8 @@ def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):
 @pytest.mark.parametrize(
     "layout",
     [parse_layout(word) for word in ("one", "dp2", "dp2_zero2", "fsdp2", "dp2_fsdp2")]
-    + [parse_layout("fsdp2", ParallelConfig(recompute=how)) for how in ("blocks", "selective")],
-    ids=lambda layout: f"{layout_name(layout)}, {layout.recompute}",
+    + [parse_layout("fsdp2", ParallelConfig(activation_checkpointing=how)) for how in ("full", "selective")],
+    ids=lambda layout: f"{layout_name(layout)}, {layout.activation_checkpointing}",
 )
 def test_the_same_steps_are_taken_elsewhere(layout, optimizer):
     require_equal(*(run_threads(trained, layout.ranks, layout, optimizer, elsewhere) for elsewhere in (False, True)))
@@ -86,25 +86,25 @@ def require_equal(here, there):
 
 def test_the_state_and_what_is_stepped_are_the_twins():
     parallel = Offloaded(Alone(build(SMALL)), ELSEWHERE)
-    optimizer = build_optimizer(parallel.optimized, ADAMW)
+    optimizer = build_optimizer(parallel.optim_params, ADAMW)
     own = {id(parameter) for parameter in parallel.model.parameters()}
     assert not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
     step(parallel, optimizer)
-    assert set(map(id, optimizer.state)) == set(map(id, parallel.optimized.parameters()))
-    assert name_optimizer_state(parallel.optimized, optimizer).tensors.keys() == dict(parallel.model.named_parameters()).keys()
+    assert set(map(id, optimizer.state)) == set(map(id, parallel.optim_params.parameters()))
+    assert name_optimizer_state(parallel.optim_params, optimizer).tensors.keys() == dict(parallel.model.named_parameters()).keys()
 
 
 def step(parallel, optimizer, updater=None):
-    parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(updater or Update(1.0, norm=parallel.norm))
+    parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(updater or Update(1.0, norm=parallel.grad_norm))
     return train_step(parallel.model, optimizer, [batch_of(0, 0)], next_token_objective, *parts)
 
 
 def test_gradients_of_one_step_do_not_run_into_the_next():
     parallel = Offloaded(Alone(build(SMALL)), ELSEWHERE)
-    optimizer = build_optimizer(parallel.optimized, OptimizerConfig("sgd", lr=1e-300, momentum=0.0, weight_decay=0.0))
+    optimizer = build_optimizer(parallel.optim_params, OptimizerConfig("sgd", lr=1e-300, momentum=0.0, weight_decay=0.0))
     norms = []
     for _ in range(2):
-        update = Update(norm=parallel.norm)
+        update = Update(norm=parallel.grad_norm)
         step(parallel, optimizer, update)
         norms.append(update.gradient_norm)
     assert norms[0] == norms[1]
@@ -113,7 +113,7 @@ def test_gradients_of_one_step_do_not_run_into_the_next():
 def test_weights_that_somebody_else_writes_are_the_ones_that_are_stepped():
     """As restoring a checkpoint does."""
     parallel, plain = Offloaded(Alone(build(SMALL)), ELSEWHERE), Alone(build(SMALL))
-    optimizers = [build_optimizer(each.optimized, ADAMW) for each in (parallel, plain)]
+    optimizers = [build_optimizer(each.optim_params, ADAMW) for each in (parallel, plain)]
     for each, optimizer in zip((parallel, plain), optimizers, strict=True):
         step(each, optimizer)
         with torch.no_grad():
@@ -126,11 +126,11 @@ def test_weights_that_somebody_else_writes_are_the_ones_that_are_stepped():
 def test_a_step_that_overflowed_changes_nothing():
     model = build(SMALL)
     parallel, scaler = Offloaded(Alone(model), ELSEWHERE), LossScaler()
-    optimizer, before = build_optimizer(parallel.optimized, ADAMW), [parameter.clone() for parameter in model.parameters()]
+    optimizer, before = build_optimizer(parallel.optim_params, ADAMW), [parameter.clone() for parameter in model.parameters()]
     with torch.no_grad():
         model.head.linear.weight[0, 0] = torch.inf
         before[-1].copy_(model.head.linear.weight)
-    update = Update(1.0, scaler, parallel.norm)
+    update = Update(1.0, scaler, parallel.grad_norm)
     step(parallel, optimizer, update)
     assert update.skipped == 1 and all(map(torch.equal, model.parameters(), before))
 
@@ -142,8 +142,8 @@ def test_no_operation_mixes_devices():
         model = nn.Linear(5, 3)
         model.weight, model.bias = (nn.Parameter(torch.empty(shape, device="cuda")) for shape in ((3, 5), (3,)))
         parallel = Offloaded(Alone(model), torch.device("cpu"))
-        assert {twin.device.type for twin in parallel.optimized.parameters()} == {"cpu"}
-        optimizer = build_optimizer(parallel.optimized, OptimizerConfig("lion", lr=0.01))  # AdamW reads a count, which is not there
+        assert {twin.device.type for twin in parallel.optim_params.parameters()} == {"cpu"}
+        optimizer = build_optimizer(parallel.optim_params, OptimizerConfig("lion", lr=0.01))  # AdamW reads a count, which is not there
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         parallel.bring_up = lambda: None
@@ -152,7 +152,7 @@ def test_no_operation_mixes_devices():
         devices = {value.device.type for state in optimizer.state.values() for value in state.values()}
         assert devices == {"cpu"}
         with pytest.raises(RuntimeError, match="same device"):  # the control
-            plain_update(parallel.optimized, optimizer, torch.empty((), device="cuda"))
+            plain_update(parallel.optim_params, optimizer, torch.empty((), device="cuda"))
 
 
 def plain_update(model, optimizer, token_count):

@@ -30,7 +30,7 @@ from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.mesh import Mesh
-from shared.parallel.run_world import ManyRanks
+from shared.parallel.comm.totals import ManyRanks
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.watching import for_ranks
 
@@ -75,8 +75,8 @@ def engine_of(world, words, folder, callbacks=(), model=SMALL, every=0, **layout
     )
     cpu = torch.device("cpu")
     engine = RuntimeEngine(
-        parallel.model, build_optimizer(parallel.optimized, ADAMW), config, objective=objective,
-        runner=parallel.runner(accumulate_gradients), reducer=parallel.reducer, updater=parallel.updater(Update(1.0, norm=parallel.norm)),
+        parallel.model, build_optimizer(parallel.optim_params, ADAMW), config, objective=objective,
+        runner=parallel.runner(accumulate_gradients), reducer=parallel.reducer, updater=parallel.updater(Update(1.0, norm=parallel.grad_norm)),
         callbacks=[*callbacks, *for_ranks(default_callbacks(config, cpu), parallel, mesh)],
         saver=RankSaver(folder / "checkpoints", parallel, world, cpu), world=ManyRanks(mesh, cpu), console=Console(quiet=True),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from shared.parallel.data.zero import Zero, bytes_held, muon_matrices
 def test_pieces_are_balanced_to_the_number(ranks):
     def rank(world):
         parallel = Zero(model_of(Situation()), world, 1, bucket_megabytes=MEGABYTES)
-        return sum(piece.numel() for piece in parallel.optimized.parameters()), parallel.held
+        return sum(piece.numel() for piece in parallel.optim_params.parameters()), parallel.held
 
     found = run_threads(rank, ranks)
     held = [numbers for numbers, _ in found]
@@ -32,7 +32,7 @@ def test_muons_matrices_are_whole_on_one_rank_of_more_ranks_than_matrices():
         model = model_of(Situation())
         matrices = muon_matrices(model, OptimizerConfig("muon"))
         parallel = Zero(model, world, 1, matrices, MEGABYTES)
-        return matrices, {name: piece.shape for name, piece in parallel.optimized.named_parameters() if name in matrices and piece.numel()}
+        return matrices, {name: piece.shape for name, piece in parallel.optim_params.named_parameters() if name in matrices and piece.numel()}
 
     found = run_threads(rank, 9)
     assert len(found[0][0]) == 7
@@ -55,7 +55,7 @@ def test_a_rank_holds_what_the_formula_says(layout, stage, optimizer):
     def rank(world):
         built = []
         run, parallel = train_rank(world, optimizer, Situation(2), make, lambda optimizer: built.append(optimizer))
-        state = name_optimizer_state(parallel.optimized, built[0])
+        state = name_optimizer_state(parallel.optim_params, built[0])
         held = sum(tensor.nbytes for tensors in state.tensors.values() for tensor in tensors.values() if tensor.dim())
         return held, sum(each.nbytes for each in run.gradients.values()), sum(each.nbytes for each in run.weights.values())
 
@@ -110,10 +110,10 @@ def test_a_rank_that_holds_nothing_of_a_parameter_keeps_no_state_for_it():
         model = Weights(2)
         parallel = Zero(model, world, 1)
         exchange(parallel, [([0, 1], 1.0)], digit_objective)
-        optimizer = build_optimizer(parallel.optimized, OptimizerConfig("adamw"))
+        optimizer = build_optimizer(parallel.optim_params, OptimizerConfig("adamw"))
         optimizer.step()
-        named = name_optimizer_state(parallel.optimized, optimizer).tensors
-        return {name for name, tensors in named.items() if tensors}, {n for n, p in parallel.optimized.named_parameters() if p.numel()}
+        named = name_optimizer_state(parallel.optim_params, optimizer).tensors
+        return {name for name, tensors in named.items() if tensors}, {n for n, p in parallel.optim_params.named_parameters() if p.numel()}
 
     for with_state, with_numbers in run_threads(rank, 3):
         assert with_state == with_numbers

@@ -34,13 +34,13 @@ def frozen(name: str) -> bool:
     return name.endswith("norm.weight") or "blocks.1.attention" in name
 
 
-FEATURES = {  # settings of a `LayoutRun`; `recompute` is the layout's
+FEATURES = {  # settings of a `LayoutRun`; `activation_checkpointing` is the layout's
     "accumulation": {"microbatches": 3},
     "uneven counts": {"microbatches": 1, "batches": one_rank_has_none, "optimizer": ADAMW},
     "tied": {"config": TIED},
     "frozen": {"frozen": frozen},
-    "recompute blocks": {"recompute": "blocks"},
-    "recompute selective": {"recompute": "selective", "optimizer": ADAMW},
+    "full activation checkpointing": {"activation_checkpointing": "full"},
+    "selective activation checkpointing": {"activation_checkpointing": "selective", "optimizer": ADAMW},
     "bfloat16": {
         "objective": in_precision(next_token_objective, "bfloat16"), "computed_in": torch.bfloat16,
         "dtype": torch.float32, "optimizer": ADAMW,
@@ -53,10 +53,10 @@ FEATURES = {  # settings of a `LayoutRun`; `recompute` is the layout's
 EXACT = [name for name in FEATURES if name not in ("bfloat16", "float16")]
 
 
-def trained(world: Communicator, layout: ParallelConfig, recompute: str = "none", loss_scale: float = 0.0, **settings) -> Told:
+def trained(world: Communicator, layout: ParallelConfig, activation_checkpointing: str = "none", loss_scale: float = 0.0, **settings) -> Told:
     """Three steps, and what they gave. loss_scale: the first one; 0 for none."""
     scaler = LossScaler(LossScaleConfig(loss_scale)) if loss_scale else None
-    run = LayoutRun(world, replace(layout, recompute=recompute, bucket_megabytes=0.02), scaler=scaler, **settings)
+    run = LayoutRun(world, replace(layout, activation_checkpointing=activation_checkpointing, bucket_megabytes=0.02), scaler=scaler, **settings)
     for _ in range(STEPS):
         run.train(1)
         run.told.note(run.totals, run.update.gradient_norm, run.gradients())
@@ -67,7 +67,7 @@ def trained(world: Communicator, layout: ParallelConfig, recompute: str = "none"
 def references(features=FEATURES) -> dict[str, Told]:
     """One process, without recomputation or anything else of this chapter."""
     one_rank = SingleRankCommunicator()
-    return {feature: trained(one_rank, ParallelConfig(), **FEATURES[feature] | {"recompute": "none"}) for feature in features}
+    return {feature: trained(one_rank, ParallelConfig(), **FEATURES[feature] | {"activation_checkpointing": "none"}) for feature in features}
 
 
 def rounding(precision: str) -> Difference:

@@ -185,18 +185,18 @@ def test_padding_on_the_left_changes_nothing(tmp_path):
 def test_fused_and_written_out_attention_agree(name, tmp_path):
     family = FAMILIES[name]
     make_oracle(family).save_pretrained(tmp_path)
-    fused, given = load_pretrained(tmp_path, dtype=torch.float64).eval(), inputs(family)  # float64: what is left is rounding
-    naive = TransformerModel(type(fused.config)(**{**vars(fused.config), "attention": "naive", "attention_dropout": 0.0})).double().eval()
-    naive.load_state_dict(fused.state_dict())
-    left, right = (our_logits(family, model, given) for model in (fused, naive))
+    sdpa, given = load_pretrained(tmp_path, dtype=torch.float64).eval(), inputs(family)  # float64: what is left is rounding
+    eager = TransformerModel(type(sdpa.config)(**{**vars(sdpa.config), "attention": "eager", "attention_dropout": 0.0})).double().eval()
+    eager.load_state_dict(sdpa.state_dict())
+    left, right = (our_logits(family, model, given) for model in (sdpa, eager))
     real = given.get("valid", torch.ones(left.shape[:2], dtype=torch.bool))
     torch.testing.assert_close(left[real], right[real], rtol=0, atol=1e-12)
     cotangent = torch.randn(left.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     cotangent[~real] = 0
     for logits in (left, right):
         (logits * cotangent).sum().backward()
-    largest = max(parameter.grad.abs().max() for parameter in fused.parameters())
-    for (parameter_name, a), b in zip(fused.named_parameters(), naive.parameters(), strict=True):
+    largest = max(parameter.grad.abs().max() for parameter in sdpa.parameters())
+    for (parameter_name, a), b in zip(sdpa.named_parameters(), eager.parameters(), strict=True):
         assert (a.grad - b.grad).abs().max() <= 1e-12 * largest, parameter_name
 
 

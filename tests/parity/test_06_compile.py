@@ -14,8 +14,8 @@ from sharded_runs import ADAMW, SMALL, alone
 from shared.parallel.comm.launch import run_processes
 
 LAYOUTS = ("course dp2", "course dp2_zero1", "course fsdp2", "torch dp2", "torch fsdp2")
-CASES = [(layout, recompute) for layout in LAYOUTS for recompute in ("none", "blocks", "selective")]
-FEW = [("course fsdp2", "blocks"), ("torch fsdp2", "none")]  # each costs seconds of compiling
+CASES = [(layout, recompute) for layout in LAYOUTS for recompute in ("none", "full", "selective")]
+FEW = [("course fsdp2", "full"), ("torch fsdp2", "none")]  # each costs seconds of compiling
 
 
 def compiled(world, cases, backend):
@@ -24,9 +24,9 @@ def compiled(world, cases, backend):
     found = {}
     for words, recompute in cases:
         torch.compiler.reset()
-        run = LayoutRun(world, replace(layout_of(words), recompute=recompute), optimizer=ADAMW)
+        run = LayoutRun(world, replace(layout_of(words), activation_checkpointing=recompute), optimizer=ADAMW)
         run.parallel.model.compile(backend=backend)
-        if run.mesh.fsdp.size > 1:
+        if run.strategy.mesh.fsdp.size > 1:
             assert all(block._compiled_call_impl is not None for block in run.plain.stack.blocks.values())
         captured = torch._dynamo.utils.counters["stats"]
         captured.clear()

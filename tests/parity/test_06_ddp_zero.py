@@ -31,7 +31,7 @@ from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.parallel.data.ddp import DataParallel
 from shared.parallel.comm.launch import run_processes
-from shared.parallel.run_world import add_over
+from shared.parallel.comm.totals import add_over
 from shared.parallel.data.zero import Zero
 from shared.totals import add_totals
 
@@ -118,7 +118,7 @@ class MeanOfMeans(DataParallel):
 
 class NeverGathered(Zero):
     def updater(self, updater):
-        return lambda model, optimizer, count: updater(self.optimized, optimizer, count)
+        return lambda model, optimizer, count: updater(self.optim_params, optimizer, count)
 
 
 class FromTheWrongRank(Zero):
@@ -126,7 +126,7 @@ class FromTheWrongRank(Zero):
 
     def updater(self, updater):
         def update(model, optimizer, count):
-            updater(self.optimized, optimizer, count)
+            updater(self.optim_params, optimizer, count)
             for parameter in model.parameters():
                 self.group.broadcast(parameter.data, root=0)
 
@@ -136,8 +136,8 @@ class FromTheWrongRank(Zero):
 class OwnNorm(Zero):
     """Each rank clips by the length of its own pieces."""
 
-    def norm(self, model):
-        return global_gradient_norm(piece.grad for piece in self.optimized.parameters())
+    def own_norm(self, model):
+        return global_gradient_norm(piece.grad for piece in self.optim_params.parameters())
 
 
 class LastExchangeOnly(Zero):
@@ -146,7 +146,7 @@ class LastExchangeOnly(Zero):
     def make_buckets(self, plan):
         buckets = super().make_buckets(plan)
         for bucket in buckets:
-            bucket.add_to_pieces = lambda total, bucket=bucket: replace_pieces(bucket, total)
+            bucket.add_to_shards = lambda total, bucket=bucket: replace_pieces(bucket, total)
         return buckets
 
 

@@ -16,13 +16,13 @@ from shared.loss import next_token_objective
 from shared.optim.build import build_optimizer
 from shared.parallel.config import ParallelConfig
 from shared.parallel.comm.launch import run_processes
-from shared.parallel.run_world import add_over
+from shared.parallel.comm.totals import add_over
 
 TWO = ParallelConfig(fully_sharded=2)
 VARIANTS = {
     "resharded": TWO,
     "kept": ParallelConfig(fully_sharded=2, reshard_after_forward=False),
-    "recomputed": ParallelConfig(fully_sharded=2, recompute="blocks"),
+    "recomputed": ParallelConfig(fully_sharded=2, activation_checkpointing="full"),
 }
 
 
@@ -43,7 +43,7 @@ def by_torch(world, layout: ParallelConfig) -> dict:
             return operation(*args, **(kwargs or {}))
 
     mesh, model = init_device_mesh("cpu", (2,)), build(SMALL)
-    if layout.recompute == "blocks":
+    if layout.activation_checkpointing == "full":
         model.stack.run_block = lambda block, x, context: checkpoint(block, x, context, use_reentrant=False)
     for module in (*model.stack.blocks.values(), model):
         fully_shard(module, mesh=mesh, reshard_after_forward=layout.reshard_after_forward if module is not model else None)

@@ -15,7 +15,6 @@ from shared.optim.updater import Update
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
-from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.mesh import Mesh
 from shared.parallel.checkpoint.saver import RankSaver
 
@@ -36,8 +35,8 @@ class LayoutRun:
                 for parameter in self.plain.parameters():
                     parameter.fill_(float(seed))
         self.parallel = apply_parallel(self.plain, self.mesh, optimizer, computed_in)
-        self.optimizer = build_optimizer(self.parallel.optimized, optimizer)
-        self.update = Update(1.0, scaler, self.parallel.norm)
+        self.optimizer = build_optimizer(self.parallel.optim_params, optimizer, self.parallel.routes)
+        self.update = Update(1.0, scaler, self.parallel.grad_norm)
         self.accumulate = scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients
         self.step, self.told = 0, Told()
 
@@ -54,29 +53,24 @@ class LayoutRun:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Of the last step, of the mean loss, clipped; whole on every rank."""
-        cuts = self.parallel.cuts()
-        named = dict(self.parallel.optimized.named_parameters())
-        return {
-            name: whole_gradient(piece, cuts[name]) if name in cuts else None if piece.grad is None else piece.grad.clone()
-            for name, piece in named.items()
-        }
+        return {name: whole_gradient(shard) for name, shard in self.parallel.optim_params.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in whole_weights(self.parallel)}
+        return {name: tensor.clone() for name, tensor in self.parallel.whole_weights()}
 
     def saver(self, folder: Path, **settings) -> RankSaver:
-        return RankSaver(folder, self.parallel, self.world, torch.device("cpu"), **settings)
+        return self.parallel.saver(folder, **settings)
 
     def save(self, folder: Path, **settings) -> Path:
         saver = self.saver(folder, **settings)
-        saver.save(saver.snapshot(self.step, self.parallel.model, self.optimizer, {"loader": self}), {})
+        saver.save(self.step, self.optimizer, {"loader": self}, {})
         try:
             return saver.finished(wait=True)
         finally:
             saver.close()
 
     def restore(self, folder: Path) -> "LayoutRun":
-        self.saver(folder).restore(self.parallel.model, self.optimizer, {"loader": self})
+        self.saver(folder).restore(self.optimizer, {"loader": self})
         return self
 
     def state_dict(self) -> dict:

@@ -42,7 +42,7 @@ LAYOUTS = {
     2: {"DDP": "dp2", "ZeRO-1": "dp2_zero1", "ZeRO-2": "dp2_zero2", "FSDP (ZeRO-3)": "fsdp2"},
     4: {"DDP": "dp4", "ZeRO-1": "dp4_zero1", "ZeRO-2": "dp4_zero2", "FSDP (ZeRO-3)": "fsdp4"},
 }
-RECOMPUTE = {"none": "no", "blocks": "blocks"}
+RECOMPUTE = {"none": "no", "full": "blocks"}
 KINDS = {
     "weights": "parameters", "gathered": "gathered", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations",
 }  # fmt: skip
@@ -56,8 +56,8 @@ def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
 def measure(world: Communicator, layout: ParallelConfig, optimizer: OptimizerConfig, microbatches: int, precision: str) -> MemoryEstimate:
     """What a rank holds of a step."""
     parallel = apply_parallel(TransformerModel(SMALL), Mesh(layout, world), optimizer, None if precision == "float32" else torch.bfloat16)
-    stepper, objective = build_optimizer(parallel.optimized, optimizer), in_precision(packed_next_token_objective, precision)
-    runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.norm))
+    stepper, objective = build_optimizer(parallel.optim_params, optimizer), in_precision(packed_next_token_objective, precision)
+    runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.grad_norm))
     with memory_measured.MemoryTracker(parallel, stepper) as meter:
         train_step(parallel.model, stepper, [batch() for _ in range(microbatches)], objective, runner, parallel.reducer, updater)
     assert meter.activations.now == 0
@@ -96,7 +96,7 @@ def table(asked: list[int]) -> Iterator[str]:
     worst = 0.0
     for ranks in asked:
         for (name, word), how in product(LAYOUTS[ranks].items(), RECOMPUTE):
-            kinds = compared(replace(parse_layout(word), recompute=how), microbatches=MICROBATCHES)
+            kinds = compared(replace(parse_layout(word), activation_checkpointing=how), microbatches=MICROBATCHES)
             worst = max(worst, *(abs(deviation(measured, predicted)) for predicted, measured in kinds.values()))
             yield f"| {ranks} | {name} | {RECOMPUTE[how]} | {' | '.join(cell(*kinds[kind]) for kind in KINDS)} |"
     yield ""

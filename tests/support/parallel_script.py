@@ -28,7 +28,7 @@ from shared.parallel.data.ddp import DataParallel
 from shared.parallel.mesh import Mesh
 from shared.parallel.comm.processes import from_torchrun
 from shared.parallel.health.replicas import ReplicaCheck, StepSaid
-from shared.parallel.run_world import ManyRanks
+from shared.parallel.comm.totals import ManyRanks
 from shared.totals import Totals
 
 SEQ = 8
@@ -119,13 +119,13 @@ def train(world: Communicator, options: argparse.Namespace, model: ByteModel) ->
     fault = Fault(options.fault if world.rank == options.rank and first_time else "", options.at, world)
     engine = RuntimeEngine(
         parallel.model,
-        torch.optim.AdamW(parallel.optimized.parameters(), lr=0.01),
+        torch.optim.AdamW(parallel.optim_params.parameters(), lr=0.01),
         EngineConfig(options.folder, device=device.type, log_every=100),
         objective=fault,
         runner=parallel.runner(accumulate_gradients),
         reducer=parallel.reducer,
         updater=parallel.updater(apply_update),
-        callbacks=[StepSaid(world.trace), ReplicaCheck(parallel.optimized, mesh.data, check_every=1), Slow(options.slow)],
+        callbacks=[StepSaid(world.trace), ReplicaCheck(parallel.optim_params, mesh.data, check_every=1), Slow(options.slow)],
         saver=FirstSaves(Checkpoints(options.folder / "checkpoints", 2, False), world.rank),
         world=ManyRanks(mesh, device),
     )

@@ -168,7 +168,7 @@ def run_cases(world):
     for name, case in CASES.items():
         world.trace.clear()
         result = case(world)
-        entries = [(entry.operation, entry.axis, entry.bytes, entry.size, entry.place) for entry in world.trace.entries]
+        entries = [(entry.operation, entry.axis, entry.bytes, entry.size, entry.description) for entry in world.trace.entries]
         assert all(entry.begin <= entry.end for entry in world.trace.entries)
         found[name] = plain(result), entries, (world.trace.calls(), world.trace.bytes())
     addresses = {each.laddr.ip for each in psutil.Process().net_connections("inet")}

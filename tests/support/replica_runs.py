@@ -19,9 +19,15 @@ from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.updater import Update
 from shared.parallel.comm.communicator import Communicator
+from shared.parallel.config import ParallelConfig
 from shared.parallel.data.ddp import DataParallel, NaiveDataParallel
+from shared.parallel.data.engine import DataEngine
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.data.zero import Zero, muon_matrices
+from shared.parallel.mesh import Mesh
+from shared.parallel.parallelize import routes_of
+from shared.parallel.sharding import sharding_of
+from shared.parallel.strategy import ParallelStrategy
 from shared.totals import Totals
 
 STEPS = 3
@@ -117,11 +123,27 @@ def run_of(model: nn.Module, optimized: nn.Module, totals, norms) -> Run:
     )
 
 
-Make = Callable[[nn.Module, Communicator, str], NaiveDataParallel]  # applies parallelism to a model; the optimizer's name comes last
+class EngineAlone(ParallelStrategy):
+    """One data engine, whose own reducer completes a step: what a chapter shows, and where bugs can be planted."""
+
+    def reducer(self, model, totals):
+        self.measured = None
+        return self.engines[0].reducer(model, totals)
+
+
+def over(engine: DataEngine, world: Communicator) -> EngineAlone:
+    return EngineAlone(engine.optim_params if isinstance(engine.model, Weights) else engine.model, mesh_of(world), [engine])
+
+
+def mesh_of(world: Communicator) -> Mesh:
+    return Mesh(ParallelConfig(data_parallel=world.size), world)
+
+
+Make = Callable[[nn.Module, Communicator, str], DataEngine]  # applies parallelism to a model; the optimizer's name comes last
 
 
 def zero(stage: int) -> Make:
-    return lambda model, world, name: Zero(model, world, stage, muon_matrices(model, CONFIGS[name]), MEGABYTES)
+    return lambda model, world, name: Zero(model, world, stage, muon_matrices(routes_of(model, CONFIGS[name])), MEGABYTES)
 
 
 LAYOUTS: dict[str, tuple[int, Make]] = {
@@ -138,16 +160,17 @@ LAYOUTS: dict[str, tuple[int, Make]] = {
 def train_rank(world: Communicator, optimizer: str, situation: Situation, make: Make, look: Callable[[Optimizer], None] = id):
     """One rank's run: its `Run` and what parallelism it was. look: is shown the optimizer at the end."""
     model = model_of(situation)
-    parallel = make(model, world, optimizer)
-    built = build_optimizer(parallel.optimized, CONFIGS[optimizer])
-    update, totals, norms = Update(situation.max_norm, norm=parallel.norm), [], []
+    engine = make(model, world, optimizer)
+    parallel = over(engine, world)
+    built = build_optimizer(parallel.optim_params, CONFIGS[optimizer])
+    update, totals, norms = Update(situation.max_norm, norm=getattr(engine, "own_norm", parallel.grad_norm)), [], []
     parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(update)
     for step in range(STEPS):
         mine = share(situation, world.rank, world.size, step)
         totals.append(train_step(parallel.model, built, mine, next_token_objective, *parts))
         norms.append(update.gradient_norm.item())
     look(built)
-    return run_of(model, parallel.optimized, totals, norms), parallel
+    return run_of(model, parallel.optim_params, totals, norms), parallel
 
 
 def train_ranks(optimizer: str, situation: Situation, ranks: int, make: Make):
@@ -160,12 +183,12 @@ def require_same(found, expected: Run) -> None:
         assert run.counts == expected.counts
         close(run.losses, expected.losses, "loss")
         close(run.norms, expected.norms, "norm")
-        cuts = parallel.cuts()
-        held = [name for name in expected.gradients if name not in cuts or cuts[name].here[0] != cuts[name].here[1]]
+        shards = dict(parallel.optim_params.named_parameters())
+        held = [name for name in expected.gradients if shards[name].numel()]
         assert set(run.gradients) == set(held), "ranks hold gradients of other parameters than one process has"
         for name, gradient in run.gradients.items():
-            whole = expected.gradients[name]
-            close(gradient.flatten(), cuts[name].cut(whole) if name in cuts else whole.flatten(), f"gradient of {name}")
+            sharding, whole = sharding_of(shards[name]), expected.gradients[name]
+            close(gradient, sharding.local(whole) if sharding else whole, f"gradient of {name}")
         for name, weight in run.weights.items():
             close(weight, expected.weights[name], f"weight {name}")
             assert torch.equal(weight, found[0][0].weights[name]), f"{name} differs between ranks"

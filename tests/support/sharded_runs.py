@@ -17,8 +17,9 @@ from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Cut
-from shared.parallel.data.activation_checkpointing import apply_recompute
+from shared.parallel.sharding import sharding_of
+from shared.parallel.strategy import ParallelStrategy
+from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.comm.threads import run_threads
 from shared.totals import Batch, Totals
 
@@ -96,31 +97,34 @@ def sharded(
     mesh, told = Mesh(layout, world), Told()
     parallel = fully_sharded(mesh, config, **settings)
     watch(parallel)
-    stepper = build_optimizer(parallel.optimized, optimizer)
-    update = parallel.updater(Update(1.0, norm=parallel.norm))
-    cuts = parallel.cuts()
+    strategy = ParallelStrategy(parallel.model, mesh, [parallel])
+    stepper = build_optimizer(parallel.optim_params, optimizer)
+    update = Update(1.0, norm=strategy.grad_norm)
     for step in range(STEPS):
         batches = [share(batch_of(step, number, config), mesh.data.rank, mesh.data.size) for number in range(MICROBATCHES)]
-        runner = parallel.runner(accumulate_gradients)
-        totals = train_step(parallel.model, stepper, batches, objective, runner, parallel.reducer, update)
-        pieces = dict(parallel.optimized.named_parameters())
-        told.note(totals, update.gradient_norm, {name: whole_gradient(piece, cuts[name]) for name, piece in pieces.items()})
-    told.weights = {name: cuts[name].gather(piece.detach()) for name, piece in pieces.items()}
+        parts = strategy.runner(accumulate_gradients), strategy.reducer, strategy.updater(update)
+        totals = train_step(parallel.model, stepper, batches, objective, *parts)
+        shards = dict(parallel.optim_params.named_parameters())
+        told.note(totals, update.gradient_norm, {name: whole_gradient(shard) for name, shard in shards.items()})
+    told.weights = {name: shard.sharding.gather(shard.detach(), everyone=True) for name, shard in shards.items()}
     return told
 
 
 def fully_sharded(mesh: Mesh, config: ModelConfig, **settings) -> FullySharded:
     model = build(config, **settings)
-    apply_recompute(model, mesh.config.recompute)
+    apply_activation_checkpointing(model, mesh.config.activation_checkpointing)
     return FullySharded(model, mesh)
 
 
-def whole_gradient(piece: nn.Parameter, cut: Cut) -> Tensor | None:
+def whole_gradient(shard: nn.Parameter) -> Tensor | None:
     """The gradient that the ranks hold together, or None where none of them has one. Every rank calls it."""
-    anybody = torch.tensor(float(piece.grad is not None))
-    cut.group.all_reduce(anybody, op="max")
-    part = torch.zeros_like(piece) if piece.grad is None else piece.grad
-    return cut.gather(part.detach()) if anybody else None
+    sharding = sharding_of(shard)
+    if sharding is None:
+        return None if shard.grad is None else shard.grad.clone()
+    anybody = torch.tensor(float(shard.grad is not None))
+    sharding.group.all_reduce(anybody, op="max")
+    part = torch.zeros_like(shard) if shard.grad is None else shard.grad
+    return sharding.gather(part.detach(), everyone=True) if anybody else None
 
 
 def over_ranks(layout: ParallelConfig, *arguments, **settings) -> list[Told]:
@@ -156,8 +160,7 @@ def step(parallel: FullySharded, objective=next_token_objective, microbatches: i
 
 
 def gradients(parallel: FullySharded) -> dict:
-    cuts = parallel.cuts()
-    return {name: whole_gradient(piece, cuts[name]) for name, piece in parallel.model.named_parameters()}
+    return {name: whole_gradient(shard) for name, shard in parallel.model.named_parameters()}
 
 
 def gradients_alone(objective=next_token_objective, microbatches: int = 1) -> dict:

@@ -53,7 +53,8 @@ def test_one_page_and_the_trainer_end_at_the_same_bits(page, tmp_path, prepared,
 
 def test_one_page_refuses_what_it_leaves_to_the_trainer(page, tmp_path, prepared):
     path = str(settings_file(tmp_path, prepared))
-    for word in ("precision=float16", "optimizer.name=lion", "parallel.recompute=blocks", "optimizer.no_decay=['*.q_proj.weight']"):
+    parallel = "parallel.activation_checkpointing=full"
+    for word in ("precision=float16", "optimizer.name=lion", parallel, "optimizer.no_decay=['*.q_proj.weight']"):
         with pytest.raises(SystemExit, match="train.py"):
             page.main([path, word])
 

@@ -8,9 +8,10 @@ Left out on purpose: more than one save at a time. A second one waits for the fi
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +25,39 @@ CALLBACK = "callback."  # how a callback's name begins among the parts of a chec
 
 
 class Saver:
-    """Saves a run and brings it back.
+    """The checkpointer: saves a run, asynchronously if asked to, and restores it.
 
-    What touches the model happens in the calling thread; the thread writes plain copies. A run over several processes overrides
-    `snapshot`, to gather, and lets one of them write.
+    What touches the model happens in the calling thread; the thread writes plain copies.
 
     Args:
+        state: what is saved: a module whose `state_dict` holds the weights, and over whose `named_parameters` the optimizer was built.
         checkpoints: where to.
         asynchronous: whether `save` returns before the checkpoint is complete.
     """
 
-    def __init__(self, checkpoints: Checkpoints, asynchronous: bool):
-        self.checkpoints, self.asynchronous = checkpoints, asynchronous
+    def __init__(self, state: nn.Module, checkpoints: Checkpoints, asynchronous: bool):
+        self.state, self.checkpoints, self.asynchronous = state, checkpoints, asynchronous
         self.thread: ThreadPoolExecutor | None = None
-        self.pending: Future[Path] | None = None
+        self.pending: Future[Any] | None = None
 
-    def snapshot(self, step: int, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> Snapshot:
-        return take_snapshot(step, model, optimizer, parts)
-
-    def save(self, snapshot: Snapshot, notes: dict[str, Any]) -> None:
-        """Begin to save. Call `finished(wait=True)` first: it tells of the save before, or raises its error."""
+    def save(self, step: int, optimizer: Optimizer, parts: Mapping[str, Stateful], notes: dict[str, Any]) -> None:
+        """Begin to save the run as it is after `step` steps. Call `finished(wait=True)` first: it tells of the save before, or raises its error."""
         if self.pending is not None:
             raise RuntimeError("A save is under way: call finished(wait=True) before the next.")
+        write = self.writing(take_snapshot(step, self.state, optimizer, parts), notes)
         if self.asynchronous:
             self.thread = self.thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-            self.pending = self.thread.submit(self.checkpoints.save, copied(snapshot), notes)
+            self.pending = self.thread.submit(write)
             return
         self.pending = Future()
         try:
-            self.pending.set_result(self.checkpoints.save(snapshot, notes))
+            self.pending.set_result(write())
         except Exception as error:
             self.pending.set_exception(error)
+
+    def writing(self, snapshot: Snapshot, notes: dict[str, Any]) -> Callable[[], Any]:
+        """What writes the snapshot, perhaps on the thread: it holds copies where the next step would change the originals."""
+        return partial(self.checkpoints.save, copied(snapshot) if self.asynchronous else snapshot, notes)
 
     def finished(self, wait: bool = False) -> Path | None:
         """The checkpoint that was completed since the last call, if any.
@@ -78,7 +81,7 @@ class Saver:
         best = self.checkpoints.best()
         return math.isfinite(loss) and (best is None or loss < best[1])
 
-    def restore(self, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
+    def restore(self, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
         """Go on from the newest intact checkpoint. Returns its step, None where there is none, and a sentence for each damaged one.
 
         Raises:
@@ -89,7 +92,7 @@ class Saver:
             return None, damaged
         mine, snapshot = shared_callbacks(parts, snapshot)
         try:
-            return restore(snapshot, model, optimizer, mine), damaged
+            return restore(snapshot, self.state, optimizer, mine), damaged
         except ValueError as error:
             raise CheckpointError(f"{self.checkpoints.path(snapshot.step)} does not fit this run. {error}") from error
 

@@ -16,7 +16,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from shared.course.errors import CourseError
 from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.callbacks import Callback, Metrics
-from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.engine.checkpoint.snapshot import weights_of
 from shared.loop import evaluate
@@ -36,7 +35,6 @@ from shared.totals import Batch, Objective
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
 
-Norm = Callable[[Iterable[Tensor | None]], Tensor]
 SMALLEST_SPREAD = 0.01  # of the median: a loss that has stopped moving makes no spikes of rounding
 
 
@@ -49,7 +47,7 @@ class BrokenStep(CourseError):
 
 
 class CatchAnomalies(Callback):
-    """Stops before a step that is not finite; saves the batch of a loss spike and goes on. Looks at every step.
+    """Non-finite and loss-spike guard. Stops before a step that is not finite; saves the batch of a loss spike and goes on. Looks at every step.
 
     Everything lands in `anomalies/step-XXXXXXXX` of the run's folder, named by the step that the batch was for.
 
@@ -59,13 +57,11 @@ class CatchAnomalies(Callback):
         spike_deviations: how many scaled median absolute deviations above the median a spike is; 0 for no spikes.
         window: how many recent losses a loss is compared with. None is judged before a quarter of them, at least 8, are there.
         keep: how many batches are saved of a run that goes on; later ones are still reported.
-        norm: norm(gradients) -> [] tensor; chapter 06 hands in one that adds over processes.
-        rank: of this process, where several write into one folder.
         loss_scaled: whether the loss is scaled dynamically (chapter 05). Gradients overflow then now and then, by design, and the
             updater skips their step itself; a loss that is not finite is broken all the same.
-        weights: weights(engine) -> by name, what is kept of the model when a step is stopped; nothing where it is empty. Chapter 06 hands
-            in one that puts the model together from its parts.
     """
+
+    every_rank = True
 
     def __init__(
         self,
@@ -73,14 +69,9 @@ class CatchAnomalies(Callback):
         spike_deviations: float = 12.0,
         window: int = 64,
         keep: int = 10,
-        norm: Norm = global_gradient_norm,
-        rank: int = 0,
         loss_scaled: bool = False,
-        weights: Callable[["RuntimeEngine"], dict[str, Tensor]] = lambda engine: weights_of(engine.model),
     ):
-        self.loss_scaled, self.weights = loss_scaled, weights
-        self.stop_on_nonfinite, self.spike_deviations = stop_on_nonfinite, spike_deviations
-        self.keep, self.norm, self.rank = keep, norm, rank
+        self.stop_on_nonfinite, self.spike_deviations, self.keep, self.loss_scaled = stop_on_nonfinite, spike_deviations, keep, loss_scaled
         self.recent: deque[float] = deque(maxlen=window)
         self.saved = 0
 
@@ -104,14 +95,11 @@ class CatchAnomalies(Callback):
         self.recent.append(loss)
 
     def loss_and_norm(self, engine: "RuntimeEngine") -> Metrics:
-        """Both of the mean loss, fetched from the device together: one wait in each step. Nothing of a step in which no token counts,
-        which the updater refuses."""
-        loss_sum, count, _ = engine.totals
-        sums = [loss_sum]
-        if self.stop_on_nonfinite and not self.loss_scaled:
-            sums.append(self.norm(p.grad for p in engine.model.parameters()))
-        count, *sums = torch.stack([value.to(loss_sum.device, torch.float32) for value in (count, *sums)]).tolist()
-        return dict(zip(("train/loss", "norm/gradient"), [value / count for value in sums], strict=False)) if count else {}
+        """Of the mean loss. Nothing of a step in which no token counts, which the updater refuses."""
+        if not engine.token_count:
+            return {}
+        norm = {"norm/gradient": engine.grad_norm} if self.stop_on_nonfinite and not self.loss_scaled else {}
+        return {"train/loss": engine.loss} | norm
 
     def limit(self) -> float:
         """Above this a loss is a spike; infinite while too few losses are known."""
@@ -123,7 +111,7 @@ class CatchAnomalies(Callback):
 
     def stop(self, engine: "RuntimeEngine", reason: str, metrics: Metrics) -> None:
         folder = self.folder(engine)
-        losses = save_anomaly(folder, engine, reason, metrics, self.weights(engine))
+        losses = save_anomaly(folder, engine, reason, metrics, engine.strategy.full_weights())
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
         where = f"micro-batch {', '.join(map(str, bad))} of 0 to {len(losses) - 1}" if bad else "every micro-batch's loss is finite"
         raise BrokenStep(
@@ -142,7 +130,8 @@ class CatchAnomalies(Callback):
         engine.console.print(told, markup=False, highlight=False, soft_wrap=True)
 
     def folder(self, engine: "RuntimeEngine") -> Path:
-        name = f"step-{engine.step + 1:08d}" + (f"-rank-{self.rank}" if self.rank else "")
+        rank = engine.strategy.rank  # each writes its own micro-batches
+        name = f"step-{engine.step + 1:08d}" + (f"-rank-{rank}" if rank else "")
         return engine.output / "anomalies" / name
 
     def state_dict(self) -> dict[str, Any]:

@@ -136,20 +136,16 @@ class ModelDump(Callback):
         on_anomaly: dump a step that was stopped as broken, with the activations of the first micro-batch that is at fault.
         tensors: also write the tensors themselves.
         loss_scale: what gradients are multiplied by under dynamic loss scaling.
-        rank: of this process, where several write into one folder.
 
     A step that is dumped runs uncompiled where the model is compiled, because compiled code passes hooks by.
     """
 
+    every_rank = True  # a broken step is computed again, which takes all ranks; other dumps are rank 0's
+
     def __init__(
-        self,
-        every: int = 0,
-        on_anomaly: bool = True,
-        tensors: bool = False,
-        loss_scale: Callable[[], float] | None = None,
-        rank: int = 0,
+        self, every: int = 0, on_anomaly: bool = True, tensors: bool = False, loss_scale: Callable[[], float] | None = None
     ):
-        self.every, self.on_anomaly, self.tensors, self.loss_scale, self.rank = every, on_anomaly, tensors, loss_scale, rank
+        self.every, self.on_anomaly, self.tensors, self.loss_scale = every, on_anomaly, tensors, loss_scale
         self.asked = False
         self.recording: contextlib.ExitStack | None = None
         self.activations: dict[str, Entry] = {}
@@ -160,6 +156,8 @@ class ModelDump(Callback):
         self.asked = True
 
     def on_batch(self, engine: "RuntimeEngine", microbatches: Sequence[Batch]) -> None:
+        if engine.strategy.rank:
+            return
         request = engine.output / REQUEST
         if request.exists():
             request.unlink(missing_ok=True)  # another process of the run may have been faster
@@ -167,7 +165,7 @@ class ModelDump(Callback):
         if not (self.asked or (self.every and (engine.step + 1) % self.every == 0)):
             return
         self.asked = False
-        self.recording = self.recording_of(engine.model)
+        self.recording = self.recording_of(engine.strategy.module)
 
     def before_optimizer(self, engine: "RuntimeEngine") -> None:
         if self.recording is not None:
@@ -177,7 +175,7 @@ class ModelDump(Callback):
     def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
         if self.on_anomaly and isinstance(error, BrokenStep):
             self.end_recording()
-            with self.recording_of(engine.model):
+            with self.recording_of(engine.strategy.module):
                 evaluate(engine.model, [engine.microbatches[error.microbatch]], engine.objective)
             self.write(engine, self.folder(engine, "-broken"))
 
@@ -199,8 +197,8 @@ class ModelDump(Callback):
 
     def write(self, engine: "RuntimeEngine", folder: Path) -> None:
         """Gradients are divided as the updater will divide them: each as a copy, one at a time."""
-        count = engine.totals.token_count * (self.loss_scale() if self.loss_scale else 1)
-        named = self.parameters(engine)
+        count = engine.token_count * (self.loss_scale() if self.loss_scale else 1)
+        named = list(engine.strategy.grad_params.named_parameters())
         gradients = ((name, p.grad / count) for name, p in named if p.grad is not None)
         entries = [describe_all(named), describe_all(gradients), self.activations]
         tensors = self.all_tensors(named, count) if self.tensors else None
@@ -209,13 +207,10 @@ class ModelDump(Callback):
         engine.console.print(f"Dump of step {engine.step + 1}: {folder}", markup=False, highlight=False, soft_wrap=True)
 
     def folder(self, engine: "RuntimeEngine", why: str = "") -> Path:
-        return engine.output / "dumps" / f"step-{engine.step + 1:08d}{why}{f'-rank-{self.rank}' if self.rank else ''}"
+        rank = engine.strategy.rank  # each dumps its own shards
+        return engine.output / "dumps" / f"step-{engine.step + 1:08d}{why}{f'-rank-{rank}' if rank else ''}"
 
-    def parameters(self, engine: "RuntimeEngine") -> list[tuple[str, nn.Parameter]]:
-        """Whose values and gradients are dumped. Chapter 06 dumps a rank's pieces."""
-        return list(engine.model.named_parameters())
-
-    def all_tensors(self, named: list[tuple[str, nn.Parameter]], count: Tensor) -> dict[str, Tensor]:
+    def all_tensors(self, named: list[tuple[str, nn.Parameter]], count: float) -> dict[str, Tensor]:
         tensors = {f"weights.{name}": p.detach().contiguous() for name, p in named}
         tensors |= {f"gradients.{name}": (p.grad / count).contiguous() for name, p in named if p.grad is not None}
         return tensors | {f"activations.{name}": x for name, x in self.kept.items()}

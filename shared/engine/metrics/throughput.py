@@ -34,17 +34,16 @@ class Throughput(Callback):
     A token is one that the model reads, padding included: its arithmetic is done whether or not it counts in the loss.
 
     Args:
-        peak_flops: FLOP/s of all devices together (`shared.engine.metrics.peaks`); None to leave MFU out.
+        peak_flops: FLOP/s of one device (`shared.engine.metrics.peaks`); None to leave MFU out.
         config: what `flops_per_token` counts; None for the model's own `config`. Needed for MFU only.
-        replicas: data-parallel ranks, each of which reads as much as this one.
 
     Metrics: `speed/tokens_per_second`, `speed/samples_per_second`, `speed/step_seconds`, `speed/mfu`, means over the steps since
     the last log; `speed/share.<phase>` of the logged step, with `other` for what is no phase (callbacks, copies to the device);
     `progress/tokens`, `progress/samples`, from the run's first step.
     """
 
-    def __init__(self, peak_flops: float | None = None, config: ModelConfig | None = None, replicas: int = 1):
-        self.peak_flops, self.config, self.replicas = peak_flops, config, replicas
+    def __init__(self, peak_flops: float | None = None, config: ModelConfig | None = None):
+        self.peak_flops, self.config = peak_flops, config
         self.tokens = self.samples = 0
         self.by_length: dict[int, int] = {}  # seq -> FLOPs per token
         self.begin_window()
@@ -57,7 +56,7 @@ class Throughput(Callback):
     def on_start(self, engine: "RuntimeEngine") -> None:
         if self.peak_flops is None:
             return
-        self.config = self.config or getattr(engine.model, "config", None)
+        self.config = self.config or getattr(engine.strategy.module, "config", None)
         if not isinstance(self.config, ModelConfig):
             raise CourseError("MFU needs the arithmetic of a token: give Throughput the model's `config`, or leave peak_flops out.")
         flops_per_token(self.config, 1)  # refuses an encoder-decoder now rather than after the first steps
@@ -70,11 +69,12 @@ class Throughput(Callback):
         self.step_seconds = engine.timings.get("data", 0.0) + time.perf_counter() - self.began
         self.seconds += self.step_seconds
         for batch in engine.microbatches:
-            tokens, (samples, seq) = self.replicas * tokens_of(batch), batch["input_ids"].shape
+            shares = engine.strategy.data_size  # each rank reads as much as this one
+            tokens, (samples, seq) = shares * tokens_of(batch), batch["input_ids"].shape
             self.window_tokens += tokens
-            self.window_samples += self.replicas * samples
+            self.window_samples += shares * samples
             self.tokens += tokens
-            self.samples += self.replicas * samples
+            self.samples += shares * samples
             if self.peak_flops is not None:
                 self.flops += tokens * self.flops_per_token(seq)
 
@@ -93,7 +93,7 @@ class Throughput(Callback):
             phases = engine.timings | {"other": self.step_seconds - sum(engine.timings.values())}
             metrics |= {f"speed/share.{phase}": spent / self.step_seconds for phase, spent in phases.items()}
             if self.peak_flops is not None:
-                metrics["speed/mfu"] = mfu(self.flops / self.window_tokens, rate, self.peak_flops)
+                metrics["speed/mfu"] = mfu(self.flops / self.window_tokens, rate, self.peak_flops * engine.strategy.size)
         self.begin_window()
         return metrics
 

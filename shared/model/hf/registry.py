@@ -11,7 +11,7 @@ from shared.model.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from shared.model.hf.t5 import T5
 
 FORMATS: dict[str, Format] = {known.model_type: known for known in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, BERT, T5, BLOOM)}
-OF_TRAINING = {"attention": "fused", "hidden_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.02}
+OF_TRAINING = {"attention": "sdpa", "hidden_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.02}
 
 
 def read_config(told: Told) -> tuple[Format, ModelConfig]:

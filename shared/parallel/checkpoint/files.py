@@ -1,18 +1,21 @@
-"""Chapter 06. The files of a checkpoint of which each rank writes a part, and reads what it needs, whoever wrote it.
+"""Chapter 06. Sharded checkpoint files: each rank writes its shards, and reads what it needs, whichever layout wrote it.
 
-    weights-rank-00001.safetensors     `stack.blocks.0.feed_forward.up_proj.weight[512:1024]`
-                                       numbers 512 to 1023 of that tensor, flattened
+    weights-rank-00001.safetensors     `stack.blocks.0.feed_forward.up_proj.weight[512:1024]`          a span: numbers 512 to 1023, flattened
+                                       `stack.blocks.0.attention.o_proj.weight[0:24,12:24]`             a box: columns 12 to 23 of all rows
+                                       `stack.blocks.0.attention.o_proj.weight[0:24,12:24][100:200]`    a span of a box
 
-A key without a range is a whole tensor in its shape, so what one process writes (chapter 04) is the simplest case, and every layout reads
-every other's. Nothing is ever put together on one rank: `get_slice` reads a range, or the rows that hold it, out of the mapped file.
+A key without a region is a whole tensor in its shape, so what one process writes (chapter 04) is the simplest case, and every layout reads
+every other's. Nothing is ever put together on one rank: regions are intersected as boxes, and only the rows that are wanted are read out of
+the mapped files.
 
-Left out on purpose: `torch.distributed.checkpoint`. A part there is a box within a tensor, one per file and name, and a range of flattened
-numbers is none; its plans travel by `torch.distributed` alone, so it knows no ranks that are threads.
+Left out on purpose: `torch.distributed.checkpoint`. A shard there is a box, one per file and name, and a span of flattened numbers is none;
+its plans travel by `torch.distributed` alone, so it knows no ranks that are threads.
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,74 +25,70 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shared.engine.checkpoint.folder import CheckpointError, Safetensors
+from shared.engine.checkpoint.folder import CheckpointError
+from shared.parallel.sharding import Box, Region, whole_region
 
-PART = re.compile(r"(.+)\[(\d+):(\d+)\]")
-
-
-class Place(NamedTuple):
-    """Where numbers stand in a tensor. shape: of the whole; start, stop: within its flattened numbers."""
-
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def is_whole(self) -> bool:
-        return self.stop - self.start == torch.Size(self.shape).numel()
+KEY = re.compile(r"(.+?)(?:\[(\d+:\d+(?:,\d+:\d+)*)\])?(?:\[(\d+):(\d+)\])?")
 
 
-class Part(NamedTuple):
-    """Numbers in a file: under which key, and where they stand in the tensor that they are of."""
+class StoredShard(NamedTuple):
+    """A shard in a file: under which key, and where its numbers lie in the whole tensor."""
 
     file: Any
     key: str
-    place: Place
+    region: Region
 
 
-class RankFiles:
-    """A `Storage`: reads the parts that one rank needs. What it writes by itself is all whole, in the files of chapter 04.
+class ShardFiles:
+    """A `Storage` that reads one rank's shards.
 
     Args:
-        weights: name -> what this rank holds of a weight, where that is not all of it.
-        state: the same for the optimizer's state of a parameter.
+        weights: name -> where this rank's numbers of a weight lie in the whole.
+        optimizer: the same for the parameters that its optimizer steps, and so for their state.
+        elsewhere: names that other ranks hold, and this one does not.
     """
 
-    def __init__(self, weights: Mapping[str, Place] | None = None, state: Mapping[str, Place] | None = None):
-        self.wanted = {"weights": weights or {}, "optimizer": state or {}}
+    def __init__(self, weights: Mapping[str, Region], optimizer: Mapping[str, Region], elsewhere: Collection[str]):
+        self.wanted: dict[str, Mapping[str, Region]] = {"weights": weights, "optimizer": optimizer}
+        self.elsewhere = set(elsewhere)
 
     def write(self, folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
-        Safetensors().write(folder, name, tensors)
+        raise NotImplementedError("Ranks write their files by `write_shards`, and one of them completes the folder.")
 
     def read(self, folder: Path, name: str) -> dict[str, Tensor]:
-        """This rank's part of each tensor, flat, or in its shape where that is all of it. State of which it holds nothing is left out.
+        """This rank's numbers of each tensor: in the shape of its box, or flat. State of which it holds nothing is left out, and what only
+        other ranks hold.
 
         Raises:
-            CheckpointError: a tensor has another shape than this run's, or ranges are missing.
+            CheckpointError: a tensor has another shape than this run's, or parts of it are missing.
         """
         with ExitStack() as files:
-            found: dict[str, list[Part]] = {}
+            found: dict[str, list[StoredShard]] = {}
             for path in files_of(folder, name):
-                file = files.enter_context(safe_open(path, "pt"))
-                for entry, part in parts_in(file).items():
-                    found.setdefault(entry, []).extend(part)
-            wanted = {entry: self.place_of(folder, name, entry, parts[0].place.shape) for entry, parts in found.items()}
-            if name == "optimizer":
-                wanted = {entry: place for entry, place in wanted.items() if place.start < place.stop}
-            return {entry: read_place(folder, entry, found[entry], place) for entry, place in wanted.items()}
+                for entry, shards in shards_in(files.enter_context(safe_open(path, "pt"))).items():
+                    found.setdefault(entry, []).extend(shards)
+            wanted = {entry: self.region_of(folder, name, entry, shards[0].region.shape) for entry, shards in found.items()}
+            return {entry: read_region(folder, entry, found[entry], region) for entry, region in wanted.items() if region is not None}
 
-    def place_of(self, folder: Path, name: str, entry: str, shape: tuple[int, ...]) -> Place:
-        """What this rank needs of an entry. A count of steps, which is no cut tensor, is needed wherever a part of the parameter is."""
-        size = torch.Size(shape).numel()
-        cut = self.wanted.get(name, {}).get(entry.split("/", 1)[-1])
-        if cut is None or cut.shape == shape:
-            return cut or Place(shape, 0, size)
-        if name == "weights" or size > 1:
+    def region_of(self, folder: Path, name: str, entry: str, shape: tuple[int, ...]) -> Region | None:
+        """What this rank needs of an entry, if anything. A count of steps, which is no sharded tensor, is needed where a part of its
+        parameter is."""
+        parameter = entry.split("/", 1)[1] if name == "optimizer" else entry
+        if name not in self.wanted:
+            return whole_region(shape)
+        mine = self.wanted[name].get(parameter)
+        if mine is None:
+            return None if parameter in self.elsewhere else whole_region(shape)
+        if name == "optimizer" and not mine.numel:
+            return None
+        if mine.shape == shape:
+            return mine
+        if name == "weights" or math.prod(shape) > 1:
             raise CheckpointError(
-                f"{folder} does not fit this run. {entry} is {list(cut.shape)} here and {list(shape)} in the saved run: resume with the "
+                f"{folder} does not fit this run. {entry} is {list(mine.shape)} here and {list(shape)} in the saved run: resume with the "
                 "model that was saved."
             )
-        return Place(shape, 0, size if cut.start < cut.stop else 0)
+        return whole_region(shape)
 
 
 def rank_file(name: str, rank: int, ranks: int) -> str:
@@ -98,57 +97,97 @@ def rank_file(name: str, rank: int, ranks: int) -> str:
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
-    """One process's file, or those of the ranks."""
+    """One process's file, or the files of all ranks."""
     whole = folder / f"{name}.safetensors"
     return [whole] if whole.exists() else sorted(folder.glob(f"{name}-rank-*.safetensors"))
 
 
-def write_parts(path: Path, parts: Mapping[tuple[str, Place], Tensor]) -> None:
-    """One rank's file: (name, where) -> the numbers there."""
-    shapes = {name: place.shape for name, place in parts if not place.is_whole}
+def key_of(name: str, region: Region) -> str:
+    """How a shard is called in a file."""
+    box = ",".join(f"{start}:{start + size}" for start, size in zip(region.offsets, region.sizes, strict=True))
+    key = name if region.sizes == region.shape else f"{name}[{box}]"
+    return key if region.is_box else f"{key}[{region.start}:{region.stop}]"
+
+
+def write_shards(path: Path, shards: Mapping[tuple[str, Region], Tensor]) -> None:
+    """One rank's file: (name, where in the whole) -> the numbers there."""
+    shapes = {name: region.shape for name, region in shards if not region.is_whole}
     tensors = {}
-    for (name, place), tensor in parts.items():
-        key, shape = (name, place.shape) if place.is_whole else (f"{name}[{place.start}:{place.stop}]", (-1,))
-        tensors[key] = tensor.detach().cpu().reshape(shape).contiguous()
+    for (name, region), tensor in shards.items():
+        tensors[key_of(name, region)] = tensor.detach().cpu().reshape(region.local_shape).contiguous()
     save_file(tensors, path, metadata={"shapes": json.dumps(shapes)} if shapes else None)
 
 
-def parts_in(file: Any) -> dict[str, list[Part]]:
-    """What a file holds, by the names of the tensors that it is of."""
+def shards_in(file: Any) -> dict[str, list[StoredShard]]:
+    """What a file holds, by the names of the tensors."""
     shapes = json.loads((file.metadata() or {}).get("shapes", "{}"))
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[StoredShard]] = {}
     for key in file.keys():
-        match = PART.fullmatch(key)
+        match = KEY.fullmatch(key)
         if match and match[1] in shapes:
-            name, place = match[1], Place(tuple(shapes[match[1]]), int(match[2]), int(match[3]))
+            name, region = match[1], region_from(tuple(shapes[match[1]]), *match.groups()[1:])
         else:
-            shape = tuple(file.get_slice(key).get_shape())
-            name, place = key, Place(shape, 0, torch.Size(shape).numel())
-        found.setdefault(name, []).append(Part(file, key, place))
+            name, region = key, whole_region(file.get_slice(key).get_shape())
+        found.setdefault(name, []).append(StoredShard(file, key, region))
     return found
 
 
-def read_place(folder: Path, entry: str, parts: list[Part], wanted: Place) -> Tensor:
-    """The numbers of a range, from the parts that hold them."""
-    pieces, position = [parts[0].file.get_slice(parts[0].key)[:0].flatten()] if wanted.shape else [], wanted.start
-    for part in sorted(parts, key=lambda part: part.place.start):
-        stop = min(wanted.stop, part.place.stop)
-        if part.place.start <= position < stop:
-            pieces.append(numbers_of(part, position, stop))
-            position = stop
-    if position != wanted.stop:
-        raise CheckpointError(f"The checkpoint {folder} is damaged: of {entry}, the numbers from {position} on are in none of its files.")
-    flat = torch.cat(pieces)
-    return flat.view(wanted.shape) if wanted.is_whole else flat
+def region_from(shape: tuple[int, ...], box: str | None, start: str | None, stop: str | None) -> Region:
+    """The region that a key names. A single range of a tensor with several dimensions is a span: of one with a single one, both are the same."""
+    ranges = [tuple(map(int, each.split(":"))) for each in box.split(",")] if box else []
+    if len(ranges) == 1 and len(shape) != 1 and start is None:
+        return whole_region(shape)._replace(start=ranges[0][0], stop=ranges[0][1])
+    region = whole_region(shape)
+    if ranges:
+        sizes = tuple(last - first for first, last in ranges)
+        region = Region(shape, tuple(first for first, _ in ranges), sizes, 0, math.prod(sizes))
+    return region if start is None else region._replace(start=int(start), stop=int(stop))
 
 
-def numbers_of(part: Part, start: int, stop: int) -> Tensor:
-    """[stop - start], read with no more than the rest of the first and the last row around it."""
-    start, stop = start - part.place.start, stop - part.place.start
-    view = part.file.get_slice(part.key)
-    shape = view.get_shape()
-    if not shape:
-        return part.file.get_tensor(part.key).reshape(1)
-    row = max(torch.Size(shape[1:]).numel(), 1)
+def read_region(folder: Path, entry: str, shards: Sequence[StoredShard], wanted: Region) -> Tensor:
+    """The numbers of a region, from the stored shards that overlap it."""
+    first = shards[0].file.get_slice(shards[0].key)
+    flat = torch.empty(wanted.numel, dtype=(first[:0] if first.get_shape() else shards[0].file.get_tensor(shards[0].key)).dtype)
+    filled = 0
+    for region, shard in {shard.region: shard for shard in shards}.items():
+        for stored, at in region.boxes():
+            for box, place in wanted.boxes():
+                common = intersection(stored, box)
+                if common is not None:
+                    target = flat[place : place + math.prod(box.sizes)].view(box.sizes)
+                    within(common, box).of(target).copy_(read_box(shard, stored, at, within(common, stored)))
+                    filled += math.prod(common.sizes)
+    if filled != wanted.numel:
+        raise CheckpointError(f"The checkpoint {folder} is damaged: of {entry}, {wanted.numel - filled} numbers are in none of its files.")
+    return flat.view(wanted.local_shape)
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    starts = [max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True)]
+    ends = [min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True)]
+    sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+    return Box(tuple(starts), tuple(sizes)) if all(size > 0 for size in sizes) else None
+
+
+def within(inner: Box, outer: Box) -> Box:
+    """The same box, counted from the corner of another one."""
+    return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
+
+
+def read_box(shard: StoredShard, stored: Box, at: int, wanted: Box) -> Tensor:
+    """A box out of a stored box that begins at number `at` of its shard: whole rows are read, and no more of them than are wanted."""
+    view = shard.file.get_slice(shard.key)
+    if not view.get_shape():
+        return shard.file.get_tensor(shard.key)
+    row = math.prod(stored.sizes[1:])
+    rows = (wanted.offsets[0], wanted.offsets[0] + wanted.sizes[0]) if stored.sizes else (0, 1)
+    numbers = read_numbers(view, at + rows[0] * row, at + rows[1] * row)
+    box = Box((0, *wanted.offsets[1:]), wanted.sizes)
+    return box.of(numbers.view(rows[1] - rows[0], *stored.sizes[1:]))
+
+
+def read_numbers(view: Any, start: int, stop: int) -> Tensor:
+    """[stop - start] of a stored tensor's flattened numbers, read with the rest of the first and the last row around them."""
+    row = max(math.prod(view.get_shape()[1:]), 1)
     first = start // row
     return view[first : -(-stop // row)].reshape(-1)[start - first * row : stop - first * row].clone()

@@ -1,6 +1,6 @@
-"""Chapter 06. Saving and restoring a run of many ranks: each writes what it holds, one of them makes the folder complete.
+"""Chapter 06. The distributed checkpointer: each rank writes its shards, one of them makes the folder complete.
 
-    all     agree who writes which numbers; write them into `step-XXXXXXXX.ranks`, on a thread, while training goes on
+    all     write their parts into `step-XXXXXXXX.ranks`, on a thread, while training goes on
     all     later, between two steps: has everybody written?
     rank 0  moves the files into place, with the manifest of everybody's checksums, by one renaming
 
@@ -12,50 +12,58 @@ Left out on purpose: machines without a folder that all of them see.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shared.engine.checkpoint.atomic import atomic_save, force_to_disk
 from shared.engine.checkpoint.folder import MANIFEST, STATE, CheckpointError, Checkpoints, fingerprint, reason_of, require_intact, state_of
 from shared.engine.checkpoint.random_state import RandomState, get_random_state
-from shared.engine.checkpoint.snapshot import Snapshot, Stateful, take_snapshot
 from shared.engine.checkpoint.saver import Saver
-from shared.parallel.parallelize import Parallel
-from shared.parallel.comm.communicator import Communicator
-from shared.parallel.checkpoint.local_state import LocalState
-from shared.parallel.checkpoint.files import Place, RankFiles, rank_file, write_parts
+from shared.engine.checkpoint.snapshot import Snapshot, Stateful
+from shared.parallel.checkpoint.files import ShardFiles, rank_file, write_shards
+from shared.parallel.sharding import Region, whole_region
+
+if TYPE_CHECKING:
+    from shared.parallel.strategy import ParallelStrategy
 
 RANDOM = "random_of_ranks"  # in state.json: what Python and NumPy draw from, by rank
 Result = TypeVar("Result")
-Placed = dict[tuple[str, Place], Tensor]
+Shards = dict[tuple[str, Region], Tensor]
 
 
 class RankCheckpoints(Checkpoints):
-    """Chapter 04's checkpoints as one rank of many reads them: its part of the tensors, and its share of the checksums.
+    """Chapter 04's checkpoints as one rank of many reads them: its shards of the tensors, and its share of the checksums.
 
-    Every rank makes the same calls at the same time, and is told the same.
+    Every rank makes the same calls at the same time, and gets the same answers.
     """
 
-    def __init__(self, folder: Path, keep_last: int, keep_best: bool, local: LocalState, world: Communicator):
-        super().__init__(folder, keep_last, keep_best)
-        self.local, self.world = local, world
+    def __init__(self, folder: Path, keep_last: int, keep_best: bool, strategy: "ParallelStrategy"):
+        elsewhere = {*strategy.holders.shapes, *strategy.optim_holders.shapes}
+        storage = ShardFiles(strategy.weight_regions, strategy.optim_regions, elsewhere)
+        super().__init__(folder, keep_last, keep_best, storage)
+        self.strategy, self.world = strategy, strategy.mesh.world
 
     def load(self, step: int) -> Snapshot:
-        self.storage = RankFiles(self.local.weight_places(), self.local.state_places())
+        """The snapshot with this rank's numbers, and of the optimizer's groups and values those that it has parameters of."""
         snapshot = self.agreed(partial(super().load, step))
-        places = self.local.state_places()
-        values = {name: held for name, held in snapshot.optimizer.values.items() if places[name].start < places[name].stop}
-        return replace(snapshot, optimizer=replace(snapshot.optimizer, values=values), random=self.random_state(step))
+        held, everywhere = self.strategy.optim_regions, self.strategy.optim_holders.shapes
+        values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if name not in held or held[name].numel}
+        groups = [
+            group | {"names": [name for name in group["names"] if name in held or name not in everywhere]}
+            for group in snapshot.optimizer.groups
+        ]
+        values = {name: of_name for name, of_name in values.items() if name in held or name not in everywhere}
+        optimizer = replace(snapshot.optimizer, values=values, groups=groups)
+        return replace(snapshot, optimizer=optimizer, random=self.random_state(step))
 
     def require_intact(self, folder: Path) -> None:
         """Agreed upon before anybody reads what may be damaged."""
@@ -83,73 +91,71 @@ class RankCheckpoints(Checkpoints):
 
 
 class RankSaver(Saver):
-    """One rank's end of saving. Every rank makes the same calls at the same time.
+    """One rank's end of the distributed checkpointer. Every rank makes the same calls at the same time.
 
     Args:
+        strategy: what is saved.
         folder: holds the checkpoints; every rank sees the same.
         asynchronous: whether `save` returns before this rank's files are written.
-        parallel: what is saved.
-        world: all ranks.
-        device: where small tensors travel from.
+
+    Raises:
+        ValueError: the ranks together do not hold the whole of every tensor.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        parallel: Parallel,
-        world: Communicator,
-        device: torch.device,
-        *,
-        keep_last: int = 2,
-        keep_best: bool = True,
-        asynchronous: bool = True,
+        self, strategy: "ParallelStrategy", folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True
     ):
-        self.local, self.world, self.device = LocalState(parallel), world, device
-        super().__init__(RankCheckpoints(folder, keep_last, keep_best, self.local, world), asynchronous)
-        self.step, self.state = 0, ""
+        super().__init__(strategy.state, RankCheckpoints(folder, keep_last, keep_best, strategy), asynchronous)
+        strategy.holders.require_complete()
+        strategy.optim_holders.require_complete()
+        self.strategy, self.world = strategy, strategy.mesh.world
+        self.device = next(strategy.module.parameters()).device  # where small tensors travel from
+        self.step, self.common = 0, ""
 
-    def snapshot(self, step: int, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> Snapshot:
-        return take_snapshot(step, self.local, optimizer, parts)
-
-    def save(self, snapshot: Snapshot, notes: dict[str, Any]) -> None:
-        if self.pending is not None:
-            raise RuntimeError("A save is under way: call finished(wait=True) before the next.")
+    def writing(self, snapshot: Snapshot, notes: dict[str, Any]) -> Callable[[], Any]:
         self.step, staging = snapshot.step, self.checkpoints.path(snapshot.step).with_suffix(".ranks")
         files = self.own_files(snapshot)
-        self.state = self.common_state(snapshot, notes)
+        self.common = self.common_state(snapshot, notes)
         problem = self.world.gather_objects(empty_folder(staging) if self.world.rank == 0 else None)[0]
         if self.asynchronous:
-            files = {file: {at: tensor.to("cpu", copy=True) for at, tensor in placed.items()} for file, placed in files.items()}
-        work = partial(write_files, staging, files, problem)
-        if self.asynchronous:
-            self.thread = self.thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-            self.pending = self.thread.submit(work)
-            return
-        self.pending = Future()
-        self.pending.set_result(work())
+            files = {file: {at: tensor.to("cpu", copy=True) for at, tensor in shards.items()} for file, shards in files.items()}
+        return partial(write_files, staging, files, problem)
 
-    def own_files(self, snapshot: Snapshot) -> dict[str, Placed]:
+    def own_files(self, snapshot: Snapshot) -> dict[str, Shards]:
         """What this rank writes: by file, the numbers that no other rank writes."""
-        held = {"weights": self.local.placed_weights(), "optimizer": self.local.placed_state(snapshot.optimizer)}
-        mine = [(file, *placed) for file, tensors in held.items() for placed in tensors]
-        everyone = self.world.gather_objects([[file, name, place.shape, place.start, place.stop] for file, name, place in mine])
-        chosen = set(shared_out([[tuple(item[:2]) + (tuple(item[3:]),) for item in items] for items in everyone])[self.world.rank])
-        files: dict[str, Placed] = {"weights": {}, "optimizer": {}}
-        for file, name, place in mine:
-            if (file, name, (place.start, place.stop)) in chosen:
-                files[file][name, place] = held[file][name, place].detach()
-        files["random"] = {(name, Place(tuple(state.shape), 0, len(state))): state for name, state in snapshot.random.torch.items()}
-        return {rank_file(file, self.world.rank, self.world.size): placed for file, placed in files.items()}
+        strategy, rank = self.strategy, self.world.rank
+        weights: Shards = {}
+        writers = strategy.holders.writers()
+        for name, tensor in snapshot.weights.items():
+            part = name, strategy.weight_regions[name]
+            if writers.get(part) == rank:
+                weights[part] = tensor.detach()
+        optimizer: Shards = {}
+        writers = strategy.optim_holders.writers()
+        for name, tensors in snapshot.optimizer.tensors.items():
+            region = strategy.optim_regions[name]
+            if writers.get((name, region)) != rank:  # of a parameter that this rank holds nothing of, even the count of steps may be stale
+                continue
+            for key, tensor in tensors.items():
+                is_sharded = tensor.numel() == region.numel and tensor.dim() > 0
+                optimizer[f"{key}/{name}", region if is_sharded else whole_region(tensor.shape)] = tensor.detach()
+        random = {(name, whole_region(state.shape)): state for name, state in snapshot.random.torch.items()}
+        files = {"weights": weights, "optimizer": optimizer, "random": random}
+        return {rank_file(file, rank, self.world.size): shards for file, shards in files.items()}
 
     def common_state(self, snapshot: Snapshot, notes: dict[str, Any]) -> str:
         """The text of `state.json`: what is the same on all ranks from rank 0, what differs from those that have it."""
-        places = self.local.state_places()
-        values = {name: held for name, held in snapshot.optimizer.values.items() if places[name].start < places[name].stop}
+        held = self.strategy.optim_regions
+        values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if held[name].numel}
         random = {key: value for key, value in asdict(snapshot.random).items() if key != "torch"}
-        everyone = self.world.gather_objects([values, random])
-        merged = {name: held for values, _ in reversed(everyone) for name, held in values.items()}
-        snapshot = replace(snapshot, optimizer=replace(snapshot.optimizer, values=merged))
-        return json.dumps(state_of(snapshot, notes) | {RANDOM: [random for _, random in everyone[1:]]})
+        everyone = self.world.gather_objects([values, random, [group["names"] for group in snapshot.optimizer.groups]])
+        merged = {name: of_name for values, _, _ in reversed(everyone) for name, of_name in values.items()}
+        groups = []
+        for number, group in enumerate(snapshot.optimizer.groups):
+            names = dict.fromkeys(name for _, _, of_groups in everyone for name in of_groups[number])
+            groups.append(group | {"names": list(names)})
+        snapshot = replace(snapshot, optimizer=replace(snapshot.optimizer, values=merged, groups=groups))
+        return json.dumps(state_of(snapshot, notes) | {RANDOM: [random for _, random, _ in everyone[1:]]})
 
     def finished(self, wait: bool = False) -> Path | None:
         """The checkpoint that was completed since the last call, if any. Every rank calls it between two steps."""
@@ -186,7 +192,7 @@ class RankSaver(Saver):
         def write(folder: Path) -> None:
             for name in files:
                 (staging / name).rename(folder / name)
-            (folder / STATE).write_text(self.state, encoding="utf-8")
+            (folder / STATE).write_text(self.common, encoding="utf-8")
             manifest = files | {STATE: fingerprint(folder / STATE)}
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
@@ -202,7 +208,7 @@ class RankSaver(Saver):
         """As rank 0 sees the folder."""
         return self.world.gather_objects(super().is_best(loss))[0]
 
-    def restore(self, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
+    def restore(self, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
         """Go on from the newest intact checkpoint, whichever layout wrote it."""
         seen = self.world.gather_objects(self.checkpoints.steps())
         if differing := [rank for rank, steps in enumerate(seen) if steps != seen[0]]:
@@ -210,26 +216,7 @@ class RankSaver(Saver):
                 f"Rank {differing[0]} sees the checkpoints of steps {seen[differing[0]]} in {self.checkpoints.folder}, and rank 0 those of "
                 f"{seen[0]}: all ranks need the same folder, on storage that all machines share."
             )
-        return super().restore(self.local, optimizer, parts)
-
-
-def shared_out(held: Sequence[Sequence[tuple]]) -> list[list[tuple]]:
-    """Who writes what: each of the numbers that several ranks hold goes to the one that has the fewest to write so far.
-
-    Args:
-        held: for each rank its items (file, name, (start, stop)).
-    """
-    holders: dict[tuple, list[int]] = {}
-    for rank, items in enumerate(held):
-        for item in items:
-            holders.setdefault(item, []).append(rank)
-    written: list[list[tuple]] = [[] for _ in held]
-    load = [0] * len(held)
-    for item in sorted(holders, key=lambda item: (len(holders[item]) > 1, item[2][0] - item[2][1], item)):
-        rank = min(holders[item], key=lambda rank: load[rank])
-        written[rank].append(item)
-        load[rank] += item[2][1] - item[2][0]
-    return written
+        return super().restore(optimizer, parts)
 
 
 def empty_folder(path: Path) -> str | None:
@@ -243,12 +230,12 @@ def empty_folder(path: Path) -> str | None:
     return None
 
 
-def write_files(folder: Path, files: dict[str, Placed], problem: str | None) -> tuple[dict[str, dict[str, Any]], str | None]:
+def write_files(folder: Path, files: dict[str, Shards], problem: str | None) -> tuple[dict[str, dict[str, Any]], str | None]:
     """Returns each file's fingerprint, and what went wrong."""
     try:
         if problem is None:
-            for name, placed in files.items():
-                write_parts(folder / name, placed)
+            for name, shards in files.items():
+                write_shards(folder / name, shards)
                 force_to_disk(folder / name)
         return {name: fingerprint(folder / name) for name in files} if problem is None else {}, problem
     except (OSError, SafetensorError) as error:

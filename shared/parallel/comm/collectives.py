@@ -55,23 +55,23 @@ def ring_all_reduce(tensor: Tensor, group: Communicator) -> None:
 
 
 def are_equal(sizes: Sequence[int]) -> bool:
-    """Whether parts of these sizes are as equal as can be, so that filling them up costs less than one number a rank."""
+    """Whether sizes differ by one at most, so that padding costs less than one element for each rank."""
     return max(sizes) - min(sizes) <= 1
 
 
 def reduce_scatter_v(parts: Sequence[Sequence[Tensor]], group: Communicator, keep: Callable[[Tensor], None]) -> Work:
-    """Begin to add up over the ranks what each of them is to keep.
+    """Start a reduce-scatter with a size for each rank (MPI's Reduce_scatter): each rank gets its own part of the sum over the ranks.
 
     Args:
-        parts: parts[r] are this rank's numbers of what rank r keeps, tensors [n] laid end to end, at least one; sizes are the same on all
+        parts: parts[r] are this rank's summands of rank r's part, as tensors [n] laid end to end, at least one; sizes are the same on all
             ranks.
-        keep: called with this rank's part of the sum [its size], once it has been waited for.
+        keep: called with this rank's part of the sum [its size] when the work is waited for.
     """
     sizes = [sum(tensor.numel() for tensor in part) for part in parts]
     own, longest = sizes[group.rank], max(sizes)
     if are_equal(sizes):
-        filled = [[*part, part[0].new_zeros(longest - size)] for part, size in zip(parts, sizes, strict=True)]
-        whole = torch.cat([tensor for part in filled for tensor in part])
+        padded = [[*part, part[0].new_zeros(longest - size)] for part, size in zip(parts, sizes, strict=True)]
+        whole = torch.cat([tensor for part in padded for tensor in part])
         total = whole.new_empty(longest)
         work = group.reduce_scatter(total, whole, asynchronous=True)
         return DeferredWork(lambda: (work.wait(), keep(total[:own])))
@@ -82,11 +82,12 @@ def reduce_scatter_v(parts: Sequence[Sequence[Tensor]], group: Communicator, kee
 
 
 def all_gather_v(part: Tensor, sizes: Sequence[int], group: Communicator, keep: Callable[[Sequence[Tensor]], None]) -> Work:
-    """Begin to bring every rank's part to all of them.
+    """Start an all-gather with a size for each rank (MPI's Allgatherv): every rank gets the parts of all ranks.
 
     Args:
-        part: this rank's, [sizes[group.rank]].
-        keep: called with the parts of all ranks in order, [sizes[r]] each, once they have been waited for.
+        part: this rank's part, [sizes[group.rank]].
+        sizes: the number of elements of each rank's part.
+        keep: called with the parts of all ranks in order, [sizes[r]] each, when the work is waited for.
     """
     if are_equal(sizes):
         whole = part.new_empty(group.size, max(sizes))

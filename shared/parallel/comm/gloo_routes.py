@@ -1,12 +1,12 @@
-"""Chapter 06. Reduce-scatter and all-gather over gloo by shorter ways than its own: each rank hands every other rank its piece directly.
+"""Chapter 06. Faster reduce-scatter and all-gather for gloo: each rank sends its shards directly to every other rank.
 
     short (under 4 MiB)   one all-to-all
-    long                  a send to and a receive from each other rank, straight from and into the place where the numbers belong
+    long                  a send to and a receive from each other rank, straight from and into the tensors themselves
 
-gloo's own reduce-scatter and all-gather make more passes over memory than their bytes need: two to three times the milliseconds of these,
-and they cost together about three all-reduces. `tests/benchmarks/gloo_routes.py` has measured every route that we know.
+gloo's own reduce-scatter and all-gather make more passes over memory than their bytes need: they take two to three times as long as these.
+`tests/benchmarks/gloo_routes.py` measures them beside other algorithms.
 
-Left out on purpose: many machines, where n - 1 messages at once crowd the network; NCCL, whose own routes are the best there are; and
+Left out on purpose: many machines, where n - 1 messages at once congest the network; NCCL, which has better algorithms of its own; and
 all-reduce, which gloo does well.
 """
 
@@ -17,21 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LONG = 2**22  # bytes of the whole tensor; sends and receives have to be waited for one by one, which short tensors are not worth
+LONG = 2**22  # bytes of the full tensor; sends and receives are waited for one by one, which does not pay for short tensors
 WaitFor = Callable[[dist.Work, bool], None]  # waits for an operation; the flag says whether it is a send or a receive
-TAG = 6  # so that they are never taken for a send of the group's users
+TAG = 6  # keeps these messages apart from the sends of a group's users
 
 
 def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup, wait_for: WaitFor) -> Callable[[], None]:
-    """Begin to add up this rank's row over the ranks: in rank order, so that the bits are always the same.
+    """Start a reduce-scatter: the sum of this rank's row over the ranks, added in rank order, so that the bits are always the same.
 
     Args:
         part: [n], for the sum; it may be this rank's row of `whole`.
-        whole: [size * n], a row for each rank. Left as it is; beside it stands a second one of its size until the end.
-        wait_for: how the group's communicator waits.
+        whole: [size * n], a row for each rank. Left unchanged; a buffer of its size is allocated until the end.
+        wait_for: waits for an operation, with the heartbeat of the group's communicator.
 
     Returns:
-        What waits until all rows are here, and adds them up.
+        A function that waits until all rows have arrived, and adds them up.
     """
     rows, rank = whole.view(group.size(), -1), group.rank()
     arrived = torch.empty_like(rows)
@@ -52,15 +52,15 @@ def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup, wait_f
 
 
 def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup, wait_for: WaitFor) -> Callable[[], None]:
-    """Begin to hand `part` to every rank.
+    """Start an all-gather of `part`.
 
     Args:
         whole: [size * n], for the ranks' parts, one after the other.
-        part: [n]; it may be its own place in `whole`.
-        wait_for: how the group's communicator waits.
+        part: [n]; it may be its own slice of `whole`.
+        wait_for: waits for an operation, with the heartbeat of the group's communicator.
 
     Returns:
-        What waits until `whole` is complete. Until then `part` must be left alone.
+        A function that waits until `whole` is complete. Do not write to `part` before.
     """
     rows, part = whole.view(group.size(), -1), part.view(-1)
     if whole.nbytes < LONG:
@@ -73,7 +73,7 @@ def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup, wait_for: 
 
 
 def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup, wait_for: WaitFor) -> Callable[[], None]:
-    """Begin to send `sent[r]` to each other rank r, and to receive `received[r]` from it. Returns what waits for all of them."""
+    """Start to send `sent[r]` to each other rank r, and to receive `received[r]` from it. Returns a function that waits for all of them."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     works = [dist.irecv(received[rank], group=group, group_src=rank, tag=TAG) for rank in others]
     works += [dist.isend(sent[rank], group=group, group_dst=rank, tag=TAG) for rank in others]

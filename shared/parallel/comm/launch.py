@@ -1,13 +1,13 @@
-"""Chapter 06. Starting ranks as processes from a notebook cell, a test or a script, in a fraction of a second.
+"""Chapter 06. Launch ranks as local processes (multiprocessing) from a notebook cell, a test or a script, in a fraction of a second.
 
     results = run_processes(lambda world: world.gather_objects(world.rank), 2)
 
-A new Python that imports torch takes seconds, and a fork of a process that has used autograd hangs. So ranks are forked from a server
-that has imported torch and done nothing else, and the function is sent to them by cloudpickle, which takes one that was defined in a
-cell. They meet in a file, and their gloo talks through the loopback device only. A script that calls this needs
+A new Python that imports torch takes seconds, and a fork of a process that has used autograd hangs. So ranks are forked from a fork server
+that has imported torch and done nothing else. The function is sent to them by cloudpickle, which can send one that was defined in a
+notebook cell. The rendezvous is a file, and gloo uses the loopback device only. A script that calls this needs
 `if __name__ == "__main__":`, because ranks import it.
 
-Left out on purpose: several machines. That is torchrun's work, and `shared.parallel.comm.processes.from_torchrun` takes it from there.
+Left out on purpose: several machines. torchrun starts ranks there, and `shared.parallel.comm.processes.from_torchrun` joins its world.
 """
 
 import multiprocessing
@@ -35,18 +35,18 @@ from shared.parallel.health.heartbeat import EXIT_CODE, Timeouts, RankLost
 from shared.parallel.comm.processes import join_world, leave_world
 
 Result = TypeVar("Result")
-BRIEF = Timeouts(heartbeat_timeout=60.0, collective_timeout=1800.0, heartbeat_interval=0.2)
-GRACE = 0.2  # seconds that the other ranks have, after one has failed, to tell what they failed with
-CAUSE = 60.0  # ... where that one failed because of another, which has yet to send why: its machine may be busy
+LOCAL_TIMEOUTS = Timeouts(heartbeat_timeout=60.0, collective_timeout=1800.0, heartbeat_interval=0.2)
+GRACE = 0.2  # seconds in which the other ranks can send their errors, after one has failed
+CAUSE_GRACE = 60.0  # ... where that one failed because of another rank, whose error is the cause; the machine may be busy
 
 
 class RankFailed(Exception):
-    """What a rank raised, where the exception itself could not be sent; the message has its type and its text."""
+    """Stands for an exception of a rank that cannot be pickled; the message has its type and its text."""
 
 
 @dataclass
 class Job:
-    """What a rank is to do."""
+    """What one rank runs."""
 
     call: bytes  # the function and its arguments
     rank: int
@@ -57,18 +57,18 @@ class Job:
 
 
 def run_processes(
-    function: Callable[..., Result], ranks: int, *arguments: Any, timeout: float = 180.0, timeouts: Timeouts = BRIEF
+    function: Callable[..., Result], ranks: int, *arguments: Any, timeout: float = 180.0, timeouts: Timeouts = LOCAL_TIMEOUTS
 ) -> list[Result]:
     """Run `function(world, *arguments)` in each of `ranks` new processes, and return the results in rank order.
 
-    `world` is the rank's `ProcessCommunicator`, on the CPU with one thread. What ranks print comes out here, when all have ended, rank
-    after rank. No process is left, whatever happens.
+    `world` is the rank's `ProcessCommunicator`, on the CPU with one thread. The ranks' output is printed here once all have ended, rank by
+    rank. No process is left over, whatever happens.
 
     Args:
-        timeout: seconds for the whole call. timeouts: how long ranks wait for each other within it.
+        timeout: seconds for the whole call. timeouts: how long ranks wait for each other.
 
     Raises:
-        CommunicationError: a rank ended its process, the time is over, or the ranks' calls do not match.
+        CommunicationError: a rank's process ended, `timeout` is over, or the ranks' calls do not match.
         Exception: what the first rank that failed raised, with a note that holds the rank and its traceback there.
     """
     context = multiprocessing.get_context("forkserver")
@@ -97,8 +97,12 @@ def run_processes(
 
 
 def collect(connections: list[Connection], deadline: float) -> dict[int, tuple[Any, BaseException | None] | None]:
-    """Each rank's answer as it comes, until all have answered, the deadline, or shortly after the first that failed. None for a rank
-    that ended without an answer; a rank that gave none yet is absent. What is there already is taken, however late this process is."""
+    """Receive each rank's answer, until all have answered, until the deadline, or until shortly after the first failure.
+
+    Returns:
+        rank -> its answer; None for a rank whose process ended without one. Ranks that have not answered are absent. Answers that have
+        arrived are read even after the deadline.
+    """
     answers: dict[int, Any] = {}
     while len(answers) < len(connections):
         remaining = deadline - time.monotonic()
@@ -113,33 +117,33 @@ def collect(connections: list[Connection], deadline: float) -> dict[int, tuple[A
                 answers[rank] = None
             if answers[rank] is None or answers[rank][1] is not None:
                 error = answers[rank] and answers[rank][1]
-                told_by_another = isinstance(error, RankStopped) and not isinstance(error, RankLost)
-                deadline = min(deadline, time.monotonic() + (CAUSE if told_by_another else GRACE))
+                is_consequence = isinstance(error, RankStopped) and not isinstance(error, RankLost)
+                deadline = min(deadline, time.monotonic() + (CAUSE_GRACE if is_consequence else GRACE))
     return answers
 
 
 def results_of(answers: dict[int, Any], codes: list[int], timeout: float, folder: Path) -> list[Any]:
-    """The results, or the failure that says most: an exception, then a process that ended, then the time that is over."""
+    """The ranks' results; or raise the most informative failure: an exception, else a process that ended, else the timeout."""
     ranks = len(codes)
     errors = {rank: answer[1] for rank, answer in sorted(answers.items()) if answer is not None and answer[1] is not None}
     ended = [rank for rank, answer in sorted(answers.items()) if answer is None]
-    ended = [rank for rank in ended if codes[rank] != EXIT_CODE] or ended  # with that code a rank ends because of another
+    ended = [rank for rank in ended if codes[rank] != EXIT_CODE] or ended  # that code says that another rank failed
     for error in errors.values():
         if not isinstance(error, RankStopped):
             raise error
     if ended:
         raise CommunicationError(
-            "; ".join(f"rank {rank} of {ranks} ended with {exit_name(codes[rank])}{said(rank, folder)}" for rank in ended)
+            "; ".join(f"rank {rank} of {ranks} ended with {exit_name(codes[rank])}{stderr_of(rank, folder)}" for rank in ended)
         )
     if errors:
         raise next(iter(errors.values()))
     if len(answers) < ranks:
         missing = [rank for rank in range(ranks) if rank not in answers]
-        raise CommunicationError(f"{names(missing)} of {ranks} did not end within {timeout:g} s, and all were stopped.")
+        raise CommunicationError(f"{rank_names(missing)} of {ranks} did not end within {timeout:g} s, and all were stopped.")
     return [answers[rank][0] for rank in range(ranks)]
 
 
-def names(ranks: list[int]) -> str:
+def rank_names(ranks: list[int]) -> str:
     return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(map(str, ranks))
 
 
@@ -147,9 +151,9 @@ def exit_name(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def said(rank: int, folder: Path) -> str:
-    """The last lines that the process itself wrote, gloo's complaints for instance."""
-    path = Path(folder, f"said-{rank}")
+def stderr_of(rank: int, folder: Path) -> str:
+    """The last lines that the process wrote to its standard error, such as errors of gloo."""
+    path = Path(folder, f"stderr-{rank}")
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
     return ":\n" + "\n".join(lines[-5:]) if lines else ""
 
@@ -160,11 +164,11 @@ def print_lines(rank: int, path: Path) -> None:
             print(f"rank {rank}: {line}")
 
 
-# What follows runs in the rank's own process.
+# The rest runs in the rank's own process.
 
 
 def rank_main(connection: Connection, job: Job) -> None:
-    """Work, answer, and stay until the parent has all answers: a rank that left early would look to the others like one that died."""
+    """Run the job, send the answer, and stay until the parent has all answers: the others would take a rank that exits early for dead."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills this process
     redirect(job)
@@ -173,13 +177,13 @@ def rank_main(connection: Connection, job: Job) -> None:
     except BaseException as error:
         answer = None, error
     sys.stdout.flush()
-    connection.send_bytes(packed(answer, job))
+    connection.send_bytes(pickled(answer, job))
     connection.poll(None)
 
 
 def redirect(job: Job) -> None:
-    """What Python prints goes to one file, which the parent shows; what else the process writes to another, for when it dies."""
-    handle = os.open(job.folder / f"said-{job.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    """Redirect Python's output to one file, which the parent prints, and everything else to another, which is shown if the process dies."""
+    handle = os.open(job.folder / f"stderr-{job.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(handle, stream)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace")
@@ -189,9 +193,9 @@ def redirect(job: Job) -> None:
 def work(job: Job) -> Any:
     binding.choose(job.choice.implementation, job.choice.workspace, job.choice.replaced)
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback()  # the way in which torch takes it
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()  # torch reads it from the environment
     function, arguments = cloudpickle.loads(job.call)
-    world = join_world(job.rank, job.ranks, f"file://{job.folder / 'meeting'}", torch.device("cpu"), job.timeouts)
+    world = join_world(job.rank, job.ranks, f"file://{job.folder / 'rendezvous'}", torch.device("cpu"), job.timeouts)
     try:
         result = function(world, *arguments)
         require_finished(world)
@@ -203,22 +207,22 @@ def work(job: Job) -> Any:
 
 
 def loopback() -> str:
-    """The name of the device that leads nowhere but back."""
+    """The name of the loopback network device."""
     return next(name for name, addresses in psutil.net_if_addrs().items() if any(each.address == "127.0.0.1" for each in addresses))
 
 
-def packed(answer: tuple[Any, BaseException | None], job: Job) -> bytes:
-    """An answer as it is sent. An exception takes its traceback along, as a note."""
+def pickled(answer: tuple[Any, BaseException | None], job: Job) -> bytes:
+    """Pickle an answer. An exception carries its traceback along, as a note."""
     result, error = answer
     if error is not None and not isinstance(error, CommunicationError):
         error.add_note(f"on rank {job.rank} of {job.ranks}:\n{''.join(traceback.format_exception(error)).rstrip()}")
     try:
         data = cloudpickle.dumps((result, error))
-        cloudpickle.loads(data)  # some exceptions can be packed and not unpacked
+        cloudpickle.loads(data)  # some exceptions can be pickled and not unpickled
         return data
     except Exception as problem:
-        told = error or problem
-        substitute = RankFailed(f"{type(told).__name__}: {told}")
-        for note in getattr(told, "__notes__", [f"on rank {job.rank} of {job.ranks}: its result cannot be sent"]):
+        cause = error or problem
+        substitute = RankFailed(f"{type(cause).__name__}: {cause}")
+        for note in getattr(cause, "__notes__", [f"on rank {job.rank} of {job.ranks}: its result cannot be sent"]):
             substitute.add_note(note)
         return cloudpickle.dumps((None, substitute))

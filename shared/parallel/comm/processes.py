@@ -1,8 +1,8 @@
-"""Chapter 06. Ranks as processes: torch.distributed carries the bytes, with gloo on CPUs and NCCL on GPUs.
+"""Chapter 06. Ranks as processes: torch.distributed process groups, with gloo on CPUs and NCCL on GPUs, started by torchrun.
 
     torchrun --nproc-per-node 2 script.py                                world, device = from_torchrun()
 
-What this adds to torch's calls is what every `Communicator` has: ranks that count within their group, results in place, the trace.
+It gives torch's collectives the interface of `Communicator`: ranks count within their group, results are in place, calls are traced.
 
 Left out on purpose: the algorithms of gloo and NCCL. Two of gloo's are replaced by faster ones (`shared.parallel.comm.gloo_routes`);
 `shared.parallel.comm.collectives` builds all-reduce from sends and receives.
@@ -41,24 +41,24 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class Process:
-    """What all groups of one rank share. device: where the rank computes."""
+    """One rank's process, which all of its groups share. device: where the rank computes."""
 
     device: torch.device
     heartbeat: Heartbeat
 
     @property
     def timeout(self) -> timedelta:
-        """Torch's own, for an operation: the heartbeat should speak first."""
+        """Torch's own timeout of an operation, long enough for the heartbeat to find the problem first."""
         timeouts = self.heartbeat.timeouts
         return timedelta(seconds=max(timeouts.collective_timeout + 2 * timeouts.heartbeat_timeout, timeouts.init_timeout))
 
 
 class ProcessCommunicator(Communicator):
-    """One process's end of a group.
+    """One process's end of a process group.
 
     Args:
-        process: what the rank's groups share.
-        torch_group: torch's own handle of the group, for those of its engines that want one.
+        process: the rank's process.
+        torch_group: torch's own `ProcessGroup`, which DDP and fully_shard take.
     """
 
     def __init__(
@@ -84,27 +84,27 @@ class ProcessCommunicator(Communicator):
         return self.wrap(dist.broadcast(tensor, self.members[root], self.torch_group, async_op=True))
 
     def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
-        into, out = torch.cat([place.flatten() for place in received]), torch.cat([tensor.flatten() for tensor in sent])
-        sizes = [place.numel() for place in received]
+        into, out = torch.cat([tensor.flatten() for tensor in received]), torch.cat([tensor.flatten() for tensor in sent])
+        sizes = [tensor.numel() for tensor in received]
 
         def unpack() -> None:
-            for place, part in zip(received, into.split(sizes), strict=True):
-                place.view(-1).copy_(part)
+            for tensor, part in zip(received, into.split(sizes), strict=True):
+                tensor.view(-1).copy_(part)
 
         counts = sizes, [tensor.numel() for tensor in sent]
         return self.wrap(dist.all_to_all_single(into, out, *counts, self.torch_group, async_op=True), unpack)
 
     def _send(self, tensor: Tensor, to: int) -> Work:
-        return self.wrap(dist.isend(tensor, self.members[to], self.torch_group), direct=True)
+        return self.wrap(dist.isend(tensor, self.members[to], self.torch_group), point_to_point=True)
 
     def _receive(self, tensor: Tensor, source: int) -> Work:
-        return self.wrap(dist.irecv(tensor, self.members[source], self.torch_group), direct=True)
+        return self.wrap(dist.irecv(tensor, self.members[source], self.torch_group), point_to_point=True)
 
     def _barrier(self) -> Work:
         return self.wrap(dist.barrier(self.torch_group, async_op=True))
 
     def _gather_texts(self, text: str) -> list[str]:
-        """As bytes, padded to the longest: nothing is pickled."""
+        """Gathered as bytes, padded to the longest text: nothing is pickled."""
         own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.process.device)
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.process.device)
         self._all_gather(lengths, lengths.new_tensor([len(own)])).wait()
@@ -115,83 +115,89 @@ class ProcessCommunicator(Communicator):
         return [bytes(row[:length].tolist()).decode() for row, length in zip(everyone.cpu(), lengths.tolist(), strict=True)]
 
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
-        handles = {group: self.new_group(axis, group) for group in groups if len(group) > 1}  # torch wants every rank at every group
-        return ProcessCommunicator(self.process, handles[mine], mine, axis, self.trace, self.splits) if mine in handles else self
+        torch_groups = {group: self.new_group(axis, group) for group in groups if len(group) > 1}  # torch has every rank create every group
+        return ProcessCommunicator(self.process, torch_groups[mine], mine, axis, self.trace, self.splits) if mine in torch_groups else self
 
     def new_group(self, axis: str, members: Sequence[int]) -> dist.ProcessGroup:
-        # Its order is the group's: torch would sort the ranks.
+        # Ranks keep the group's order: torch would sort them.
         return dist.new_group(list(members), self.process.timeout, group_desc=axis, sort_ranks=False)
 
-    def wrap(self, work: dist.Work, finish: Callable[[], None] = lambda: None, direct: bool = False) -> Work:
+    def wrap(self, work: dist.Work, finish: Callable[[], None] = lambda: None, point_to_point: bool = False) -> Work:
+        """Torch's work as ours: waiting for it watches the heartbeat, and then calls `finish`."""
+
         def wait() -> None:
-            self.wait_for(work, direct)
+            self.wait_for(work, point_to_point)
             finish()
 
         return DeferredWork(wait)
 
-    def wait_for(self, work: dist.Work, direct: bool) -> None:
-        """Wait, as long as there is hope. direct: whether it is a send or a receive."""
+    def wait_for(self, work: dist.Work, point_to_point: bool) -> None:
+        """Wait for torch's work, unless the heartbeat finds a problem. point_to_point: whether it is a send or a receive."""
         heartbeat = self.process.heartbeat
-        if self.process.device.type == "cpu" and not direct:
+        if self.process.device.type == "cpu" and not point_to_point:
             heartbeat.wait(work)
             return
         broken = None
-        heartbeat.deaf = True
+        heartbeat.blocked = True
         try:
-            work.wait()  # on a GPU it only orders streams; and gloo breaks off a send or receive that is given a time
+            work.wait()  # on a GPU it only orders streams; and gloo aborts a send or receive that is given a timeout
         except RuntimeError as error:
             broken = error
-        heartbeat.deaf = False
+        heartbeat.blocked = False
         if broken is not None:
-            raise heartbeat.cut_off(broken) from broken
+            raise heartbeat.connection_error(broken) from broken
 
 
-def join_world(rank: int, ranks: int, meeting: str, device: torch.device, timeouts: Timeouts) -> Communicator:
-    """Meet the other processes. All of them call it, once.
+def join_world(rank: int, ranks: int, init_method: str, device: torch.device, timeouts: Timeouts) -> Communicator:
+    """Initialize the process group of the whole world. Every process calls it, once.
 
     Args:
-        meeting: where, as torch takes it: `env://` for the address in the environment, `file:///a/file/on/this/machine`.
+        init_method: where the ranks find each other, as torch takes it: `env://` for the address in the environment,
+            `file:///a/file/on/this/machine`.
 
     Raises:
-        CommunicationError: on rank 0: some ranks have not come within `timeouts.init_timeout`.
-        RankStopped: another rank broke off while its connections were made.
+        CommunicationError: on rank 0: some ranks did not connect within `timeouts.init_timeout`.
+        RankStopped: another rank failed while it was connecting.
     """
     if ranks == 1:
         return SingleRankCommunicator()
-    store, _, _ = next(rendezvous(meeting, rank, ranks, timeout=timedelta(seconds=timeouts.init_timeout)))
-    store, trace = fresh_part(store, rank, ranks, timeouts.init_timeout), CommTrace()
+    store, _, _ = next(rendezvous(init_method, rank, ranks, timeout=timedelta(seconds=timeouts.init_timeout)))
+    store, trace = fresh_store(store, rank, ranks, timeouts.init_timeout), CommTrace()
     process = Process(device, Heartbeat(store, rank, ranks, trace, timeouts))
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(backend, timeout=process.timeout, store=store, rank=rank, world_size=ranks)
-    except RuntimeError as error:  # a rank may have its connections, work and be gone before the last has its own
+    except RuntimeError as error:  # a rank may connect, work and end before the last one has connected
         raise RankStopped(f"rank {rank} of {ranks} could not connect to the others: {error}") from error
     process.heartbeat.start()
     return ProcessCommunicator(process, dist.group.WORLD, range(ranks), "world", trace)
 
 
-def fresh_part(store: dist.Store, rank: int, ranks: int, timeout: float) -> dist.Store:
-    """A part of the store with nothing in it. torchrun starts ranks again around the store that still holds the addresses of those that
-    died, so rank 0 names a new part, and answers only to names that nobody else ever had."""
+def fresh_store(store: dist.Store, rank: int, ranks: int, timeout: float) -> dist.Store:
+    """An empty part of the rendezvous store, under a prefix that rank 0 chooses.
+
+    torchrun restarts ranks with the store that still holds the addresses of the ranks that died. So each rank asks for the prefix under a
+    name that was never used before, and rank 0 answers to it.
+    """
     name = uuid4().hex
     if rank > 0:
-        store.set(f"hello/{rank}", name)
-        part = store.get(f"welcome/{name}").decode()  # waits for it
-        store.set(f"joined/{part}/{rank}", "")
-        return dist.PrefixStore(part, store)
+        store.set(f"asks/{rank}", name)
+        prefix = store.get(f"prefix/{name}").decode()  # waits for rank 0's answer
+        store.set(f"joined/{prefix}/{rank}", "")
+        return dist.PrefixStore(prefix, store)
     deadline = time.monotonic() + timeout
     while missing := [other for other in range(1, ranks) if not store.check([f"joined/{name}/{other}"])]:
         if time.monotonic() > deadline:
-            raise CommunicationError(f"ranks {missing} have not come within {timeout:g} s: see what their machines say.")
+            raise CommunicationError(f"ranks {missing} did not connect within {timeout:g} s: read the output on their machines.")
         for other in missing:
-            if store.check([f"hello/{other}"]):
-                store.set(f"welcome/{store.get(f'hello/{other}').decode()}", name)
+            if store.check([f"asks/{other}"]):
+                store.set(f"prefix/{store.get(f'asks/{other}').decode()}", name)
         time.sleep(0.01)
     return dist.PrefixStore(name, store)
 
 
 def leave_world(world: Communicator, ended: str) -> None:
-    """Let the other ranks know that this one will not come any more. ended: what it did, as in "has finished"."""
+    """Publish to the other ranks that this one is gone. ended: what it did, as in "has finished"."""
     if isinstance(world, ProcessCommunicator):
         world.process.heartbeat.close(ended)
 
@@ -199,7 +205,7 @@ def leave_world(world: Communicator, ended: str) -> None:
 def from_torchrun(
     heartbeat_timeout: float = 30.0, device: str = "auto", collective_timeout: float = 1800.0
 ) -> tuple[Communicator, torch.device]:
-    """The world that torchrun started this process in, and this rank's device; alone where torchrun was not used.
+    """Join the world of torchrun, as `init_process_group` does, and choose this rank's device; one rank where torchrun was not used.
 
     A rank that ends because another one failed has the exit code `shared.parallel.health.heartbeat.EXIT_CODE`;
     `torchrun --max-restarts 3` then restarts all of them.
@@ -207,20 +213,20 @@ def from_torchrun(
     Args:
         heartbeat_timeout: seconds without a heartbeat after which a rank counts as dead.
         collective_timeout: seconds that a rank waits in one operation for a rank that is alive.
-        device: auto takes the GPU of this rank's number on its machine, where there is one; cpu, cuda.
+        device: cpu, cuda, or auto, which takes a GPU where there is one; a rank's GPU is the one of its LOCAL_RANK.
 
     Raises:
         CourseError: the machine has fewer GPUs than ranks.
     """
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = torch.device("cpu")
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        if local >= torch.cuda.device_count():
+        if local_rank >= torch.cuda.device_count():
             raise CourseError(
-                f"Rank {local} of this machine has no GPU of its own: it has {torch.cuda.device_count()}. Start no more ranks than GPUs, "
-                "or set the device to cpu."
+                f"Rank {local_rank} of this machine has no GPU of its own: it has {torch.cuda.device_count()}. Start no more ranks than "
+                "GPUs, or set the device to cpu."
             )
-        chosen = torch.device("cuda", local)
+        chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     timeouts = Timeouts(heartbeat_timeout, collective_timeout, heartbeat_interval=min(1.0, heartbeat_timeout / 10))

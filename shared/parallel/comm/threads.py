@@ -26,7 +26,6 @@ from shared.parallel.comm.communicator import (
     DeferredWork,
     Work,
     dtype_name,
-    flat_sum,
     require_finished,
 )
 from shared.parallel.comm.trace import CommTrace
@@ -36,78 +35,79 @@ Result = TypeVar("Result")
 
 @dataclass
 class Rendezvous:
-    """One operation of one group, `place`.
+    """One collective of one group, called `name` in messages: the point where the threads exchange their tensors.
 
-    calls: rank -> the operation and what it is about, which must be the same for all. brought: rank -> its tensors. left: how many ranks
-    have picked up their result.
+    calls: rank -> the operation and its arguments, which must be the same for all. inputs: rank -> its tensors. readers: how many ranks
+    have read their result.
     """
 
-    place: str
+    name: str
     calls: dict[int, str] = field(default_factory=dict)
-    brought: dict[int, Any] = field(default_factory=dict)
-    left: int = 0
+    inputs: dict[int, Any] = field(default_factory=dict)
+    readers: int = 0
 
-    def require_agreement(self) -> None:
+    def require_same_calls(self) -> None:
         first, *others = sorted(self.calls.items())
         for rank, call in others:
             if call != first[1]:
-                raise CommunicationError(f"mismatch: in {self.place}, rank {first[0]} calls {first[1]}; rank {rank} calls {call}")
+                raise CommunicationError(f"mismatch: in {self.name}, rank {first[0]} calls {first[1]}; rank {rank} calls {call}")
 
 
 @dataclass
-class Channel:
-    """What goes from one rank to another: the n-th that is sent is the n-th that is received."""
+class Mailbox:
+    """Messages from one rank to another, first in, first out: the n-th send goes to the n-th receive."""
 
-    mailbox: dict[int, Tensor] = field(default_factory=dict)  # number -> what was sent and is not yet picked up
-    sent: int = 0
-    asked: int = 0
+    messages: dict[int, Tensor] = field(default_factory=dict)  # number -> what was sent and is not yet received
+    sends: int = 0
+    receives: int = 0
 
 
 @dataclass
 class ThreadWorld:
-    """Where the threads of one world meet. Everything in it is changed under `changed`."""
+    """The state that the threads of one world share. Every access holds the condition `changed`."""
 
     size: int
     changed: threading.Condition = field(default_factory=threading.Condition)
-    meetings: dict[tuple, Rendezvous] = field(default_factory=dict)  # (split, members, number) -> meeting
-    channels: dict[tuple, Channel] = field(default_factory=dict)  # (split, from, to) -> channel
-    waiting: dict[int, tuple[str, Callable[[], bool]]] = field(default_factory=dict)  # rank -> where, and whether it can go on
+    rendezvous: dict[tuple, Rendezvous] = field(default_factory=dict)  # (split, members, number) -> rendezvous
+    mailboxes: dict[tuple, Mailbox] = field(default_factory=dict)  # (split, from, to) -> mailbox
+    waiting: dict[int, tuple[str, Callable[[], bool]]] = field(default_factory=dict)  # rank -> operation, and whether it can complete
     finished: set[int] = field(default_factory=set)
     failed: dict[int, BaseException] = field(default_factory=dict)
     problem: CommunicationError | None = None
 
-    def wait_until(self, rank: int, where: str, ready: Callable[[], bool]) -> None:
-        """Wait in `where` until `ready()`; called with `changed` held.
+    def wait_until(self, rank: int, operation: str, ready: Callable[[], bool]) -> None:
+        """Wait in `operation` until `ready()`; the caller holds `changed`.
 
         Raises:
-            CommunicationError: it never will be, or another rank failed.
+            CommunicationError: a deadlock, a mismatch, or another rank failed.
         """
-        self.waiting[rank] = (where, ready)
+        self.waiting[rank] = (operation, ready)
         while self.problem is None and not ready():
-            self.look_for_deadlock()
+            self.check_for_deadlock()
             if self.problem is None:
                 self.changed.wait()
         del self.waiting[rank]
         self.raise_if_failed()
 
-    def look_for_deadlock(self) -> None:
-        """Where nobody is left who could change anything, stop those who wait, and say why: a rank that failed, calls that differ, or who
-        waits where. Until then everybody goes on, so what is told does not depend on who was faster."""
+    def check_for_deadlock(self) -> None:
+        """Fail where every rank waits or has ended and none can continue. The cause is a rank that failed, or calls that differ, or else a
+        deadlock. It is checked only once no rank runs, so the message does not depend on which thread was faster."""
         if len(self.waiting) + len(self.finished) < self.size or any(ready() for _, ready in self.waiting.values()) or not self.waiting:
             return
         if self.failed:
             rank, error = min(self.failed.items())
             return self.fail(RankStopped(f"rank {rank} stopped with {type(error).__name__}: {error}"))
         try:
-            for meeting in self.meetings.values():
-                meeting.require_agreement()
+            for rendezvous in self.rendezvous.values():
+                rendezvous.require_same_calls()
         except CommunicationError as mismatch:
             return self.fail(mismatch)
-        places = {rank: f"waits in {where}" for rank, (where, _) in self.waiting.items()} | dict.fromkeys(self.finished, "has finished")
-        self.fail(CommunicationError("deadlock: " + "; ".join(f"rank {rank} {places[rank]}" for rank in sorted(places))))
+        states = {rank: f"waits in {operation}" for rank, (operation, _) in self.waiting.items()}
+        states |= dict.fromkeys(self.finished, "has finished")
+        self.fail(CommunicationError("deadlock: " + "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states))))
 
     def fail(self, problem: CommunicationError) -> None:
-        """Stop every rank; called with `changed` held. The first problem is the one that is told."""
+        """Stop every rank; the caller holds `changed`. The first problem is the one that is raised."""
         self.problem = self.problem or problem
         self.changed.notify_all()
 
@@ -117,63 +117,65 @@ class ThreadWorld:
 
 
 class ThreadCommunicator(Communicator):
-    """One thread's end of a group."""
+    """One thread's end of a process group."""
 
-    def __init__(self, town: ThreadWorld, members: Sequence[int], rank: int, axis: str, trace: CommTrace, split_number: int = 0):
+    def __init__(
+        self, thread_world: ThreadWorld, members: Sequence[int], rank: int, axis: str, trace: CommTrace, split_number: int = 0
+    ):
         super().__init__(members, rank, axis, trace, split_number)
-        self.town = town
+        self.thread_world = thread_world
 
-    def meet(self, operation: str, detail: str, bring: Any, finish: Callable[[list[Any]], Any]) -> Work:
-        """Leave `bring` at the group's next meeting; waiting calls `finish` with what all ranks brought, in rank order."""
-        key, me, place = (self.split_number, self.members, self.number), self.members[self.rank], f"#{self.number} of {self.axis}"
-        with self.town.changed:
-            self.town.raise_if_failed()
-            meeting = self.town.meetings.setdefault(key, Rendezvous(f"operation {place}"))
-            meeting.calls[me], meeting.brought[self.rank] = f"{operation}{detail}", bring
-            self.town.changed.notify_all()
+    def exchange(self, operation: str, detail: str, own: Any, finish: Callable[[list[Any]], Any]) -> Work:
+        """Start a collective with the input `own`; waiting for it calls `finish` with the inputs of all ranks, in rank order."""
+        key, me, name = (self.split_number, self.members, self.number), self.members[self.rank], f"#{self.number} of {self.axis}"
+        with self.thread_world.changed:
+            self.thread_world.raise_if_failed()
+            rendezvous = self.thread_world.rendezvous.setdefault(key, Rendezvous(f"operation {name}"))
+            rendezvous.calls[me], rendezvous.inputs[self.rank] = f"{operation}{detail}", own
+            self.thread_world.changed.notify_all()
 
-        def pick_up() -> None:
-            with self.town.changed:
-                self.town.wait_until(me, f"{operation} {place}", lambda: len(meeting.brought) == self.size)
-                meeting.require_agreement()
-                meeting.left += 1
-                if meeting.left == self.size:
-                    self.town.meetings.pop(key, None)
-            finish([meeting.brought[rank] for rank in range(self.size)])
+        def wait() -> None:
+            with self.thread_world.changed:
+                self.thread_world.wait_until(me, f"{operation} {name}", lambda: len(rendezvous.inputs) == self.size)
+                rendezvous.require_same_calls()
+                rendezvous.readers += 1
+                if rendezvous.readers == self.size:
+                    self.thread_world.rendezvous.pop(key, None)
+            finish([rendezvous.inputs[rank] for rank in range(self.size)])
 
-        return DeferredWork(pick_up)
+        return DeferredWork(wait)
 
-    def channel(self, source: int, to: int) -> Channel:
-        return self.town.channels.setdefault((self.split_number, self.members[source], self.members[to]), Channel())
+    def mailbox(self, source: int, to: int) -> Mailbox:
+        return self.thread_world.mailboxes.setdefault((self.split_number, self.members[source], self.members[to]), Mailbox())
 
     def _gather_texts(self, text: str) -> list[str]:
         found: list[str] = []
-        self.meet("gather_objects", "", text, found.extend).wait()
+        self.exchange("gather_objects", "", text, found.extend).wait()
         return found
 
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
-        self.meet("split", f" into {axis} {groups}", None, lambda all: None).wait()
-        return ThreadCommunicator(self.town, mine, mine.index(self.members[self.rank]), axis, self.trace, self.splits)
+        self.exchange("split", f" into {axis} {groups}", None, lambda all: None).wait()
+        return ThreadCommunicator(self.thread_world, mine, mine.index(self.members[self.rank]), axis, self.trace, self.splits)
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return self.meet(f"all_reduce({op})", shape_of(tensor), tensor.clone(), lambda all: tensor.copy_(flat_sum(all, op)))
+        return self.exchange(f"all_reduce({op})", shape_of(tensor), tensor.clone(), lambda all: tensor.copy_(reduce_in_rank_order(all, op)))
 
     def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
         finish = lambda all: torch.cat([each.flatten() for each in all], out=whole.view(-1))  # noqa: E731
-        return self.meet("all_gather", shape_of(part), part.clone(), finish)
+        return self.exchange("all_gather", shape_of(part), part.clone(), finish)
 
     def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
         def finish(all: list[Tensor]) -> None:
-            total = flat_sum([each.view(self.size, -1)[self.rank] for each in all])
+            total = reduce_in_rank_order([each.view(self.size, -1)[self.rank] for each in all])
             if whole.is_floating_point():
-                whole.fill_(torch.nan)  # so that whoever reads it notices: in other worlds it holds something half done
+                whole.fill_(torch.nan)  # undefined in other worlds: a caller that reads it must notice
             part.view(-1).copy_(total)
 
-        return self.meet("reduce_scatter", shape_of(whole), whole.clone(), finish)
+        return self.exchange("reduce_scatter", shape_of(whole), whole.clone(), finish)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
         bring = tensor.clone() if self.rank == root else None
-        return self.meet(f"broadcast(from {root})", shape_of(tensor), bring, lambda all: tensor.copy_(all[root]))
+        return self.exchange(f"broadcast(from {root})", shape_of(tensor), bring, lambda all: tensor.copy_(all[root]))
 
     def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
         def finish(all: list[list[Tensor]]) -> None:
@@ -181,63 +183,63 @@ class ThreadCommunicator(Communicator):
                 self.require_same("all_to_all", source, place, theirs[self.rank])
                 place.copy_(theirs[self.rank].view_as(place))
 
-        return self.meet("all_to_all", f" of {dtype_name(sent[0])}", [tensor.clone() for tensor in sent], finish)
+        return self.exchange("all_to_all", f" of {dtype_name(sent[0])}", [tensor.clone() for tensor in sent], finish)
 
     def _send(self, tensor: Tensor, to: int) -> Work:
-        with self.town.changed:
-            channel = self.channel(self.rank, to)
-            channel.sent += 1
-            number = channel.sent
-            channel.mailbox[number] = tensor.clone()
-            self.town.changed.notify_all()
-        return self.when(f"send to rank {self.members[to]}", lambda: channel.asked >= number)
+        with self.thread_world.changed:
+            mailbox = self.mailbox(self.rank, to)
+            mailbox.sends += 1
+            number = mailbox.sends
+            mailbox.messages[number] = tensor.clone()
+            self.thread_world.changed.notify_all()
+        return self.deferred(f"send to rank {self.members[to]}", lambda: mailbox.receives >= number)
 
     def _receive(self, tensor: Tensor, source: int) -> Work:
-        with self.town.changed:
-            channel = self.channel(source, self.rank)
-            channel.asked += 1
-            number = channel.asked
-            self.town.changed.notify_all()
+        with self.thread_world.changed:
+            mailbox = self.mailbox(source, self.rank)
+            mailbox.receives += 1
+            number = mailbox.receives
+            self.thread_world.changed.notify_all()
 
-        def pick_up() -> None:
-            letter = channel.mailbox.pop(number)
-            self.require_same("receive", self.members[source], tensor, letter)
-            tensor.copy_(letter.view_as(tensor))
+        def read() -> None:
+            message = mailbox.messages.pop(number)
+            self.require_same("receive", self.members[source], tensor, message)
+            tensor.copy_(message.view_as(tensor))
 
-        return self.when(f"receive from rank {self.members[source]}", lambda: number in channel.mailbox, pick_up)
+        return self.deferred(f"receive from rank {self.members[source]}", lambda: number in mailbox.messages, read)
 
-    def when(self, where: str, ready: Callable[[], bool], finish: Callable[[], None] = lambda: None) -> Work:
+    def deferred(self, operation: str, ready: Callable[[], bool], finish: Callable[[], None] = lambda: None) -> Work:
         """Work that waits until it is `ready`, and then calls `finish`."""
 
         def wait() -> None:
-            with self.town.changed:
-                self.town.wait_until(self.members[self.rank], where, ready)
+            with self.thread_world.changed:
+                self.thread_world.wait_until(self.members[self.rank], operation, ready)
                 finish()
 
         return DeferredWork(wait)
 
-    def require_same(self, operation: str, source: int, place: Tensor, letter: Tensor) -> None:
-        if place.numel() != letter.numel() or place.dtype != letter.dtype:
+    def require_same(self, operation: str, source: int, expected: Tensor, message: Tensor) -> None:
+        if expected.numel() != message.numel() or expected.dtype != message.dtype:
             raise CommunicationError(
-                f"mismatch: in {operation}, rank {self.members[self.rank]} expects {place.numel()} numbers of {dtype_name(place)} from "
-                f"rank {source}, which sends {letter.numel()} of {dtype_name(letter)}"
+                f"mismatch: in {operation}, rank {self.members[self.rank]} expects {expected.numel()} numbers of {dtype_name(expected)} "
+                f"from rank {source}, which sends {message.numel()} of {dtype_name(message)}"
             )
 
     def _barrier(self) -> Work:
-        return self.meet("barrier", "", None, lambda all: None)
+        return self.exchange("barrier", "", None, lambda all: None)
 
 
 def run_threads(function: Callable[..., Result], ranks: int, *arguments: Any) -> list[Result]:
     """Run `function(world, *arguments)` on each of `ranks` threads, and return the results in rank order.
 
-    `world` is the rank's `Communicator`. Random numbers drawn without a generator of one's own come from one stream for all threads, in
-    any order: give each rank its own `torch.Generator`.
+    `world` is the rank's `Communicator`. All threads share torch's default random generator and draw from it in any order: give each rank
+    a `torch.Generator` of its own.
 
     Raises:
-        CommunicationError: the ranks wait for each other for ever, make calls that do not match, or end with work they never waited for.
+        CommunicationError: the ranks deadlock, make calls that do not match, or end with work that they never waited for.
         Exception: what the first rank that failed raised, with a note that says which rank it was.
     """
-    town = ThreadWorld(ranks)
+    thread_world = ThreadWorld(ranks)
     results: list[Any] = [None] * ranks
     failures: dict[int, BaseException] = {}
     grad_enabled = torch.is_grad_enabled()
@@ -245,18 +247,18 @@ def run_threads(function: Callable[..., Result], ranks: int, *arguments: Any) ->
     def run(rank: int) -> None:
         problem = None
         try:
-            world = SingleRankCommunicator() if ranks == 1 else ThreadCommunicator(town, range(ranks), rank, "world", CommTrace())
+            world = SingleRankCommunicator() if ranks == 1 else ThreadCommunicator(thread_world, range(ranks), rank, "world", CommTrace())
             with torch.set_grad_enabled(grad_enabled):
                 results[rank] = function(world, *arguments)
             require_finished(world)
         except BaseException as error:
             failures[rank], problem = error, error
-        with town.changed:
-            town.finished.add(rank)
+        with thread_world.changed:
+            thread_world.finished.add(rank)
             if problem is not None:
-                town.failed[rank] = problem
-            if town.problem is None:
-                town.look_for_deadlock()
+                thread_world.failed[rank] = problem
+            if thread_world.problem is None:
+                thread_world.check_for_deadlock()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
     for thread in threads:
@@ -265,15 +267,24 @@ def run_threads(function: Callable[..., Result], ranks: int, *arguments: Any) ->
         for thread in threads:
             thread.join()
     except KeyboardInterrupt:
-        with town.changed:
-            town.fail(RankStopped("interrupted"))
+        with thread_world.changed:
+            thread_world.fail(RankStopped("interrupted"))
         raise
     raise_first(failures, ranks)
     return results
 
 
+def reduce_in_rank_order(tensors: Sequence[Tensor], op: Reduction = "sum") -> Tensor:
+    """Reduce the ranks' tensors by sum (or max, min) in rank order, so that all ranks get the same bits."""
+    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        combine(total, tensor, out=total)
+    return total
+
+
 def raise_first(failures: dict[int, BaseException], ranks: int) -> None:
-    """Raise what the first rank that failed by itself raised, where one did."""
+    """Raise the error of the first rank that failed by itself, if any did."""
     causes = [(rank, error) for rank, error in sorted(failures.items()) if not isinstance(error, RankStopped)]
     if causes:
         rank, error = causes[0]

@@ -69,7 +69,7 @@ def recompute(
     """
 
 
-class Recomputed(torch.autograd.Function):
+class CheckpointedBlock(torch.autograd.Function):
     """run(*inputs), keeping the inputs and nothing else for the backward pass.
 
     Parameters are arguments too, so that their gradients reach them by the ordinary way: accumulated once, then their hooks.
@@ -89,28 +89,46 @@ class Recomputed(torch.autograd.Function):
         return None, None, *recompute(ctx.run, ctx.saved_tensors, ctx.parameters, upstream, ctx.random_state)
 
 
-def run_block_again(block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
+RunBlock = Callable[[nn.Module, Tensor, AttentionContext], Tensor]
+
+
+def run_block_fully(inner: RunBlock, block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
     """A `run_block` that keeps a block's inputs only. Gradients flow to its parameters and through everything that it was given."""
     if not torch.is_grad_enabled():
-        return block(x, context)
+        return inner(block, x, context)
     tensors, context_of = differentiable_parts(context)
-    run = lambda x, *tensors: block(x, context_of(*tensors))  # noqa: E731
-    return Recomputed.apply(run, 1 + len(tensors), x, *tensors, *block.parameters())
+    run = lambda x, *tensors: inner(block, x, context_of(*tensors))  # noqa: E731
+    return CheckpointedBlock.apply(run, 1 + len(tensors), x, *tensors, *block.parameters())
 
 
-def run_block_selectively(block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
+def run_block_selectively(inner: RunBlock, block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
     """A `run_block` that keeps the results of matrix products and attention, by PyTorch's own selective checkpoint."""
     if not torch.is_grad_enabled():
-        return block(x, context)
-    return checkpoint(block, x, context, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, KEPT))
+        return inner(block, x, context)
+    return checkpoint(inner, block, x, context, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, KEPT))
 
 
-def apply_recompute(model: nn.Module, how: Literal["none", "blocks", "selective"]) -> None:
-    """Run the blocks of a `TransformerModel` so that the activations of whole blocks, or of all but products, are computed again."""
-    run_block = {"blocks": run_block_again, "selective": run_block_selectively}.get(how)
+def run_block_by_torch(inner: RunBlock, block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
+    """A `run_block` with PyTorch's activation checkpointing of whole blocks, which goes through the hooks of `fully_shard`."""
+    return checkpoint(inner, block, x, context, use_reentrant=False)
+
+
+def apply_activation_checkpointing(model: nn.Module, how: Literal["none", "full", "selective"], backend: str = "course") -> None:
+    """Run the blocks of a `TransformerModel` with activation checkpointing, around whatever runs them now.
+
+    Raises:
+        ValueError: the blocks run with activation checkpointing already.
+    """
+    if how == "none":
+        return
+    full = run_block_by_torch if backend == "torch" else run_block_fully
+    function = full if how == "full" else run_block_selectively
     for stack in (model.encoder, model.stack):
-        if stack is not None and run_block is not None:
-            stack.run_block = run_block
+        if stack is None:
+            continue
+        if getattr(stack.run_block, "func", None) in (run_block_by_torch, run_block_fully, run_block_selectively):
+            raise ValueError(f"parallel.activation_checkpointing is {how}, and the model's blocks run with it already.")
+        stack.run_block = partial(function, stack.run_block)
 
 
 def differentiable_parts(context: AttentionContext) -> tuple[list[Tensor], Callable[..., AttentionContext]]:

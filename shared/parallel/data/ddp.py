@@ -1,4 +1,4 @@
-"""Chapter 06. Data parallelism: every rank has the whole model and its own share of the batch, and gradients add up over the ranks.
+"""Chapter 06. DDP, data parallelism: every rank has the whole model and its own share of the batch, and gradients are all-reduced.
 
     gradient of the loss sum over the batch = sum over ranks of (gradient of the loss sum over the rank's share)
 
@@ -10,17 +10,16 @@ where somebody calls the module inside. Here hooks hang on the parameters.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
-from shared.optim.clipping import model_gradient_norm
-from shared.parallel.data.buckets import Bucket, SummedBucket, plan_buckets
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.sharding import Cut
-from shared.parallel.run_world import add_with
-from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
+from shared.parallel.data.buckets import Bucket, SummedBucket, plan_buckets
+from shared.parallel.data.engine import DataEngine
+from shared.totals import Batch, Objective, Runner, Totals
 
 
 @exercise("06.sync_buckets")
@@ -57,8 +56,8 @@ def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
     """
 
 
-class NaiveDataParallel:
-    """Data parallelism as one would first write it: when backward is over, the gradients are added up one after the other.
+class NaiveDataParallel(DataEngine):
+    """DDP as one would first write it: when the backward pass is over, gradients are all-reduced one after the other.
 
     Args:
         model: the same weights on every rank. What is not to be trained is frozen already.
@@ -66,38 +65,28 @@ class NaiveDataParallel:
     """
 
     def __init__(self, model: nn.Module, group: Communicator):
-        self.model = self.optimized = model
-        self.group = group
+        super().__init__(model, group)
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.flags: list[bool] = [False] * len(self.trained)
 
-    def runner(self, runner: Runner) -> Runner:
-        return runner
+    def finish(self) -> None:
+        """A parameter that only some ranks have used counts as 0 on the others."""
+        self.flags = [parameter.grad is not None for parameter in self.trained]
+        for parameter in self.trained:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            self.group.all_reduce(parameter.grad)
 
-    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        """Totals and gradients over all ranks. A parameter that only some ranks have used counts as 0 on the others; one that none has
-        used keeps no gradient. How many have used it travels with the totals."""
-        used = torch.tensor([parameter.grad is not None for parameter in self.trained])
-        totals, users = add_with(totals, used, self.group)
-        for parameter, count in zip(self.trained, users.tolist(), strict=True):
-            if count:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-                self.group.all_reduce(parameter.grad)
-        return totals
+    def used(self) -> Tensor:
+        return torch.tensor(self.flags, dtype=torch.float64)
 
-    def updater(self, updater: Updater) -> Updater:
-        return updater
-
-    def norm(self, model: nn.Module) -> Tensor:
-        """The length of the whole gradient, which every rank holds: [] float, the same bits on all of them."""
-        return model_gradient_norm(self.optimized)
-
-    def cuts(self) -> dict[str, Cut]:
-        """None: every rank holds all of each parameter."""
-        return {}
+    def drop_unused(self, users: Sequence[float]) -> None:
+        for parameter, count in zip(self.trained, users, strict=True):
+            if not count:
+                parameter.grad = None
 
 
-class DataParallel(NaiveDataParallel):
-    """Data parallelism in buckets, overlapped with the last micro-batch's backward pass.
+class DataParallel(DataEngine):
+    """DDP in buckets, overlapped with the backward pass: a bucket is all-reduced as soon as its gradients are complete.
 
     Args:
         model: the same weights on every rank. What is not to be trained is frozen already.
@@ -110,21 +99,25 @@ class DataParallel(NaiveDataParallel):
 
     def __init__(self, model: nn.Module, group: Communicator, bucket_megabytes: float = 25.0):
         super().__init__(model, group)
-        self.buckets = self.make_buckets(plan_buckets(reversed(self.trained), bucket_megabytes))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.buckets = self.make_buckets(plan_buckets(reversed(trained), bucket_megabytes))
         self.under_way: Callable[[], None] | None = None
 
     def make_buckets(self, plan: Sequence[Sequence[nn.Parameter]]) -> list[Bucket]:
         return [SummedBucket(parameters, self.group) for parameters in plan]
 
+    def begin(self, passes: int) -> None:
+        """Exchange gradients in the last of so many backward passes, to which those before it have been added."""
+        self.finish_exchange()
+        self.group.trace.phase = "backward"
+        self.under_way = sync_buckets(self.buckets if passes == 1 else [LastPass(bucket, passes) for bucket in self.buckets])
+
     def runner(self, runner: Runner) -> Runner:
-        """Gradients add up here until the last micro-batch, whose backward pass takes them along."""
+        """The runner's own order of backward passes is left as it is: a pipeline's schedule is not torn apart."""
 
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
-            *early, last = microbatches
-            parts = [runner(model, early, objective)] if early else []
-            self.group.trace.phase = "backward"
-            self.under_way = sync_buckets(self.buckets)
-            return add_totals([*parts, runner(model, [last], objective)])
+            self.begin(len(microbatches))
+            return runner(model, microbatches, objective)
 
         return run
 
@@ -135,17 +128,44 @@ class DataParallel(NaiveDataParallel):
         if finish is not None:
             finish()
 
-    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        """Complete the exchange; also where gradients came from a runner that began none. Totals are added over the ranks, and with
-        them travels how many ranks have used each parameter: one that none has used keeps no gradient."""
+    def finish(self) -> None:
+        """Also where gradients came from a runner that began no exchange."""
         self.under_way = self.under_way or sync_buckets(self.buckets)
         self.finish_exchange()
-        used = torch.tensor([flag for bucket in self.buckets for flag in bucket.used])
-        totals, users = add_with(totals, used, self.group)
-        counts = iter(users.tolist())
+
+    def used(self) -> Tensor:
+        return torch.tensor([flag for bucket in self.buckets for flag in bucket.used], dtype=torch.float64)
+
+    def drop_unused(self, users: Sequence[float]) -> None:
+        counts = iter(users)
         for bucket in self.buckets:
             bucket.used[:] = [False] * len(bucket.used)
             for result in bucket.results:
                 if not next(counts):
                     result.grad = None
-        return totals
+
+
+class LastPass:
+    """A bucket whose parameters call their hooks in the last of several backward passes only: it travels once for all micro-batches.
+
+    A parameter that some micro-batch did not use has fewer passes; its bucket starts when the step is finished.
+    """
+
+    def __init__(self, bucket: Bucket, passes: int):
+        self.start = bucket.start
+        self.parameters = [CountedParameter(parameter, passes) for parameter in bucket.parameters]
+
+
+class CountedParameter:
+    """A parameter to `sync_buckets`, whose hook it calls in the last pass."""
+
+    def __init__(self, parameter: nn.Parameter, passes: int):
+        self.parameter, self.remaining = parameter, passes
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
+        def count(parameter: nn.Parameter) -> None:
+            self.remaining -= 1
+            if self.remaining == 0:
+                hook(self)
+
+        return self.parameter.register_post_accumulate_grad_hook(count)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shared.course.binding import exercise
 from shared.parallel.comm.communicator import Communicator, Work
-from shared.parallel.sharding import Cut, make_piece
+from shared.parallel.sharding import Span, make_shard, split_spans
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Flat:
 
     Attributes:
         shard: [n], this rank's numbers: the weights that the optimizer steps.
-        pieces: for each parameter this rank's part of it, a view of the shard, as a parameter (`shared.parallel.sharding`).
+        pieces: for each parameter this rank's part of it, a view of its numbers, as a parameter (`make_shard`).
         wholes: for each parameter the one that is computed with, a view of `whole`, which is empty between two uses.
         gradient: [n], the step's gradient so far; the pieces' `grad` are views of it. None for frozen parameters.
         used: for each parameter, whether this rank has had a gradient for it since `used` was last cleared.
@@ -123,15 +123,16 @@ class Flat:
         views = self.whole.data[: sum(self.sizes)].split(self.sizes)
         self.wholes = [nn.Parameter(view.view(p.shape), self.trained) for view, p in zip(views, parameters, strict=True)]
         self.whole.untyped_storage().resize_(0)
-        self.cuts, self.places = [], []
+        self.shardings, self.places = [], []
         for parameter, start in zip(parameters, accumulate(self.sizes, initial=0), strict=False):
             ends = [min(max(len(self.shard) * rank - start, 0), parameter.numel()) for rank in range(group.size + 1)]
-            self.cuts.append(Cut(parameter.shape, list(zip(ends, ends[1:], strict=False)), group))
-            first, last = (min(max(end + start - len(self.shard) * group.rank, 0), len(self.shard)) for end in self.cuts[-1].here)
+            self.shardings.append(split_spans(parameter, list(zip(ends, ends[1:], strict=False)), group))
+            first, last = (min(max(end + start - len(self.shard) * group.rank, 0), len(self.shard)) for end in self.shardings[-1].here)
             self.places.append(slice(first, last))
-        self.pieces = [make_piece(self.shard[at], cut, p) for at, cut, p in zip(self.places, self.cuts, parameters, strict=True)]
-        for slot, at, cut in zip(slots, self.places, self.cuts, strict=True):
-            self.shard[at] = cut.cut(value_of(slot.name, slot.parameter).detach())
+        for slot, at, sharding in zip(slots, self.places, self.shardings, strict=True):
+            self.shard[at] = sharding.here.of(value_of(slot.name, slot.parameter).detach())
+        places = zip(self.places, self.shardings, parameters, strict=True)
+        self.pieces = [make_shard(self.shard[at], sharding, p) for at, sharding, p in places]
         self.put(self.pieces)
         self.gradient: Tensor | None = None
         self.gathering: Work | None = None
@@ -190,8 +191,8 @@ class Flat:
             self.gradient += gradient
             return
         self.gradient = gradient
-        for piece, at, cut in zip(self.pieces, self.places, self.cuts, strict=True):
-            if piece.numel() or (0, cut.shape.numel()) not in cut.ranges:
+        for piece, at, sharding in zip(self.pieces, self.places, self.shardings, strict=True):
+            if piece.numel() or Span(0, sharding.outer_shape.numel()) not in sharding.parts:
                 piece.grad = gradient[at].view(piece.shape)
 
     def close_step(self, users: Sequence[float]) -> None:
@@ -203,7 +204,10 @@ class Flat:
 
 
 class Unit:
-    """Parameters that are gathered and let go together: one `Flat`, or several where some are frozen or of another dtype.
+    """An FSDP unit, whose parameters are gathered and freed together: one `Flat`, or several where some are frozen, of another dtype, or shared
+    over other ranks.
+
+    apart: whether parameters whose gradient is partial over other ranks get a flat of their own.
 
     awaited: whether a forward pass has left a graph here whose backward pass is to come. open: whether one has begun to compute its
     gradients, and they are not reduced yet.
@@ -216,11 +220,18 @@ class Unit:
         dtype: torch.dtype | None,
         device: torch.device,
         value_of: Callable[[str, nn.Parameter], Tensor],
+        apart: bool = False,
     ):
-        kinds: dict[tuple[bool, torch.dtype], list[Slot]] = {}
+        kinds: dict[tuple, list[Slot]] = {}
         for slot in slots:
-            kinds.setdefault((slot.parameter.requires_grad, slot.parameter.dtype), []).append(slot)
-        self.flats = [Flat(kind, group, dtype if own.is_floating_point else None, device, value_of) for (_, own), kind in kinds.items()]
+            parameter = slot.parameter
+            # One that other pipeline stages hold too must be sharded there as here, so it shares its flat with nothing else.
+            elsewhere = getattr(parameter, "partial_over", None) if apart else None
+            kind = (parameter.requires_grad, parameter.dtype, getattr(parameter, "shared_over", group), elsewhere)
+            kinds.setdefault(kind, []).append(slot)
+        self.flats = [
+            Flat(kind, over, dtype if own.is_floating_point else None, device, value_of) for (_, own, over, _), kind in kinds.items()
+        ]
         self.awaited = self.open = False
 
     @property

@@ -15,6 +15,7 @@ Left out on purpose: keeping whole gradients over the micro-batches, which would
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,14 +25,13 @@ from torch import Tensor, nn
 
 from shared.model.attention import AttentionContext
 from shared.model.init import initial_value
-from shared.parallel.data.flat import Unit, slots_of, slots_within
+from shared.parallel.data.engine import DataEngine
+from shared.parallel.data.flat import Flat, Unit, slots_of, slots_within
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Cut, norm_of_parts
-from shared.parallel.run_world import add_with
-from shared.totals import Runner, Totals, Updater
+from shared.parallel.sharding import sharding_of
 
 
-class FullySharded:
+class FullySharded(DataEngine):
     """A model whose parameters are cut over `mesh.fsdp`, in place: between two uses its modules hold this rank's pieces.
 
     Args:
@@ -45,24 +45,26 @@ class FullySharded:
         seed: of the initial weights of such a model.
 
     Attributes:
-        model, optimized: the model. Its `named_parameters` are this rank's pieces under the names of the whole.
+        model, optim_params: the model. Its `named_parameters` are this rank's pieces under the names of the whole.
         root: what stands around the blocks. units: all, the root first, then the blocks in the order of the forward pass.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", seed: int = 0):
-        self.model = self.optimized = model
-        self.mesh, self.group = mesh, mesh.fsdp
+        super().__init__(model, mesh.loss)
+        self.mesh = mesh
         self.keeps, self.ahead = not mesh.config.reshard_after_forward, mesh.config.prefetch
         stacks = [stack for stack in (model.encoder, model.stack) if stack is not None]
         blocks = [block for stack in stacks for block in stack.blocks.values()]
         slots = slots_of(model)
         of_blocks = [slots_within(slots, block) for block in blocks]
         taken = {slot.name for slot in chain(*of_blocks)}
-        make = partial(Unit, group=self.group, device=device_of(model, device), value_of=partial(first_value, model, seed))
-        self.root = make([slot for slot in slots if slot.name not in taken], dtype=None)
+        make = partial(Unit, group=mesh.fsdp, device=device_of(model, device), value_of=partial(first_value, model, seed))
+        self.root = make([slot for slot in slots if slot.name not in taken], dtype=None, apart=True)
         self.units = [self.root, *(make(of_block, dtype=dtype) for of_block in of_blocks)]
         self.unit_of = dict(zip(blocks, self.units[1:], strict=True))
         self.reducing: list[Callable[[], None]] = []
+        self.flats: list[Flat] = []
+        self.keeps_always = False
         for stack in stacks:
             stack.run_block = partial(self.run_block, stack.run_block)
         model.compile = partial(compile_each, blocks)
@@ -72,8 +74,8 @@ class FullySharded:
     # A forward pass.
 
     def before_forward(self, model: nn.Module, inputs: tuple) -> None:
-        self.finish()
-        self.group.trace.phase = "forward"
+        self.reduce_rest()
+        self.mesh.fsdp.trace.phase = "forward"
         self.use(self.root)
 
     def run_block(self, inner: Callable[..., Tensor], block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
@@ -87,7 +89,7 @@ class FullySharded:
         if x.requires_grad and torch.is_grad_enabled():
             unit.awaited = True
             x.register_hook(partial(self.before_backward, unit))
-        if not (self.keeps and unit.awaited):
+        if not (self.keeps_always or (self.keeps and unit.awaited)):
             unit.release()
         return x
 
@@ -97,13 +99,13 @@ class FullySharded:
             self.root.awaited = True
             tensor.register_hook(partial(self.before_backward, self.root))
         if not results:
-            self.finish()
+            self.reduce_rest()
 
     # A backward pass.
 
     def before_backward(self, unit: Unit, gradient: Tensor) -> None:
         """The gradient of what a unit has computed is there."""
-        self.group.trace.phase = "backward"
+        self.mesh.fsdp.trace.phase = "backward"
         unit.open = True
         self.use(unit, backward=True)
 
@@ -127,46 +129,43 @@ class FullySharded:
             finish()
         self.reducing = []
 
-    def finish(self) -> None:
+    def reduce_rest(self) -> None:
         """Reduce what a backward pass has left: the root, and blocks whose input wants no gradient. Then nothing is whole on any rank."""
         for unit in self.units:
             if unit.open:
                 self.after_backward(unit)
         self.wait_for_gradients()
         for unit in self.units:
-            unit.release()
+            if not self.keeps_always:
+                unit.release()
 
     # The parts of a step.
 
-    def runner(self, runner: Runner) -> Runner:
-        """As it is: every backward pass adds up its gradients."""
-        return runner
-
-    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        """Finish: shards of gradients are added over replicas, totals over all ranks; what no rank has used gets no gradient."""
-        self.finish()
-        flats = [flat for unit in self.units for flat in unit.flats if flat.trained]
-        under_way = [self.mesh.dp.all_reduce(flat.gradient, asynchronous=True) for flat in flats if flat.gradient is not None]
-        flags = torch.tensor([flag for flat in flats for flag in flat.used], dtype=torch.float64)
-        totals, users = add_with(totals, flags, self.mesh.data)
-        for work in under_way:
+    def finish(self) -> None:
+        """Every backward pass has reduced its gradients; replicas now add their shards."""
+        self.reduce_rest()
+        self.flats = [flat for unit in self.units for flat in unit.flats if flat.trained]
+        partly = [flat.gradient for flat in self.flats if flat.gradient is not None and flat.group is self.mesh.fsdp]
+        for work in [self.mesh.replicas.all_reduce(gradient, asynchronous=True) for gradient in partly]:
             work.wait()
-        for flat, counts in zip(flats, users.split([len(flat.used) for flat in flats]), strict=True):
-            flat.close_step(counts.tolist())
-        return totals
 
-    def updater(self, updater: Updater) -> Updater:
-        """As it is: the next forward pass gathers the new weights."""
-        return updater
+    def used(self) -> Tensor:
+        return torch.tensor([flag for flat in self.flats for flag in flat.used], dtype=torch.float64)
 
-    def norm(self, model: nn.Module) -> Tensor:
-        """The length of the whole gradient, the same on every rank."""
-        parameters = list(self.model.parameters())
-        return norm_of_parts((parameter.grad for parameter in parameters), self.group, parameters[0].device)
+    def drop_unused(self, users: Sequence[float]) -> None:
+        counts = iter(users)
+        for flat in self.flats:
+            flat.close_step([next(counts) for _ in flat.used])
 
-    def cuts(self) -> dict[str, Cut]:
-        """Where the numbers of each parameter are."""
-        return {name: cut for unit in self.units for flat in unit.flats for name, cut in zip(flat.names, flat.cuts, strict=True)}
+    @contextmanager
+    def kept_whole(self) -> Iterator[None]:
+        """While it is open, a unit stays gathered once it was used: a forward pass for each token of a generated text gathers once in all."""
+        self.keeps_always = True
+        try:
+            yield
+        finally:
+            self.keeps_always = False
+            self.reduce_rest()
 
     @property
     def gathered_bytes(self) -> int:
@@ -210,8 +209,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def first_value(model: nn.Module, seed: int, name: str, parameter: nn.Parameter) -> Tensor:
-    """The whole of a parameter as the model has it, or as its name and the seed make it where it has no memory yet."""
-    return initial_value(model.logical_name(name), parameter, model.config, seed) if parameter.is_meta else parameter
+    """This rank's numbers of a parameter as the model has it, or as its name and the seed make it where it has no memory yet."""
+    if not parameter.is_meta:
+        return parameter
+    value, sharding = initial_value(model.logical_name(name), parameter, model.config, seed), sharding_of(parameter)
+    return sharding.local(value) if sharding else value
 
 
 def device_of(model: nn.Module, device: torch.device | str) -> torch.device:

@@ -1,125 +1,79 @@
-"""Chapter 06. The optimizer's state in the CPU's memory, and the step beside it: a GPU then holds weights, gradients and activations.
+"""Chapter 06. Optimizer offload: optimizer state in the CPU's memory, and the step there too. A GPU holds weights, gradients and activations.
 
     gradients and weights down  ->  divide, clip, step on the CPU  ->  weights up          12 bytes for each parameter, in float32
 
 AdamW's state is twice the weights, and is looked at once in a step (Ren et al. 2021, "ZeRO-Offload", section 3). With ZeRO or FSDP each
-rank takes down its pieces only, so the CPUs of all ranks share the step.
+rank takes down its shards only, so the CPUs of all ranks share the step.
 
 The weights travel both ways: whoever restores a checkpoint writes the model's, and what is stepped must be those. Left out on purpose: an
 overlap of bus and computation, and weights or gradients that live on the CPU.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shared.optim.muon import Sharding
-from shared.parallel.sharding import Cut, Pieces
+from shared.parallel.comm.communicator import SingleRankCommunicator
+from shared.parallel.data.engine import DataEngine
+from shared.parallel.sharding import Parameters, copy_facts, sharding_of
 from shared.totals import Batch, Objective, Runner, Totals, Updater
 
-if TYPE_CHECKING:
-    from shared.parallel.parallelize import Parallel
 
-
-def offload_optimizer(parallel: "Parallel", home: torch.device | str = "cpu") -> "Parallel":
-    """`parallel` with the parameters that its optimizer steps, and so their state, at `home`; itself where they are there already.
-
-    The optimizer is built over `optimized` of what this returns.
-    """
-    devices = {parameter.device for parameter in parallel.optimized.parameters()}
-    return parallel if devices == {torch.device(home)} else Offloaded(parallel, torch.device(home))
-
-
-class Offloaded:
-    """A model that is spread over ranks, or over one, and whose optimizer is elsewhere.
+class OffloadedOptimizer(DataEngine):
+    """An engine around the optimizer's step: it steps copies of the shards at `home`.
 
     Attributes:
-        model, stored: as before.
-        optimized: twins of the trained parameters at `home`, under the same names.
+        optim_params: copies of the trained parameters at `home`, under the same names.
     """
 
-    def __init__(self, parallel: "Parallel", home: torch.device):
-        self.inner, self.home, self.model = parallel, home, parallel.model
-        self.stored = getattr(parallel, "stored", parallel.model)
-        self.away = {name: piece for name, piece in parallel.optimized.named_parameters() if piece.requires_grad}
-        cuts = {name: cut for name, cut in parallel.cuts().items() if name in self.away}
-        self.optimized = Pieces({name: twin_of(piece, home) for name, piece in self.away.items()}, cuts)
+    def __init__(self, model: nn.Module, optim_params: nn.Module, home: torch.device | str = "cpu"):
+        super().__init__(model, SingleRankCommunicator())
+        self.home = torch.device(home)
+        self.away = {name: shard for name, shard in optim_params.named_parameters() if shard.requires_grad}
+        self.optim_params = Parameters({name: copy_of(shard, self.home) for name, shard in self.away.items()})
 
     def runner(self, runner: Runner) -> Runner:
-        """The runner, begun without the last step's gradients: the optimizer lets go of its twins' alone."""
-        exchanging = self.inner.runner(runner)
+        """The runner, begun without the last step's gradients: the optimizer clears its copies' gradients alone."""
 
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
-            for piece in self.away.values():
-                piece.grad = None
-            return exchanging(model, microbatches, objective)
+            for shard in self.away.values():
+                shard.grad = None
+            return runner(model, microbatches, objective)
 
         return run
 
-    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        return self.inner.reducer(model, totals)
-
     def updater(self, updater: Updater) -> Updater:
-        """Bring gradients and weights down, update there, bring the weights up; then whatever ranks do after an update."""
+        """Bring gradients and weights down, update there, bring the weights up."""
 
-        def update(pieces: nn.Module, optimizer: Optimizer, token_count: Tensor) -> None:
+        def update(model: nn.Module, optimizer: Optimizer, token_count: Tensor) -> None:
             self.bring_down()
-            updater(self.optimized, optimizer, token_count.to(self.home))
+            updater(self.optim_params, optimizer, token_count.to(self.home))
             self.bring_up()
 
-        return self.inner.updater(update)
-
-    def norm(self, model: nn.Module) -> Tensor:
-        """Of the gradients where they were computed, since that is where ranks can talk."""
-        return self.inner.norm(self.inner.optimized).to(self.home)
-
-    def cuts(self) -> dict[str, Cut]:
-        return self.inner.cuts()
+        return update
 
     @torch.no_grad()
     def bring_down(self) -> None:
-        for twin, piece in zip(self.optimized.parameters(), self.away.values(), strict=True):
-            twin.copy_(piece, non_blocking=piece.is_cuda)
-            twin.grad = None if piece.grad is None else copy_at(self.home, piece.grad)
+        for copy, shard in zip(self.optim_params.parameters(), self.away.values(), strict=True):
+            copy.copy_(shard, non_blocking=shard.is_cuda)
+            copy.grad = None if shard.grad is None else copy_at(self.home, shard.grad)
         if self.home.type == "cpu" and torch.cuda.is_available():
             torch.cuda.synchronize()  # copies from a GPU are still under way, and the CPU reads them now
 
     @torch.no_grad()
     def bring_up(self) -> None:
-        for twin, piece in zip(self.optimized.parameters(), self.away.values(), strict=True):
-            piece.copy_(twin, non_blocking=piece.is_cuda)
+        for copy, shard in zip(self.optim_params.parameters(), self.away.values(), strict=True):
+            shard.copy_(copy, non_blocking=shard.is_cuda)
 
 
-class FromElsewhere:
-    """How a twin is cut: it is gathered where its original is, where ranks can talk, and what is computed with the whole is computed there.
-
-    Args:
-        sharding: of the original.
-        away: its device.
-        home: the twin's.
-    """
-
-    def __init__(self, sharding: Sharding, away: torch.device, home: torch.device):
-        self.sharding, self.away, self.home, self.shape = sharding, away, home, sharding.shape
-
-    def gather(self, part: Tensor) -> Tensor:
-        return self.sharding.gather(part.to(self.away))
-
-    def cut(self, whole: Tensor) -> Tensor:
-        return self.sharding.cut(whole).to(self.home)
-
-
-def twin_of(piece: nn.Parameter, home: torch.device) -> nn.Parameter:
-    """A copy of a parameter at `home`, with its role and its cut."""
-    twin = nn.Parameter(copy_at(home, piece.detach()))
-    if hasattr(piece, "role"):
-        twin.role = piece.role
-    if hasattr(piece, "sharding"):
-        twin.sharding = FromElsewhere(piece.sharding, piece.device, home)
-    return twin
+def copy_of(shard: nn.Parameter, home: torch.device) -> nn.Parameter:
+    """A copy of a parameter at `home` with its facts, gathered where its original is: there ranks can talk."""
+    copy = copy_facts(shard, nn.Parameter(copy_at(home, shard.detach())))
+    if sharding := sharding_of(shard):
+        copy.sharding = sharding.on(shard.device)
+    return copy
 
 
 def copy_at(home: torch.device, tensor: Tensor) -> Tensor:

@@ -11,19 +11,18 @@ Left out on purpose: weights that are cut too (stage 3, `shared.parallel.data.fs
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
-from shared.optim.config import OptimizerConfig
-from shared.optim.routing import route
+from shared.optim.routing import Route
 from shared.parallel.data.buckets import Bucket, taken
 from shared.parallel.comm.communicator import Communicator, Work
 from shared.parallel.data.ddp import DataParallel
-from shared.parallel.sharding import Cut, Pieces, Range, make_piece
-from shared.parallel.comm.collectives import are_equal, all_gather_v, reduce_scatter_v
+from shared.parallel.sharding import Parameters, Range, Sharding, Span, make_shard, split_spans
+from shared.parallel.comm.collectives import all_gather_v, are_equal, reduce_scatter_v
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 AT_ONCE = 2  # buckets that may be under way: one travels while the next one fills
@@ -69,7 +68,7 @@ class Zero(DataParallel):
         bucket_megabytes: how many gradients travel together. Each bucket is shared out by itself, so all ranks are busy with each.
 
     Attributes:
-        optimized: this rank's pieces of the trained parameters, under the model's names.
+        optim_params: this rank's shards of the trained parameters, under the model's names.
         held: how many numbers each rank's pieces have.
     """
 
@@ -78,16 +77,15 @@ class Zero(DataParallel):
         self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.held, self.under_way_now = [0] * group.size, deque[Work]()
         super().__init__(model, group, bucket_megabytes)
-        cuts = {self.names[p]: cut for bucket in self.buckets for p, cut in zip(bucket.parameters, bucket.cuts, strict=True)}
-        pieces = {self.names[p]: piece for bucket in self.buckets for p, piece in zip(bucket.parameters, bucket.results, strict=True)}
-        self.optimized = Pieces({name: pieces[name] for name in self.names.values()}, cuts)
+        shards = {self.names[p]: shard for bucket in self.buckets for p, shard in zip(bucket.parameters, bucket.results, strict=True)}
+        self.optim_params = Parameters({name: shards[name] for name in self.names.values()})
 
     def make_buckets(self, plan: Sequence[Sequence[nn.Parameter]]) -> list[Bucket]:
         buckets = []
         for parameters in plan:
             ranges = partition([p.numel() for p in parameters], [self.names[p] in self.whole for p in parameters], self.held)
-            cuts = [Cut(parameter.shape, of_ranks, self.group) for parameter, of_ranks in zip(parameters, ranges, strict=True)]
-            buckets.append(SharedBucket(parameters, cuts, self.group, self.under_way_now))
+            shardings = [split_spans(parameter, of_ranks, self.group) for parameter, of_ranks in zip(parameters, ranges, strict=True)]
+            buckets.append(SharedBucket(parameters, shardings, self.group, self.under_way_now))
             self.held = [held + size for held, size in zip(self.held, buckets[-1].sizes, strict=True)]
         return buckets
 
@@ -95,32 +93,20 @@ class Zero(DataParallel):
         exchanging = super().runner(runner)
 
         def exchange_each(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
-            parts = []
-            for microbatch in microbatches:
-                self.finish_exchange()
-                parts.append(exchanging(model, [microbatch], objective))
-            return add_totals(parts)
+            return add_totals([exchanging(model, [microbatch], objective) for microbatch in microbatches])
 
         return exchanging if self.stage == 1 else exchange_each
 
     def updater(self, updater: Updater) -> Updater:
-        """Each rank updates its pieces, and then sends them to the others."""
+        """Each rank updates its shards, and then sends them to the others."""
 
         def update(model: nn.Module, optimizer: torch.optim.Optimizer, token_count: Tensor) -> None:
-            updater(self.optimized, optimizer, token_count)
+            updater(self.optim_params, optimizer, token_count)
             self.group.trace.phase = "update"
             for work in [bucket.gather_weights() for bucket in self.buckets]:
                 work.wait()
 
         return update
-
-    def norm(self, model: nn.Module) -> Tensor:
-        """The length of the whole gradient, the same number on every rank: [] float64."""
-        return self.optimized.norm()
-
-    def cuts(self) -> dict[str, Cut]:
-        """Where the numbers of each trained parameter's state are. Its weights are whole on every rank."""
-        return self.optimized.cuts
 
 
 class SharedBucket:
@@ -128,7 +114,7 @@ class SharedBucket:
 
     Args:
         parameters: whole on every rank, contiguous.
-        cuts: how each is cut over `group`.
+        shardings: how each is sharded over `group`, by spans.
         under_way: the operations of all buckets, of which a few may be unfinished at a time; their memory is free when they are done.
 
     Attributes:
@@ -136,23 +122,24 @@ class SharedBucket:
         sizes: how many numbers each rank has of the bucket.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], cuts: Sequence[Cut], group: Communicator, under_way: deque[Work]):
+    def __init__(self, parameters: Sequence[nn.Parameter], shardings: Sequence[Sharding], group: Communicator, under_way: deque[Work]):
         if any(not parameter.is_contiguous() for parameter in parameters):
             raise ValueError("ZeRO's pieces are views of the parameters, and one is not contiguous: make it so before it is shared out.")
-        self.parameters, self.cuts, self.group, self.under_way = tuple(parameters), tuple(cuts), group, under_way
-        self.results = [make_piece(cut.cut(p.data), cut, p) for p, cut in zip(parameters, cuts, strict=True)]
+        self.parameters, self.group, self.under_way = tuple(parameters), group, under_way
+        self.spans: list[tuple[Span, ...]] = [sharding.parts for sharding in shardings]
+        self.results = [make_shard(each.here.of(p.data), each, p) for p, each in zip(parameters, shardings, strict=True)]
         self.used = [False] * len(self.parameters)
-        self.sizes = [sum(stop - start for start, stop in (cut.ranges[rank] for cut in cuts)) for rank in range(group.size)]
+        self.sizes = [sum(spans[rank].stop - spans[rank].start for spans in self.spans) for rank in range(group.size)]
         travelling = group.size * max(self.sizes) if are_equal(self.sizes) else sum(self.sizes)
         self.bytes = travelling * parameters[0].element_size()
 
     def of_ranks(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """One tensor of each parameter's shape -> for each rank its parts of them, [stop - start] each."""
         flat = [tensor.reshape(-1) for tensor in tensors]
-        return [[each[slice(*cut.ranges[rank])] for each, cut in zip(flat, self.cuts, strict=True)] for rank in range(self.group.size)]
+        return [[each[slice(*spans[rank])] for each, spans in zip(flat, self.spans, strict=True)] for rank in range(self.group.size)]
 
     def start(self) -> Work:
-        return self.begun(lambda: reduce_scatter_v(self.of_ranks(taken(self)), self.group, self.add_to_pieces))
+        return self.begun(lambda: reduce_scatter_v(self.of_ranks(taken(self)), self.group, self.add_to_shards))
 
     def begun(self, start: Callable[[], Work]) -> Work:
         while len(self.under_way) >= AT_ONCE:
@@ -160,7 +147,7 @@ class SharedBucket:
         self.under_way.append(start())
         return self.under_way[-1]
 
-    def add_to_pieces(self, total: Tensor) -> None:
+    def add_to_shards(self, total: Tensor) -> None:
         """A piece without numbers keeps no gradient, so that no optimizer holds state for it or waits for other ranks."""
         for piece, part in zip(self.results, total.split([piece.numel() for piece in self.results]), strict=True):
             if piece.numel():
@@ -180,10 +167,9 @@ class SharedBucket:
                     place.copy_(part)
 
 
-def muon_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
+def muon_matrices(routes: Iterable[Route] | None) -> set[str]:
     """The names of the parameters that the optimizer orthogonalises, so that they must not be cut; none where it is not Muon."""
-    routes = route(model, config.name, no_decay=config.no_decay, to_adamw=config.to_adamw)
-    return {name for part in routes if part.rule == "muon" for name in part.names}
+    return {name for part in routes or () if part.rule == "muon" for name in part.names}
 
 
 def bytes_held(numbers: int, ranks: int, stage: int, weight: float = 4, gradient: float = 4, state: float = 8) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""Chapter 06. Who will never go on: what follows from what each rank says of itself.
+"""Chapter 06. Deadlock detection between processes: from what each rank's heartbeat says, find the ranks that can never continue.
 
-A rank that waits in the n-th operation of a group goes on once every other member has begun its own n-th. So: ranks that do not wait
-can go on; so can those that wait only for operations that have begun, or for ranks that can; and the others never will, all together,
-however long anyone waits. Nothing here depends on time, so ranks that are slow are never taken for stuck.
+A rank that waits in the n-th operation of a group continues once every other member has started its own n-th. So ranks that do not wait
+can continue, and so can ranks that wait only for operations that have started, or for ranks that can continue. All others are deadlocked
+(this reduces the wait-for graph). Time plays no part in it, so a slow rank never counts as deadlocked.
 
 Left out on purpose: what a tensor means. Ranks that add up different tensors of one size are found by `shared.parallel.health.replicas`.
 """
@@ -12,127 +12,136 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shared.parallel.comm.trace import TraceEntry, CommTrace
+from shared.parallel.comm.trace import CommTrace, TraceEntry
 
-OWN_SIZES = {"gather_objects", "all_to_all"}  # operations that each rank calls with as many bytes as it likes
+VARIABLE_SIZE = {"gather_objects", "all_to_all"}  # operations for which each rank may pass a different number of bytes
 
 
 class Call(NamedTuple):
-    """One operation as the other ranks are told of it.
+    """One collective, send or receive, as a heartbeat message describes it to the other ranks.
 
-    between: the global ranks that it is between, in the group's order; of a send or receive, from whom and to whom.
-    number: which one it is of those between the same ranks, from 1.
+    ranks: the global ranks that take part, in the group's order; for a send or receive, (sender, receiver).
+    number: counts the calls with the same `key` from 1.
     """
 
     operation: str
     number: int
     bytes: int
-    place: str
+    description: str
     split_number: int
-    pairwise: bool
-    between: tuple[int, ...]
+    point_to_point: bool
+    ranks: tuple[int, ...]
 
     @classmethod
     def of(cls, entry: TraceEntry) -> "Call":
-        kind = entry.operation, entry.number, entry.bytes, entry.place
-        return cls(*kind, entry.split_number, entry.peer is not None, entry.between)
+        kind = entry.operation, entry.number, entry.bytes, entry.description
+        return cls(*kind, entry.split_number, entry.peer is not None, entry.ranks)
 
     @classmethod
-    def read(cls, fields: list) -> "Call":
-        """As JSON gives it back."""
+    def from_json(cls, fields: list) -> "Call":
         return cls(*fields[:-1], tuple(fields[-1]))
 
     @property
-    def route(self) -> tuple[int, bool, tuple[int, ...]]:
-        return self.split_number, self.pairwise, self.between
+    def key(self) -> tuple[int, bool, tuple[int, ...]]:
+        """Calls with one key are made in the same order by all of its ranks."""
+        return self.split_number, self.point_to_point, self.ranks
 
-    def fits(self, other: "Call") -> bool:
-        """Whether two ranks' calls of one number on one route are the same operation."""
-        sizes = self.bytes == other.bytes or self.operation in OWN_SIZES
-        return sizes and (self.pairwise or self.operation == other.operation)
+    def matches(self, other: "Call") -> bool:
+        """Whether two ranks' calls of one key and number are the same operation."""
+        sizes = self.bytes == other.bytes or self.operation in VARIABLE_SIZE
+        return sizes and (self.point_to_point or self.operation == other.operation)
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank says of itself, every second.
+class HeartbeatMessage:
+    """What a rank publishes about itself every second.
 
-    number: from 1. step: of the training run, 0 where nobody says. waiting: the operation that it waits for. last: that it began last.
-    stands: where in the code. recent: the last operations on each route, the newest last. ended: why the rank is not there any more.
+    Attributes:
+        number: counts the messages from 1.
+        step: the step of the training run; 0 outside of one.
+        waiting: the operation that the rank waits for.
+        last: the description of the operation that it started last.
+        location: the line of its code where it is.
+        recent: the last operations of each key, the newest one last.
+        ended: why the rank is gone; empty while it runs.
     """
 
     number: int
     step: int = 0
     waiting: Call | None = None
     last: str = ""
-    stands: str = ""
+    location: str = ""
     recent: list[list[Call]] = field(default_factory=list)
     ended: str = ""
 
     @classmethod
-    def of(cls, number: int, trace: CommTrace, stands: str, ended: str = "") -> "Beat":
-        """`waiting` is read before `recent`, so that what is newer can only show more as begun."""
+    def of(cls, number: int, trace: CommTrace, location: str, ended: str = "") -> "HeartbeatMessage":
+        """`waiting` is read before `recent`: an operation that starts in between makes more calls look started, never fewer."""
         waiting, last = trace.waiting, trace.last
-        recent = [[Call.of(entry) for entry in route.copy()] for route in list(trace.recent.values())]
-        return cls(number, trace.step, waiting and Call.of(waiting), last.place if last else "", stands, recent, ended)
+        recent = [[Call.of(entry) for entry in entries.copy()] for entries in list(trace.recent.values())]
+        return cls(number, trace.step, waiting and Call.of(waiting), last.description if last else "", location, recent, ended)
 
     def to_json(self) -> str:
         return json.dumps(vars(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "Beat":
+    def from_json(cls, text: str | bytes) -> "HeartbeatMessage":
         fields = json.loads(text)
-        fields["waiting"] = fields["waiting"] and Call.read(fields["waiting"])
-        fields["recent"] = [[Call.read(each) for each in route] for route in fields["recent"]]
+        fields["waiting"] = fields["waiting"] and Call.from_json(fields["waiting"])
+        fields["recent"] = [[Call.from_json(each) for each in calls] for calls in fields["recent"]]
         return cls(**fields)
 
     @property
     def state(self) -> tuple[Call | None, list[list[Call]]]:
-        """What changes whenever the rank goes on, and never comes back."""
+        """Changes whenever the rank makes progress, and never returns to an earlier value."""
         return self.waiting, self.recent
 
-    def begun(self, call: Call) -> bool:
-        """Whether this rank has begun what another one means by `call`."""
-        return any(route[-1].number >= call.number for route in self.recent if route and route[-1].route == call.route)
+    def has_started(self, call: Call) -> bool:
+        """Whether this rank has started its own part of `call`."""
+        return any(calls[-1].number >= call.number for calls in self.recent if calls and calls[-1].key == call.key)
 
-    def called_last(self) -> str:
-        return f"it was last in {self.last}" if self.last else "it had not yet called anything"
+    def last_call(self) -> str:
+        return f"its last operation was {self.last}" if self.last else "it has not started any operation"
 
 
-def mismatch(beats: Mapping[int, Beat]) -> str | None:
-    """A sentence for two ranks that called different things where they had to call the same, if the last operations show any."""
+def find_mismatch(messages: Mapping[int, HeartbeatMessage]) -> str | None:
+    """A sentence about two ranks whose calls do not match, where the recent calls show any."""
     first: dict[tuple, tuple[int, Call]] = {}
-    for rank, beat in sorted(beats.items()):
-        for call in (call for route in beat.recent for call in route):
-            earlier, theirs = first.setdefault((call.route, call.number), (rank, call))
-            if not theirs.fits(call):
-                return f"mismatch: rank {earlier} calls {described(theirs)}; rank {rank} calls {described(call)}"
+    for rank, message in sorted(messages.items()):
+        for call in (call for calls in message.recent for call in calls):
+            other_rank, other = first.setdefault((call.key, call.number), (rank, call))
+            if not other.matches(call):
+                return f"mismatch: rank {other_rank} calls {describe(other)}; rank {rank} calls {describe(call)}"
     return None
 
 
-def described(call: Call) -> str:
-    return f"{call.place} with {call.bytes:,} bytes"
+def describe(call: Call) -> str:
+    return f"{call.description} with {call.bytes:,} bytes"
 
 
-def stuck(beats: Mapping[int, Beat]) -> list[int]:
-    """The ranks that wait and will never go on."""
-    free = {rank for rank, beat in beats.items() if beat.waiting is None and not beat.ended}
+def deadlocked_ranks(messages: Mapping[int, HeartbeatMessage]) -> list[int]:
+    """The ranks that wait and can never continue."""
+    can_continue = {rank for rank, message in messages.items() if message.waiting is None and not message.ended}
     while True:
         more = {
             rank
-            for rank, beat in beats.items()
-            if rank not in free
-            and beat.waiting is not None
-            and not beat.ended
-            and all(other == rank or other in free or beats[other].begun(beat.waiting) for other in beat.waiting.between)
+            for rank, message in messages.items()
+            if rank not in can_continue
+            and message.waiting is not None
+            and not message.ended
+            and all(
+                other == rank or other in can_continue or messages[other].has_started(message.waiting) for other in message.waiting.ranks
+            )
         }
         if not more:
-            return sorted(rank for rank in beats.keys() - free if beats[rank].waiting is not None and not beats[rank].ended)
-        free |= more
+            rest = sorted(messages.keys() - can_continue)
+            return [rank for rank in rest if messages[rank].waiting is not None and not messages[rank].ended]
+        can_continue |= more
 
 
-def deadlock(beats: Mapping[int, Beat], ranks: list[int]) -> str:
-    """The sentence for ranks that are stuck, with those that they wait for and that have ended."""
-    needed = {other for rank in ranks for other in beats[rank].waiting.between}
-    places = {rank: f"waits in {beats[rank].waiting.place}" for rank in ranks}
-    places |= {rank: beats[rank].ended for rank in needed if beats[rank].ended}
-    return "deadlock: " + "; ".join(f"rank {rank} {places[rank]}" for rank in sorted(places))
+def describe_deadlock(messages: Mapping[int, HeartbeatMessage], ranks: list[int]) -> str:
+    """The error message for deadlocked ranks, and for the ranks that they wait for and that have ended."""
+    needed = {other for rank in ranks for other in messages[rank].waiting.ranks}
+    states = {rank: f"waits in {messages[rank].waiting.description}" for rank in ranks}
+    states |= {rank: messages[rank].ended for rank in needed if messages[rank].ended}
+    return "deadlock: " + "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states))

@@ -1,16 +1,17 @@
-"""Chapter 06. The heartbeat: ranks that wait say for whom, within a set time, and end so that the run can be started again.
+"""Chapter 06. Heartbeats of ranks, as a watchdog: a rank that waits for a dead or hanging one names it in time and ends, for a restart.
 
-A rank that dies or hangs leaves the others waiting for it, for ever and without a word. So a thread of each rank writes what it does into
-the store where the ranks met, every second, and reads what the others wrote. It ends the wait where
+Without it, a rank that dies or hangs leaves the others waiting without an error. So a thread of each rank writes what the rank does into
+the store of the rendezvous, every second, and reads what the others wrote. It ends the wait where
 
-    a rank's heartbeat stops                           it died, or its process hangs
-    calls do not match, or can never meet              a deadlock: `shared.parallel.health.deadlock`
-    a rank lives, and does not come for half an hour   with the line of its code where it is
+    a rank's heartbeat stops                     it died, or its process hangs
+    calls do not match, or ranks deadlock        found by `shared.parallel.health.deadlock`
+    a rank is alive and has not joined an        the message has the line of its code where it is
+    operation for half an hour
 
-A rank whose heart beats may otherwise take its time: it compiles, saves, or prepares data. An operation costs nothing for all this; the
-thread costs about a millisecond of every second.
+A rank whose heartbeat goes on may take its time: it compiles, saves, or prepares data. Collectives are not slowed down; the thread takes
+about a millisecond of every second.
 
-Left out on purpose: hundreds of ranks, where each would read the beats of a few and not of all.
+Left out on purpose: hundreds of ranks, where each would read the messages of a few and not of all.
 """
 
 import atexit
@@ -26,15 +27,15 @@ from torch.distributed import Store, Work
 
 from shared.parallel.comm.communicator import CommunicationError, RankStopped
 from shared.parallel.comm.trace import CommTrace
-from shared.parallel.health.deadlock import Beat, deadlock, mismatch, stuck
+from shared.parallel.health.deadlock import HeartbeatMessage, deadlocked_ranks, describe_deadlock, find_mismatch
 
 EXIT_CODE = 75  # of a rank that ends because of others: "temporary failure, try again" in sysexits.h
-MISSED = 3  # beats after which a rank is gone, where a connection broke too
-LAST_WORDS = 10.0  # seconds that a rank has, once it must end, to come by and raise the problem itself; its machine may be busy
+MISSED = 3  # heartbeats after which a rank counts as dead, where a connection broke too
+RAISE_GRACE = 10.0  # seconds in which a rank's own thread can raise the problem, before its process is ended; the machine may be busy
 
 
 class RankLost(RankStopped):
-    """Another rank is silent, or lives and does not come: it will tell nothing."""
+    """Another rank is dead, or alive and never joins an operation: no error will come from it."""
 
 
 @dataclass(frozen=True)
@@ -54,84 +55,87 @@ class Timeouts:
 
 
 class Heartbeat:
-    """One rank's beats, and what it hears of the others.
+    """Publishes the heartbeat of one rank, and watches those of the others.
 
     Args:
-        store: where the ranks met; the heartbeat makes a connection of its own.
+        store: the store of the rendezvous; the heartbeat opens a connection of its own.
 
     Attributes:
+        last_seen: rank -> its last message.
         problem: why this rank must end; None while all is well.
-        deaf: whether the rank stands in an operation that it cannot leave to raise it.
+        blocked: whether the rank's thread is in an operation that cannot be interrupted to raise the problem.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, trace: CommTrace, timeouts: Timeouts):
         self.store, self.rank, self.ranks, self.trace, self.timeouts = store.clone(), rank, ranks, trace, timeouts
         self.store.set_timeout(timedelta(seconds=timeouts.heartbeat_timeout))
-        self.main = threading.get_ident()
+        self.main_thread = threading.get_ident()
         self.number = 0
-        self.heard: dict[int, Beat] = {}
-        self.silent = dict.fromkeys(range(ranks), 0.0)  # seconds without a new beat, as this rank has looked
-        self.suspected: dict[int, Beat] = {}  # those that seemed stuck, when they first did
-        self.looked = self.waited_since = time.monotonic()
-        self.waits_in: object = None
+        self.last_seen: dict[int, HeartbeatMessage] = {}
+        self.silent_seconds = dict.fromkeys(range(ranks), 0.0)  # without a new message, while this rank was watching
+        self.suspects: dict[int, HeartbeatMessage] = {}  # deadlocked ranks, with the message that showed it first
+        self.last_check = self.waiting_since = time.monotonic()
+        self.waiting_entry: object = None
         self.problem: CommunicationError | None = None
-        self.told, self.found, self.closing = False, threading.Event(), threading.Event()
-        self.cut = self.deaf = False
-        self.writing = threading.Lock()
-        self.beat()
+        self.raised, self.problem_found, self.closing = False, threading.Event(), threading.Event()
+        self.connection_lost = self.blocked = False
+        self.sending = threading.Lock()
+        self.send()
         self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Once all ranks have met."""
-        self.looked = time.monotonic()
+        """Start the thread, once all ranks have connected."""
+        self.last_check = time.monotonic()
         self.thread.start()
-        atexit.register(self.leave)
+        atexit.register(self.at_exit)
 
     # In the rank's own thread.
 
     def wait(self, work: Work) -> None:
-        """Wait for an operation of gloo, as long as there is hope.
+        """Wait for an operation of gloo, unless a problem is found.
 
         Raises:
-            CommunicationError: there is none.
+            CommunicationError: the problem.
         """
         while True:
-            ended = work.is_completed()  # asked first: it may end well in the moment after the time is over
+            completed = work.is_completed()  # read before the wait: the operation may complete right after the time is over
             try:
                 work.wait(timedelta(seconds=self.timeouts.heartbeat_interval))
                 return
-            except RuntimeError as error:  # torch has one class for the time that is over and for a connection that broke
-                if ended:
-                    raise self.cut_off(error) from error
-            self.require_hope()
+            except RuntimeError as error:  # torch has one class for a timeout and for a connection that broke
+                if completed:
+                    raise self.connection_error(error) from error
+            self.raise_if_failed()
 
-    def cut_off(self, error: Exception) -> CommunicationError:
-        """The connection to another rank broke in the operation that this rank waits for: say which rank, if that comes out soon."""
-        place, words = self.trace.waiting.place if self.trace.waiting else "an operation", (str(error).splitlines() or [""])[0]
-        self.cut = True
-        self.found.wait(self.timeouts.heartbeat_timeout)
-        self.problem = self.problem or RankStopped(f"rank {self.rank} was cut off from another rank in {place} ({words})")
-        self.told = True
+    def connection_error(self, error: Exception) -> CommunicationError:
+        """The error for a connection that broke in the operation that this rank waits for; it names the rank that failed, if that is
+        found soon."""
+        operation = self.trace.waiting.description if self.trace.waiting else "an operation"
+        reason = (str(error).splitlines() or [""])[0]
+        self.connection_lost = True
+        self.problem_found.wait(self.timeouts.heartbeat_timeout)
+        self.problem = self.problem or RankStopped(f"rank {self.rank} lost its connection to another rank in {operation} ({reason})")
+        self.raised = True
         return self.problem
 
-    def require_hope(self) -> None:
+    def raise_if_failed(self) -> None:
         if self.problem is not None:
-            self.told = True
+            self.raised = True
             raise self.problem
 
     def close(self, ended: str) -> None:
-        """Say that this rank is not there any more, and stop. ended: what it did, as in "has finished"."""
+        """Publish that this rank is gone, and stop. ended: what it did, as in "has finished"."""
         if self.closing.is_set():
             return
         self.closing.set()
         self.thread.join(self.timeouts.heartbeat_interval)
         try:
-            self.beat(ended)
-        except RuntimeError:  # the store is gone as well, and nobody is left to be told
+            self.send(ended)
+        except RuntimeError:  # the store is gone as well, so no rank is left to read it
             pass
 
-    def leave(self) -> None:
-        """At the interpreter's end. Torch's threads would stay as long as their operations, which may be for ever."""
+    def at_exit(self) -> None:
+        """Run at the interpreter's exit. Torch's threads last as long as their operations, so after a failure the process is ended."""
         self.close(f"stopped: {self.problem}" if self.problem else "has ended")
         if self.problem is not None:
             self.end_process()
@@ -139,87 +143,100 @@ class Heartbeat:
     # In the heartbeat's thread.
 
     def run(self) -> None:
-        since = 0.0
+        failed_at = 0.0
         while not self.closing.wait(self.timeouts.heartbeat_interval):
             try:
-                self.beat()
-                self.listen()
+                self.send()
+                self.check()
             except RuntimeError as error:
-                self.stop(f"the store where the ranks met cannot be reached by rank {self.rank}: the machine of rank 0 is gone ({error})")
+                lost = f"rank {self.rank} cannot reach the store of the rendezvous: the machine of rank 0 is gone ({error})"
+                self.fail(CommunicationError(lost))
             if self.problem is None:
                 continue
-            since = since or time.monotonic()
-            beats = MISSED * self.timeouts.heartbeat_interval
-            if not self.told and time.monotonic() - since > (beats if self.deaf else max(beats, LAST_WORDS)):
-                print(self.problem, file=sys.stderr)  # the rank stands in an operation that is not ours, or computes
+            failed_at = failed_at or time.monotonic()
+            grace = MISSED * self.timeouts.heartbeat_interval
+            if not self.raised and time.monotonic() - failed_at > (grace if self.blocked else max(grace, RAISE_GRACE)):
+                print(self.problem, file=sys.stderr)  # the rank is in an operation that is not ours, or computes
                 self.end_process()
 
-    def beat(self, ended: str = "") -> None:
-        """Write what this rank does. Nothing is written over its last word: a late beat would be its last one, and it would be missed."""
-        with self.writing:
+    def send(self, ended: str = "") -> None:
+        """Publish what this rank does. Once it has ended nothing may overwrite its last message: it would be missed as a dead rank."""
+        with self.sending:
             if self.closing.is_set() and not ended:
                 return
             self.number += 1
-            text = Beat.of(self.number, self.trace, where_it_stands(self.main), ended).to_json()
-            self.store.set(f"beat/{self.rank}", text)
+            text = HeartbeatMessage.of(self.number, self.trace, code_location(self.main_thread), ended).to_json()
+            self.store.set(f"heartbeat/{self.rank}", text)
 
-    def listen(self) -> None:
-        """Hear everybody's last beat, and think about it."""
-        texts = self.store.multi_get([f"beat/{rank}" for rank in range(self.ranks)])
-        beats = {rank: Beat.from_json(text) for rank, text in enumerate(texts)}
+    def check(self) -> None:
+        """Read every rank's last message, and look for a problem."""
+        texts = self.store.multi_get([f"heartbeat/{rank}" for rank in range(self.ranks)])
+        messages = {rank: HeartbeatMessage.from_json(text) for rank, text in enumerate(texts)}
         now = time.monotonic()
-        passed = min(now - self.looked, 2 * self.timeouts.heartbeat_interval)  # this process itself may have been asleep
-        self.looked = now
-        for rank, beat in beats.items():
-            fresh = rank not in self.heard or beat.number > self.heard[rank].number
-            self.silent[rank] = 0.0 if fresh or beat.ended else self.silent[rank] + passed
-        self.heard = beats
-        for sentence in (mismatch(beats), self.stopped(), self.silence(), self.deadlock(), self.too_long(now)):
+        passed = min(now - self.last_check, 2 * self.timeouts.heartbeat_interval)  # this process itself may have been suspended
+        self.last_check = now
+        for rank, message in messages.items():
+            is_new = rank not in self.last_seen or message.number > self.last_seen[rank].number
+            self.silent_seconds[rank] = 0.0 if is_new or message.ended else self.silent_seconds[rank] + passed
+        self.last_seen = messages
+        checks = (
+            (CommunicationError, find_mismatch(messages)),
+            (RankStopped, self.failed_rank()),
+            (RankLost, self.dead_rank()),
+            (CommunicationError, self.deadlock()),
+            (RankLost, self.timeout(now)),
+        )
+        for kind, sentence in checks:
             if sentence:
-                self.stop(sentence)
+                self.fail(kind(sentence))
 
-    def stop(self, sentence: str) -> None:
+    def fail(self, problem: CommunicationError) -> None:
+        """Keep the first problem."""
         if self.problem is None:
-            ours = CommunicationError if not sentence.startswith("rank") else RankStopped if sentence == self.stopped() else RankLost
-            self.problem = ours(sentence)
-            self.found.set()
+            self.problem = problem
+            self.problem_found.set()
 
-    def stopped(self) -> str | None:
-        """The first rank that ended otherwise than well."""
-        return next((f"rank {rank} {beat.ended}" for rank, beat in self.heard.items() if beat.ended.startswith("stopped")), None)
+    def failed_rank(self) -> str | None:
+        """The first rank that ended with an error."""
+        failed = {rank: message.ended for rank, message in self.last_seen.items() if message.ended.startswith("stopped")}
+        return next((f"rank {rank} {ended}" for rank, ended in failed.items()), None)
 
-    def silence(self) -> str | None:
+    def dead_rank(self) -> str | None:
+        """A rank without a heartbeat for `heartbeat_timeout`."""
         limit = self.timeouts.heartbeat_timeout
-        if self.cut:
+        if self.connection_lost:
             limit = min(limit, MISSED * self.timeouts.heartbeat_interval)
-        for rank, seconds in self.silent.items():
+        for rank, seconds in self.silent_seconds.items():
             if seconds >= limit and rank != self.rank:
-                beat = self.heard[rank]
-                step = f" (step {beat.step})" if beat.step else ""
-                return f"rank {rank} has not been heard of for {seconds:.0f} s: it died or hangs; {beat.called_last()}{step}"
+                message = self.last_seen[rank]
+                step = f" (step {message.step})" if message.step else ""
+                return f"rank {rank} has sent no heartbeat for {seconds:.0f} s: it died or hangs; {message.last_call()}{step}"
         return None
 
     def deadlock(self) -> str | None:
-        """Ranks that were stuck at one moment: each was in the same state before it and after it."""
-        never = stuck(self.heard)
-        if not never or any(self.heard[rank].state != self.suspected[rank].state for rank in never if rank in self.suspected):
-            self.suspected = {}
-        self.suspected = {rank: self.suspected.get(rank, self.heard[rank]) for rank in never}
-        sure = never and all(self.heard[rank].number >= beat.number + 2 for rank, beat in self.suspected.items())
-        return deadlock(self.heard, never) if sure else None
+        """Ranks that were deadlocked at one moment, since each was in the same state before it and after it: messages are read one after
+        the other."""
+        found = deadlocked_ranks(self.last_seen)
+        if not found or any(self.last_seen[rank].state != self.suspects[rank].state for rank in found if rank in self.suspects):
+            self.suspects = {}
+        self.suspects = {rank: self.suspects.get(rank, self.last_seen[rank]) for rank in found}
+        confirmed = found and all(self.last_seen[rank].number >= message.number + 2 for rank, message in self.suspects.items())
+        return describe_deadlock(self.last_seen, found) if confirmed else None
 
-    def too_long(self, now: float) -> str | None:
+    def timeout(self, now: float) -> str | None:
+        """An operation that this rank has waited in for `collective_timeout`, with the ranks that have not joined it."""
         entry = self.trace.waiting
-        if entry is not self.waits_in:
-            self.waits_in, self.waited_since = entry, now
-        if entry is None or now - self.waited_since < self.timeouts.collective_timeout:
+        if entry is not self.waiting_entry:
+            self.waiting_entry, self.waiting_since = entry, now
+        if entry is None or now - self.waiting_since < self.timeouts.collective_timeout:
             return None
-        call = self.heard[self.rank].waiting
-        missing = [rank for rank in entry.between if rank != self.rank and not (call and self.heard[rank].begun(call))]
-        late = "; ".join(
-            f"rank {rank} lives but does not come: {self.heard[rank].called_last()}, {self.heard[rank].stands}" for rank in missing
+        call = self.last_seen[self.rank].waiting
+        missing = [rank for rank in entry.ranks if rank != self.rank and not (call and self.last_seen[rank].has_started(call))]
+        states = "; ".join(
+            f"rank {rank} is alive and has not joined: {self.last_seen[rank].last_call()}, {self.last_seen[rank].location}"
+            for rank in missing
         )
-        return f"rank {self.rank} has waited {now - self.waited_since:.0f} s in {entry.place}: {late or 'all ranks are in it'}"
+        return f"rank {self.rank} has waited {now - self.waiting_since:.0f} s in {entry.description}: {states or 'all ranks are in it'}"
 
     def end_process(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -227,11 +244,11 @@ class Heartbeat:
         os._exit(EXIT_CODE)
 
 
-def where_it_stands(thread: int) -> str:
-    """The innermost line of a thread's code that is neither Python's own nor a package's."""
+def code_location(thread: int) -> str:
+    """The innermost line of a thread's stack that is neither in Python's standard library nor in an installed package."""
     frame = innermost = sys._current_frames().get(thread)
-    apart = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
-    while frame is not None and frame.f_code.co_filename.startswith(apart):
+    foreign = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
+    while frame is not None and frame.f_code.co_filename.startswith(foreign):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:

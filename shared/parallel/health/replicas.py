@@ -10,16 +10,20 @@ A single bit always changes it. Left out on purpose: changes that cancel each ot
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared.engine.callbacks import Callback
 from shared.parallel.comm.communicator import CommunicationError, Communicator
 from shared.parallel.comm.trace import CommTrace
+from shared.parallel.holders import Holders
 from shared.totals import Batch
+
+if TYPE_CHECKING:
+    from shared.parallel.strategy import ParallelStrategy
 
 WHOLE_NUMBERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
 
@@ -29,24 +33,29 @@ class ReplicasDiffer(CommunicationError):
 
 
 class ReplicaCheck(Callback):
-    """Compares the weights over the ranks that hold the same ones. It runs before a step is saved, so what differs is not.
+    """Compares what several ranks hold alike: weights of replicas, norms under tensor parallelism. It runs before a step is saved, so what
+    differs is not.
 
     Args:
-        weights: whose `named_parameters()` must be the same on all ranks of `group`.
-        group: the replicas.
+        strategy: whose weights are compared.
         check_every: steps.
     """
 
-    def __init__(self, weights: nn.Module, group: Communicator, check_every: int = 100):
-        self.weights, self.group, self.check_every = weights, group, check_every
+    every_rank = True
+
+    def __init__(self, strategy: "ParallelStrategy", check_every: int = 100):
+        self.strategy, self.check_every = strategy, check_every
 
     def on_step(self, engine: Any) -> None:
-        if self.group.size > 1 and engine.step % self.check_every == 0:
-            require_equal(self.weights, self.group, engine.step)
+        if engine.step % self.check_every == 0:
+            strategy = self.strategy
+            require_equal(strategy.state.state_dict(keep_vars=True), strategy.holders, strategy.mesh.world, engine.step)
 
 
-class StepSaid(Callback):
-    """Lets the trace, and so the heartbeat, know the step."""
+class StepCounter(Callback):
+    """Notes the step in the comm trace, and so for the heartbeat."""
+
+    every_rank = True
 
     def __init__(self, trace: CommTrace):
         self.trace = trace
@@ -55,21 +64,29 @@ class StepSaid(Callback):
         self.trace.step = engine.step + 1
 
 
-def require_equal(weights: nn.Module, group: Communicator, step: int = 0) -> None:
-    """Compare parameters over a group; every rank calls it. Eight bytes for each parameter and rank travel.
+def require_equal(weights: Mapping[str, Tensor], holders: Holders, world: Communicator, step: int = 0) -> None:
+    """Compare each tensor over the ranks that hold the same part of it; every rank calls it. Eight bytes for each tensor and rank travel.
+
+    Args:
+        weights: this rank's, by name.
+        holders: who holds what of them.
 
     Raises:
         ReplicasDiffer: on every rank, the same sentence.
     """
-    names, tensors = zip(*weights.named_parameters(), strict=True)
-    own = torch.stack([checksum(local(tensor)) for tensor in tensors])
-    everyone = own.new_empty(group.size, len(names))
-    group.all_gather(everyone, own)
-    rows = everyone.tolist()
-    number = next((column for column in range(len(names)) if len({row[column] for row in rows}) > 1), None)
-    if number is not None:
-        when = f"after step {step}, " if step else ""
-        raise ReplicasDiffer(f"{when}{difference(names[number], [row[number] for row in rows], group.members)}")
+    if all(len(ranks) == 1 for ranks in holders.ranks.values()):
+        return
+    names = list(holders.shapes)
+    parts = [checksum(weights[name]) if name in weights else None for name in names]
+    device = next(part.device for part in parts if part is not None)
+    own = torch.stack([torch.zeros((), dtype=torch.int64, device=device) if part is None else part for part in parts])
+    everyone = own.new_empty(world.size, len(names))
+    world.all_gather(everyone, own)
+    sums = dict(zip(names, everyone.T.tolist(), strict=True))
+    for (name, _), ranks in holders.ranks.items():
+        if len({sums[name][rank] for rank in ranks}) > 1:
+            when = f"after step {step}, " if step else ""
+            raise ReplicasDiffer(f"{when}{difference(name, [sums[name][rank] for rank in ranks], ranks)}")
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -95,8 +112,3 @@ def difference(name: str, sums: Sequence[int], members: Sequence[int]) -> str:
         f"the weights of {ranks} {', '.join(map(str, odd))} are not those of {others} {', '.join(map(str, same))}; "
         f"the first parameter that differs is {name}. Go on from the last checkpoint, with fewer steps between checks to find the step."
     )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, where it is one of PyTorch's tensors over a mesh."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

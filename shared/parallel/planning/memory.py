@@ -5,7 +5,7 @@
 
 Of weights, gradients and state each rank holds all or an n-th (Rajbhandari et al. 2020; `shared.parallel.data.zero.bytes_held`). Activations
 follow Korthikanti et al. 2022, section 4.1, which counts what each operation keeps, for this model's own operations: norms keep their
-input, linear layers theirs, attention queries, keys, values and its result. `chapters/06_data_parallel/memory_measured.py` measures the same.
+input, linear layers theirs, attention queries, keys, values and its result. Chapter 06's `memory_measured.py` measures the same.
 
 Left out on purpose: what lives for moments (buckets under way, the gradients of activations, what an operation needs for itself), what the
 allocator keeps in reserve, and blocks other than those of a decoder without dropout.
@@ -81,7 +81,7 @@ def estimate_memory(
     if fsdp > 1:
         whole = min(1 + layout.prefetch, model.num_hidden_layers) if layout.reshard_after_forward else model.num_hidden_layers
         gathered = 4 * ends + WIDTH[precision] * whole * block
-    peak = activations(model, layout.recompute, rows, seq, precision, sliced, packed, gathered=fsdp > 1).peak
+    peak = activations(model, layout.activation_checkpointing, rows, seq, precision, sliced, packed, gathered=fsdp > 1).peak
     return MemoryEstimate(parts["weights"], gathered, parts["gradients"], parts["optimizer state"], peak)
 
 
@@ -108,7 +108,7 @@ class Activations(NamedTuple):
 
 def activations(
     model: ModelConfig,
-    how: Literal["none", "blocks", "selective"],
+    how: Literal["none", "full", "selective"],
     rows: int,
     seq: int,
     precision: str,
@@ -133,10 +133,12 @@ def activations(
         block += width * (parameter_counts(model)["matrix"] // layers)  # rounded copies of its matrices
     ends = end_bytes(model, rows, seq, width, sliced)
     positions = tokens if packed else seq
-    throughout = 8 * tokens + positions * (4 * model.head_dim if model.position == "rope" else 8)  # ids, and tables or positions
+    if model.position == "rope":
+        block += 16 * positions * model.head_dim  # cos and sin at the heads' full width, for queries and for keys
+    throughout = 8 * tokens + (0 if model.position == "rope" else 8 * positions)  # ids, and positions
     if how == "none":
         return Activations(layers * block + ends + throughout, layers * block + ends + throughout)
-    if how == "blocks":
+    if how == "full":
         kept, again = entering, block - entering
     else:
         products = tokens * token_bytes(saved_products_per_token(model), width)
@@ -155,8 +157,7 @@ def saved_per_token(model: ModelConfig, mask: int = 0) -> dict[str, int]:
     """
     size, inner, shared = model.hidden_size, *heads(model)
     keys = inner if mask else shared
-    rotated = inner if model.position == "rope" else 0  # the result has the layout of rotated queries, and is copied into o_proj's
-    attention = size + inner + 2 * keys + mask + inner + rotated  # the normed input; queries, keys, values; mask; the result
+    attention = size + inner + 2 * keys + mask + inner  # the normed input; queries, keys, values; mask; the result
     feed_forward = size + (4 if model.gated else 2) * model.intermediate_size  # gated: gate, its activation, up, their product
     statistics = 4 if model.norm == "layer_norm" else 0  # mean and deviation of two norms
     return {"stream": 2 * size, "products": attention + feed_forward, "float32": model.num_attention_heads + statistics}
@@ -206,7 +207,7 @@ def require_formula(model: ModelConfig) -> None:
         "position": model.position not in ("rope", "learned"),
         "norm_position": model.norm_position != "pre",
         "hidden_dropout or attention_dropout": model.hidden_dropout or model.attention_dropout,
-        "attention": model.attention != "fused",
+        "attention": model.attention != "sdpa",
         "qk_norm": model.qk_norm,
         "embedding_norm": model.embedding_norm,
         "sliding_window": model.sliding_window is not None,
@@ -214,4 +215,4 @@ def require_formula(model: ModelConfig) -> None:
     }
     for name, is_uncovered in uncovered.items():
         if is_uncovered:
-            raise ValueError(f"There is no formula for the activations of a model with this {name}: measure them (chapters/06_data_parallel/memory_measured.py).")
+            raise ValueError(f"There is no formula for the activations of a model with this {name}: measure them (memory_measured.py).")

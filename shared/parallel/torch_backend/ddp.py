@@ -10,26 +10,20 @@ Left out on purpose: CUDA graphs, and compiled autograd.
 
 import warnings
 from collections.abc import Collection, Sequence
-from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
-from shared.optim.clipping import model_gradient_norm
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Cut, step_on
-from shared.parallel.data.activation_checkpointing import run_block_selectively
-from shared.parallel.run_world import add_over
+from shared.parallel.data.engine import DataEngine
 from shared.parallel.data.zero import Zero
+from shared.parallel.mesh import Mesh
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 
-class TorchReplicas:
+class TorchReplicas(DataEngine):
     """A replica of the model on each rank of `mesh.data`: `DistributedDataParallel`.
 
     Args:
@@ -38,12 +32,12 @@ class TorchReplicas:
 
     Attributes:
         model: the wrapper. Objectives must call it: a call of the module inside exchanges nothing, without a word.
-        optimized, stored: the module inside, whose names are the plain ones.
+        optim_params: the module inside, whose names are the plain ones.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh):
-        self.optimized = self.stored = model
-        self.data = mesh.data
+        super().__init__(model, mesh.data)
+        self.optim_params = model
         # Looked for at each step: which parameters a step uses may depend on the data, and a rank that waits for a gradient
         # that never comes hangs. The warning says that a walk over the graph could be saved in a model that uses all of them.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
@@ -70,18 +64,6 @@ class TorchReplicas:
 
         return run
 
-    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        return add_over(totals, self.data)
-
-    def updater(self, updater: Updater) -> Updater:
-        return step_on(updater, self.optimized)
-
-    def norm(self, model: nn.Module) -> Tensor:
-        return model_gradient_norm(model)
-
-    def cuts(self) -> dict[str, Cut]:
-        return {}
-
 
 def summed(group: Communicator, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's exchange of a bucket of gradients: an all-reduce that adds and, since it stands here, is not divided."""
@@ -97,7 +79,7 @@ def summed(group: Communicator, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 class TorchZero(TorchReplicas):
-    """Replicas that share out the optimizer's state: DDP adds up the gradients, and each rank steps its pieces (ZeRO-1).
+    """Replicas that share out the optimizer's state: DDP adds up the gradients, and each rank steps its shards (ZeRO-1).
 
     Args:
         whole: names of parameters that must not be cut (`shared.parallel.data.zero.muon_matrices`).
@@ -106,30 +88,15 @@ class TorchZero(TorchReplicas):
     def __init__(self, model: nn.Module, mesh: Mesh, whole: Collection[str]):
         super().__init__(model, mesh)
         self.zero = Zero(model, mesh.data, 1, whole, mesh.config.bucket_megabytes)
-        self.optimized = self.zero.optimized
+        self.optim_params = self.zero.optim_params
 
-    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        """Hand each piece its part of DDP's gradient, which the parameters give away."""
+    def finish(self) -> None:
+        """Hand each shard its part of DDP's gradient, which the parameters give away."""
         for bucket in self.zero.buckets:
-            for parameter, piece, cut in zip(bucket.parameters, bucket.results, bucket.cuts, strict=True):
+            for parameter, shard in zip(bucket.parameters, bucket.results, strict=True):
                 gradient, parameter.grad = parameter.grad, None
-                if gradient is not None and piece.numel():
-                    piece.grad = cut.cut(gradient).view(piece.shape)
-        return super().reducer(model, totals)
+                if gradient is not None and shard.numel():
+                    shard.grad = shard.sharding.here.of(gradient).view(shard.shape)
 
     def updater(self, updater: Updater) -> Updater:
         return self.zero.updater(updater)
-
-    def norm(self, model: nn.Module) -> Tensor:
-        return self.zero.norm(model)
-
-    def cuts(self) -> dict[str, Cut]:
-        return self.zero.cuts()
-
-
-def recompute_blocks(model: nn.Module, how: Literal["blocks", "selective"]) -> None:
-    """PyTorch's activation checkpointing around each block; it goes through the hooks of `fully_shard`."""
-    around = partial(checkpoint, use_reentrant=False)
-    for stack in (model.encoder, model.stack):
-        if stack is not None:
-            stack.run_block = around if how == "blocks" else run_block_selectively

@@ -6,28 +6,28 @@ this course's own FSDP. The optimizer is built over the pieces, which are views 
 Left out on purpose: parameters on a mesh of their own, cuts along other dimensions, and moving weights to the CPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shared.model.init import initial_value
 from shared.parallel.comm.communicator import Communicator
+from shared.parallel.data.engine import DataEngine
 from shared.parallel.data.fsdp import compile_each
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Cut, Pieces, make_piece
 from shared.parallel.comm.processes import all_gather_single, reduce_scatter_single
-from shared.parallel.run_world import add_with
+from shared.parallel.sharding import Box, Parameters, Sharding, make_shard, sharding_of
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 
-class TorchSharded:
+class TorchSharded(DataEngine):
     """Weights, gradients and optimizer state cut over `mesh.fsdp`, one block after the other: `fully_shard`.
 
     With several replicas (`mesh.dp`) each is cut alike, and parts of gradients are added over them at the last micro-batch (HSDP).
@@ -41,17 +41,17 @@ class TorchSharded:
         device, seed: of a model on the meta device, whose parts get their memory and their initial weights here.
 
     Attributes:
-        optimized: this rank's parts, each a view of the memory that `fully_shard` keeps it in.
-        stored: the same with the model's buffers, for checkpoints.
+        optim_params: this rank's shards, each a view of the memory that `fully_shard` keeps it in.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", seed: int = 0):
-        self.model, self.mesh = model, mesh
+        super().__init__(model, mesh.data)
         is_meta = next(model.parameters()).is_meta
+        outer = {name: parameter for name, parameter in model.named_parameters()}  # with their facts, which `fully_shard` does not keep
         device_mesh = device_mesh_of(mesh, torch.device(device) if is_meta else next(model.parameters()).device)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype, cast_forward_inputs=False)
         blocks = [block for stack in (model.encoder, model.stack) if stack is not None for block in stack.blocks.values()]
-        self.units = [*blocks, model]
+        self.units, self.reshards = [*blocks, model], mesh.config.reshard_after_forward
         for unit in self.units:
             mixed = {} if unit is model else {"mp_policy": policy}
             fully_shard(unit, mesh=device_mesh, reshard_after_forward=mesh.config.reshard_after_forward, **mixed)
@@ -66,14 +66,13 @@ class TorchSharded:
             model.to_empty(device=device)
             model.tie_weights()
         self.whole = dict(model.named_parameters())
-        cuts = {name: cut_of(parameter, mesh.fsdp) for name, parameter in self.whole.items()}
-        pieces = {name: make_piece(local(parameter), cuts[name], parameter) for name, parameter in self.whole.items()}
+        shardings = {name: sharding_by_torch(name, parameter, mesh.fsdp, outer[name]) for name, parameter in self.whole.items()}
+        shards = {name: make_shard(local(parameter), shardings[name], outer[name]) for name, parameter in self.whole.items()}
         for name, parameter in self.whole.items() if is_meta else ():
-            value = initial_value(model.logical_name(name), parameter, model.config, seed)
-            local(parameter).copy_(cuts[name].cut(value))
-        self.optimized = Pieces(pieces, cuts)
-        self.stored = Stored(self.optimized, buffers_of(model))
-        self.used = UsedParameters(model)
+            value = initial_value(model.logical_name(name), outer[name], model.config, seed)
+            local(parameter).copy_(shardings[name].local(value))
+        self.optim_params, self.stored = Parameters(shards), shards
+        self.watched = UsedParameters(model)
 
     def runner(self, runner: Runner) -> Runner:
         """Replicas exchange with the last micro-batch."""
@@ -87,15 +86,16 @@ class TorchSharded:
 
         return run
 
-    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        """Hand each part's gradient over to the piece that the optimizer holds. What no rank used gets none."""
-        totals, used = add_with(totals, self.used.take(), self.mesh.data)
-        for (name, parameter), piece, anywhere in zip(self.whole.items(), self.optimized.parameters(), used, strict=True):
+    def used(self) -> Tensor:
+        return self.watched.take()
+
+    def drop_unused(self, users: Sequence[float]) -> None:
+        """Hand each part's gradient over to the shard that the optimizer holds. What no rank used gets none."""
+        for parameter, shard, anywhere in zip(self.whole.values(), self.optim_params.parameters(), users, strict=True):
             gradient, parameter.grad = parameter.grad, None
-            elsewhere = not piece.numel() and (0, parameter.numel()) in self.optimized.cuts[name].ranges  # one rank has all of it
-            if gradient is not None and anywhere and not elsewhere:
-                piece.grad = local(gradient).view(piece.shape)
-        return totals
+            owned = [part for part in shard.sharding.parts if part.sizes == tuple(shard.sharding.outer_shape)]  # one rank has all of it
+            if gradient is not None and anywhere and (shard.numel() or not owned):
+                shard.grad = local(gradient)
 
     def updater(self, updater: Updater) -> Updater:
         """What was gathered with no backward pass after it is let go first: the next forward pass would take it for the new weights."""
@@ -103,32 +103,21 @@ class TorchSharded:
         def update(model: nn.Module, optimizer: torch.optim.Optimizer, token_count: Tensor) -> None:
             for unit in self.units:
                 unit.reshard()
-            updater(self.optimized, optimizer, token_count)
+            updater(self.optim_params, optimizer, token_count)
 
         return update
 
-    def norm(self, model: nn.Module) -> Tensor:
-        return self.optimized.norm()
-
-    def cuts(self) -> dict[str, Cut]:
-        return self.optimized.cuts
-
-
-class Stored(nn.Module):
-    """What a rank saves: its pieces and the model's buffers, under the model's names, which hold dots."""
-
-    def __init__(self, pieces: Pieces, buffers: dict[str, Tensor]):
-        super().__init__()
-        self.held = {**dict(pieces.named_parameters()), **buffers}
-
-    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Tensor]:
-        return dict(self.held)
-
-
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Those that belong to a saved model."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
+    @contextmanager
+    def kept_whole(self) -> Iterator[None]:
+        """While it is open, every unit stays gathered once it was used."""
+        for unit in self.units:
+            unit.set_reshard_after_forward(False)
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.set_reshard_after_forward(self.reshards)
+                unit.reshard()
 
 
 def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
@@ -148,16 +137,29 @@ def fetch_ahead(units: Sequence[FSDPModule], ahead: int) -> None:
 
 
 def local(tensor: DTensor) -> Tensor:
-    """This rank's part of a parameter or of its gradient, flat: the very memory that the engine keeps it in."""
-    return tensor.detach().to_local().view(-1)
+    """This rank's part of a parameter or of its gradient: the very memory that the engine keeps it in."""
+    return tensor.detach().to_local()
 
 
-def cut_of(parameter: DTensor, group: Communicator) -> Cut:
-    """How `fully_shard` cuts: whole rows, equally many for each rank as far as they reach (`torch.chunk`), so later ranks may have none."""
-    rows = parameter.shape[0]
-    share, row = -(-rows // group.size), parameter.numel() // max(rows, 1)
-    ends = [min(rank * share, rows) * row for rank in range(group.size + 1)]
-    return Cut(parameter.shape, list(zip(ends, ends[1:], strict=False)), group)
+def sharding_by_torch(name: str, parameter: DTensor, group: Communicator, outer: nn.Parameter) -> Sharding:
+    """How `fully_shard` shards: whole rows, equally many for each rank as far as they reach (`torch.chunk`), so later ranks may have none.
+
+    Args:
+        outer: what the parameter was before, which may be this rank's shard already.
+
+    Raises:
+        ValueError: it is sharded over several axes by DTensor (`_StridedShard`), whose rows are not one box.
+    """
+    if [placement for placement in parameter.placements if not placement.is_replicate()] != [Shard(0)]:
+        raise ValueError(
+            f"{name} has the placements {parameter.placements}, of which no rank holds one box: shard it by tensor parallelism on plain "
+            "local tensors first, or use parallel.backend: course."
+        )
+    rows, *rest = parameter.shape
+    share = -(-rows // group.size)
+    ends = [min(rank * share, rows) for rank in range(group.size + 1)]
+    boxes = tuple(Box((start, *(0,) * len(rest)), (stop - start, *rest)) for start, stop in zip(ends, ends[1:], strict=False))
+    return Sharding(outer.shape, boxes, group, sharding_of(outer))
 
 
 class UsedParameters:

@@ -19,7 +19,7 @@ ORACLE = "torch.utils.flop_counter.FlopCounterMode around a forward and a backwa
 BATCH = 3
 
 SMALL = {
-    "vocab_size": 13, "hidden_size": 10, "num_hidden_layers": 3, "num_attention_heads": 5, "intermediate_size": 7, "attention": "naive",
+    "vocab_size": 13, "hidden_size": 10, "num_hidden_layers": 3, "num_attention_heads": 5, "intermediate_size": 7, "attention": "eager",
 }
 GPT3 = {
     "vocab_size": 50257, "hidden_size": 12288, "num_hidden_layers": 96, "num_attention_heads": 96, "intermediate_size": 49152,

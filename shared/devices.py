@@ -1,4 +1,4 @@
-"""Chapter 02. Keep the memory that one training step frees for the next one.
+"""Chapter 01. The device that a run computes on (CPU, CUDA or MPS), and its memory: what one step frees is kept for the next.
 
 A step allocates hundreds of megabytes and frees them all. By default the C library hands large blocks back to the operating
 system at once, and the next step pays for fetching and clearing the same pages again, one page fault for every 4 KiB.
@@ -8,7 +8,25 @@ GPUs do not have the problem: PyTorch caches their memory itself.
 import ctypes
 import sys
 
+import torch
+
+from shared.course.errors import CourseError
+
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
+
+
+def pick_device(asked: str) -> torch.device:
+    """The device of this name, or for "auto" a GPU where there is one.
+
+    Raises:
+        CourseError: PyTorch finds no such device.
+    """
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if asked != "auto":
+        if not there[asked]:
+            raise CourseError(f"PyTorch finds no {asked.upper()} device here: choose auto or cpu as device.")
+        return torch.device(asked)
+    return torch.device(next(name for name in ("cuda", "mps", "cpu") if there[name]))
 
 
 def keep_freed_memory() -> bool:

@@ -1,4 +1,4 @@
-"""Chapter 03. A pair of toy languages that two small models can translate in seconds: numbers in digits, and in English words.
+"""Vocabularies for back-translation: a tokenizer, and two toy languages that small models translate in seconds, digits and number words.
 
     4 0 7 2   <->   four thousand seventy two
 
@@ -12,6 +12,8 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from shared.data.tokenizer import TextTokenizer
 
 ONES = "zero one two three four five six seven eight nine ten eleven twelve".split()
 ONES += "thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
@@ -80,3 +82,17 @@ class WordVocabulary:
 def number_vocabulary(*more: str) -> WordVocabulary:
     """Digits, the words of numbers, and `more` words such as a tag."""
     return WordVocabulary((*"0123456789", *ONES, *TENS, "hundred", "thousand", *more))
+
+
+class TextVocabulary:
+    """A tokenizer of `shared.data.tokenizer` as a vocabulary of pairs; its end token is also what a decoder reads first."""
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self.tokenizer, self.start_id, self.end_id = tokenizer, tokenizer.end_id, tokenizer.end_id
+
+    def encode(self, text: str) -> Tensor:
+        return torch.tensor([*self.tokenizer.encode(text), self.end_id])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        ids = list(ids)
+        return self.tokenizer.decode(ids[: ids.index(self.end_id)] if self.end_id in ids else ids)

@@ -1,4 +1,4 @@
-"""Chapter 03. A whole run on prepared text: prepare it, show what cleaning did, train on packed rows, and fill some gaps.
+"""A training run on prepared text: prepare it, show what cleaning did, train on packed rows, and fill some gaps.
 
 Chapter 01's loop trains chapter 02's model; new is only where the batches come from. Tokens are no longer bytes, so losses are told
 in bits per byte of text, which compares any two tokenizers. The reference is xz, a compressor that learns nothing beforehand.
@@ -6,20 +6,17 @@ in bits per byte of text, which compares any two tokenizers. The reference is xz
 Left out on purpose: checkpoints and resuming the training, which are chapter 04's. The loader's state is ready for them.
 """
 
-import json
 import lzma
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import save_model
-from torch import Tensor, nn
+from torch import nn
 
-from shared.course import binding, figures
+from chapters.text_run import plot_losses, print_table, require_numbers, train_with_progress, write_results
+from shared.course import binding
 from shared.course.errors import CourseError
 from shared.data.completion import Gap, fill_gap, find_gaps
 from shared.data.fim import FillInMiddle, FimConfig
@@ -30,10 +27,11 @@ from shared.data.prepare import PreparedText, prepare
 from shared.data.shards import TokenStore
 from shared.data.sources import Source
 from shared.data.tokenizer import TextTokenizer
+from shared.devices import pick_device
+from shared.output_files import require_writable
 from shared.loop import evaluate, train
 from shared.model.transformer import TransformerModel
 from shared.sampling import sample_next
-from shared.text_run import History, pick_device, print_table, progress_text, require_finite, require_numbers, require_writable
 from shared.totals import Batch, bits_per_byte
 
 QUICK_ROWS = 64  # held-out rows of an evaluation during training; the last one takes all
@@ -57,14 +55,10 @@ def run_on_prepared(config: Any) -> None:
 
     model = TransformerModel(replace(config.model, vocab_size=prepared.tokenizer.vocab_size), seed=config.seed).to(device)
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters, on {device}.\n{binding.summary()}", highlight=False)
-    history = History()
     loader = loader_of(config, fim, prepared)
-    try:
-        train_with_progress(config, model, prepared, loader, history, console)
-    except KeyboardInterrupt:
-        if not history.held_out:
-            raise
-        console.print("[yellow]Stopped early: what follows is the model as it is now.[/]")
+    history = train_with_progress(
+        config, losses_of(config, model, prepared, loader), lambda: bits_of(model, prepared, config, device, QUICK_ROWS), console
+    )
 
     held_out = bits_of(model, prepared, config, device, limit=None)
     reference = xz_bits(prepared)
@@ -78,7 +72,7 @@ def run_on_prepared(config: Any) -> None:
     results = {
         "steps": len(history.training),
         "tokens seen": history.tokens,
-        "tokens per second": round(history.tokens / history.seconds) if history.seconds else 0,
+        "tokens per second": history.tokens_per_second,
         "bytes per token, held out": f"{prepared.held_out.byte_counts.sum() / prepared.held_out.token_count:.2f}",
         "segments too long for their row once moved": loader.not_fitting,
         "held-out bits per byte": f"{held_out:.3f}",
@@ -86,10 +80,9 @@ def run_on_prepared(config: Any) -> None:
     }
     show_gaps(console, gaps)
     print_table(console, results)
-    plot_losses(history, reference, config.output / "loss.png")
+    plot_losses(history, reference, "xz, each held-out file alone", config.output / "loss.png", top=6)
     record = {"figures": results, "training": history.training, "held_out": history.held_out, "gaps": [gap._asdict() for gap in gaps]}
-    (config.output / "figures.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    save_model(model, str(config.output / "model.safetensors"))
+    write_results(config.output, model, record)
     console.print(f"Plot: {config.output / 'loss.png'}; of the cleaning: {prepared.folder / 'report.png'}.", highlight=False)
 
 
@@ -138,43 +131,20 @@ def print_header(console: Console, prepared: PreparedText) -> None:
     console.print(f"Vocabulary: {prepared.tokenizer.vocab_size:,} tokens. Prepared text: {prepared.folder}", highlight=False)
 
 
-def train_with_progress(
-    config: Any, model: nn.Module, prepared: PreparedText, loader: PackedLoader, history: History, console: Console
-) -> None:
-    """The training itself, under a progress bar; without a terminal, a line at each evaluation instead."""
+def losses_of(config: Any, model: nn.Module, prepared: PreparedText, loader: PackedLoader) -> Iterator[tuple[int, float, int]]:
+    """Train: step, bits per byte and tokens of each step. Its bytes are those of text that its targets stand for."""
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     sizes = torch.from_numpy(prepared.tokenizer.byte_lengths)
     covered: list[int] = []  # bytes of text in each step
-    bar = Progress(
-        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn(),
-        console=console, disable=not console.is_terminal,
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("training", total=config.steps, loss="")
-        began = time.perf_counter()
-        batches = on_device(loader, device, sizes, covered)
-        for step, totals in train(model, optimizer, batches, packed_next_token_objective, steps=config.steps):
-            loss = bits_per_byte(totals.loss_sum, covered[step - 1])
-            require_finite(loss, step)
-            history.training.append((step, loss))
-            history.tokens += totals.token_count.item()
-            if step % config.evaluate_every == 0 or step == config.steps:
-                history.seconds += time.perf_counter() - began
-                quick = bits_of(model, prepared, config, device, QUICK_ROWS)
-                require_finite(quick, step)
-                history.held_out.append((step, quick))
-                if not console.is_terminal:
-                    console.print(f"step {step:>6}   {progress_text(loss, history)}", highlight=False)
-                began = time.perf_counter()
-            bar.update(task, advance=1, loss=progress_text(loss, history))
 
+    def batches() -> Iterator[list[Batch]]:
+        for step in loader:
+            covered.append(sum(int(sizes[batch["targets"].clamp(min=0)][batch["targets"] >= 0].sum()) for batch in step))
+            yield [{name: tensor.to(device) for name, tensor in batch.items()} for batch in step]
 
-def on_device(loader: PackedLoader, device: torch.device, sizes: Tensor, covered: list[int]) -> Iterator[list[Batch]]:
-    """The loader's steps on the device. `covered` takes the bytes of text that each step's targets stand for."""
-    for step in loader:
-        covered.append(sum(int(sizes[batch["targets"].clamp(min=0)][batch["targets"] >= 0].sum()) for batch in step))
-        yield [{name: tensor.to(device) for name, tensor in batch.items()} for batch in step]
+    for step, totals in train(model, optimizer, batches(), packed_next_token_objective, steps=config.steps):
+        yield step, bits_per_byte(totals.loss_sum, covered[step - 1]), totals.token_count.item()
 
 
 def bits_of(model: nn.Module, prepared: PreparedText, config: Any, device: torch.device, limit: int | None) -> float:
@@ -203,17 +173,3 @@ def show_gaps(console: Console, gaps: list[Gap]) -> None:
         console.print(f"{shown_before}⟦{gap.filled}⟧{shown_after.rstrip()}", markup=False, highlight=False)
         console.print(f"(the author wrote: {gap.middle})", markup=False, highlight=False, style="dim")
     console.rule()
-
-
-def plot_losses(history: History, reference: float, path: Any) -> None:
-    from matplotlib.figure import Figure
-
-    figures.use_style()
-    figure = Figure()
-    axes = figure.subplots()
-    axes.plot(*zip(*history.training, strict=True), color=figures.TRAINING, alpha=0.35, linewidth=0.8, label="training batch")
-    axes.plot(*zip(*history.held_out, strict=True), color=figures.HELD_OUT, marker="o", label="held-out files")
-    axes.axhline(reference, color=figures.REFERENCE, linestyle="--", label="xz, each held-out file alone")
-    axes.set(xlabel="training step", ylabel="loss (bits per byte)", ylim=(0, 6))
-    axes.legend()
-    figure.savefig(path)

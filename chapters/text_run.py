@@ -1,15 +1,14 @@
-"""Chapter 01. A whole run on text: train with the loop, evaluate on held-out files, end with a table, a plot and a sample.
+"""A training run on text with chapter 01's loop: evaluate on held-out files, end with a table, a plot and a sample.
 
-This is what `make run` does until the trainer of chapter 12 exists. It holds everything that a run needs and that the loop
-leaves out: the device, the progress bar, what is written to disk. Checkpoints and resuming are chapter 04's.
+Run scripts of chapters 01, 02 and 05 call `run_on_text`; those of 03, 04 and 06 take parts of it. It holds what a run needs and the loop
+leaves out: the progress bar, and what is written to disk. Checkpoints and resuming are chapter 04's.
 """
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from shared.bigram import BigramModel
 from shared.corpus import Corpus, embedded_corpus, read_files
 from shared.course import binding
 from shared.course.errors import CourseError
+from shared.devices import pick_device
+from shared.output_files import require_writable
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
 from shared.sampling import generate, sample_next
@@ -37,12 +38,20 @@ EVALUATION_BATCH = 64
 
 @dataclass
 class History:
-    """What a run remembers for its plot. Losses in bits per byte, by step."""
+    """Losses by step in bits per byte, and what speed is computed from."""
 
     training: list[tuple[int, float]] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0  # of training alone
+
+    @property
+    def tokens_per_second(self) -> int:
+        return round(self.tokens / self.seconds) if self.seconds else 0
+
+    def last_losses(self) -> str:
+        held_out = f"   held out {self.held_out[-1][1]:.3f}" if self.held_out else ""
+        return f"training {self.training[-1][1]:.3f}{held_out}"
 
 
 @dataclass
@@ -88,23 +97,21 @@ def run_on_text(
     model = build_model().to(device)
     print_header(console, corpus, model, device)
 
-    history = History()
-    try:
-        loop = partial(train, model, make_optimizer(model, config), objective=objective, steps=config.steps, runner=runner, updater=updater)
-        train_with_progress(config, model, loop, texts, objective, history, console)
-    except KeyboardInterrupt:
-        if not history.held_out:
-            raise
-        console.print("[yellow]Stopped early: what follows is the model as it is now.[/]")
+    batches = steps_of(config, texts.training)
+    loop = train(model, make_optimizer(model, config), batches, objective, steps=config.steps, runner=runner, updater=updater)
+    losses = ((step, bits_per_byte(totals.loss_sum, totals.token_count.item()), totals.token_count.item()) for step, totals in loop)
+    history = train_with_progress(
+        config, losses, lambda: bits(*evaluate_text(model, texts.held_out, config.seq, objective, QUICK_WINDOWS))[0], console
+    )
     totals, byte_count = evaluate_text(model, texts.held_out, config.seq, objective)
     table_bits, _ = bits(*evaluate_text(BigramModel.count(texts.training).to(device), texts.held_out, config.seq, next_token_objective))
     model_bits, correct = bits(totals, byte_count)
     sample = sample_text(model, config, context, device)
 
-    figures = {
-        "steps": history.training[-1][0] if history.training else 0,
+    results = {
+        "steps": len(history.training),
         "training bytes seen": history.tokens,
-        "bytes per second": round(history.tokens / history.seconds) if history.seconds else 0,
+        "bytes per second": history.tokens_per_second,
         "held-out bits per byte": f"{model_bits:.3f}",
         "held-out bits per byte, bigram table": f"{table_bits:.3f}",
         "held-out next bytes guessed right": f"{correct:.1%}",
@@ -112,8 +119,10 @@ def run_on_text(
     console.rule("a sample")
     console.print(sample, markup=False, highlight=False)
     console.rule()
-    print_table(console, figures)
-    write_results(config.output, model, history, figures, sample, table_bits)
+    print_table(console, results)
+    (config.output / "sample.txt").write_text(sample, encoding="utf-8")
+    plot_losses(history, table_bits, "bigram table, held-out files", config.output / "loss.png", top=8.2)
+    write_results(config.output, model, {"figures": results, "training": history.training, "held_out": history.held_out})
     console.print(f"Plot: {config.output / 'loss.png'}   sample, figures and weights beside it.", highlight=False)
 
 
@@ -126,7 +135,11 @@ def corpus_of(data: Path | list[Path]) -> Corpus:
 def texts_of(corpus: Corpus, seq: int, device: torch.device) -> Texts:
     """Both parts of a corpus on the device, each long enough for one window of `seq` bytes."""
     texts = Texts(corpus.training_bytes().to(device), corpus.held_out_bytes().to(device))
-    require_long_enough(texts, seq)
+    try:
+        require_window(texts.training, seq)
+        require_window(texts.held_out, seq)
+    except ValueError as error:
+        raise CourseError(str(error)) from None
     return texts
 
 
@@ -159,34 +172,6 @@ def require_finite(loss: float, step: int) -> None:
         raise CourseError(f"The loss is {loss} at step {step}: the training has diverged, start it again with a smaller learning rate.")
 
 
-def pick_device(asked: str) -> torch.device:
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if asked != "auto":
-        if not there[asked]:
-            raise CourseError(f"PyTorch finds no {asked.upper()} device here: choose auto or cpu as device.")
-        return torch.device(asked)
-    return torch.device(next(name for name in ("cuda", "mps", "cpu") if there[name]))
-
-
-def require_writable(folder: Path) -> None:
-    """Refuse an output folder before any work is done rather than after it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another process of the run may have been faster
-    except OSError as error:
-        raise CourseError(f"The output folder {folder} cannot be written ({error.strerror}): give another output folder.") from None
-
-
-def require_long_enough(texts: Texts, seq: int) -> None:
-    try:
-        require_window(texts.training, seq)
-        require_window(texts.held_out, seq)
-    except ValueError as error:
-        raise CourseError(str(error)) from None
-
-
 def print_header(console: Console, corpus: Corpus, model: nn.Module, device: torch.device) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     megabytes = sum(len(document.content) for document in corpus.training) / 1e6
@@ -198,35 +183,40 @@ def print_header(console: Console, corpus: Corpus, model: nn.Module, device: tor
 
 
 def train_with_progress(
-    config: Any, model: nn.Module, loop: Callable[..., Iterator], texts: Texts, objective: Objective, history: History, console: Console
-) -> None:
-    """The training itself, `loop` over the run's batches, under a progress bar; without a terminal, a line at each evaluation instead."""
+    config: Any, losses: Iterable[tuple[int, float, int]], held_out: Callable[[], float], console: Console
+) -> History:
+    """Train, under a progress bar; without a terminal, a line at each evaluation instead. Ctrl-C ends it early.
+
+    Args:
+        losses: trains as it is iterated over: (step, bits per byte, tokens) of each step.
+        held_out: a quick evaluation, in bits per byte.
+    """
+    history = History()
     bar = Progress(
         TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn(),
         console=console, disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("training", total=config.steps, loss="")
-        began = time.perf_counter()
-        for step, totals in loop(batches=steps_of(config, texts.training)):
-            loss = bits_per_byte(totals.loss_sum, totals.token_count.item())
-            require_finite(loss, step)
-            history.training.append((step, loss))
-            history.tokens += totals.token_count.item()
-            if step % config.evaluate_every == 0 or step == config.steps:
-                history.seconds += time.perf_counter() - began
-                quick = bits(*evaluate_text(model, texts.held_out, config.seq, objective, QUICK_WINDOWS))[0]
-                require_finite(quick, step)
-                history.held_out.append((step, quick))
-                if not console.is_terminal:
-                    console.print(f"step {step:>6}   training {loss:.3f}   held out {quick:.3f} bits per byte", highlight=False)
-                began = time.perf_counter()
-            bar.update(task, advance=1, loss=progress_text(loss, history))
-
-
-def progress_text(loss: float, history: History) -> str:
-    held_out = f", held out {history.held_out[-1][1]:.2f}" if history.held_out else ""
-    return f"{loss:.2f}{held_out} bits per byte"
+    )  # fmt: skip
+    try:
+        with bar:
+            task = bar.add_task("training", total=config.steps, loss="")
+            began = time.perf_counter()
+            for step, loss, tokens in losses:
+                require_finite(loss, step)
+                history.training.append((step, loss))
+                history.tokens += tokens
+                if step % config.evaluate_every == 0 or step == config.steps:
+                    history.seconds += time.perf_counter() - began
+                    history.held_out.append((step, held_out()))
+                    require_finite(history.held_out[-1][1], step)
+                    if not console.is_terminal:
+                        console.print(f"step {step:>6}   {history.last_losses()} bits per byte", highlight=False)
+                    began = time.perf_counter()
+                bar.update(task, advance=1, loss=f"{history.last_losses()} bits per byte")
+    except KeyboardInterrupt:
+        if not history.held_out:
+            raise
+        console.print("[yellow]Stopped early: what follows is the model as it is now.[/]")
+    return history
 
 
 def steps_of(config: Any, stream: Tensor) -> Iterator[list[Batch]]:
@@ -269,15 +259,13 @@ def print_table(console: Console, figures: dict[str, Any]) -> None:
     console.print(table)
 
 
-def write_results(folder: Path, model: nn.Module, history: History, figures: dict, sample: str, table_bits: float) -> None:
-    plot_losses(history, table_bits, folder / "loss.png")
-    (folder / "sample.txt").write_text(sample, encoding="utf-8")
-    record = {"figures": figures, "training": history.training, "held_out": history.held_out}
+def write_results(folder: Path, model: nn.Module, record: dict[str, Any]) -> None:
     (folder / "figures.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     save_model(model, str(folder / "model.safetensors"))  # holds a tensor that two modules share once
 
 
-def plot_losses(history: History, table_bits: float, path: Path) -> None:
+def plot_losses(history: History, reference: float, name: str, path: Path, top: float) -> None:
+    """Both losses, beside a `reference` of this `name`, in bits per byte up to `top`."""
     from matplotlib.figure import Figure
 
     from shared.course import figures
@@ -287,7 +275,7 @@ def plot_losses(history: History, table_bits: float, path: Path) -> None:
     axes = figure.subplots()
     axes.plot(*zip(*history.training, strict=True), color=figures.TRAINING, alpha=0.35, linewidth=0.8, label="training batch")
     axes.plot(*zip(*history.held_out, strict=True), color=figures.HELD_OUT, marker="o", label="held-out files")
-    axes.axhline(table_bits, color=figures.REFERENCE, linestyle="--", label="bigram table, held-out files")
-    axes.set(xlabel="training step", ylabel="loss (bits per byte)", ylim=(0, 8.2))
+    axes.axhline(reference, color=figures.REFERENCE, linestyle="--", label=name)
+    axes.set(xlabel="training step", ylabel="loss (bits per byte)", ylim=(0, top))
     axes.legend()
     figure.savefig(path)

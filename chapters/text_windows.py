@@ -1,4 +1,4 @@
-"""Chapter 04. Windows of a stream of bytes as a feed for chapter 03's loader, so that a run on plain text resumes exactly.
+"""A dataset of text windows for chapter 03's loader, so that a run on plain bytes resumes exactly.
 
 Chapter 01's `random_batches` draws from one generator, and where that stands is not in any checkpoint. Here the n-th window is a
 function of the seed and of n.

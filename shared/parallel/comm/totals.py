@@ -1,34 +1,13 @@
-"""Chapter 06. The engine's world with many ranks: what all of them must decide alike, and what held-out data says on all of them.
+"""Chapter 06. All-reduce of totals: loss sums, token counts and metrics over the ranks, in one small vector of float64.
 
-Totals are sums, so those of ranks add; they travel together, as one small vector of float64, in which counts are exact.
+Totals are sums, so the sums of ranks add, and counts are exact in float64.
 """
 
 import torch
 from torch import Tensor
 
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.mesh import Mesh
 from shared.totals import Totals
-
-
-class ManyRanks:
-    """A run over the ranks of a mesh: a `shared.engine.world.World`. device: where small tensors travel from; the model's."""
-
-    def __init__(self, mesh: Mesh, device: torch.device):
-        self.mesh, self.device = mesh, device
-
-    def agree(self, reason: str | None) -> str | None:
-        """The first reason that any rank has. Eight bytes travel where none has one, and the words only where one has."""
-        if self.mesh.world.size == 1:
-            return reason
-        somebody = torch.tensor([float(reason is not None)], dtype=torch.float64, device=self.device)
-        self.mesh.world.all_reduce(somebody, op="max")
-        if not somebody:
-            return None
-        return next(each for each in self.mesh.world.gather_objects(reason) if each is not None)
-
-    def add(self, totals: Totals) -> Totals:
-        return add_over(totals, self.mesh.data)
 
 
 def add_over(totals: Totals, group: Communicator) -> Totals:

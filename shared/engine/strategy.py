@@ -1,0 +1,106 @@
+"""Chapter 04. The distributed strategy: what a run asks of the processes that train together. This base class is the single process.
+
+The engine knows ranks through one object of this class and in no other way: which module objectives call, over which parameters the
+optimizer is built, how a step's parts are completed over ranks, the gradient norm, decisions that all ranks must make together, and the
+state to save. Chapter 06 derives the strategy of many ranks; a layout overrides a few methods.
+
+Left out on purpose: collectives, which a single process does not need.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from shared.engine.callbacks import Callback
+from shared.engine.checkpoint.folder import Checkpoints
+from shared.engine.checkpoint.saver import Saver
+from shared.engine.checkpoint.snapshot import weights_of
+from shared.engine.metrics.gradient_norm import global_gradient_norm
+from shared.totals import Runner, Totals, Updater
+
+
+class Strategy:
+    """A run in one process.
+
+    Attributes:
+        model: what objectives call.
+        module: the plain model inside it, whose names are the logical ones.
+        optim_params: a module whose `named_parameters` the optimizer is built over and steps.
+        grad_params: the same for the parameters at which gradients are complete after the reducer.
+        state: a module whose `state_dict` holds this rank's weights and whose `named_parameters` are `optim_params`, all under logical names:
+            what checkpoints are taken of and restored into.
+        rank, size: this process among all of the run.
+        data_rank, data_size: this process's share of a batch, and how many shares there are.
+    """
+
+    rank = data_rank = 0
+    size = data_size = 1
+
+    def __init__(self, model: nn.Module):
+        self.model = self.module = self.optim_params = self.grad_params = self.state = model
+        self.measured: Tensor | None = None
+
+    # The parts of a step, as `shared.loop.train_step` takes them.
+
+    def runner(self, runner: Runner) -> Runner:
+        """The runner that also exchanges gradients when they are complete."""
+        return runner
+
+    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
+        """Complete the step's gradients (of the loss sum over all ranks) and totals."""
+        self.measured = None
+        return totals
+
+    def updater(self, updater: Updater) -> Updater:
+        """The updater, called with `optim_params`; afterwards `model` computes with the new weights on every rank."""
+        return updater
+
+    # Norms.
+
+    def grad_norm(self, model: nn.Module | None = None) -> Tensor:
+        """The norm of the whole gradient, [] float, the same on every rank, all of which call it: measured once a step, between reducer and
+        updater, and kept for clipping, anomalies and logging."""
+        if self.measured is None:
+            self.measured = self.norms({"all": {name: p.grad for name, p in self.grad_params.named_parameters()}})["all"]
+        return self.measured
+
+    def norms(self, groups: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
+        """The norm of each group of tensors, [] float, every number of the whole model counted once. Every rank calls it.
+
+        Args:
+            groups: key -> name of a parameter of `grad_params` -> a tensor that is sharded as that is. The same keys on all ranks.
+
+        Returns:
+            The norms of the groups that any rank has a tensor of.
+        """
+        return {key: global_gradient_norm(named.values()) for key, named in groups.items() if named}
+
+    # What all ranks decide together.
+
+    def agree(self, reason: str | None) -> str | None:
+        """The first reason to stop that any rank has, on every rank, all of which call it at the same step."""
+        return reason
+
+    def sum(self, totals: Totals) -> Totals:
+        """The totals of an evaluation over all ranks."""
+        return totals
+
+    # State.
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Every weight by logical name, unsharded, on rank 0; nothing on the others, all of which call it."""
+        return weights_of(self.module)
+
+    def saver(self, folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True) -> Saver:
+        """What saves and restores the run in `folder`."""
+        return Saver(self.state, Checkpoints(folder, keep_last, keep_best), asynchronous)
+
+    def callbacks(self) -> Sequence[Callback]:
+        """The strategy's own callbacks, which come before all others."""
+        return ()
+
+    def kept_whole(self) -> AbstractContextManager:
+        """While it is open, weights that are gathered stay so: for generation, which runs the model once a token."""
+        return nullcontext()

@@ -1,0 +1,90 @@
+"""Chapter 06. A data-parallel engine: what DDP, ZeRO and FSDP do in the four moments of a training step.
+
+    runner      before the first micro-batch: get ready to exchange gradients during the last backward pass of each parameter
+    finish      after the last backward pass: complete the exchange
+    used        which parameters this rank has used; what no rank has used keeps no gradient
+    updater     around the optimizer's step
+
+Each engine serves the parameters of one group of ranks. `shared.parallel.strategy` puts several together; one alone completes a step by
+`reducer` itself.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.comm.totals import add_with
+from shared.totals import Runner, Totals, Updater
+
+
+class DataEngine:
+    """An engine that exchanges nothing.
+
+    Attributes:
+        model: what objectives call.
+        optim_params: a module whose `named_parameters` the optimizer is built over: the model, or this rank's shards of it.
+        group: the ranks over which gradients are added.
+        stored: name -> shard, of weights that are to be saved from there and not from the model's modules.
+    """
+
+    def __init__(self, model: nn.Module, group: Communicator):
+        self.model, self.group = model, group
+        self.optim_params: nn.Module = model
+        self.stored: Mapping[str, nn.Parameter] = {}
+
+    def runner(self, runner: Runner) -> Runner:
+        """The runner that also begins the exchange of gradients."""
+        return runner
+
+    def finish(self) -> None:
+        """Complete the exchange: gradients of `optim_params` are of the loss sum over all ranks."""
+
+    def used(self) -> Tensor:
+        """[parameters], 1 for those that this rank has used since the last step, else 0; as long on every rank of the group."""
+        return torch.empty(0)
+
+    def drop_unused(self, users: Sequence[float]) -> None:
+        """Leave no gradient where no rank has used a parameter: an optimizer would let it decay. users: how many ranks have, as in `used`."""
+
+    def updater(self, updater: Updater) -> Updater:
+        """The updater, called with `optim_params`; afterwards `model` computes with the new weights."""
+        return lambda model, optimizer, token_count: updater(self.optim_params, optimizer, token_count)
+
+    def kept_whole(self) -> AbstractContextManager:
+        """While it is open, weights that were gathered stay so; nothing may be trained in it."""
+        return nullcontext()
+
+    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
+        """Complete gradients and totals over the group, where this engine is the only one."""
+        return complete([self], totals, self.group)
+
+
+def complete(engines: Sequence[DataEngine], totals: Totals, group: Communicator) -> Totals:
+    """Finish the engines' exchanges. Totals are added over the group, and with them travels how many ranks have used each parameter."""
+    for engine in engines:
+        engine.finish()
+    flags = [engine.used() for engine in engines]
+    totals, users = add_with(totals, torch.cat([*flags, torch.empty(0)]), group)
+    for engine, counts in zip(engines, users.split([len(each) for each in flags]), strict=True):
+        engine.drop_unused(counts.tolist())
+    return totals
+
+
+class Subset(nn.Module):
+    """Some parameters of a model, under their names, for an engine that serves these alone. Calling it calls the model."""
+
+    def __init__(self, model: nn.Module, names: set[str]):
+        super().__init__()
+        self.inner, self.names = [model], names  # in a list: its modules are not this one's
+
+    def forward(self, *arguments, **options):
+        return self.inner[0](*arguments, **options)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self.inner[0].named_parameters(prefix, recurse, remove_duplicate) if name in self.names)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())

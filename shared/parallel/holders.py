@@ -1,0 +1,83 @@
+"""Chapter 06. The placement table: which ranks hold which part of which parameter, exchanged once at the start.
+
+Gradient norm, checkpoint and replica check ask the same question of any layout: how many ranks hold this very part?
+
+    norm^2 of the whole = sum over ranks and parts of |part|^2 / (ranks that hold the part)
+
+Left out on purpose: what changes during a run. Parts are where they were when the model was sharded.
+"""
+
+import math
+from collections.abc import Mapping
+
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.sharding import Region
+
+
+class Holders:
+    """Who holds what. Every rank makes one at the same time.
+
+    Args:
+        regions: name -> where this rank's numbers of that tensor lie in the whole.
+        world: all ranks.
+
+    Attributes:
+        by_rank: for each rank its regions by name, without empty ones.
+        ranks: (name, region) -> the ranks that hold exactly that, ascending.
+        shapes: name -> shape of the whole, of every name that any rank has.
+    """
+
+    def __init__(self, regions: Mapping[str, Region], world: Communicator):
+        everyone = world.gather_objects([[name, *region] for name, region in regions.items()])
+        self.rank, self.size = world.rank, world.size
+        self.by_rank: list[dict[str, Region]] = []
+        self.ranks: dict[tuple[str, Region], list[int]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for rank, rows in enumerate(everyone):
+            told = {row[0]: Region(tuple(row[1]), tuple(row[2]), tuple(row[3]), row[4], row[5]) for row in rows}
+            self.by_rank.append({name: region for name, region in told.items() if region.numel})
+            for name, region in told.items():
+                self.shapes.setdefault(name, region.shape)
+                if region.numel:
+                    self.ranks.setdefault((name, region), []).append(rank)
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank holds all of it, so that no rank needs another one to know the whole."""
+        return all(len(ranks) == self.size for ranks in self.ranks.values())
+
+    def copies(self, name: str) -> int:
+        """How many ranks hold just what this rank holds of a tensor; 1 where it holds nothing."""
+        region = self.by_rank[self.rank].get(name)
+        return len(self.ranks[name, region]) if region else 1
+
+    def peers(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold just what this rank holds of a tensor, this one among them; none where it holds nothing."""
+        region = self.by_rank[self.rank].get(name)
+        return tuple(self.ranks[name, region]) if region else ()
+
+    def writers(self) -> dict[tuple[str, Region], int]:
+        """Which rank writes which part into a checkpoint: of several that hold the same, the one that has least to write so far."""
+        load = [0] * self.size
+        chosen = {}
+        for part in sorted(self.ranks, key=lambda part: (len(self.ranks[part]) > 1, -part[1].numel, part)):
+            rank = min(self.ranks[part], key=lambda rank: load[rank])
+            chosen[part] = rank
+            load[rank] += part[1].numel
+        return chosen
+
+    def require_complete(self) -> None:
+        """Refuse to save less than the whole: the distinct parts of each tensor must add up to it.
+
+        Raises:
+            ValueError: numbers of a tensor that no rank holds, or that several hold as parts of different regions.
+        """
+        held: dict[str, int] = dict.fromkeys(self.shapes, 0)
+        for name, region in self.ranks:
+            held[name] += region.numel
+        for name, shape in self.shapes.items():
+            if held[name] != math.prod(shape):
+                raise ValueError(
+                    f"The ranks hold {held[name]} of the {math.prod(shape)} numbers of {name} {list(shape)} in parts that are to make up "
+                    "the whole: its sharding is wrong on some rank, and nothing that is saved of it could be trusted."
+                )

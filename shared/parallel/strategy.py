@@ -1,0 +1,229 @@
+"""Chapter 06. The distributed strategy of many ranks: data engines, facts on parameters and one placement table make any layout.
+
+    step    data engines exchange gradients  ->  sums over `partial_over`  ->  one gradient norm  ->  update  ->  engines send weights
+
+What differs between layouts stands on the parameters (`shared.parallel.sharding`), so there is no class for a combination.
+
+Left out on purpose: which engine a layout needs; `shared.parallel.parallelize` chooses.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.engine.callbacks import Callback
+from shared.engine.checkpoint.snapshot import weights_of
+from shared.engine.metrics.gradient_norm import global_gradient_norm
+from shared.engine.strategy import Strategy
+from shared.model.transformer import TransformerModel
+from shared.optim.routing import Route
+from shared.parallel.checkpoint.saver import RankSaver
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.comm.totals import add_over
+from shared.parallel.data.engine import DataEngine, complete
+from shared.parallel.health.replicas import ReplicaCheck, StepCounter
+from shared.parallel.holders import Holders
+from shared.parallel.mesh import Mesh
+from shared.parallel.sharding import Parameters, Region, region_of, sharding_of
+from shared.totals import Runner, Totals, Updater
+
+
+class ParallelStrategy(Strategy):
+    """A run over the ranks of a mesh.
+
+    Args:
+        module: the plain model, shaped by the axes and sharded by the engines.
+        mesh: this rank's.
+        engines: data engines, each for the parameters of one group; their `optim_params` together are what the optimizer steps.
+        around: engines around the optimizer's step, such as its offload, over what the others have.
+        routes: which rule updates which parameter, decided on the whole model (`shared.optim.routing`); None to decide on this rank's.
+
+    Attributes:
+        weight_regions, optim_regions: logical name -> where this rank's numbers of a weight, or of an optimizer's parameter, lie in the whole.
+        holders: which ranks hold which weights.
+        optim_holders: the same for the optimizer's parameters, and so for gradients and optimizer state.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        engines: Sequence[DataEngine],
+        around: Sequence[DataEngine] = (),
+        routes: Sequence[Route] | None = None,
+    ):
+        super().__init__(module)
+        self.mesh, self.engines, self.around, self.routes = mesh, tuple(engines), tuple(around), routes
+        self.rank, self.size = mesh.world.rank, mesh.world.size
+        self.data_rank, self.data_size = mesh.data.rank, mesh.data.size
+        self.model = engines[0].model if len(engines) == 1 else module
+        self.optim_params = self.grad_params = united([engine.optim_params for engine in engines]) if engines else module
+        self.state = LocalState(self)
+        self.weight_regions = {name: region_of(tensor) for name, tensor in self.state.state_dict(keep_vars=True).items()}
+        self.optim_regions = {name: region_of(parameter) for name, parameter in self.state.named_parameters()}
+        self.holders, self.optim_holders = Holders(self.weight_regions, mesh.world), Holders(self.optim_regions, mesh.world)
+        self.partial = self.partial_gradients()
+        if around:
+            self.optim_params = united([engine.optim_params for engine in around])
+
+    def logical_name(self, name: str) -> str:
+        """What a parameter is called in the whole model: a pipeline's last stage holds the embedding under the head's name."""
+        return self.module.logical_name(name) if isinstance(self.module, TransformerModel) else name
+
+    # The parts of a step.
+
+    def runner(self, runner: Runner) -> Runner:
+        for engine in (*self.engines, *self.around):
+            runner = engine.runner(runner)
+        return runner
+
+    def reducer(self, model: nn.Module, totals: Totals) -> Totals:
+        self.measured = None
+        totals = complete(self.engines, totals, self.mesh.loss)
+        for group, parameters in self.partial.items():
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if gradients:
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+                group.all_reduce(flat)
+                for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+                    gradient.copy_(part.view(gradient.shape))
+        return totals
+
+    def updater(self, updater: Updater) -> Updater:
+        innermost, optim_params = updater, self.optim_params
+        updater = lambda model, optimizer, token_count: innermost(optim_params, optimizer, token_count)  # noqa: E731
+        for engine in (*self.around, *self.engines):
+            updater = engine.updater(updater)
+        return updater
+
+    def partial_gradients(self) -> dict[Communicator, list[nn.Parameter]]:
+        """The parameters whose gradients must be added over a group beside the data ranks, by group.
+
+        Raises:
+            ValueError: the ranks of the group hold different parts of one, which cannot be added.
+        """
+        found: dict[Communicator, list[nn.Parameter]] = {}
+        for name, parameter in self.state.named_parameters():
+            group = getattr(parameter, "partial_over", None)
+            if group is None or group.size == 1:
+                continue
+            regions = {self.optim_holders.by_rank[rank].get(name) for rank in group.members}
+            if len(regions) > 1:
+                raise ValueError(
+                    f"The gradient of {name} is partial over {group.axis}, whose ranks hold different parts of it: ZeRO cuts it differently on "
+                    "each of them. Use zero: 0 or fully_sharded with this layout."
+                )
+            found.setdefault(group, []).append(parameter)
+        return found
+
+    # Norms, decisions, sums.
+
+    def norms(self, groups: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
+        """One all-reduce for all groups together; none where every rank holds everything."""
+        home = next(iter(self.optim_params.parameters()), torch.empty(0)).device
+        if self.optim_holders.everywhere:
+            return {key: norm.to(home) for key, norm in super().norms(groups).items()}
+        device = next(iter(self.grad_params.parameters()), torch.empty(0)).device
+        squares = torch.zeros(2, len(groups), dtype=torch.float64, device=device)  # second row: whether a rank has something of the group
+        for place, named in enumerate(groups.values()):
+            by_copies: dict[int, list[Tensor]] = {}
+            for name, tensor in named.items():
+                if tensor is not None:
+                    by_copies.setdefault(self.optim_holders.copies(self.logical_name(name)), []).append(tensor)
+            squares[1, place] = float(bool(named))
+            for copies, tensors in by_copies.items():
+                squares[0, place] += global_gradient_norm(tensors).to(device, torch.float64).square() / copies
+        self.mesh.world.all_reduce(squares)
+        present = squares[1].tolist()
+        return {key: squares[0, place].sqrt().to(home) for place, key in enumerate(groups) if present[place]}
+
+    def agree(self, reason: str | None) -> str | None:
+        """Eight bytes travel where no rank has a reason, and the words only where one has."""
+        if self.size == 1:
+            return reason
+        device = next(self.module.parameters()).device
+        somebody = torch.tensor([float(reason is not None)], dtype=torch.float64, device=device)
+        self.mesh.world.all_reduce(somebody, op="max")
+        if not somebody:
+            return None
+        return next(each for each in self.mesh.world.gather_objects(reason) if each is not None)
+
+    def sum(self, totals: Totals) -> Totals:
+        return add_over(totals, self.mesh.loss)
+
+    # State.
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every weight of the whole model by logical name, one after the other, whole on each rank that holds some of it; None on the others.
+        Every rank goes through all of them."""
+        own = self.state.state_dict(keep_vars=True)
+        for name in self.holders.shapes:
+            tensor = own.get(name)
+            sharding = None if tensor is None else sharding_of(tensor)
+            yield name, sharding.gather(tensor.detach(), everyone=True) if sharding else tensor if tensor is None else tensor.detach()
+
+    def full_weights(self) -> dict[str, Tensor]:
+        world, found = self.mesh.world, {}
+        for name, tensor in self.whole_weights():
+            owner = min(rank for rank, regions in enumerate(self.holders.by_rank) if name in regions)
+            if owner and self.rank == owner:
+                world.send(tensor.contiguous(), to=0)
+            if self.rank == 0:
+                if owner:
+                    like = next(self.module.parameters())
+                    tensor = torch.empty(self.holders.shapes[name], dtype=like.dtype, device=like.device)
+                    world.receive(tensor, source=owner)
+                found[name] = tensor.cpu()
+        return found
+
+    def saver(self, folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True) -> RankSaver:
+        return RankSaver(self, folder, keep_last, keep_best, asynchronous)
+
+    def callbacks(self) -> Sequence[Callback]:
+        check = self.mesh.config.check_every
+        return [StepCounter(self.mesh.world.trace), *([ReplicaCheck(self, check)] if check else [])] if self.size > 1 else []
+
+    def kept_whole(self) -> AbstractContextManager:
+        stack = ExitStack()
+        for engine in self.engines:
+            stack.enter_context(engine.kept_whole())
+        return stack
+
+
+class LocalState(nn.Module):
+    """What one rank holds of a run's state, under logical names: to chapter 04's snapshots it looks like a model.
+
+    `state_dict` has this rank's weights, whole or as shards. `named_parameters` are what the optimizer was built over.
+    """
+
+    def __init__(self, strategy: ParallelStrategy):
+        super().__init__()
+        self.strategy = [strategy]  # in a list: its modules are not this one's
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        strategy = self.strategy[0]
+        return ((strategy.logical_name(name), parameter) for name, parameter in strategy.optim_params.named_parameters())
+
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Tensor]:
+        """Each tensor once. What an engine keeps elsewhere than in the model's modules is taken from there."""
+        strategy = self.strategy[0]
+        elsewhere = {name: shard for engine in strategy.engines for name, shard in engine.stored.items()}
+        held = {name: elsewhere.get(name, tensor) for name, tensor in unique(strategy.module.state_dict(keep_vars=True)).items()}
+        return {strategy.logical_name(name): tensor for name, tensor in held.items()}
+
+
+def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor under its first name alone: a tied head is the embedding."""
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
+
+
+def united(modules: Sequence[nn.Module]) -> nn.Module:
+    """The parameters of several modules under their names; the module itself where it is the only one."""
+    if len(modules) == 1:
+        return modules[0]
+    return Parameters({name: parameter for module in modules for name, parameter in module.named_parameters()})
