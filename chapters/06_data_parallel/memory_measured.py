@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shared.parallel.parallelize import Parallel
+from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.planning.memory import Activations, MemoryEstimate
 from shared.parallel.data.activation_checkpointing import run_block_selectively
 
@@ -123,7 +123,7 @@ class MemoryTracker:
         optimizer: built over `parallel.optim_params`.
     """
 
-    def __init__(self, parallel: Parallel, optimizer: Optimizer):
+    def __init__(self, parallel: ParallelStrategy, optimizer: Optimizer):
         self.parallel, self.optimizer = parallel, optimizer
         self.activations = ActivationMeter(parallel.model)
         self.parameters = [*parallel.model.parameters(), *parallel.optim_params.parameters()]
@@ -157,7 +157,7 @@ class MemoryTracker:
         self.gradients = gradient_bytes(self.parameters)
 
     def note_gathered(self, *_: Any) -> None:
-        self.gathered = max(self.gathered, getattr(self.parallel, "gathered_bytes", 0))
+        self.gathered = max(self.gathered, sum(getattr(engine, "gathered_bytes", 0) for engine in self.parallel.engines))
 
     @property
     def peak(self) -> MemoryEstimate:
