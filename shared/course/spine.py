@@ -1,8 +1,8 @@
 """Floor 0. The spine of the core: the modules that train a model from text to step, in the order in which to read them.
 
-About a third of the core, read in a weekend. What is left out (formats of other libraries, cleaning, tokenizers, dumps, trackers, planning,
-PyTorch's engine) is called by these modules or calls them. `course map --spine` prints the list. A test holds that a module comes after
-every module of the spine that it imports, so that reading never jumps ahead.
+About a third of the core, read in a weekend. What is left out (masks, RoPE, formats of other libraries, cleaning, tokenizers, dumps,
+trackers, planning, PyTorch's engine) is called by these modules or calls them. `course map --spine` prints the list. A test holds that a
+module comes after every module of the spine that it imports, so that reading never jumps ahead.
 """
 
 from dataclasses import dataclass
@@ -39,8 +39,6 @@ SPINE = (
     Stop("shared/totals.py", 5, "sums, never means, so that all splits agree"),
     Stop("shared/loss.py", 10, "cross-entropy over the tokens that count"),
     Stop("shared/loop.py", 25, "the training step: runner, reducer, updater"),
-    Stop("shared/model/masks.py", 25, "causal, sliding-window and document masks"),
-    Stop("shared/model/rope.py", 20, "rotary position embedding"),
     Stop("shared/model/attention.py", 25, "grouped-query attention"),
     Stop("shared/model/block.py", 10, "norms, attention, feed-forward, residuals"),
     Stop("shared/model/transformer.py", 25, "from token ids to logits, for every family"),
@@ -55,7 +53,6 @@ SPINE = (
     Stop("shared/engine/engine.py", 45, "the loop with what a long run needs around it"),
     Stop("shared/optim/adamw.py", 15, "AdamW's step"),
     Stop("shared/optim/muon.py", 25, "the momentum of a matrix, orthogonalised"),
-    Stop("shared/optim/optimizer.py", 10, "groups of parameters, each with its rule"),
     Stop("shared/optim/updater.py", 15, "divide once, clip, step; loss scaling"),
     Stop("shared/parallel/comm/communicator.py", 40, "collectives, in threads and in processes"),
     Stop("shared/parallel/mesh.py", 10, "the grid of ranks and its axes"),

@@ -31,7 +31,6 @@ from shared.devices import keep_freed_memory
 from shared.data.objectives import packed_next_token_objective
 from shared.loop import accumulate_gradients, apply_update, train_step
 from shared.model.transformer import TransformerModel
-from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.comm.launch import loopback
 from shared.parallel.comm.processes import join_world
 from shared.parallel.config import ParallelConfig, parse_layout
@@ -91,7 +90,7 @@ def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
         totals = train_step(parallel.model, optimizer, [share], packed_next_token_objective, *parts)
         return totals.loss_sum / totals.token_count
 
-    return Run(rank, steps, step, lambda: dict(whole_weights(parallel)))
+    return Run(rank, steps, step, lambda: dict(parallel.whole_weights()))
 
 
 def prepare_theirs(rank: int, meeting: str, row: str, steps: int) -> Run:

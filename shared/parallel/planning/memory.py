@@ -212,6 +212,7 @@ def require_formula(model: ModelConfig) -> None:
         "embedding_norm": model.embedding_norm,
         "sliding_window": model.sliding_window is not None,
         "head": model.head != "linear",
+        "experts": model.experts is not None,
     }
     for name, is_uncovered in uncovered.items():
         if is_uncovered:
