@@ -3,7 +3,7 @@
 python chapters/06_data_parallel/run.py                              two replicas, then one process
 python chapters/06_data_parallel/run.py --layout dp2_zero1           also dp2_zero2, fsdp2, dp2_fsdp2, dp4, ...
 python chapters/06_data_parallel/run.py --impl mine                  with your own exercises
-python chapters/06_data_parallel/run.py --layout fsdp2 --parallel.backend torch --parallel.activation_checkpointing blocks
+python chapters/06_data_parallel/run.py --layout fsdp2 --parallel.backend torch --parallel.activation_checkpointing full
 """
 
 import json
@@ -117,13 +117,12 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     from shared.optim.updater import Update
     from shared.parallel.parallelize import apply_parallel
     from shared.parallel.mesh import Mesh
-    from shared.parallel.sharding import sharding_of
     from shared.totals import bits_per_byte
 
     mesh = Mesh(layout, world)
     model = TransformerModel(config.model, seed=config.seed).to(getattr(torch, config.dtype))
     parallel = apply_parallel(model, mesh, config.optimizer)
-    optimizer = build_optimizer(parallel.optim_params, config.optimizer)
+    optimizer = build_optimizer(parallel.optim_params, config.optimizer, parallel.routes)
     windows = TextWindows(stream, config.seq, config.seed)
     share = {"rank": mesh.data.rank, "ranks": mesh.data.size}
     loader = StatefulLoader(windows, batch_size=config.batch_size, micro_batch_size=config.micro_batch_size, **share)
@@ -135,21 +134,24 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     run = train(parallel.model, optimizer, loader, next_token_objective, steps=config.steps, **parts)
     losses = [bits_per_byte(totals.loss_sum, totals.token_count) for _, totals in run]
     calls, sizes = world.trace.calls(), world.trace.bytes()  # before the comparison's own
-    pieces = dict(parallel.optim_params.named_parameters())
+    shards = dict(parallel.optim_params.named_parameters())
     held = {
-        "weights": sum(p.nbytes for p in (pieces if layout.fully_sharded > 1 else dict(model.named_parameters())).values()),
-        "gradients": sum(p.grad.nbytes for p in pieces.values() if p.grad is not None),
+        "weights": sum(p.nbytes for p in (shards if layout.fully_sharded > 1 else dict(model.named_parameters())).values()),
+        "gradients": sum(p.grad.nbytes for p in shards.values() if p.grad is not None),
         "optimizer state": sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
     }
-
-    def whole(piece: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        sharding = sharding_of(piece)
-        return sharding.gather(part, everyone=True) if sharding else part.clone()
-
-    tensors = {f"weight {name}": whole(piece, piece.detach()) for name, piece in pieces.items()}
-    tensors |= {f"gradient {n}": whole(p, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in pieces.items()}
+    tensors = {f"weight {name}": whole(shard, shard.detach()) for name, shard in shards.items()}
+    tensors |= {f"gradient {n}": whole(p, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in shards.items()}
     traffic = {" ".join(key): {"calls": calls[key], "megabytes": sizes[key] / 1e6} for key in sorted(calls)}
     return {"losses": losses, "traffic": traffic, "held": held, "tensors": tensors if world.rank == 0 else {}}
+
+
+def whole(shard: Any, tensor: Any) -> Any:
+    """A tensor that is sharded as a parameter is, put together on every rank."""
+    from shared.parallel.sharding import sharding_of
+
+    sharding = sharding_of(shard)
+    return sharding.gather(tensor, everyone=True) if sharding else tensor.clone()
 
 
 def compared(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]:
