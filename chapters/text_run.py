@@ -25,7 +25,8 @@ from shared.bigram import BigramModel
 from shared.corpus import Corpus, embedded_corpus, read_files
 from shared.course import binding
 from shared.course.errors import CourseError
-from shared.devices import pick_device, require_writable
+from shared.devices import pick_device
+from shared.output_files import require_writable
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
 from shared.sampling import generate, sample_next

@@ -6,7 +6,6 @@ interrupted goes on where it stopped. Two variants are told apart only where the
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shared.course import figures
+from shared.output_files import write_atomically
 
 Settings = dict[str, Any]  # what makes a variant, in values that JSON can hold
 Figures = dict[str, float | None]  # what a trial measured; None where it cannot be measured
@@ -69,7 +69,7 @@ def run_trials(
                 if find(results, settings, seed) is None:
                     measured = trial(settings, seed)
                     results.append({"variant": name, "settings": settings, "seed": seed, "figures": measured})
-                    write_results(kept, results)
+                    write_atomically(kept, json.dumps(results, indent=1).encode())
                     if not console.is_terminal:
                         console.print(f"{name}, seed {seed}: {measured}", highlight=False)
                 bar.advance(task)
@@ -92,12 +92,6 @@ def read_results(path: Path) -> list[dict]:
     except (ValueError, TypeError):
         pass
     raise ValueError(f"{path} is not a file of experiment results: remove it, or choose another folder with --output.")
-
-
-def write_results(path: Path, results: list[dict]) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    os.replace(unfinished, path)
 
 
 def spread_of(trials: list[Figures], figure: str) -> Spread | None:

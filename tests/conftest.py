@@ -29,6 +29,14 @@ def refuse_network(event: str, arguments: tuple) -> None:
 sys.addaudithook(refuse_network)
 
 
+@pytest.fixture
+def text_file(tmp_path):
+    """Text that a byte model learns quickly."""
+    path = tmp_path / "text.txt"
+    path.write_text("the cat sat on the mat; the dog sat on the log.\n" * 400, encoding="utf-8")
+    return path
+
+
 @pytest.fixture(autouse=True)
 def the_same_numbers():
     torch.manual_seed(0)

@@ -71,7 +71,7 @@ def run(config: RunConfig) -> None:
     require_trainable(config.model, config.seq)
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
     from chapters.text_run import run_on_text
-    from shared.allocator import keep_freed_memory
+    from shared.devices import keep_freed_memory
     from shared.data.objectives import packed_next_token_objective
     from shared.model.transformer import TransformerModel
 

@@ -27,7 +27,8 @@ from shared.data.prepare import PreparedText, prepare
 from shared.data.shards import TokenStore
 from shared.data.sources import Source
 from shared.data.tokenizer import TextTokenizer
-from shared.devices import pick_device, require_writable
+from shared.devices import pick_device
+from shared.output_files import require_writable
 from shared.loop import evaluate, train
 from shared.model.transformer import TransformerModel
 from shared.sampling import sample_next

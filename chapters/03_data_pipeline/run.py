@@ -68,7 +68,7 @@ class RunConfig:
 
 def run(config: RunConfig) -> None:
     # What holds exercises is imported here, after `launch` has chosen whose they are.
-    from shared.allocator import keep_freed_memory
+    from shared.devices import keep_freed_memory
 
     keep_freed_memory()
     import_module("chapters.03_data_pipeline.prepared_run").run_on_prepared(config)

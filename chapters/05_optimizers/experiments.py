@@ -126,9 +126,9 @@ def run(config: ExperimentConfig) -> None:
 
     from chapters import trials
     from chapters.text_run import corpus_of, texts_of
-    from shared.allocator import keep_freed_memory
+    from shared.devices import keep_freed_memory, pick_device
     from shared.course.errors import CourseError
-    from shared.devices import pick_device, require_writable
+    from shared.output_files import require_writable
 
     for name in ("seeds", "seq", "batch_size", "windows"):
         if getattr(config, name) < 1:

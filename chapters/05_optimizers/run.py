@@ -71,8 +71,8 @@ def run(config: RunConfig) -> None:
     from rich.console import Console
 
     from chapters.text_run import require_sensible
-    from shared.allocator import keep_freed_memory
-    from shared.devices import require_writable
+    from shared.devices import keep_freed_memory
+    from shared.output_files import require_writable
 
     require_sensible(config)
     try:

@@ -69,7 +69,7 @@ def run(config: RunConfig) -> None:
     from shared.parallel.comm.communicator import SingleRankCommunicator
     from shared.parallel.config import layout_name, parse_layout
     from shared.parallel.comm.launch import run_processes
-    from shared.devices import require_writable
+    from shared.output_files import require_writable
 
     require_writable(config.output)
     console = Console()

@@ -22,6 +22,7 @@ from shared.data.fim import FillInMiddle
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.objectives import packed_next_token_objective
 from shared.data.prepare import prepare
+from shared.devices import pick_device
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.roles import role_of
@@ -32,8 +33,7 @@ from shared.optim.muon import muon_step
 from shared.optim.schedules import learning_rate_factor
 from shared.parallel.config import ParallelConfig
 from shared.totals import add_totals, bits_per_byte
-from shared.trainer.config import FIM_SPARE, TrainerConfig
-from shared.trainer.precision import resolve_precision
+from shared.trainer.config import FIM_SPARE, TrainerConfig, resolve_precision
 from shared.trainer.settings import parse_words
 
 
@@ -44,7 +44,7 @@ def main(words: list[str]) -> TransformerModel:
     patterns = rule.no_decay or rule.to_adamw
     if config.parallel != ParallelConfig() or rule.name not in ("adamw", "muon") or patterns or config.precision == "float16":
         sys.exit("This page knows one process, adamw and muon without name patterns, float32 and bfloat16: take train.py for the rest.")
-    device = torch.device(config.engine.device if config.engine.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device(config.engine.device)
     precision = resolve_precision(config.precision, device)
     autocast = torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
 

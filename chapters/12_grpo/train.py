@@ -21,7 +21,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def main(words: list[str]) -> None:
     # Settings are typed by classes of the core, so whose exercises it runs with is read from the words before it is imported.
-    from shared.trainer.first import implementation_asked
+    from shared.trainer.settings import implementation_asked
 
     binding.choose(implementation_asked(words))
     from shared.parallel.comm.processes import from_torchrun
@@ -30,9 +30,8 @@ def main(words: list[str]) -> None:
     from shared.trainer.settings import parse_words
 
     config = parse_words(TrainerConfig, words)
-    device = "auto" if config.engine.device == "auto" else config.engine.device
     try:
-        world, _ = from_torchrun(config.parallel.heartbeat_timeout, device, config.parallel.collective_timeout)
+        world, _ = from_torchrun(config.parallel.heartbeat_timeout, config.engine.device, config.parallel.collective_timeout)
     except CourseError as error:  # of this rank alone, where a machine has fewer GPUs than ranks: nobody else tells
         sys.exit(f"\n{error}")
     pretrain(config, Console(), world)

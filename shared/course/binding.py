@@ -1,4 +1,4 @@
-"""Floor 0. How a contract in the core gets its body, once, when the core is imported.
+"""Floor 0. Binding: `@exercise` gives a contract in the core its body, once, when the core is imported.
 
 `@exercise("01.train_step")` replaces the contract by a plain function: the body's code over the body file's globals,
 under the contract's own module, name and docstring. No wrapper is left, so pickling, `torch.compile`,
@@ -219,7 +219,7 @@ def require_same_signature(contract: FunctionType, body: FunctionType) -> None:
 
 
 def require_own_code(body: object, name: str, path: Path) -> None:
-    """Refuse what is not a plain function written in `path`: a decorated one, an alias of somebody else's."""
+    """Refuse what is not a plain function written in `path`: a decorated one, an alias of another function."""
     if not isinstance(body, FunctionType) or Path(body.__code__.co_filename) != path or body.__closure__:
         raise BrokenFile(
             f"{shown(path)}: {name} must be a plain function written in this file, without a decorator. Here it is "

@@ -1,7 +1,7 @@
-"""Floor 0. What the course consists of, found by reading files, never by importing the core.
+"""Floor 0. The catalogue of chapters, exercises and contracts, found by reading files, never by importing the core.
 
 A contract is a function in `shared/` under `@exercise("NN.name")`; what a reader needs around it (title, minutes,
-hints) stands in `chapters/NN_*/exercises.toml`. Reading costs milliseconds; importing the core would cost torch.
+hints) is in `chapters/NN_*/exercises.toml`. Reading costs milliseconds; importing the core would cost torch.
 """
 
 import ast
@@ -18,7 +18,7 @@ from shared.course.paths import CHECKOUT, require_checkout
 
 @dataclass(frozen=True)
 class Contract:
-    """A hole in the core: where it stands, and its function's text."""
+    """A hole in the core: its module, and its function's text."""
 
     exercise: str  # "01.cross_entropy"
     module: str  # "shared.loss"
@@ -114,9 +114,9 @@ def chapters() -> dict[str, Chapter]:
 
 
 def read_chapter(folder: Path) -> Chapter:
-    told = tomllib.loads((folder / "exercises.toml").read_text(encoding="utf-8"))["exercise"]
+    entries = tomllib.loads((folder / "exercises.toml").read_text(encoding="utf-8"))["exercise"]
     exercises = []
-    for entry in told:
+    for entry in entries:
         entry = entry | {"needs": tuple(entry["needs"]), "hints": tuple(entry["hints"])}
         exercises.append(Exercise(**entry, contract=contracts()[entry["id"]]))
     return Chapter(folder.name[:2], folder.name, tuple(exercises))

@@ -1,4 +1,4 @@
-"""Floor 0. What a check is: cases from easy to hard, each an observation of the answer beside what an oracle expects.
+"""Floor 0. Checks of exercises: cases from easy to hard, each comparing what an answer does with what an oracle expects.
 
 A case makes fresh arguments, observes the function on them (its named results, or the exception that it raised) and
 compares with what its source says. The first case that differs ends the check. What the answer did there is then looked
@@ -29,10 +29,10 @@ Observation = dict[str, Any]
 class Case:
     """One question to an answer.
 
-    rung: which of RUNGS this case stands on; a check's cases climb in that order. On the first, results are compared by
+    rung: which of RUNGS this case is on; a check's cases climb in that order. On the first, results are compared by
         shape and dtype only.
     title: what is asked, as a person would say it.
-    given: makes the arguments anew, the same ones at each call.
+    given: makes fresh arguments, the same ones at each call.
     expected: expected(**given()) -> named results, by the oracle's way of getting them.
     source: who says so.
     observe: observe(function, **given()) -> named results; default: the function's return value, under the check's names.
@@ -183,12 +183,12 @@ def diagnose(check: Check, failing: Case, function: Callable, mutants: Mapping[s
 
     Where several mutants do, the cases after it decide; where those do not either, nothing is said.
     """
-    alike, place = dict(mutants), check.cases.index(failing)
+    candidates, place = dict(mutants), check.cases.index(failing)
     for number, case in enumerate([failing, *check.cases[:place], *check.cases[place + 1 :]]):
-        if number <= place or len(alike) > 1:
+        if number <= place or len(candidates) > 1:
             here = observe(check, case, function)
-            alike = {said: mutant for said, mutant in alike.items() if same(here, observe(check, case, mutant), case)}
-    return next(iter(alike)) if len(alike) == 1 else ""
+            candidates = {said: mutant for said, mutant in candidates.items() if same(here, observe(check, case, mutant), case)}
+    return next(iter(candidates)) if len(candidates) == 1 else ""
 
 
 def same(left: tuple[Observation, Exception | None], right: tuple[Observation, Exception | None], case: Case) -> bool:

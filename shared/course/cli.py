@@ -1,4 +1,4 @@
-"""Floor 0. The `course` command: what it is called with, and its exit codes. What it does stands in the modules it calls.
+"""Floor 0. The `course` command line: arguments, options and exit codes. What a command does is in the module that it calls.
 
 Exit codes: 0 all is well (every check passed), 1 something failed, 2 nothing failed but something is not attempted yet,
 64 the command could not be carried out as it was given, 130 interrupted. Nothing here imports torch: a command answers
@@ -9,8 +9,8 @@ import sys
 
 import click
 
-from shared.course import catalogue, maintaining, opening, reading, restoring, spine, standing, terminal
-from shared.course.command import CourseGroup, examples
+from shared.course import catalogue, hints, maintainer_commands, reading, reset, spine, status, terminal
+from shared.course.click_group import CourseGroup, examples
 from shared.course.errors import CourseError
 from shared.course.paths import find_workspace, shown
 from shared.course.progress import Progress
@@ -28,8 +28,8 @@ def cli(context: click.Context) -> None:
 def orientation() -> None:
     """What someone sees who types `course` and nothing else."""
     console = terminal.open_console()
-    found = standing.standings(find_workspace())
-    terminal.say(console, standing.tally(found), "bold")
+    found = status.exercise_statuses(find_workspace())
+    terminal.say(console, status.tally(found), "bold")
     terminal.say(console)
     print_next(found)
     terminal.say(console)
@@ -37,33 +37,33 @@ def orientation() -> None:
     terminal.say(console, keys)
 
 
-def print_next(found: list[standing.Standing]) -> None:
+def print_next(found: list[status.ExerciseStatus]) -> None:
     console = terminal.open_console()
-    exercise = standing.next_open(found)
+    exercise = status.next_open(found)
     if exercise is None:
-        terminal.say(console, f"Every exercise has passed. {standing.tally(found)}", "bold green")
+        terminal.say(console, f"Every exercise has passed. {status.tally(found)}", "bold green")
     else:
-        terminal.print_lines(console, standing.next_lines(exercise, find_workspace()))
+        terminal.print_lines(console, status.next_lines(exercise, find_workspace()))
 
 
 @cli.command("next", epilog=examples("course next"))
 def next_command() -> None:
     """Say which exercise comes next and where to write it."""
-    print_next(standing.standings(find_workspace()))
+    print_next(status.exercise_statuses(find_workspace()))
 
 
 @cli.command(epilog=examples("course check", "course check 01", "course check 01.evaluate 01.train_step", "course check --impl reference"))
 @click.argument("names", nargs=-1, metavar="[NN[.name]]...")
 @click.option("--impl", "implementation", type=click.Choice(["mine", "reference"]), default="mine", help="Your file, or the solutions.")
-@click.option("--compare", is_flag=True, help="Show your answers beside the solutions also where several are checked.")
+@click.option("--compare", is_flag=True, help="Show your answers next to the solutions also where several are checked.")
 def check(names: tuple[str, ...], implementation: str, compare: bool) -> None:
     """Check your answers: all, a chapter's, or the ones named.
 
     Exit code 0: every check passed. 1: at least one failed. 2: none failed, at least one is not attempted.
     """
-    from shared.course import answers
+    from shared.course import check_command
 
-    sys.exit(answers.check(terminal.open_console(), names, implementation, compare))
+    sys.exit(check_command.check(terminal.open_console(), names, implementation, compare))
 
 
 @cli.command(epilog=examples("course watch", "course watch 01.evaluate"))
@@ -80,38 +80,38 @@ def watch(name: str | None) -> None:
 @click.option("--rung", type=click.IntRange(1, 3), help="Read an opened hint again.")
 def hint(name: str, rung: int | None) -> None:
     """Open the next of three hints: a question, the idea, a skeleton."""
-    opening.print_hint(terminal.open_console(), catalogue.find_exercise(name), Progress(find_workspace()), rung)
+    hints.print_hint(terminal.open_console(), catalogue.find_exercise(name), Progress(find_workspace()), rung)
 
 
 @cli.command(epilog=examples("course solution 01.cross_entropy"))
 @click.argument("name", metavar="NN.name")
 def solution(name: str) -> None:
     """Show the solution, after a pass or after the third hint."""
-    shown_it = opening.print_solution(terminal.open_console(), catalogue.find_exercise(name), Progress(find_workspace()))
+    shown_it = hints.print_solution(terminal.open_console(), catalogue.find_exercise(name), Progress(find_workspace()))
     sys.exit(0 if shown_it else 1)
 
 
-@cli.command(epilog=examples("course reset 01.cross_entropy", "course reset 01", "course reset 01 --yes"))
+@cli.command("reset", epilog=examples("course reset 01.cross_entropy", "course reset 01", "course reset 01 --yes"))
 @click.argument("name", metavar="NN[.name]")
 @click.option("--yes", is_flag=True, help="Reset a whole chapter without asking.")
-def reset(name: str, yes: bool) -> None:
+def reset_command(name: str, yes: bool) -> None:
     """Put a stub back, and keep your text in .course/saved/."""
     console, workspace = terminal.open_console(), find_workspace()
     if "." in name:
-        terminal.say(console, restoring.reset_exercise(catalogue.find_exercise(name), workspace))
+        terminal.say(console, reset.reset_exercise(catalogue.find_exercise(name), workspace))
         return
     chapter = catalogue.find_chapter(name)
     path = chapter.stub_file(workspace)
     if path.exists() and not yes and not click.confirm(f"Put all stubs of chapter {chapter.number} back in {shown(path)}?"):
         terminal.say(console, "Nothing was reset.")
         sys.exit(1)
-    terminal.say(console, restoring.reset_chapter(chapter, workspace))
+    terminal.say(console, reset.reset_chapter(chapter, workspace))
 
 
-@cli.command(epilog=examples("course status"))
-def status() -> None:
+@cli.command("status", epilog=examples("course status"))
+def status_command() -> None:
     """Show every exercise: passed, changed since, attempted or not, with hints and minutes."""
-    standing.print_status(terminal.open_console(), standing.standings(find_workspace()))
+    status.print_status(terminal.open_console(), status.exercise_statuses(find_workspace()))
 
 
 @cli.command("map", epilog=examples("course map 01", "course map --spine"))
@@ -151,7 +151,7 @@ def doctor() -> None:
     sys.exit(examining.print_examination(terminal.open_console(), find_workspace()))
 
 
-maintaining.add_to(cli)
+maintainer_commands.add_to(cli)
 
 
 def main() -> None:

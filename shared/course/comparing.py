@@ -1,4 +1,4 @@
-"""Floor 0. Comparing what came out with what was expected, and writing both so that the difference can be seen."""
+"""Floor 0. Comparing results with what was expected, and printing both so that the difference can be seen."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ LONG = 240  # characters of a nested value
 
 
 class Said(str):
-    """Words that stand for a result, such as why there is none. They are printed also where only shapes and dtypes are compared."""
+    """Words in place of a result, such as why there is none. They are printed also where only shapes and dtypes are compared."""
 
 
 def flatten(value: Any, name: str = "") -> dict[str, Any]:
@@ -54,7 +54,7 @@ def differences(expected: Mapping[str, Any], observed: Mapping[str, Any], rtol: 
 
 
 def difference(expected: Any, observed: Any, rtol: float, atol: float) -> str | None:
-    """None where two values agree; otherwise a note for beside their print, which may be empty."""
+    """None where two values agree; otherwise a note to print after them, which may be empty."""
     if isinstance(expected, Tensor) and isinstance(observed, Tensor):
         return tensor_difference(expected.detach(), observed.detach(), rtol, atol)
     if type(expected) is not type(observed):

@@ -93,7 +93,7 @@ def command_on_path() -> Finding:
 
 
 def packages(dependencies: list[str]) -> Iterator[Finding]:
-    """What pyproject.toml asks for beside what is installed. A pinned package of another version only moves figures."""
+    """What pyproject.toml asks for, compared with what is installed. A pinned package of another version only moves figures."""
     from packaging.requirements import Requirement
 
     findings = []
@@ -195,9 +195,9 @@ def stub_files(workspace: Path, seconds: float = 180.0) -> Iterator[Finding]:
 
 def disk(workspace: Path) -> Finding:
     free = shutil.disk_usage(workspace).free
-    told = f"{free / 2**30:.0f} GiB free"
+    room = f"{free / 2**30:.0f} GiB free"
     if free >= ENOUGH_DISK:
-        return Finding(OK, "disk", told)
+        return Finding(OK, "disk", room)
     if free >= LITTLE_DISK:
-        return Finding(WARNING, "disk", f"{told}: enough for checks and notebooks, little for the longer runs.")
+        return Finding(WARNING, "disk", f"{room}: enough for checks and notebooks, little for the longer runs.")
     return Finding(PROBLEM, "disk", f"{free / 2**20:.0f} MiB free: make room, or notebooks and runs cannot write their results.")

@@ -1,4 +1,4 @@
-"""Floor 0. The errors that a reader sees: each message says what, where, and what to do."""
+"""Floor 0. Errors for the reader: each message says what, where, and what to do."""
 
 
 class CourseError(Exception):

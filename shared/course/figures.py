@@ -1,4 +1,4 @@
-"""Floor 0. One style for every figure of the course: the same size and, in all chapters, one meaning for each colour.
+"""Floor 0. Plot style: every figure has the same size and, in all chapters, one meaning for each colour.
 
 The colours are Okabe and Ito's, which stay apart for colour-blind readers (Okabe & Ito 2008, "Color Universal Design").
 """

@@ -1,7 +1,7 @@
-"""Floor 0. Starting a run: options and YAML into a typed configuration, the implementation chosen, errors as sentences.
+"""Floor 0. Command-line options and YAML into a typed configuration: how a chapter's run script starts.
 
-Every `run.py`, and the trainer of the last chapter, starts through `launch`. A configuration is a dataclass; its fields are the
-keys of the YAML file and, dotted, the options of the command line.
+Every `run.py` starts through `launch`, which also chooses the implementation and shows errors as sentences. A configuration is a
+dataclass; its fields are the keys of the YAML file and, dotted, the options of the command line.
 """
 
 import difflib

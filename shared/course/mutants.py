@@ -1,7 +1,7 @@
-"""Floor 0. Wrong answers that a learner could plausibly write: one-place edits of the solutions, with what they mean.
+"""Floor 0. Mutants: wrong answers that a learner could plausibly write, as one-place edits of the solutions, with what they mean.
 
-`tests/exercises/mutants/NN.toml` lists them: the exercise, a name, the text to find (once) in the solution's function, what stands there
-instead, and the sentence of the misconception.
+`tests/exercises/mutants/NN.toml` lists them: the exercise, a name, the text to find (once) in the solution's function, its
+replacement, and the sentence of the misconception.
 """
 
 import tomllib
@@ -31,7 +31,7 @@ class Mutant:
         file = BodyFile.read(chapter_of(self.exercise).solution_file)
         text = file.text(self.exercise.split(".", 1)[1])
         if (times := text.count(self.find)) != 1:
-            raise CourseError(f"Mutant {self.exercise}/{self.name}: its text stands {times} times in the solution, not once.")
+            raise CourseError(f"Mutant {self.exercise}/{self.name}: its text is {times} times in the solution, not once.")
         edited = file.source.replace(text, text.replace(self.find, self.replace))
         return BodyFile.parsed(Path(f"{file.path}#{self.name}"), edited)
 

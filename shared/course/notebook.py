@@ -1,4 +1,4 @@
-"""Floor 0. What a notebook's first cell imports: the set-up, checks, contracts, the core's source, and predictions.
+"""Floor 0. Notebook helpers, imported by the first cell: set-up, checks, contracts, the core's source, predictions.
 
 Everything prints the same text on every machine and in every run, because notebooks store their outputs and compare them.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shared.course import answers, binding, catalogue, figures, running, stubs
+from shared.course import binding, catalogue, check_command, figures, running, stubs
 from shared.course.errors import CourseError
 from shared.course.outcome import FAIL, Outcome
 from shared.course.paths import find_workspace
@@ -54,7 +54,7 @@ def check(exercise_id: str, function: Callable | None = None) -> None:
     else:
         workspace = find_workspace()
         outcome = next(running.check_files([exercise], workspace))
-        answers.keep(outcome, Progress(workspace))
+        check_command.keep(outcome, Progress(workspace))
     print(outcome_text(outcome))
 
 
@@ -76,7 +76,7 @@ def contract(exercise_id: str) -> None:
 
 
 def show(part: Any) -> None:
-    """Print a function, class or module of the core as it stands there."""
+    """Print a function, class or module of the core with its source as it is."""
     print(inspect.getsource(part).rstrip())
 
 
@@ -89,7 +89,7 @@ class Prediction:
     unit: str
 
     def fact(self, value: float, digits: int = 2) -> None:
-        """Print the guess beside what was measured."""
+        """Print the guess next to what was measured."""
         guessed = "no guess" if self.guess is None else f"your guess {self.guess:.{digits}f}{self.unit}"
         print(f"{self.question}: {guessed}, measured {value:.{digits}f}{self.unit}")
 

@@ -1,4 +1,4 @@
-"""Floor 0. How a check ended: plain data that travels between processes, and costs no import of torch."""
+"""Floor 0. The outcome of a check: plain data that travels between processes, and costs no import of torch."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any

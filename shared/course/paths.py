@@ -1,4 +1,4 @@
-"""Floor 0. Where things stand: the checkout that holds the course, the workspace that holds the learner's files.
+"""Floor 0. Paths: the checkout that holds the course, and the workspace that holds the learner's files.
 
 Usually they are one folder. A learner who keeps the work elsewhere copies `chapters/` there and runs the same
 commands in that folder: the workspace is the nearest folder at or above the current one that has
@@ -28,7 +28,7 @@ def require_checkout() -> Path:
     """The checkout; refused with a sentence where the package was installed without its course."""
     if not (CHECKOUT / "chapters").is_dir():
         raise CourseError(
-            f"The course's chapters are not beside its code ({CHECKOUT}). Clone the repository and run "
+            f"The course's chapters are not next to its code ({CHECKOUT}). Clone the repository and run "
             "`make lab` in it: the package alone is not the course."
         )
     return CHECKOUT

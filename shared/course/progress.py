@@ -1,4 +1,4 @@
-"""Floor 0. What a learner has reached: `.course/progress.json` in the workspace, written atomically under a lock.
+"""Floor 0. The record of progress: `.course/progress.json` in the workspace, written atomically under a lock.
 
 Per exercise: the fingerprint of the answer that passed last (`mixed` runs trust no other; gone after a failed check),
 whether any answer ever passed, and the hints opened.

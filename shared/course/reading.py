@@ -1,4 +1,4 @@
-"""Floor 0. Reading the core: what a chapter added to it, and a module with the exercises' bodies in their place."""
+"""Floor 0. `course map` and `course read`: what a chapter added to the core, and a module with the exercises' bodies in their place."""
 
 import ast
 import difflib
@@ -106,7 +106,7 @@ def withheld(contract: Contract) -> list[str]:
 
 
 def body_text(contract: Contract, file: BodyFile) -> list[str]:
-    """The lines of a body: its docstring's reasons as a comment, then its statements as they stand in the file."""
+    """The lines of a body: its docstring's reasons as a comment, then its statements as the file has them."""
     node = file.function(contract.function)
     if node is None:
         raise CourseError(f"{file.path} has no function {contract.function}. `course reset {contract.exercise}` brings it back.")
@@ -114,5 +114,5 @@ def body_text(contract: Contract, file: BodyFile) -> list[str]:
     begin = node.body[0].lineno - 1 if why is None else node.body[0].end_lineno
     lines = file.lines[begin : node.end_lineno]
     if why is None or first_sentence(why) == first_sentence(ast.get_docstring(contract.node)):
-        return lines  # a learner's function keeps the contract's docstring, which stands above already
+        return lines  # a learner's function keeps the contract's docstring, which is printed already
     return [f"    # {part}" for part in textwrap.wrap(" ".join(why.split()), 110)] + lines

@@ -1,4 +1,4 @@
-"""Floor 0. Keeping a notebook's stored outputs true: run it afresh, run it again another way, store it only if both agree.
+"""Floor 0. `course refresh`: run a notebook, run it again with other rounding and one thread, and store its outputs only if all agree.
 
     course refresh 01
 
@@ -27,8 +27,8 @@ VARIANTS = {
 }
 
 
-# nbval, with a kernel that is reached through files and not through ports of the machine: those are found free, let go and opened again
-# by the kernel, and whatever else runs there may take one in between. The name of such a file must be short, and is not on every machine.
+# nbval, with a kernel that is reached through files and not through ports of the machine: a port is found free, closed and opened again
+# by the kernel, and another program may take it in between. The name of such a file must be short, and is not on every machine.
 NBVAL = """
 import functools, os, sys
 import nbval.kernel, pytest
@@ -54,7 +54,7 @@ def workspace(notebook: nbformat.NotebookNode, name: str) -> Iterator[Path]:
 
 def verify(notebook: nbformat.NotebookNode, name: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
     """Run a notebook under nbval with `environment` on top of this process's, comparing every stored output."""
-    import matplotlib.font_manager  # noqa: F401  (lists the fonts where nobody has yet: a slow machine would say so in a cell's output)
+    import matplotlib.font_manager  # noqa: F401  (the first import lists the fonts, which a slow machine would report in a cell's output)
 
     with workspace(notebook, name) as path:
         options = ["--nbval", "--nbval-kernel-startup-timeout=600", "-p", "no:cacheprovider"]

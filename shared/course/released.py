@@ -1,8 +1,8 @@
-"""Floor 0. Whether the core is as it was released: the checksums of what a learner does not edit.
+"""Floor 0. Release checksums: whether the files that a learner does not edit are as they were released.
 
 `released.json` lists the core, the solutions, the checks and the mutants, and what the generator made of each chapter's stubs.
 A maintainer's `course release` writes it; `course check` and `course doctor` compare. It guards against slips of the
-hand, not against intent: whoever edits the core can also write the list anew.
+hand, not against intent: somebody who edits the core can also record it again.
 """
 
 import hashlib

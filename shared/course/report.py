@@ -1,4 +1,4 @@
-"""Floor 0. A check's outcome as text: the same lines on the command line and in a notebook.
+"""Floor 0. The report of a check: its outcome as the same lines on the command line and in a notebook.
 
 A report is a list of lines, each with a style. `outcome_text` drops the styles (notebooks, pipes, tests); the command
 hands the lines to the terminal. Nothing here depends on the clock, on progress or on where the course is installed, so
@@ -13,7 +13,7 @@ from shared.course.catalogue import Exercise, all_exercises, chapter_of, find_ex
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 
 WIDTH = 100  # columns of plain text
-LABEL = 10  # columns of "given     ", "expected  ", beside which the values stand
+LABEL = 10  # columns of "given     ", "expected  ", before the values
 PRINTED_LINES = 15  # of what an answer printed
 STYLES = {PASS: "bold green", FAIL: "bold red", NOT_ATTEMPTED: "bold yellow"}
 
@@ -24,7 +24,7 @@ class Line:
 
     text: what it says.
     style: how a terminal may show it.
-    hang: how much further in it goes on below when it is too long; None leaves it in one piece, as code needs.
+    hang: the indent of its further lines, relative to the first, when it is too long; None leaves it in one piece, as code needs.
     """
 
     text: str = ""
@@ -49,7 +49,7 @@ def outcome_text(outcome: Outcome, *, after: bool = True, comparison: Iterable[L
 
     Args:
         after: add the after-pass question and the exercise that is taught next, where the check passed.
-        comparison: the answer beside the solution (`side_by_side.comparison_lines`), shown where the check passed.
+        comparison: the answer next to the solution (`hints.comparison_lines`), shown where the check passed.
     """
     lines = outcome_lines(outcome)
     if outcome.state == PASS:

@@ -1,4 +1,4 @@
-"""Floor 0. Running checks apart from the caller: each in a child process with limits on time, memory and output.
+"""Floor 0. Running checks in child processes, with limits on time, memory and output.
 
 Children are forked from a server that has imported torch and nothing else, so a check costs milliseconds beyond its own
 work, and a learner's endless loop, crash or flood of prints ends that check only.
@@ -33,7 +33,7 @@ from shared.course.stubs import BodyFile
 MEMORY_LIMIT = 4 * 2**30  # bytes resident in a child
 OUTPUT_LIMIT = 16 * 2**20  # bytes printed by a child
 STARTING = 120.0  # seconds that a child may take, on a loaded machine, until its check begins
-WAITING = 40.0  # seconds beyond its limit that an answer may stand and wait; the limit itself counts only the time that it computes
+WAITING = 40.0  # seconds beyond its limit that an answer may spend waiting; the limit itself counts only processor time
 SHOWN_OUTPUT = 2000  # characters of it that are shown
 PRELOADED = ["torch", "cloudpickle", "shared.course.checking", "shared.course.running"]  # nothing of the core: it is bound in the child
 
@@ -58,7 +58,7 @@ def check_solutions(exercises: Iterable[Exercise]) -> Iterator[Outcome]:
 
 
 def check_file(exercise: Exercise, file: BodyFile) -> Outcome:
-    """Check the answer to `exercise` that stands in `file`, in a child process."""
+    """Check the answer to `exercise` in `file`, in a child process."""
     if peeked := solution_mentioned(file, exercise.name):
         reads = f"{shown(file.path)}, line {peeked}: this reads the solution."
         return failed(exercise, f"{reads} Write your own; `course solution` opens it after a pass or the third hint.")
@@ -94,7 +94,9 @@ def solution_mentioned(file: BodyFile, function: str) -> int | None:
 def check_path(exercise: Exercise) -> Path:
     path = CHECKOUT / "tests" / "exercises" / "checks" / chapter_of(exercise.id).slug / f"{exercise.name}.py"
     if not path.exists():
-        raise CourseError(f"{shown(path)} is missing: {exercise.id} cannot be checked. `git checkout tests/exercises/checks` brings it back.")
+        raise CourseError(
+            f"{shown(path)} is missing: {exercise.id} cannot be checked. `git checkout tests/exercises/checks` brings it back."
+        )
     return path
 
 
@@ -108,8 +110,8 @@ def run_apart(exercise: Exercise, file: BodyFile, seconds: float, waiting: float
     """One check in a child of the fork server, watched until it ends or passes a limit.
 
     Args:
-        seconds: of the processor's time, so that a machine which is busy with something else fails nobody.
-        waiting: seconds by the clock beyond these, for an answer that waits for ever.
+        seconds: of the processor's time, so that no answer fails because the machine is busy with something else.
+        waiting: seconds by the clock beyond these, for an answer that never stops waiting.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -228,7 +230,7 @@ def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float, wait
 
 
 def read_check(exercise: Exercise) -> "Check":
-    """The `CHECK` that a check file defines. The file may import what stands beside it: `from .pieces import ...`."""
+    """The `CHECK` that a check file defines. The file may import modules of its folder: `from .pieces import ...`."""
     path = check_path(exercise)
     package = ModuleType(f"course_checks_{exercise.chapter}")
     package.__path__ = [str(path.parent)]

@@ -1,8 +1,8 @@
 """Floor 0. The spine of the core: the modules that train a model from text to step, in the order in which to read them.
 
-About a third of the core, read in a weekend. What is left out (formats of other libraries, cleaning, tokenizers, dumps, trackers, planning,
-PyTorch's engine) is called by these modules or calls them. `course map --spine` prints the list. A test holds that a module comes after
-every module of the spine that it imports, so that reading never jumps ahead.
+About a third of the core, read in a weekend. What is left out (masks, RoPE, formats of other libraries, cleaning, tokenizers, dumps,
+trackers, planning, PyTorch's engine) is called by these modules or calls them. `course map --spine` prints the list. A test holds that a
+module comes after every module of the spine that it imports, so that reading never jumps ahead.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ class Stop:
     @property
     def lines(self) -> int:
         """As `course read` prints the module: with the solutions' bodies in place."""
-        return len(with_bodies(self.file, lambda contract: BodyFile.read(catalogue.chapter_of(contract.exercise).solution_file)).splitlines())
+        solution = lambda contract: BodyFile.read(catalogue.chapter_of(contract.exercise).solution_file)  # noqa: E731
+        return len(with_bodies(self.file, solution).splitlines())
 
 
 SPINE = (
@@ -38,32 +39,30 @@ SPINE = (
     Stop("shared/totals.py", 5, "sums, never means, so that all splits agree"),
     Stop("shared/loss.py", 10, "cross-entropy over the tokens that count"),
     Stop("shared/loop.py", 25, "the training step: runner, reducer, updater"),
-    Stop("shared/model/masks.py", 25, "causal, sliding-window and document masks"),
-    Stop("shared/model/rope.py", 20, "rotary position embedding"),
     Stop("shared/model/attention.py", 25, "grouped-query attention"),
     Stop("shared/model/block.py", 10, "norms, attention, feed-forward, residuals"),
     Stop("shared/model/transformer.py", 25, "from token ids to logits, for every family"),
-    Stop("shared/model/sliced_loss.py", 20, "head and loss without ever holding all logits"),
+    Stop("shared/model/chunked_loss.py", 20, "head and loss without ever holding all logits"),
+    Stop("shared/data/prepare.py", 25, "sources to clean text to tokens on disk"),
     Stop("shared/data/packing.py", 35, "documents packed into rows of one length"),
     Stop("shared/data/rows.py", 20, "row number n as a function of the seed"),
     Stop("shared/data/loader.py", 30, "micro-batches for each rank, resumed exactly"),
     Stop("shared/engine/callbacks.py", 15, "the hooks of a run"),
-    Stop("shared/engine/checkpoint/snapshot.py", 15, "all state that a resumed run needs"),
     Stop("shared/engine/checkpoint/folder.py", 35, "atomic checkpoints with checksums"),
-    Stop("shared/engine/checkpoint/saver.py", 20, "saving in the background, restoring"),
+    Stop("shared/engine/strategy.py", 10, "what a run asks of its ranks; here, one process"),
     Stop("shared/engine/engine.py", 45, "the loop with what a long run needs around it"),
     Stop("shared/optim/adamw.py", 15, "AdamW's step"),
     Stop("shared/optim/muon.py", 25, "the momentum of a matrix, orthogonalised"),
-    Stop("shared/optim/optimizer.py", 10, "groups of parameters, each with its rule"),
-    Stop("shared/optim/schedules.py", 10, "warm-up and decay of the learning rate"),
     Stop("shared/optim/updater.py", 15, "divide once, clip, step; loss scaling"),
     Stop("shared/parallel/comm/communicator.py", 40, "collectives, in threads and in processes"),
     Stop("shared/parallel/mesh.py", 10, "the grid of ranks and its axes"),
-    Stop("shared/parallel/sharding.py", 25, "how a parameter is cut over ranks"),
+    Stop("shared/parallel/sharding.py", 40, "how a parameter is cut over ranks"),
+    Stop("shared/parallel/data/engine.py", 10, "what each data engine does in a step"),
     Stop("shared/parallel/data/ddp.py", 30, "gradient buckets overlapped with backward"),
     Stop("shared/parallel/data/zero.py", 40, "ZeRO-1 and 2: each rank updates its shards"),
     Stop("shared/parallel/data/flat.py", 45, "the flat parameter of an FSDP unit"),
     Stop("shared/parallel/data/fsdp.py", 45, "all-gather weights, reduce-scatter gradients"),
+    Stop("shared/parallel/strategy.py", 30, "norms, decisions and state over many ranks"),
     Stop("shared/parallel/parallelize.py", 25, "a plain model spread over the mesh"),
     Stop("shared/trainer/pretrain.py", 40, "from a configuration to a report"),
 )
@@ -74,7 +73,7 @@ def spine_lines() -> list[Line]:
     counts = {stop: stop.lines for stop in SPINE}
     hours = sum(stop.minutes for stop in SPINE) / 60
     width = max(len(stop.path) for stop in SPINE)
-    lines = [Line(f"The spine of the core: {len(SPINE)} modules in reading order, {sum(counts.values()):,} lines, about {hours:.0f} hours", "bold")]
-    lines += [Line(), Line(f"lines  min  {'module':<{width}}  what to look for", "bold")]
+    heading = f"The spine of the core: {len(SPINE)} modules in reading order, {sum(counts.values()):,} lines, about {hours:.0f} hours"
+    lines = [Line(heading, "bold"), Line(), Line(f"lines  min  {'module':<{width}}  what to look for", "bold")]
     lines += [Line(f"{counts[stop]:>5}  {stop.minutes:>3}  {stop.path:<{width}}  {stop.phrase}", hang=width + 14) for stop in SPINE]
     return [*lines, Line(), Line("Counted with the exercises' bodies, as `course read shared.loop --reveal` prints a module.")]

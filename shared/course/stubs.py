@@ -1,4 +1,4 @@
-"""Floor 0. The learner's files: made from the contracts, recognised while untouched, cut into functions.
+"""Floor 0. Stubs: the learner's files, made from the contracts, recognised while untouched, cut into functions.
 
 A stub is its contract's own text (signature, docstring) with one line that raises. The generator is the only author
 of `chapters/NN_*/exercises.py`, so a stub cannot drift from its contract.
@@ -71,7 +71,7 @@ class BodyFile:
         try:
             return cls.parsed(path, path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
-            raise BrokenFile(f"{shown(path)} is missing. `course reset {path.parent.name[:2]}` makes it anew.") from None
+            raise BrokenFile(f"{shown(path)} is missing. `course reset {path.parent.name[:2]}` makes a new one.") from None
         except UnicodeDecodeError as error:
             raise BrokenFile(f"{shown(path)} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
         except (SyntaxError, ValueError) as error:
@@ -93,7 +93,7 @@ class BodyFile:
         return found[-1] if found else None
 
     def text(self, name: str) -> str:
-        """The source text of a function, as it stands in the file."""
+        """The source text of a function, as the file has it."""
         node = self.function(name)
         return "\n".join(self.lines[node.lineno - 1 : node.end_lineno]) if node else ""
 
@@ -102,7 +102,7 @@ class BodyFile:
         return node is not None and not is_untouched(node, exercise.id)
 
     def fingerprint(self, exercise: Exercise, chapter: Chapter) -> str:
-        """Identifies one answer: its function and all that the file defines beside the other exercises.
+        """Identifies one answer: its function and all that the file defines apart from the other exercises.
 
         Comments, layout and docstrings do not count, so a pass survives a reformatted file.
         """

@@ -1,4 +1,4 @@
-"""Floor 0. Where a command writes: colours and wrapping on a terminal, plain text everywhere else.
+"""Floor 0. Terminal output: colours and wrapping on a terminal, plain text everywhere else.
 
 rich decides what is a terminal (it knows NO_COLOR and dumb ones); a pipe gets the text that a notebook prints.
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shared.course import answers, opening, standing
+from shared.course import check_command, hints, status
 from shared.course.catalogue import Exercise, chapter_of
 from shared.course.outcome import PASS
 from shared.course.paths import shown
@@ -39,18 +39,18 @@ class Watch:
         """Check the open exercise; after a pass open the next one. Ends where none is left (`exercise` is None)."""
         exercise = self.exercise
         self.checked = marks(self.file)  # before it is read: a save during the check is a new one
-        [(_, outcome)] = answers.run(self.console, [exercise], self.workspace)
+        [(_, outcome)] = check_command.run(self.console, [exercise], self.workspace)
         progress = Progress(self.workspace)
-        kept = answers.keep(outcome, progress)
-        found = standing.standings(self.workspace)
+        kept = check_command.keep(outcome, progress)
+        found = status.exercise_statuses(self.workspace)
         self.header(found)
         print_lines(self.console, outcome_lines(outcome))
         if outcome.state == PASS:
-            self.exercise = answers.show_pass(self.console, exercise, self.workspace)
+            self.exercise = check_command.show_pass(self.console, exercise, self.workspace)
             if self.exercise and self.exercise.chapter != exercise.chapter:
                 self.checked = self.seen = marks(self.file)  # another file, which waits for its first save
         if not kept:
-            say(self.console, opening.not_kept(progress), "yellow")
+            say(self.console, hints.not_kept(progress), "yellow")
         self.footer()
 
     def look(self) -> None:
@@ -59,9 +59,9 @@ class Watch:
         if self.seen != self.checked and self.seen == before:
             self.check()
 
-    def header(self, found: list[standing.Standing]) -> None:
+    def header(self, found: list[status.ExerciseStatus]) -> None:
         self.console.clear()  # without effect where there is no terminal
-        say(self.console, standing.progress_bar(found), "bold")
+        say(self.console, status.progress_bar(found), "bold")
         say(self.console)
 
     def footer(self) -> None:
@@ -74,18 +74,18 @@ class Watch:
 
     def typed(self, line: str) -> bool:
         """Do what a typed line asks. False to leave."""
-        found = standing.standings(self.workspace)
+        found = status.exercise_statuses(self.workspace)
         match line.strip().lower():
             case "q" | "quit":
                 return False
             case "h" | "hint":
-                opening.print_hint(self.console, self.exercise, Progress(self.workspace))
+                hints.print_hint(self.console, self.exercise, Progress(self.workspace))
                 self.footer()
             case "n" | "next":
-                self.exercise = standing.next_open(found, after=self.exercise) or self.exercise
+                self.exercise = status.next_open(found, after=self.exercise) or self.exercise
                 self.check()
             case "s" | "status":
-                standing.print_status(self.console, found)
+                status.print_status(self.console, found)
                 self.footer()
             case "":
                 self.check()
@@ -100,7 +100,7 @@ def watch(console: Console, workspace: Path, exercise: Exercise | None) -> None:
     Args:
         exercise: where to begin; None for the first that has not passed.
     """
-    begin = exercise or standing.next_open(standing.standings(workspace))
+    begin = exercise or status.next_open(status.exercise_statuses(workspace))
     if begin is None:
         say(console, "Every exercise has passed: there is nothing to watch. `course watch NN.name` watches one again.")
         return
@@ -110,7 +110,7 @@ def watch(console: Console, workspace: Path, exercise: Exercise | None) -> None:
         loop(watching)
     except KeyboardInterrupt:
         say(console)
-    say(console, standing.tally(standing.standings(workspace)))
+    say(console, status.tally(status.exercise_statuses(workspace)))
 
 
 def loop(watching: Watch) -> None:

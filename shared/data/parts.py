@@ -20,8 +20,9 @@ from shared.corpus import Document, split
 from shared.course.errors import CourseError
 from shared.data.cleaning.cleaner import Cleaner, CleaningConfig
 from shared.data.cleaning.report import CleaningReport
-from shared.data.shards import map_arrays, serialized, write_whole
+from shared.data.shards import map_arrays, serialized
 from shared.data.sources import Source, open_source
+from shared.output_files import write_atomically
 
 LAST = "complete.json"  # there when all parts are
 
@@ -120,12 +121,12 @@ class Parts:
         table = pyarrow.table({"name": names, "text": pyarrow.array(texts, pyarrow.large_string()), "held_out": held_out})
         sink = pyarrow.BufferOutputStream()
         pyarrow.parquet.write_table(table, sink, compression="zstd", row_group_size=512)
-        write_whole(self.path(number, ".parquet"), sink.getvalue())
-        write_whole(self.path(number, ".remembered.safetensors"), serialized(flattened(cleaner.remembered)))
+        write_atomically(self.path(number, ".parquet"), sink.getvalue())
+        write_atomically(self.path(number, ".remembered.safetensors"), serialized(flattened(cleaner.remembered)))
         cleaner.forget_remembered()
         sizes = [sum(len(text.encode()) for text, side in zip(texts, held_out, strict=True) if side is out) for out in (False, True)]
         record = {"training_bytes": sizes[0], "held_out_bytes": sizes[1], "report": asdict(cleaner.report)}
-        write_whole(self.path(number, ".json"), json.dumps(record).encode())
+        write_atomically(self.path(number, ".json"), json.dumps(record).encode())
 
     def finish(self, parts: int, report: CleaningReport, sources: Sequence[Source]) -> None:
         """Note that all parts are there."""
@@ -138,7 +139,7 @@ class Parts:
                     f"Of {counted(report.documents_out)} that cleaning kept, nothing is left {purpose}: "
                     f"give more text, or a {other} held_out_share than {self.held_out_share}."
                 )
-        write_whole(self.folder / LAST, json.dumps(totals | {"parts": parts, "report": asdict(report)}).encode())
+        write_atomically(self.folder / LAST, json.dumps(totals | {"parts": parts, "report": asdict(report)}).encode())
 
     def documents(self, number: int, held_out: bool, rows: int = 64) -> Iterator[tuple[list[str], list[str]]]:
         """Names and texts of one part's documents of one side, some at a time."""

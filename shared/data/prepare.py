@@ -26,9 +26,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.cleaning.report import CleaningReport
 from shared.data.parts import Parts
-from shared.data.shards import ENDING, TokenStore, write_shard, write_whole
+from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.sources import Source, identity
 from shared.data.tokenizer import TextTokenizer
+from shared.output_files import write_atomically
 
 FORMAT = 1  # of the whole folder; another one means that the same text must be prepared again
 LIBRARIES = ("tokenizers", "ftfy", "py3langid")  # whose versions change what comes out
@@ -139,8 +140,8 @@ def tokenizer_of(config: PrepareConfig, folder: Path, parts: Parts, bar: Progres
         advance = counter(bar, "training the tokenizer", min(config.tokenizer_bytes, parts.size("training")))
         tokenizer = TextTokenizer.train(sample(parts, config.tokenizer_bytes, advance), config.vocab_size, config.sentinels)
     if config.tokenizer:  # beside it and before it, because a tokenizer.json alone does not say what ends a document
-        write_whole(path.with_name("tokenizer_config.json"), json.dumps({"eos_token": tokenizer.end}).encode())
-    write_whole(path, tokenizer.to_json().encode())
+        write_atomically(path.with_name("tokenizer_config.json"), json.dumps({"eos_token": tokenizer.end}).encode())
+    write_atomically(path, tokenizer.to_json().encode())
     return TextTokenizer.load(path)
 
 

@@ -9,7 +9,6 @@ Left out on purpose: compression. Mapped memory is read at a random place in mic
 
 import hashlib
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shared.course.errors import CourseError
+from shared.output_files import write_atomically
 
 FORMAT = "course tokens 1"
 ENDING = ".tokens.safetensors"
@@ -60,7 +60,7 @@ def write_shard(
         "tokens": str(offsets[-1]),
         "bytes": str(counts.sum()),
     }
-    write_whole(path, serialized(stored, metadata | {"sha256": checksum(stored, metadata)}))
+    write_atomically(path, serialized(stored, metadata | {"sha256": checksum(stored, metadata)}))
 
 
 def fitting(ids: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -69,17 +69,6 @@ def fitting(ids: Sequence[int], vocab_size: int) -> np.ndarray:
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(f"A shard for {vocab_size} token ids was given ids from {ids.min()} to {ids.max()}.")
     return ids
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all, also when the process or the machine dies half way."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def serialized(arrays: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:

@@ -117,6 +117,18 @@ class TextTokenizer:
         """Write a `tokenizer.json` that tokenizers and transformers read."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
+    def save_pretrained(self, folder: Path, longest: int) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, so that `AutoTokenizer.from_pretrained(folder)` gives the same ids.
+
+        Args:
+            longest: tokens that the model takes.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save(folder / "tokenizer.json")
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end, "model_max_length": longest}
+        config["clean_up_tokenization_spaces"] = False
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
     def to_json(self) -> str:
         return self.tokenizer.to_str(pretty=True)
 

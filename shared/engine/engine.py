@@ -31,7 +31,8 @@ from shared.engine.metrics.accumulator import MetricAccumulator, PhaseTimer
 from shared.engine.strategy import Strategy
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
-from shared.devices import pick_device, require_writable
+from shared.devices import pick_device
+from shared.output_files import require_writable
 from shared.totals import Batch, Objective, Runner, Totals, Updater
 
 

@@ -4,7 +4,8 @@
 
 With fewer key-value heads than query heads (grouped-query attention, Ainslie et al. 2023; one: multi-query, Shazeer 2019)
 several queries share a key and value. `grouped_query_attention` writes the equation out and keeps a [Q, K] matrix of
-weights per head; `sdpa_attention` is PyTorch's kernel (scaled dot-product attention), which never holds that matrix. They agree to rounding.
+weights per head (eager); `sdpa_attention` is PyTorch's kernel for scaled dot-product attention, which never holds that matrix. They
+agree to rounding.
 """
 
 from typing import TYPE_CHECKING

@@ -48,7 +48,8 @@ def token_log_probs(head: nn.Module, hidden_states: Tensor, targets: Tensor, row
     Returns:
         The shape of `targets`, in float32 (float64 for float64 logits); 0 where a target is -100.
     """
-    chunks = zip(hidden_states.flatten(0, -2).split(rows or chunk_rows(head)), targets.flatten().split(rows or chunk_rows(head)), strict=True)
+    rows = rows or chunk_rows(head)
+    chunks = zip(hidden_states.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
     losses = [checkpoint(chunk_losses, head, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return -torch.cat(losses).view(targets.shape)
 

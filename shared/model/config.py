@@ -66,6 +66,29 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixture of experts in place of feed-forward layers: what is asked of chapter 09's configuration, which derives from this one.
+
+    Args:
+        num_experts: in each layer that has them.
+    """
+
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1:
+            raise ValueError(f"experts.num_experts is {self.num_experts}: give at least 1.")
+
+    def parameter_counts(self, config: "ModelConfig", layer: int) -> dict[str, int]:
+        """Parameters by role in the feed-forward layer of block `layer` of a resolved configuration, the router included."""
+        raise NotImplementedError(f"{type(self).__name__} must define parameter_counts(config, layer).")
+
+    def active_matrix_size(self, config: "ModelConfig", layer: int) -> int:
+        """Numbers in the matrices that one token passes in that layer: the router's, and those of the experts that it is sent to."""
+        raise NotImplementedError(f"{type(self).__name__} must define active_matrix_size(config, layer).")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One transformer.
 
@@ -99,6 +122,7 @@ class ModelConfig:
         attention_bias: biases on the query, key and value projections.
         attention_output_bias: a bias on the output projection of attention.
         mlp_bias: biases in the feed-forward layer.
+        experts: a mixture of experts in place of the feed-forward layers; comes with chapter 09.
         attention_scale: multiplies queries times keys; None for head_dim ** -0.5.
         sliding_window: each position sees this many last ones, itself included; None for all.
         layer_types: for each block `full_attention` or `sliding_attention`; None for the window in all blocks.
@@ -143,6 +167,7 @@ class ModelConfig:
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    experts: ExpertsConfig | None = None
     attention_scale: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
@@ -180,8 +205,10 @@ class ModelConfig:
 
     def differences(self, other: "ModelConfig") -> dict[str, tuple]:
         """The fields in which two configurations describe different models: name -> (here, there)."""
-        pairs = [(field.name, getattr(self.resolved(), field.name), getattr(other.resolved(), field.name)) for field in fields(self)]
-        return {name: (here, there) for name, here, there in pairs if here != there}
+        here, there = self.resolved(), other.resolved()
+        names = dict.fromkeys(field.name for config in (here, there) for field in fields(config))  # one may be of a later chapter
+        pairs = {name: (getattr(here, name, None), getattr(there, name, None)) for name in names}
+        return {name: (left, right) for name, (left, right) in pairs.items() if left != right}
 
 
 def default_intermediate_size(hidden_size: int, gated: bool) -> int:
@@ -224,6 +251,7 @@ def require_compatible(config: ModelConfig) -> None:
             "layer_types takes 'full_attention' and 'sliding_attention'",
         ),
         ("sliding_attention" in (config.layer_types or ()) and not config.sliding_window, "sliding_attention needs sliding_window"),
+        (type(config.experts) is ExpertsConfig, "experts come with chapter 09, whose configuration derives from ExpertsConfig"),
         (config.type_vocab_size and config.architecture == "encoder-decoder", "segment embeddings are for one stack only"),
     ]
     for is_wrong, reason in wrong:

@@ -36,15 +36,31 @@ def stack_counts(config: ModelConfig, cross: bool) -> dict[Role, int]:
         "bias": config.attention_bias * (inner + 2 * shared) + config.attention_output_bias * size,
         "norm": config.qk_norm * 2 * norm_size(config, config.head_dim) + norm_size(config, size),
     }
-    feed_forward = {
-        "matrix": (3 if config.gated else 2) * size * config.intermediate_size,
-        "bias": config.mlp_bias * ((2 if config.gated else 1) * config.intermediate_size + size),
-        "norm": norm_size(config, size),
-    }
-    counts = {role: layers * ((2 if cross else 1) * attention[role] + feed_forward[role]) for role in attention}
+    counts = dict.fromkeys(ROLES, 0)
+    for layer in range(layers):
+        for _ in range(2 if cross else 1):
+            add(counts, attention)
+        add(counts, feed_forward_counts(config, layer))
+        counts["norm"] += norm_size(config, size)
     counts["norm"] += norm_size(config, size) if config.norm_position == "pre" else 0
     relative = config.relative_attention_num_buckets * config.num_attention_heads
-    return counts | {"embedding": relative if config.position == "relative" else 0}
+    counts["embedding"] += relative if config.position == "relative" else 0
+    return counts
+
+
+def feed_forward_counts(config: ModelConfig, layer: int) -> dict[Role, int]:
+    """Parameters by role in the feed-forward layer of one block of a resolved configuration; experts count themselves."""
+    if config.experts is not None:
+        return config.experts.parameter_counts(config, layer)
+    size, width = config.hidden_size, config.intermediate_size
+    return {"matrix": (3 if config.gated else 2) * size * width, "bias": config.mlp_bias * ((2 if config.gated else 1) * width + size)}
+
+
+def active_feed_forward_size(config: ModelConfig, layer: int) -> int:
+    """Numbers in the matrices that a token passes in the feed-forward layer of one block of a resolved configuration."""
+    if config.experts is not None:
+        return config.experts.active_matrix_size(config, layer)
+    return feed_forward_counts(config, layer)["matrix"]
 
 
 def norm_size(config: ModelConfig, size: int) -> int:

@@ -41,7 +41,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The language-model head: [batch, seq, D] -> logits [batch, seq, vocab]. BERT's has a layer with activation and norm before, a bias after.
+    """The language-model head: [batch, seq, D] -> logits [batch, seq, vocab]. BERT's has a layer with activation and norm before it.
 
     Whatever a loss computes from logits is a method here, so that a head whose ranks hold a part of the vocabulary each can override all
     of it: `chunked_loss` and `token_log_probs` call nothing else. Logits are [rows, vocab], targets [rows] int64 or -100.

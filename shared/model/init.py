@@ -1,9 +1,9 @@
 """Chapter 02. Initial weights that depend on a parameter's name and the seed, and on nothing else.
 
 Each parameter has a stream of random numbers of its own, seeded by its name, so a model cut in two, built in another order
-or on another device starts with the same weights. Matrices and embeddings are normal with `initializer_range`; the matrices that
-write into the residual stream are divided by sqrt(number of additions), so that its variance does not grow with depth
-(Radford et al. 2019, section 2.3). With post-norm nothing grows, and nothing is divided.
+or on another device starts with the same weights. A sharded parameter is drawn whole, and the shard taken from that. Matrices and
+embeddings are normal with `initializer_range`; the matrices that write into the residual stream are divided by sqrt(number of additions),
+so that its variance does not grow with depth (Radford et al. 2019, section 2.3). With post-norm nothing grows, and nothing is divided.
 """
 
 import hashlib
@@ -13,29 +13,38 @@ import torch
 from torch import Tensor, nn
 
 from shared.model.config import ModelConfig
-from shared.model.roles import role_of
+from shared.model.roles import Sharding, role_of
 
 
 def initial_value(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> Tensor:
-    """The whole initial value of a parameter: float32 on the CPU, in its shape.
+    """The initial value of a whole parameter: float32 on the CPU, in its shape, or in that of its `sharding`.
 
     A parameter that carries a function as attribute `initializer` gets what that returns for (shape, generator).
 
     Args:
         name: its name in the uncut model.
-        parameter: for its shape, role and `initializer`; its values are not read, and it may be on any device.
+        parameter: for its shape and its attributes `role`, `initializer` and `sharding`; its values are not read, and it may be on any
+            device.
         config: a resolved configuration.
         seed: the model's.
     """
     generator = torch.Generator().manual_seed(stream_seed(name, seed))
+    shape = getattr(parameter, "sharding", parameter).shape
     if initializer := getattr(parameter, "initializer", None):
-        return initializer(parameter.shape, generator)
+        return initializer(shape, generator)
     role = role_of(name, parameter)
     if role == "norm":
-        return torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0)
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
     if role == "bias":
-        return torch.zeros(parameter.shape)
-    return torch.randn(parameter.shape, generator=generator) * standard_deviation(name, config)
+        return torch.zeros(shape)
+    return torch.randn(shape, generator=generator) * standard_deviation(name, config)
+
+
+def local_initial_value(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> Tensor:
+    """What this process holds of a parameter's initial value: all of it, or, where it carries a `sharding`, its part."""
+    whole = initial_value(name, parameter, config, seed)
+    sharding: Sharding | None = getattr(parameter, "sharding", None)
+    return whole if sharding is None else sharding.local(whole)
 
 
 def stream_seed(name: str, seed: int) -> int:
@@ -61,7 +70,7 @@ def standard_deviation(name: str, config: ModelConfig) -> float:
 def initialize(model: nn.Module, seed: int) -> None:
     """Set every parameter of a `TransformerModel`, whole or cut, to its initial value."""
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(model.logical_name(name), parameter, model.config, seed))
+        parameter.copy_(local_initial_value(model.logical_name(name), parameter, model.config, seed))
 
 
 def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None:
@@ -69,6 +78,18 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None
 
     A model too large to build whole is built under `with torch.device("meta")`, cut, and then materialised.
     """
-    model.to_empty(device=device)
-    model.tie_weights()
+    allocate(model, device)
     initialize(model, seed)
+
+
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """`model.to_empty(device)` that keeps what stands on its parameters: their attributes, and which of them are one and the same."""
+    before = dict(model.named_parameters(remove_duplicate=False))
+    model.to_empty(device=device)
+    made: dict[Tensor, nn.Parameter] = {}
+    for name, old in before.items():
+        module, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(module)
+        parameter = made.setdefault(old, getattr(owner, attribute))
+        vars(parameter).update(vars(old))
+        setattr(owner, attribute, parameter)

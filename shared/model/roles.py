@@ -1,16 +1,37 @@
-"""Chapter 02. What a parameter is for, read off its name: the optimizer, clipping, checkpoints and LoRA ask nothing else.
+"""Chapter 02. Parameter roles and attributes: what a parameter is for, read off its name, and what modules may state on it.
 
 embedding: one side is counted in tokens, positions or groups of distances; the head is one too, tied or not.
 matrix: the weight of a linear layer inside the model. expert: the same, one of several that take turns.
 norm: weight and bias of a normalisation. bias: the bias of a linear layer or of the head.
+
+Modules of later chapters state facts on their parameters as attributes, which move with them off the meta device:
+`role` (one of these), `initializer` (see `shared.model.init`) and `sharding` (`Sharding`, where a rank holds a part).
 """
 
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
+import torch
 from torch import Tensor, nn
 
 Role = Literal["embedding", "matrix", "norm", "bias", "expert"]
 ROLES: tuple[Role, ...] = get_args(Role)
+
+
+class Sharding(Protocol):
+    """How a parameter is sharded over processes: the attribute `sharding` of a parameter, set by whoever sharded it.
+
+    `shared.parallel.sharding.Sharding` is one; initial weights and Muon need no more of it than this.
+    shape: of the whole parameter. needs_gathering: whether the whole takes other processes.
+    """
+
+    shape: torch.Size
+    needs_gathering: bool
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All-gather this process's shard into the whole, in `shape`. Every process that holds a part of it calls it."""
+
+    def local(self, whole: Tensor) -> Tensor:
+        """The whole -> this process's shard."""
 
 
 def role_of(name: str, parameter: Tensor | None = None) -> Role:

@@ -12,31 +12,16 @@ Left out on purpose: convolutions, whose weights are no matrices, and a rate tha
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shared.course.binding import exercise
+from shared.model.roles import Sharding
 from shared.optim.newton_schulz import newton_schulz
 
 BATCH_ELEMENTS = 2**24  # numbers in the matrices that are orthogonalised together; bounds what a step needs beside the state
-
-
-class Sharding(Protocol):
-    """How a parameter is sharded over processes: the attribute `sharding` of a parameter, set by whoever sharded it.
-
-    shape: of the whole parameter. needs_gathering: whether the whole takes other processes.
-    """
-
-    shape: torch.Size
-    needs_gathering: bool
-
-    def gather(self, part: Tensor) -> Tensor:
-        """All-gather this process's shard into the whole, in `shape`. Every process that holds a part of it calls it."""
-
-    def local(self, whole: Tensor) -> Tensor:
-        """The whole -> this process's shard."""
 
 
 @exercise("05.muon_update")

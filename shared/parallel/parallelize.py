@@ -97,8 +97,8 @@ def apply_parallel(
     engines = data_engines(model, mesh, whole, dtype, device, seed) if mesh.world.size > 1 else []
     strategy = ParallelStrategy(model, mesh, engines, routes=routes)
     require_effect(strategy)
-    if mesh.config.offload_optimizer and any(p.device.type != "cpu" for p in strategy.optim_params.parameters()):
-        strategy = ParallelStrategy(model, mesh, engines, [OffloadedOptimizer(model, strategy.optim_params)], routes)
+    if mesh.config.offload_optimizer:
+        strategy = offload_optimizer(strategy)
     for axis in axes:
         strategy = axis.around(strategy)
     return strategy
@@ -145,6 +145,14 @@ def torch_engine(
     if mesh.config.fully_sharded > 1:
         return TorchSharded(model, mesh, dtype, device, seed)
     return TorchZero(model, mesh, whole) if mesh.config.zero else TorchReplicas(model, mesh)
+
+
+def offload_optimizer(strategy: ParallelStrategy, home: torch.device | str = "cpu") -> ParallelStrategy:
+    """The strategy with its optimizer's parameters, and so their state, at `home`; itself where they are there already."""
+    if {parameter.device for parameter in strategy.optim_params.parameters()} == {torch.device(home)}:
+        return strategy
+    offload = OffloadedOptimizer(strategy.module, strategy.optim_params, home)
+    return ParallelStrategy(strategy.module, strategy.mesh, strategy.engines, [offload], strategy.routes)
 
 
 def require_sensible(model: nn.Module, mesh: Mesh, trained: bool) -> None:

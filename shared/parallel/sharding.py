@@ -134,7 +134,7 @@ def whole_region(shape: Sequence[int]) -> Region:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one parameter is sharded over the ranks of a group (a `shared.optim.muon.Sharding`).
+    """How one parameter is sharded over the ranks of a group (a `shared.model.roles.Sharding`).
 
     Args:
         outer_shape: of what is cut here: the whole parameter, or, where `outer` is given, this rank's shard of that.

@@ -33,7 +33,8 @@ class BitsPerByte(Callback):
 
 
 class Costs(Callback):
-    """Seconds spent in training steps and outside of them, and the largest memory, over all parts of the run, as rank 0 saved them.
+    """Seconds spent in training steps and in overhead (data, evaluation, saving), and the peak memory,
+    over all parts of the run, as rank 0 saved them.
 
     peak_memory: bytes. peak_here: of this process alone, which may be another rank than the one that saved, in another layout.
     """
@@ -41,7 +42,7 @@ class Costs(Callback):
     every_rank = True
 
     def __init__(self):
-        self.training = self.outside = 0.0
+        self.training = self.overhead = 0.0
         self.peak_memory = self.peak_here = 0
         self.mark: float | None = None
 
@@ -49,7 +50,7 @@ class Costs(Callback):
         self.mark = time.perf_counter()
 
     def on_batch(self, engine: "RuntimeEngine", microbatches: Any) -> None:
-        self.outside += self.since_mark()
+        self.overhead += self.since_mark()
 
     def on_step(self, engine: "RuntimeEngine") -> None:
         self.training += self.since_mark()
@@ -57,21 +58,21 @@ class Costs(Callback):
         self.peak_memory = max(self.peak_memory, self.peak_here)
 
     def on_end(self, engine: "RuntimeEngine") -> None:
-        self.outside += self.since_mark()
+        self.overhead += self.since_mark()
 
     def since_mark(self) -> float:
         before, self.mark = self.mark, time.perf_counter()
         return self.mark - before
 
     def state_dict(self) -> dict[str, Any]:
-        return {"training": self.training, "outside": self.outside, "peak_memory": self.peak_memory}
+        return {"training": self.training, "overhead": self.overhead, "peak_memory": self.peak_memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.training, self.outside, self.peak_memory = state["training"], state["outside"], state["peak_memory"]
+        self.training, self.overhead, self.peak_memory = state["training"], state["overhead"], state["peak_memory"]
 
 
 class Traffic(Callback):
-    """What this rank's training steps said to other ranks: calls and bytes by operation and axis, since the process began."""
+    """Communication of this rank's training steps: calls and bytes by operation and axis, since the process began."""
 
     every_rank = True
 
@@ -89,7 +90,7 @@ class Traffic(Callback):
         self.calls += self.trace.calls() - calls
         self.bytes += self.trace.bytes() - sizes
 
-    def a_step(self) -> dict[str, str]:
+    def per_step(self) -> dict[str, str]:
         """Operation and axis -> calls and megabytes of one step, in words."""
         return {
             f"{operation} over {axis}, a step": f"{count / self.steps:.0f} calls, {self.bytes[operation, axis] / self.steps / 1e6:.2f} MB"

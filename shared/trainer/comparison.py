@@ -11,13 +11,14 @@ import torch
 from safetensors import safe_open
 
 from shared.course.errors import CourseError
+from shared.engine.trackers.external import flat
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.parallel.config import layout_name
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 
 
-def beside_one_process(config: TrainerConfig) -> dict[str, Any]:
+def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
     """How far losses and weights are from those of the same run in one process, where a finished one lies beside this run's folder.
 
     `make run LAYOUT=dp2` writes to `runs/laptop-dp2`, and looks for `runs/laptop`.
@@ -42,10 +43,10 @@ def same_run(folder: Path, config: TrainerConfig) -> bool:
     if not ((folder / provenance.CONFIG).is_file() and (folder / "results.json").is_file()):
         return False
     try:
-        before = provenance.flat(provenance.read_record(folder / provenance.CONFIG))
+        before = flat(provenance.read_record(folder / provenance.CONFIG))
     except CourseError:  # another run's damage is no reason to end this one without its report
         return False
-    now = provenance.flat(provenance.plain(config))
+    now = flat(provenance.plain(config))
     return all(before.get(key) == value for key, value in now.items() if not provenance.may_change(key))
 
 

@@ -8,14 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from shared.data.fim import FimConfig
 from shared.data.prepare import PrepareConfig
 from shared.engine.config import EngineConfig, require
+from shared.engine.metrics.peaks import measure_peak
 from shared.model.config import ModelConfig
 from shared.optim.config import OptimizerConfig
+from shared.optim.precision import Precision
 from shared.optim.schedules import ScheduleConfig
 from shared.parallel.config import ParallelConfig, require_built
 
+WORTH = 1.3  # times faster must bfloat16 be, before the casts that autocast adds are paid for
 FIM_SPARE = 8  # positions that a row keeps free for each piece: three special tokens, and tokens that a cut splits in two
 
 
@@ -155,3 +160,18 @@ class TrainerConfig:
             self.data.seq <= longest,
             f"data.seq is {self.data.seq} and model.max_position_embeddings only {longest}: make the second as large.",
         )
+
+
+def resolve_precision(asked: str, device: torch.device) -> Precision:
+    """`asked`, or for "auto" the faster of bfloat16 and float32 on this device.
+
+    A GPU since Ampere multiplies bfloat16 many times faster. A CPU does so only with instructions of its own (AMX, AVX512-BF16), and is
+    slower without, so there it is measured.
+    """
+    if asked != "auto":
+        return asked
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if device.type != "cpu":
+        return "float32"
+    return "bfloat16" if measure_peak(torch.bfloat16) > WORTH * measure_peak(torch.float32) else "float32"

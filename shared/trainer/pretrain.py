@@ -7,27 +7,21 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from rich.console import Console
-from torch import nn
 
-from shared.allocator import keep_freed_memory
 from shared.course import binding
 from shared.course.errors import CourseError
-from shared.data.fim import FillInMiddle
-from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.objectives import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
-from shared.devices import pick_device, require_writable
+from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
 from shared.loop import accumulate_gradients
 from shared.model.counting import parameter_counts
-from shared.model.hf.pretrained import save_pretrained
 from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
@@ -35,6 +29,7 @@ from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler
 from shared.optim.precision import in_precision
 from shared.optim.updater import Update
+from shared.output_files import require_writable
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.config import layout_name
@@ -42,10 +37,10 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
-from shared.trainer.config import FIM_SPARE, TrainerConfig
-from shared.trainer.precision import resolve_precision
-from shared.trainer.results import Results, look_at
-from shared.trainer.tokenizer_files import save_tokenizer
+from shared.trainer.config import TrainerConfig, resolve_precision
+from shared.trainer.loaders import evaluation_loader, loaders
+from shared.trainer.report import Results
+from shared.trainer.results import evaluate_and_report
 
 Result = TypeVar("Result")
 
@@ -84,7 +79,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
     if engine.step < config.steps and engine.leaving:
         console.print(f"The same command goes on from step {engine.step}.", highlight=False)
         raise SystemExit(128 + signal.Signals[engine.stopped])
-    return look_at(run, console)
+    return evaluate_and_report(run, console)
 
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
@@ -163,7 +158,7 @@ def resolved(config: TrainerConfig, text: PreparedText, device: torch.device, wo
 def callbacks_of(config: TrainerConfig, text: PreparedText, device: torch.device, scaler: LossScaler | None) -> list[Callback]:
     """The schedule, bits per byte and the loss scale, then what the engine's configuration asks for."""
     mine: list[Callback] = [ScheduleLearningRate(config.schedule)]
-    mine.append(BitsPerByte(evaluation(config, text, config.data.held_out_rows).byte_count(text.tokenizer.byte_lengths)))
+    mine.append(BitsPerByte(evaluation_loader(config, text, config.data.held_out_rows).byte_count(text.tokenizer.byte_lengths)))
     if scaler is not None:
         mine.append(KeepLossScale(scaler))
     trackers = list(dict.fromkeys([*config.engine.trackers, "jsonl"]))  # the report reads the lines
@@ -177,47 +172,6 @@ def callbacks_of(config: TrainerConfig, text: PreparedText, device: torch.device
     )
 
 
-def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[PackedLoader, EvaluationLoader]:
-    """This rank's share of what is trained on, with middles moved, and of what is held out, as it is."""
-    data, transform = config.data, None
-    if data.fim.rate > 0:
-        transform = FillInMiddle(data.fim, text.tokenizer.encode, text.tokenizer.decode, text.tokenizer.fim_tokens)
-    training = PackedLoader(
-        text.training,
-        seq=data.seq,
-        batch_size=data.batch_size,
-        micro_batch_size=min(data.micro_batch_size, data.batch_size // mesh.data.size),
-        seed=config.seed,
-        rank=mesh.data.rank,
-        ranks=mesh.data.size,
-        epochs=data.epochs,
-        transform=transform,
-        spare=FIM_SPARE if transform else 0,
-        strategy=data.strategy,
-    )
-    require_rows(training, config)
-    return training, evaluation(config, text, data.held_out_rows, mesh)
-
-
-def require_rows(loader: PackedLoader, config: TrainerConfig) -> None:
-    """Refuse more steps than the text has rows for. Said only when it has ended, it would come after the training and before the report."""
-    if config.data.epochs is None:
-        return
-    rows = sum(loader.feed.plan(epoch)[0].rows for epoch in range(config.data.epochs))
-    enough = -(-rows // config.data.batch_size)
-    if enough < config.steps:
-        raise CourseError(
-            f"data.epochs is {config.data.epochs}, which gives {rows:,} rows, enough for {enough:,} steps of {config.data.batch_size}, and "
-            f"steps is {config.steps:,}: give more text, more epochs, or fewer steps."
-        )
-
-
-def evaluation(config: TrainerConfig, text: PreparedText, rows: int | None, mesh: Mesh | None = None) -> EvaluationLoader:
-    """Held-out text: a rank's share of it, or, without a mesh, all of it."""
-    rank, ranks = (mesh.data.rank, mesh.data.size) if mesh else (0, 1)
-    return EvaluationLoader(text.held_out, seq=config.data.seq, batch_size=config.data.micro_batch_size, limit=rows, rank=rank, ranks=ranks)
-
-
 def announce(config: TrainerConfig, text: PreparedText, device: torch.device, console: Console) -> None:
     """What is about to be trained, in three lines."""
     parameters = sum(parameter_counts(config.model).values())
@@ -229,9 +183,3 @@ def announce(config: TrainerConfig, text: PreparedText, device: torch.device, co
         highlight=False,
         soft_wrap=True,
     )
-
-
-def export(model: nn.Module, text: PreparedText, folder: Path) -> None:
-    """The model and its tokenizer in Hugging Face's format."""
-    save_pretrained(model, folder)
-    save_tokenizer(text.tokenizer, folder, model.config.max_position_embeddings)

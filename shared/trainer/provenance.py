@@ -1,4 +1,4 @@
-"""Chapter 12. What made a run: the resolved configuration and the code's version, kept beside its results.
+"""Chapter 12. Provenance of a run: the resolved configuration and the code's version, kept beside its results.
 
 A run that is resumed must be the same run, so what decides its weights is compared with what was saved.
 """
@@ -17,6 +17,8 @@ import yaml
 from shared.course import binding
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
+from shared.engine.trackers.external import flat
+from shared.output_files import write_atomically
 
 CONFIG, CODE = "config.yaml", "code.json"
 MAY_CHANGE = ("engine", "report", "impl", "parallel", "data.prepared", "data.held_out_rows")  # decides nothing about the weights
@@ -42,20 +44,18 @@ def keep_record(config: Any, output: Path) -> None:
     path = output / CONFIG
     if path.exists() and (output / "checkpoints").is_dir():
         require_same(read_record(path), plain(config), output)
-    partial = path.with_suffix(".partial")  # a run that is killed right here must still find what it was told
-    partial.write_text(yaml.safe_dump(plain(config), sort_keys=False), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, yaml.safe_dump(plain(config), sort_keys=False).encode())  # a run that is killed right here must still find it
     (output / CODE).write_text(json.dumps(code_version(), indent=1), encoding="utf-8")
 
 
 def saved_value(output: Path, key: str) -> Any:
-    """What the run in this folder was told for one key, or None where there is no such run."""
+    """The value of one key in the configuration of the run in this folder, or None where there is no such run."""
     path = output / CONFIG
     return read_record(path).get(key) if path.exists() else None
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The configuration that a run was told.
+    """The configuration of a run.
 
     Raises:
         CourseError: the file is not what `keep_record` wrote.
@@ -66,7 +66,7 @@ def read_record(path: Path) -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         raise CourseError(
-            f"{path} is damaged, so it cannot be said what this run was told: restore the file, or give another engine.output."
+            f"{path} is damaged, so the configuration of this run is unknown: restore the file, or give another engine.output."
         )
     return record
 
@@ -80,7 +80,7 @@ def require_same(saved: dict, now: dict, output: Path) -> None:
     ]
     if differing:
         raise CourseError(
-            f"{output} holds a run that was told otherwise: {', '.join(differing[:4])}{' ...' if len(differing) > 4 else ''}. "
+            f"{output} holds a run of another configuration: {', '.join(differing[:4])}{' ...' if len(differing) > 4 else ''}. "
             "Ask for the same to go on with it, or give another engine.output to begin a new one."
         )
 
@@ -88,13 +88,6 @@ def require_same(saved: dict, now: dict, output: Path) -> None:
 def may_change(key: str) -> bool:
     """Whether a key decides nothing about the weights, but for rounding."""
     return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
-
-
-def flat(settings: dict, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 def code_version() -> dict[str, Any]:

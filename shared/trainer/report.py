@@ -3,26 +3,36 @@
 import base64
 import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import yaml
 from jinja2 import Environment
 from matplotlib.figure import Figure
 
 from shared.course import figures as style
+from shared.data.completion import Gap
 from shared.trainer import provenance
-from shared.trainer.results import Results, spelled
-
-if TYPE_CHECKING:
-    from shared.trainer.pretrain import Run
+from shared.trainer.config import TrainerConfig
 
 Series = list[tuple[int, float]]
 
 
-def write_report(run: "Run", results: Results) -> None:
+@dataclass
+class Results:
+    """All that the report shows. metrics: step -> name -> value, as the run logged them."""
+
+    metrics: dict[int, dict[str, float]]
+    summary: dict[str, Any]
+    samples: list[tuple[str, str]]  # prompt, what the model went on with
+    completions: list[Gap]
+    report: Path
+
+
+def write_report(config: TrainerConfig, results: Results) -> None:
     """Write the HTML file and, beside it in `figures`, each figure as a PNG."""
-    folder = run.config.engine.output / "figures"
+    folder = config.engine.output / "figures"
     folder.mkdir(exist_ok=True)
     pictures = {}
     for name, figure in drawn(results).items():
@@ -31,15 +41,30 @@ def write_report(run: "Run", results: Results) -> None:
         pictures[name] = base64.b64encode(content).decode()
     template = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     page = template.render(
-        title=run.config.engine.output.name,
-        summary=[(name, spelled(name, value)) for name, value in results.summary.items()],
+        title=config.engine.output.name,
+        summary=[(name, format_value(name, value)) for name, value in results.summary.items()],
         pictures=pictures,
         samples=results.samples,
         completions=results.completions,
-        code=json.loads((run.config.engine.output / provenance.CODE).read_text(encoding="utf-8")),
-        config=yaml.safe_dump(provenance.plain(run.config), sort_keys=False),
+        code=json.loads((config.engine.output / provenance.CODE).read_text(encoding="utf-8")),
+        config=yaml.safe_dump(provenance.plain(config), sort_keys=False),
     )
     results.report.write_text(page, encoding="utf-8")
+
+
+def format_value(name: str, value: Any) -> str:
+    """A value of the summary as a person reads it."""
+    if value is None:
+        return "not measured"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}"
+    if "difference" in name:  # first, because the rest of its name is a folder's
+        return f"{value:.1e}"
+    if "right" in name or "utilisation" in name:
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
 def drawn(results: Results) -> dict[str, Figure]:

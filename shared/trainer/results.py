@@ -1,8 +1,7 @@
-"""Chapter 12. What a finished run is asked: its loss on all held-out files, texts it writes, gaps it fills, what it cost."""
+"""Chapter 12. Final evaluation of a run: its loss on all held-out files, texts it writes, gaps it fills, what it cost."""
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +10,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from shared.data.completion import Gap, continue_ids, fill_gap, find_gaps
+from shared.data.completion import continue_ids, fill_gap, find_gaps
 from shared.engine.debug.anomalies import put_weights
 from shared.engine.engine import on_device
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.loop import evaluate
 from shared.model.counting import parameter_counts
+from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.parallel.config import layout_name
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
-from shared.trainer.comparison import beside_one_process
+from shared.trainer.comparison import compare_with_single_process
+from shared.trainer.loaders import evaluation_loader
+from shared.trainer.report import Results, format_value, write_report
 
 if TYPE_CHECKING:
     from shared.trainer.pretrain import Run
@@ -29,26 +31,12 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-@dataclass
-class Results:
-    """All that the report shows. metrics: step -> name -> value, as the run logged them."""
-
-    metrics: dict[int, dict[str, float]]
-    summary: dict[str, Any]
-    samples: list[tuple[str, str]]  # prompt, what the model went on with
-    completions: list[Gap]
-    report: Path
-
-
-def look_at(run: "Run", console: Console) -> Results | None:
-    """Ask the trained model, write the report and show the summary. Every rank calls it; rank 0 writes and returns the results."""
-    from shared.trainer.pretrain import evaluation, export
-    from shared.trainer.report import write_report
-
+def evaluate_and_report(run: "Run", console: Console) -> Results | None:
+    """Evaluate the trained model, write the report and show the summary. Every rank calls it; rank 0 writes and returns the results."""
     config, engine, text = run.config, run.engine, run.text
     began = time.perf_counter()
-    with console.status("Looking at what was learned ..."):
-        batches = (on_device(batch, engine.device) for batch in evaluation(config, text, None, run.strategy.mesh))
+    with console.status("Evaluating what was learned ..."):
+        batches = (on_device(batch, engine.device) for batch in evaluation_loader(config, text, None, run.strategy.mesh))
         totals = run.strategy.sum(evaluate(engine.model, batches, engine.objective))
         memory = run.strategy.mesh.world.gather_objects(run.costs.peak_here or peak_memory(engine.device))
         model = whole_model(run)
@@ -59,18 +47,20 @@ def look_at(run: "Run", console: Console) -> Results | None:
         gaps = find_gaps(text.held_out, text.tokenizer, count, config.seed, before=seq, after=seq // 2)
         completions = [fill_gap(model, text.tokenizer, gap, seq // 8, context=seq) for gap in gaps]
     if config.report.export:
-        export(model, text, config.engine.output / "model")
+        save_pretrained(model, config.engine.output / "model")
+        text.tokenizer.save_pretrained(config.engine.output / "model", model.config.max_position_embeddings)
     metrics = read_jsonl(config.engine.output / "metrics.jsonl")
+    held_out_bytes = evaluation_loader(config, text, None).byte_count(text.tokenizer.byte_lengths)
     summary = {
-        "held-out bits per byte": bits_per_byte(totals.loss_sum, evaluation(config, text, None).byte_count(text.tokenizer.byte_lengths)),
+        "held-out bits per byte": bits_per_byte(totals.loss_sum, held_out_bytes),
         "held-out next tokens guessed right": totals.mean_metrics()["correct"],
         "gaps filled exactly": f"{sum(completion.right for completion in completions)} of {len(completions)}",
         **costs(run, metrics, time.perf_counter() - began),
         **spread(run, memory),
-        **beside_one_process(config),
+        **compare_with_single_process(config),
     }
     results = Results(metrics, summary, samples, completions, config.engine.output / "report.html")
-    write_report(run, results)
+    write_report(config, results)
     keep(results, config.engine.output / "results.json")
     show(results, console)
     return results
@@ -95,7 +85,7 @@ def spread(run: "Run", memory: list[int]) -> dict[str, Any]:
         return {}
     peaks = ", ".join(f"{peak / GIB:.3f}" for peak in memory)
     layout = f"{layout_name(run.config.parallel)} ({run.config.parallel.backend})"
-    return {"layout": layout} | run.traffic.a_step() | {"peak memory by rank, GiB": peaks}
+    return {"layout": layout} | run.traffic.per_step() | {"peak memory by rank, GiB": peaks}
 
 
 def sample(run: "Run", model: nn.Module, prompt: str, number: int) -> str:
@@ -123,24 +113,9 @@ def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: floa
         "peak memory, GiB": run.costs.peak_memory / GIB,
         "seconds to prepare the text": run.preparation_seconds,
         "seconds in training steps": run.costs.training,
-        "seconds for data, evaluation and saving": run.costs.outside,
+        "seconds for data, evaluation and saving": run.costs.overhead,
         "seconds for this report": report_seconds,
     }
-
-
-def spelled(name: str, value: Any) -> str:
-    """A value of the summary as a person reads it."""
-    if value is None:
-        return "not measured"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int):
-        return f"{value:,}"
-    if "difference" in name:  # first, because the rest of its name is a folder's
-        return f"{value:.1e}"
-    if "right" in name or "utilisation" in name:
-        return f"{value:.1%}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
 def keep(results: Results, path: Path) -> None:
@@ -153,6 +128,6 @@ def show(results: Results, console: Console) -> None:
     table.add_column()
     table.add_column(justify="right")
     for name, value in results.summary.items():
-        table.add_row(name, spelled(name, value))
+        table.add_row(name, format_value(name, value))
     console.print(table)
     console.print(f"The report: {results.report}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Chapter 12. From a YAML file and `key=value` words to a configuration, and back.
+"""Chapter 12. Configuration from a YAML file and `key=value` overrides on the command line.
 
 A file may stand on another one: `extends: laptop.yaml` takes that file's keys first. Over the files go the words of the command
 line, as in `optimizer.lr=0.003`. A key that does not exist is refused, with the nearest that does.
@@ -43,6 +43,20 @@ def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if isinstance(schedule, dict) and schedule.get("steps", settings.get("steps")) != settings.get("steps"):
         raise CourseError(f"{path} gives schedule.steps, and the schedule's steps are the run's: give steps.")
     return merged(read_settings(path.parent / below, (*seen, path)), settings) if below else settings
+
+
+def implementation_asked(words: list[str]) -> str:
+    """The value of `impl` in the words, or in the file that they name, or the default; known before the core is imported.
+
+    Raises:
+        CourseError: the file cannot be read.
+    """
+    said = [word.split("=", 1)[1] for word in words if word.removeprefix("--").startswith("impl=")]
+    if said:
+        return said[-1]
+    if words and "=" not in words[0] and not words[0].startswith("-"):
+        return read_settings(Path(words[0])).get("impl", "reference")
+    return "reference"
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def serving(console: Console) -> None:
     import torch
     from step_speed import BATCH, PEERS, SEQ
 
-    from shared.allocator import keep_freed_memory
+    from shared.devices import keep_freed_memory
     from shared.data.fim import FillInMiddle, FimConfig
     from shared.data.loader import PackedLoader
     from shared.data.objectives import packed_next_token_objective

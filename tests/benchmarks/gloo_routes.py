@@ -22,7 +22,7 @@ from rich.table import Table
 from side_by_side import interval_rank
 from torch import Tensor
 
-from shared.allocator import keep_freed_memory
+from shared.devices import keep_freed_memory
 from shared.parallel.comm import gloo_routes
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.comm.launch import run_processes

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from step_speed import PEERS, batches
 
-from shared.allocator import keep_freed_memory
+from shared.devices import keep_freed_memory
 from shared.data.objectives import packed_next_token_objective
 from shared.engine.callbacks import Callback
 from shared.engine.config import CheckpointConfig, EngineConfig

@@ -6,7 +6,7 @@
 
 A row is a job of its own. Each contender has two processes with a group of their own, and those of the one whose turn it is not sleep in
 a read from a pipe: they neither compute nor wait inside gloo, and no memory, hook or thread of one contender is in a process of the other.
-Both keep freed memory (`shared.allocator`), as our runs do, so that is no part of the difference; so are the objective (the sliced loss),
+Both keep freed memory (`shared.devices`), as our runs do, so that is no part of the difference; so are the objective (the sliced loss),
 the optimizer's kernel (fused AdamW), the initial weights and the tokens the same. Theirs is the plain loop of PyTorch's own examples, with
 the switches that make it faster. CPU time is of all threads of a rank, gloo's too: what a step costs where all cores compute, and steadier
 than the clock where others compute as well. Losses of all rounds, and at the end the weights, must be the same to rounding.
@@ -27,11 +27,10 @@ from side_by_side import Comparison, Ranks, compare
 from step_speed import BATCH, PEERS, SEQ, VOCAB
 from torch import Tensor
 
-from shared.allocator import keep_freed_memory
+from shared.devices import keep_freed_memory
 from shared.data.objectives import packed_next_token_objective
 from shared.loop import accumulate_gradients, apply_update, train_step
 from shared.model.transformer import TransformerModel
-from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.comm.launch import loopback
 from shared.parallel.comm.processes import join_world
 from shared.parallel.config import ParallelConfig, parse_layout
@@ -91,7 +90,7 @@ def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
         totals = train_step(parallel.model, optimizer, [share], packed_next_token_objective, *parts)
         return totals.loss_sum / totals.token_count
 
-    return Run(rank, steps, step, lambda: dict(whole_weights(parallel)))
+    return Run(rank, steps, step, lambda: dict(parallel.whole_weights()))
 
 
 def prepare_theirs(rank: int, meeting: str, row: str, steps: int) -> Run:

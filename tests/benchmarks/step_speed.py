@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from side_by_side import Comparison, Contender, Round, compare
 
-from shared.allocator import keep_freed_memory
+from shared.devices import keep_freed_memory
 from shared.data.objectives import packed_next_token_objective
 from shared.loop import accumulate_gradients, apply_update, keep_totals, train_step
 from shared.model.config import ModelConfig

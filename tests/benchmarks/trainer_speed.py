@@ -50,11 +50,12 @@ def settings(folder: Path, device: str, dtype: str) -> TrainerConfig:
 
 
 def prepare_ours(folder: str, device: str, dtype: str) -> Round:
-    from shared.trainer.pretrain import build, loaders
+    from shared.trainer.loaders import loaders
+    from shared.trainer.pretrain import build
 
     run = build(settings(Path(folder), device, dtype), Console(quiet=True))
     engine = run.engine
-    loader, _ = loaders(run.config, run.text, run.mesh)
+    loader, _ = loaders(run.config, run.text, run.strategy.mesh)
     engine.steps, engine.val_loader = FOREVER, None
     engine.stateful = engine.stateful_parts(loader)
     engine.callbacks.tell("on_start", engine)

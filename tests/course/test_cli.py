@@ -11,9 +11,9 @@ import psutil
 import pytest
 from workspace import COMMAND, Learner
 
-from shared.course import answers, catalogue, released, report, running
+from shared.course import check_command, catalogue, released, report, running
 from shared.course.cli import cli
-from shared.course.command import MAINTAINERS
+from shared.course.click_group import MAINTAINERS
 from shared.course.mutants import mutants_of
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 
@@ -27,7 +27,7 @@ def learner(tmp_path):
 
 
 def test_a_command_answers_without_loading_torch():
-    modules = ["cli", "answers", "watch", "doctor", "report", "reading"]
+    modules = ["cli", "check_command", "watch", "doctor", "report", "reading"]
     script = f"import sys\nfor m in {modules}: __import__('shared.course.' + m)\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=180).returncode == 0
 
@@ -118,9 +118,9 @@ return -chances.where(counted, 0).sum(), counted.sum()
 
 def test_a_fail_outweighs_what_is_not_attempted():
     outcome = {state: Outcome(FIRST, state) for state in (PASS, FAIL, NOT_ATTEMPTED)}
-    assert answers.exit_code([outcome[PASS]]) == 0
-    assert answers.exit_code([outcome[PASS], outcome[NOT_ATTEMPTED]]) == 2
-    assert answers.exit_code([outcome[NOT_ATTEMPTED], outcome[FAIL], outcome[PASS]]) == 1
+    assert check_command.exit_code([outcome[PASS]]) == 0
+    assert check_command.exit_code([outcome[PASS], outcome[NOT_ATTEMPTED]]) == 2
+    assert check_command.exit_code([outcome[NOT_ATTEMPTED], outcome[FAIL], outcome[PASS]]) == 1
 
 
 def test_nothing_to_check_is_an_error(learner, monkeypatch):
@@ -177,7 +177,7 @@ def test_a_file_that_is_no_text_or_is_gone_is_explained(learner):
     learner.course("hint", FIRST)
     learner.path.unlink()
     missing = learner.course("check", FIRST)
-    assert missing.exit_code == 1 and "is missing. `course reset 01` makes it anew" in missing.stdout
+    assert missing.exit_code == 1 and "is missing. `course reset 01` makes a new one" in missing.stdout
 
 
 def test_what_an_answer_prints_is_shown_harmless(learner):

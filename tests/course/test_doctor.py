@@ -97,7 +97,7 @@ def test_a_file_that_does_not_load_is_a_problem(learner, text, sentence):
 def test_a_missing_file_is_a_problem(learner):
     learner.path.unlink()
     [found] = doctor.stub_files(learner.folder)
-    assert found.level == PROBLEM and "`course reset 01` makes it anew" in found.sentence
+    assert found.level == PROBLEM and "`course reset 01` makes a new one" in found.sentence
 
 
 @pytest.mark.parametrize(("free", "level"), [(6 * 2**30, OK), (2 * 2**30, WARNING), (2**29, PROBLEM)])

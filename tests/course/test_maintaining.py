@@ -6,7 +6,7 @@ import json
 import pytest
 from workspace import Learner
 
-from shared.course import maintaining, mutants, released
+from shared.course import maintainer_commands, mutants, released
 from shared.course.outcome import FAIL, PASS, Outcome
 
 FIRST = "01.cross_entropy"
@@ -15,7 +15,7 @@ FIRST = "01.cross_entropy"
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A learner's folder that the maintainers' commands take for the checkout."""
-    monkeypatch.setattr(maintaining, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(maintainer_commands, "CHECKOUT", tmp_path)
     return Learner(tmp_path)
 
 
@@ -35,7 +35,7 @@ def test_stubs_are_never_written_over_work(checkout):
     checkout.write("cross_entropy")
     edited = checkout.text
     refused = checkout.course("stubs")
-    assert refused.exit_code == 64 and f"holds somebody's work: {FIRST}" in refused.stderr and checkout.text == edited
+    assert refused.exit_code == 64 and f"holds a learner's work: {FIRST}" in refused.stderr and checkout.text == edited
     assert checkout.course("stubs", "--force").exit_code == 0 and checkout.text == fresh
     [saved] = (checkout.progress.folder / "saved").iterdir()
     assert saved.read_text(encoding="utf-8") == edited
@@ -74,7 +74,7 @@ def test_mutants_that_live_or_are_not_named_end_with_code_1(checkout, monkeypatc
 
 def test_a_verdict_wants_the_mutants_own_sentence():
     mutant = mutants.mutants_of(FIRST)[0]
-    assert maintaining.verdict(mutant, Outcome(FIRST, PASS)) == "ALIVE"
-    assert maintaining.verdict(mutant, Outcome(FIRST, FAIL, misconception=mutant.sentence)) == maintaining.REJECTED
-    assert maintaining.verdict(mutant, Outcome(FIRST, FAIL, misconception="Else.")) == "another's sentence: Else."
-    assert maintaining.verdict(mutant, Outcome(FIRST, FAIL)) == "no sentence"
+    assert maintainer_commands.verdict(mutant, Outcome(FIRST, PASS)) == "ALIVE"
+    assert maintainer_commands.verdict(mutant, Outcome(FIRST, FAIL, misconception=mutant.sentence)) == maintainer_commands.REJECTED
+    assert maintainer_commands.verdict(mutant, Outcome(FIRST, FAIL, misconception="Else.")) == "another's sentence: Else."
+    assert maintainer_commands.verdict(mutant, Outcome(FIRST, FAIL)) == "no sentence"

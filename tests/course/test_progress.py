@@ -6,7 +6,7 @@ import os
 import pytest
 from workspace import Learner
 
-from shared.course import catalogue, standing, stubs
+from shared.course import catalogue, status, stubs
 
 FIRST = "01.cross_entropy"
 TOTAL = len(catalogue.all_exercises())
@@ -73,28 +73,28 @@ def test_reset_of_a_chapter_asks_first(learner):
 
 def test_status_follows_the_file_and_the_record(learner):
     def states() -> list[str]:
-        return [found.state for found in standing.standings(learner.folder)]
+        return [found.state for found in status.exercise_statuses(learner.folder)]
 
     learner.write("cross_entropy")
-    assert states()[:2] == [standing.ATTEMPTED, standing.UNTOUCHED]
+    assert states()[:2] == [status.ATTEMPTED, status.UNTOUCHED]
     learner.course("check", FIRST)
-    assert states()[0] == standing.PASSED
+    assert states()[0] == status.PASSED
     learner.path.write_text(learner.text.replace("counted = targets != -100", "counted = targets != -100  # masked"), encoding="utf-8")
     learner.write("evaluate")
-    assert states()[0] == standing.PASSED, "comments and other exercises are not this answer"
+    assert states()[0] == status.PASSED, "comments and other exercises are not this answer"
     told = learner.course("status").stdout
     assert f"1 of {TOTAL} parts of the trainer are yours." in told and "Next: 01.accumulate_gradients" in learner.course("next").stdout
     learner.path.write_text(learner.text.replace("targets != -100", "targets >= 0"), encoding="utf-8")
-    assert states()[0] == standing.CHANGED and f"0 of {TOTAL}" in learner.course("status").stdout
+    assert states()[0] == status.CHANGED and f"0 of {TOTAL}" in learner.course("status").stdout
     learner.path.write_text("def", encoding="utf-8")
-    assert set(states()[: len(learner.chapter.exercises)]) == {standing.UNREADABLE} and learner.course("next").exit_code == 64
+    assert set(states()[: len(learner.chapter.exercises)]) == {status.UNREADABLE} and learner.course("next").exit_code == 64
 
 
 def test_next_goes_on_behind_the_last_exercise_and_ends():
-    found = [standing.Standing(e, standing.UNTOUCHED, 0) for e in catalogue.find_chapter("01").exercises]
-    assert standing.next_open(found) == found[0].exercise
-    assert standing.next_open(found, after=found[-1].exercise) == found[0].exercise
-    assert standing.next_open([standing.Standing(f.exercise, standing.PASSED, 0) for f in found]) is None
+    found = [status.ExerciseStatus(e, status.UNTOUCHED, 0) for e in catalogue.find_chapter("01").exercises]
+    assert status.next_open(found) == found[0].exercise
+    assert status.next_open(found, after=found[-1].exercise) == found[0].exercise
+    assert status.next_open([status.ExerciseStatus(f.exercise, status.PASSED, 0) for f in found]) is None
 
 
 def test_the_record_is_text_that_a_person_can_read(learner):

@@ -117,6 +117,17 @@ def test_glossary_has_each_word_once():
     assert len(glossary_rows()) >= 60 and len(words) == len(set(words))
 
 
+def test_readme_names_every_folder_of_the_core():
+    text = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    block = text[text.index("\nshared/ ") :].partition("```")[0]
+    rows = {line.split()[0].strip("/"): line for line in block.splitlines() if line.startswith("  ")}
+    folders = [path for path in (CHECKOUT / "shared").iterdir() if path.is_dir() and not path.name.startswith("__") and path.name != "course"]
+    assert {folder.name for folder in folders} == rows.keys() - {"*.py"}
+    for folder in folders:
+        inside = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("__")}
+        assert {name.strip("/") for name in rows[folder.name].split() if name.endswith("/")} == inside | {folder.name}
+
+
 @by_chapter
 def test_the_chapters_page_lists_its_exercises_and_rooms(chapter):
     folder = CHECKOUT / "chapters" / chapter.slug

@@ -54,7 +54,7 @@ def test_a_pipe_that_closes_early_is_no_error(learner):
 def test_spine_is_read_in_a_weekend_and_never_jumps_ahead():
     """The modules exist, each stands after those of the spine that it imports, and the minutes fit the lines."""
     counts = {stop.path: stop.lines for stop in spine.SPINE}
-    assert len(counts) == len(spine.SPINE) and 25 <= len(counts) <= 35 and 4500 <= sum(counts.values()) <= 7000
+    assert len(counts) == len(spine.SPINE) and 25 <= len(counts) <= 32 and 4500 <= sum(counts.values()) <= 7000
     assert sum(stop.minutes for stop in spine.SPINE) <= 16 * 60
     assert all(2 <= counts[stop.path] / stop.minutes <= 13 for stop in spine.SPINE)
     modules, graph = [catalogue.module_name(stop.file) for stop in spine.SPINE[1:]], import_graph()

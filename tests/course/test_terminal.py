@@ -10,7 +10,7 @@ import time
 import pytest
 from workspace import Learner
 
-from shared.course import catalogue, side_by_side, stubs
+from shared.course import catalogue, hints, stubs
 from shared.course.report import Line
 
 FIRST = "01.cross_entropy"
@@ -96,7 +96,7 @@ def test_nothing_is_wider_than_a_narrow_terminal(learner):
 
 def test_functions_stand_beside_each_other_where_there_is_room(learner):
     learner.write("cross_entropy")
-    wide = Terminal(learner, "check", FIRST, columns=side_by_side.SIDE_BY_SIDE)
+    wide = Terminal(learner, "check", FIRST, columns=hints.SIDE_BY_SIDE)
     assert wide.end() == 0 and re.search(r"yours +the course's", wide.text)
     narrow = Terminal(learner, "check", FIRST, columns=80)
     assert narrow.end() == 0 and "  the course's:\n" in narrow.text
@@ -147,4 +147,4 @@ def test_the_answer_is_shown_without_the_contracts_docstring(learner):
     learner.write("cross_entropy", "return None")
     file = stubs.BodyFile.read(learner.path)
     signature = "def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:"
-    assert side_by_side.answer_text(exercise, file) == f"{signature}\n    return None"
+    assert hints.answer_text(exercise, file) == f"{signature}\n    return None"

@@ -2,13 +2,13 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 
 import datasets
 import pytest
+from scripts import run_script
 
-from shared import allocator
+from shared import devices
 from shared.course.launch import launch
 from shared.course.paths import CHECKOUT
 from shared.data.completion import Gap, find_gaps
@@ -18,10 +18,6 @@ SMALL = [
     "--steps", "20", "--evaluate_every", "10", "--model.hidden_size", "32", "--model.num_hidden_layers", "2", "--seq", "64",
     "--batch_size", "8", "--prepare.vocab_size", "400", "--prepare.sentinels", "0", "--middle_tokens", "5", "--gaps", "2",
 ]  # fmt: skip
-
-
-def start(*options, cwd) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SCRIPT), *map(str, options)], cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture
@@ -46,7 +42,7 @@ def script():
 
 
 def test_a_run_prepares_learns_fills_gaps_and_leaves_its_results(tmp_path, raw, script, monkeypatch):
-    done = start(*SMALL, "--data", raw, cwd=tmp_path)
+    done = run_script(SCRIPT, *SMALL, "--data", raw, cwd=tmp_path, fresh=True)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs/03_data_pipeline"
     record = json.loads((folder / "figures.json").read_text())
@@ -59,7 +55,7 @@ def test_a_run_prepares_learns_fills_gaps_and_leaves_its_results(tmp_path, raw, 
     assert {path.name for path in folder.iterdir()} == {"figures.json", "loss.png", "model.safetensors", "prepared"}
     prepared = sorted(path.stat().st_mtime_ns for path in (folder / "prepared").rglob("*"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(allocator, "keep_freed_memory", lambda: None)  # that is for a process of its own
+    monkeypatch.setattr(devices, "keep_freed_memory", lambda: None)  # that is for a process of its own
     monkeypatch.setattr(sys, "argv", ["run.py", *SMALL, "--data", str(raw), "--steps", "1", "--fim_rate", "0"])
     launch(script.run, script.RunConfig, SCRIPT.with_name("run.yaml"))
     assert len(json.loads((folder / "figures.json").read_text())["training"]) == 1
@@ -93,7 +89,7 @@ def test_a_bad_option_is_one_sentence_before_any_work(tmp_path, monkeypatch, cap
 def launched(script, monkeypatch, folder, *options) -> str:
     """Start the run in this process; the sentence that it ends with."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(allocator, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(devices, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(sys, "argv", ["run.py", *SMALL, *map(str, options)])
     with pytest.raises(SystemExit) as ended:
         launch(script.run, script.RunConfig, SCRIPT.with_name("run.yaml"))

@@ -130,9 +130,9 @@ def test_a_preparation_that_dies_at_any_file_goes_on_to_the_same_bytes(raw, prep
         written.append(path)
         whole(path, content)
 
-    whole = parts.write_whole
+    whole = parts.write_atomically
     for module in (parts, preparing, preparing.write_shard.__globals__):
-        monkeypatch.setitem(module if isinstance(module, dict) else vars(module), "write_whole", dies)
+        monkeypatch.setitem(module if isinstance(module, dict) else vars(module), "write_atomically", dies)
     with pytest.raises(Killed):
         prepare(config_of(raw), tmp_path)
     monkeypatch.undo()
@@ -148,8 +148,8 @@ def test_a_preparation_that_dies_at_any_file_goes_on_to_the_same_bytes(raw, prep
 def test_a_killed_preparation_goes_on_after_its_last_whole_part(raw, prepared, tmp_path):
     code = (
         "import sys; from pathlib import Path; from test_prepare import config_of; from shared.data import parts, prepare;"
-        "whole = parts.write_whole; waits = lambda name: name == '00001.json' and sys.stdin.read();"  # until it is killed
-        "parts.write_whole = lambda *a: (whole(*a), print(a[0].name, flush=True), waits(a[0].name));"
+        "whole = parts.write_atomically; waits = lambda name: name == '00001.json' and sys.stdin.read();"  # until it is killed
+        "parts.write_atomically = lambda *a: (whole(*a), print(a[0].name, flush=True), waits(a[0].name));"
         "prepare.prepare(config_of(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", code, str(raw), str(tmp_path)]

@@ -164,8 +164,8 @@ def test_what_it_has_seen_survives_a_resume():
 
 
 def test_ranks_write_beside_each_other(tmp_path):
-    engine = SimpleNamespace(step=6, output=tmp_path)
-    assert [CatchAnomalies(rank=rank).folder(engine).name for rank in (0, 3)] == ["step-00000007", "step-00000007-rank-3"]
+    engines = [SimpleNamespace(step=6, output=tmp_path, strategy=SimpleNamespace(rank=rank)) for rank in (0, 3)]
+    assert [CatchAnomalies().folder(engine).name for engine in engines] == ["step-00000007", "step-00000007-rank-3"]
 
 
 def test_a_micro_batch_without_a_counted_token_has_no_loss():

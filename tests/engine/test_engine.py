@@ -9,7 +9,7 @@ from shared.engine.callbacks import Callback
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.engine.config import CheckpointConfig
 from shared.engine.checkpoint.saver import Saver
-from shared.engine.world import OneProcess
+from shared.engine.strategy import Strategy
 from shared.loop import train
 from shared.loss import next_token_objective
 
@@ -187,12 +187,12 @@ def test_compiling_changes_no_name_in_the_checkpoint(tmp_path):
 def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path):
     losses = iter([float("nan"), 3.0, 2.0, 4.0])
 
-    class Judge(OneProcess):
-        def add(self, totals):
+    class Judge(Strategy):
+        def sum(self, totals):
             return totals._replace(loss_sum=totals.token_count * torch.tensor(next(losses)))
 
     keep = CheckpointConfig(every=2, keep_last=1)
-    engine = make_engine(tmp_path, evaluate_every=2, checkpoint=keep, world=Judge()).fit(Digits(), held_out(), steps=8)
+    engine = make_engine(tmp_path, evaluate_every=2, checkpoint=keep, strategy=Judge).fit(Digits(), held_out(), steps=8)
     assert engine.checkpoints.best() == (6, 2.0) and engine.checkpoints.steps() == [6, 8]
     saver = make_engine(tmp_path / "nothing saved").saver
     assert saver.is_best(3.0) and not saver.is_best(float("nan"))
@@ -214,9 +214,12 @@ def test_what_is_written_on_the_thread_is_what_was_when_it_was_saved(tmp_path):
             part["count"] = 99
             return super().save(snapshot, notes)
 
-    saver = Saver(Late(tmp_path / "checkpoints"), asynchronous=True)
-    make_engine(tmp_path, saver=saver).fit(Counting(), steps=1)
-    assert saver.checkpoints.load(1).parts["loader"] == {"count": 0}
+    class SavesLate(Strategy):
+        def saver(self, folder, *options):
+            return Saver(self.state, Late(folder), asynchronous=True)
+
+    engine = make_engine(tmp_path, strategy=SavesLate).fit(Counting(), steps=1)
+    assert engine.checkpoints.load(1).parts["loader"] == {"count": 0}
 
 
 def test_tensors_that_wait_for_the_thread_are_copies(tmp_path):
@@ -229,7 +232,11 @@ def test_tensors_that_wait_for_the_thread_are_copies(tmp_path):
                     tensor.fill_(99)
             return super().save(snapshot, notes)
 
-    engine = make_engine(tmp_path, saver=Saver(Late(tmp_path / "checkpoints"), asynchronous=True))
+    class SavesLate(Strategy):
+        def saver(self, folder, *options):
+            return Saver(self.state, Late(folder), asynchronous=True)
+
+    engine = make_engine(tmp_path, strategy=SavesLate)
     engine.fit(Digits(), steps=1)
     saved = engine.checkpoints.load(1)
     moments = [tensor for named in saved.optimizer.tensors.values() for tensor in named.values()]

@@ -13,6 +13,7 @@ from shared.engine.callbacks import Callback
 from shared.engine.metrics.flops import flops_per_token
 from shared.engine.metrics.throughput import Resources, Throughput, tokens_of
 from shared.engine.metrics.norms import Norms
+from shared.engine.strategy import Strategy
 from shared.engine.metrics.peaks import PEAKS, measure_peak, mfu, peak_flops, peak_of
 from shared.engine.metrics.profiling import Profile
 from shared.model.config import ModelConfig
@@ -115,7 +116,7 @@ def stepped(throughput, clock, engine, *, compute, data=0.25, update=0.5, betwee
 def test_throughput_counts_read_tokens_and_the_seconds_of_steps(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(monitoring, "time", clock)
-    engine = SimpleNamespace(model=TransformerModel(MODEL), microbatches=[batch(1, 0, 3), batch(1, 1, 2)])
+    engine = SimpleNamespace(strategy=Strategy(TransformerModel(MODEL)), microbatches=[batch(1, 0, 3), batch(1, 1, 2)])
     throughput = Throughput(peak_flops=1e6)
     throughput.on_start(engine)
     stepped(throughput, clock, engine, compute=1.0)
@@ -137,18 +138,20 @@ def test_throughput_counts_read_tokens_and_the_seconds_of_steps(monkeypatch):
 def test_throughput_counts_replicas_and_both_sides_of_an_encoder_decoder():
     ids = torch.zeros(2, 7, dtype=torch.int64)
     assert tokens_of({"input_ids": ids, "decoder_input_ids": ids[:, :3], "targets": ids[:, :3]}) == 14 + 6
-    engine = SimpleNamespace(microbatches=[batch(1, 0, 3)], timings={})
-    throughput = Throughput(replicas=4)
+    engine = SimpleNamespace(microbatches=[batch(1, 0, 3)], timings={}, strategy=SimpleNamespace(data_size=4, size=8))
+    throughput = Throughput(peak_flops=1e6, config=MODEL)
     throughput.on_batch(engine, engine.microbatches)
     throughput.on_step(engine)
     assert (throughput.tokens, throughput.samples) == (4 * 3 * SEQ, 12)
+    metrics = throughput.measure(engine)
+    assert metrics["speed/mfu"] == pytest.approx(flops_per_token(MODEL, SEQ) * metrics["speed/tokens_per_second"] / 8e6)
 
 
 def test_utilisation_without_a_countable_model_is_refused_at_the_start(tmp_path):
     with pytest.raises(CourseError, match="leave peak_flops out"):
-        Throughput(peak_flops=1e12).on_start(SimpleNamespace(model=torch.nn.Linear(2, 2)))
+        Throughput(peak_flops=1e12).on_start(SimpleNamespace(strategy=Strategy(torch.nn.Linear(2, 2))))
     with pytest.raises(ValueError, match="encoder-decoder"):
-        Throughput(1e12, ModelConfig(architecture="encoder-decoder", position="relative")).on_start(SimpleNamespace(model=None))
+        Throughput(1e12, ModelConfig(architecture="encoder-decoder", position="relative")).on_start(SimpleNamespace())
 
 
 def test_a_resumed_run_counts_on(tmp_path):
@@ -210,13 +213,16 @@ def test_norms_leave_out_what_is_frozen_zero_or_not_asked_for(tmp_path):
 def test_norms_touch_nothing_in_steps_that_are_not_logged(tmp_path):
     counted = []
 
-    def norm(tensors):
-        counted.append(engine.step)
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x) for x in tensors]))
+    class Counting(Strategy):
+        def norms(self, groups):
+            counted.append((engine.step, "all" in groups))
+            return super().norms(groups)
 
-    engine = make_engine(tmp_path, [Norms(norm=norm)], log_every=3, evaluate_every=0)
+    engine = make_engine(tmp_path, [Norms()], log_every=3, evaluate_every=0, strategy=Counting)
     engine.fit(Loader(), steps=7)
-    assert set(counted) == {0, 1} | {2, 3} | {5, 6} | {6, 7}  # steps 1, 3, 6 and 7 are logged, before the update and after it
+    by_role = {step for step, is_whole in counted if not is_whole}
+    assert by_role == {0, 1} | {2, 3} | {5, 6} | {6, 7}  # steps 1, 3, 6 and 7 are logged, before the update and after it
+    assert [step for step, is_whole in counted if is_whole] == list(range(7))  # the whole gradient's norm: once a step
 
 
 def test_watching_changes_no_weight(tmp_path):

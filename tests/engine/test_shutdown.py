@@ -13,7 +13,7 @@ from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.engine.callbacks import Callback
 from shared.engine.early_stopping import EarlyStopping
-from shared.engine.world import OneProcess
+from shared.engine.strategy import Strategy
 
 SCRIPT = CHECKOUT / "tests" / "support" / "engine_runs.py"
 
@@ -116,14 +116,14 @@ def test_a_run_may_be_interrupted_and_fitted_again(tmp_path):
 
 
 def test_what_another_process_asks_for_stops_this_one_too(tmp_path):
-    class Asked(OneProcess):
+    class Asked(Strategy):
         asked = 0
 
         def agree(self, reason):
             self.asked += 1
             return "the other one said so" if self.asked == 3 else reason
 
-    engine = make_engine(tmp_path, world=Asked()).fit(Digits(), steps=10)
+    engine = make_engine(tmp_path, strategy=Asked).fit(Digits(), steps=10)
     assert engine.step == 3 and engine.stopped == "the other one said so" and engine.checkpoints.steps() == [3]
 
 

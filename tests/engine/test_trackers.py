@@ -19,8 +19,9 @@ from small_runs import Loader, Recorder, make_engine, printed
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
+from shared.engine.config import EngineConfig
 from shared.engine.trackers import TRACKERS, make_tracker
-from shared.engine.trackers.external import flat
+from shared.engine.trackers.external import settings_of
 from shared.engine.trackers.jsonl import from_json, read_jsonl, to_json
 
 ASKED = []  # host names that something in this process wanted to know the address of
@@ -260,4 +261,6 @@ def test_trackers_that_are_not_used_cost_no_import():
 
 def test_settings_are_flat_and_plain():
     nested = {"model": {"sizes": {"hidden": 8}, "layers": (1, 2)}, "seed": 0, "resume": True, "uri": None}
-    assert flat(nested) == {"model.sizes.hidden": 8, "model.layers": "(1, 2)", "seed": 0, "resume": True, "uri": None}
+    found = settings_of(SimpleNamespace(config=EngineConfig(log_every=7)), nested)
+    assert found["engine.log_every"] == 7 and found["engine.output"] == "runs/engine"
+    assert {name: value for name, value in found.items() if not name.startswith("engine.")} == {"model.sizes.hidden": 8, "model.layers": "(1, 2)", "seed": 0, "resume": True, "uri": None}

@@ -16,7 +16,7 @@ from shared.model.context import AttentionContext, add_auxiliary_loss
 from shared.model.feed_forward import build_feed_forward
 from shared.model.transformer import TransformerModel, keep_part
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
-from shared.parallel.data.activation_checkpointing import apply_recompute
+from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 
 CONFIG = ModelConfig(vocab_size=31, hidden_size=24, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=32)
 COEFFICIENT = 0.3
@@ -51,7 +51,7 @@ def balance_loss(shares: Tensor, valid: Tensor | None) -> Tensor:
 
 def build(config: ModelConfig = CONFIG, how: str = "none") -> TransformerModel:
     model = TransformerModel(config, Builders(feed_forward=BalancedExperts), seed=1).double()
-    apply_recompute(model, how)
+    apply_activation_checkpointing(model, how)
     return model
 
 
@@ -91,7 +91,7 @@ def require_gradients(model: nn.Module, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("how", ["none", "blocks", "selective"])
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
 def test_an_auxiliary_loss_has_its_gradient_under_activation_checkpointing(how):
     batch = batch_of(3)
     expected = expected_gradients(CONFIG, batch)
@@ -101,7 +101,7 @@ def test_an_auxiliary_loss_has_its_gradient_under_activation_checkpointing(how):
     assert totals.loss_sum.item() == packed_next_token_objective(build(), batch).loss_sum.item(), "the loss itself is not in the totals"
 
 
-@pytest.mark.parametrize("how", ["none", "blocks", "selective"])
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
 @pytest.mark.parametrize("objective", [packed_next_token_objective, next_token_objective])
 def test_a_loss_scale_reaches_an_auxiliary_loss_with_any_objective(objective, how):
     """Chapter 01's objective does not know what counts, and the scale reaches the layers all the same."""
@@ -141,7 +141,7 @@ def test_a_loss_scale_reaches_a_model_inside_a_wrapper():
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1), (2, 4), (5, 1)])
-@pytest.mark.parametrize("how", ["none", "blocks"])
+@pytest.mark.parametrize("how", ["none", "full"])
 def test_a_balance_per_row_is_the_same_however_a_batch_is_split(sizes, how):
     """Micro-batches, ranks and stages add up: per row times the row's tokens is a sum over tokens, as the loss is."""
     batch, start, parts = batch_of(6), 0, []

@@ -85,7 +85,7 @@ def test_what_several_layers_read_is_cast_once_under_autocast():
 ALLOCATE = """
 import ctypes, resource, torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # no huge pages, with which there would be a few faults only (PR_SET_THP_DISABLE)
-from shared.allocator import keep_freed_memory
+from shared.devices import keep_freed_memory
 def faults(times=5):
     for _ in range(20): torch.zeros(5000, 2000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shared.data.objectives import packed_next_token_objective
 from shared.loss import next_token_objective
-from shared.parallel.data.activation_checkpointing import Recomputed, apply_activation_checkpointing, recompute, run_block_again
+from shared.model.builders import run_block
+from shared.parallel.data.activation_checkpointing import CheckpointedBlock, apply_activation_checkpointing, recompute, run_block_fully
 from shared.parallel.data.random_numbers import random_numbers_from, random_state_of
 
 HOW = ["full", "selective"]
@@ -130,7 +131,7 @@ def test_nothing_but_the_input_is_kept():
     x = torch.randn(2, 7, 20, dtype=torch.float64, requires_grad=True)
     block = model.stack.blocks["0"]
     assert len(kept_by(lambda: block(x, context))) > 20
-    (only,) = kept_by(lambda: run_block_again(block, x, context))
+    (only,) = kept_by(lambda: run_block_fully(run_block, block, x, context))
     assert only.data_ptr() == x.data_ptr()
 
 
@@ -140,10 +141,10 @@ def test_a_function_of_several_inputs_and_of_whole_numbers():
     run = lambda rows, x, frozen: table[rows] * x.sin() + frozen  # noqa: E731
     upstream = torch.randn(4, 3, dtype=torch.float64)
     expected = torch.autograd.grad(run(rows, x, frozen), [x, table], upstream)
-    found = torch.autograd.grad(Recomputed.apply(run, 3, rows, x, frozen, table), [x, table], upstream)
+    found = torch.autograd.grad(CheckpointedBlock.apply(run, 3, rows, x, frozen, table), [x, table], upstream)
     assert all(map(torch.equal, found, expected))
     with pytest.raises(RuntimeError, match="once_differentiable"):  # a derivative of the gradient is refused, not wrong
-        again = Recomputed.apply(run, 3, rows, x, frozen, table)
+        again = CheckpointedBlock.apply(run, 3, rows, x, frozen, table)
         torch.autograd.grad(again, x, upstream.clone().requires_grad_(), create_graph=True)[0].sum().backward()
 
 

@@ -1,30 +1,31 @@
 """The mesh against torch's own DeviceMesh, and what a layout refuses, sentence by sentence."""
 
 import sys
-from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 import torch
 
-from shared.parallel.config import AXES, ParallelConfig, layout_name, parse_layout
+from shared.parallel.comm.communicator import SingleRankCommunicator
+from shared.parallel.config import AXES, ParallelConfig, layout_name, parse_layout, require_built
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.mesh import Mesh
 from shared.parallel.comm.threads import run_threads
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-GRIDS = [(1, 2, 2, 1), (1, 4, 1, 1), (1, 1, 4, 1), (2, 3, 2, 2), (2, 1, 3, 1), (1, 3, 1, 2)]  # pp, dp, fsdp, tp
+GRIDS = [(1, 2, 2, 1, 1), (1, 4, 1, 1, 1), (1, 1, 4, 1, 1), (2, 3, 2, 1, 2), (2, 1, 3, 2, 1), (1, 3, 1, 2, 2)]  # pp, dp, fsdp, cp, tp
+JOINED = {"data": ("dp", "fsdp"), "loss": ("dp", "fsdp", "cp"), "replicas": ("dp", "cp")}
 
 
-def degrees(grid):
+def degrees(grid, **more) -> ParallelConfig:
     """Also those that later chapters bring."""
-    return SimpleNamespace(ranks=torch.Size(grid).numel(), **dict(zip(AXES.values(), grid, strict=True)))
+    return ParallelConfig(**dict(zip(AXES.values(), grid, strict=True)), **more)
 
 
 def places(world, grid):
     mesh = Mesh(degrees(grid), world)
-    groups = {axis: getattr(mesh, axis) for axis in (*AXES, "data")}
-    return {axis: (list(group.members), group.rank, group.axis) for axis, group in groups.items()}
+    groups = {axis: getattr(mesh, axis) for axis in (*AXES, *JOINED)}
+    return {axis: (list(group.members), group.rank) for axis, group in groups.items()}
 
 
 def places_by_torch(world):
@@ -36,8 +37,9 @@ def places_by_torch(world):
     def place(grid, rank):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=torch.Size(grid).numel())
         mesh = init_device_mesh("cpu", grid, mesh_dim_names=tuple(AXES))
-        groups = {axis: mesh.get_group(axis) for axis in AXES} | {"data": mesh["dp", "fsdp"]._flatten("data").get_group()}
-        found = {axis: (dist.get_process_group_ranks(group), dist.get_group_rank(group, rank), axis) for axis, group in groups.items()}
+        groups = {axis: mesh.get_group(axis) for axis in AXES}
+        groups |= {name: mesh[axes]._flatten(name).get_group() for name, axes in JOINED.items()}
+        found = {axis: (dist.get_process_group_ranks(group), dist.get_group_rank(group, rank)) for axis, group in groups.items()}
         dist.destroy_process_group()
         return found
 
@@ -58,15 +60,32 @@ def test_processes_stand_where_threads_do():
     assert run_processes(places, 4, GRIDS[0]) == run_threads(places, 4, GRIDS[0])
 
 
-def test_data_is_the_only_axis_that_losses_add_over():
-    """Ranks of one tensor-parallel group see the same batch: the data axis holds one of them."""
+def test_losses_add_over_the_data_axis_and_the_context_axis():
+    """Ranks of one tensor-parallel group see the same batch: the data axis holds one of them. Ranks of a context-parallel group see parts
+    of the same rows."""
 
-    def count(world):
-        tokens = torch.ones(1)
-        Mesh(degrees((1, 2, 2, 2)), world).data.all_reduce(tokens)
-        return tokens.item()
+    def count(world, grid):
+        mesh, tokens, rows = Mesh(degrees(grid), world), torch.ones(1), torch.ones(1)
+        mesh.loss.all_reduce(tokens)
+        mesh.data.all_reduce(rows)
+        return tokens.item(), rows.item()
 
-    assert run_threads(count, 8) == [4.0] * 8
+    assert run_threads(count, 8, (1, 2, 2, 1, 2)) == [(4.0, 4.0)] * 8
+    assert run_threads(count, 8, (1, 2, 1, 2, 2)) == [(4.0, 2.0)] * 8
+
+
+def test_experts_are_spread_over_neighbours_of_the_data_axis():
+    """Two stages of 4 data ranks with 2 tensor ranks each: experts over 2 of the 4, the same ones on every second."""
+
+    def groups(world):
+        mesh = Mesh(degrees((2, 2, 2, 1, 2), expert_parallel=2), world)
+        return mesh.data.members, mesh.ep.members, mesh.edp.members
+
+    for rank, (data, ep, edp) in enumerate(run_threads(groups, 16)):
+        place = data.index(rank)
+        assert ep == (data[place // 2 * 2], data[place // 2 * 2 + 1]) and edp == (data[place % 2], data[place % 2 + 2])
+    mesh = Mesh(ParallelConfig(), SingleRankCommunicator())
+    assert mesh.ep.size == 1 and mesh.edp is mesh.data
 
 
 def test_too_few_ranks_are_refused_with_the_degrees():
@@ -80,9 +99,9 @@ def test_too_few_ranks_are_refused_with_the_degrees():
     "given, sentence",
     [
         ({"data_parallel": 0}, "parallel.data_parallel is 0: give at least 1"),
-        ({"tensor_parallel": 2}, "parallel.tensor_parallel is 2: it comes with chapter 07"),
-        ({"pipeline_parallel": 2}, "it comes with chapter 08"),
-        ({"expert_parallel": 2}, "it comes with chapter 09"),
+        ({"expert_parallel": 2, "data_parallel": 3}, "expert_parallel is 2, which does not divide the 3"),
+        ({"sequence_parallel": True}, "goes with tensor parallelism"),
+        ({"zero": 2, "data_parallel": 2, "pipeline_parallel": 2}, "Use zero 1"),
         ({"zero": 1}, "there is one replica"),
         ({"zero": 1, "data_parallel": 2, "fully_sharded": 2}, "full sharding already cuts"),
         ({"zero": 2, "data_parallel": 2, "backend": "torch"}, "PyTorch has no such engine"),
@@ -94,6 +113,30 @@ def test_too_few_ranks_are_refused_with_the_degrees():
 def test_a_layout_that_cannot_be_is_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):
         ParallelConfig(**given)
+
+
+@pytest.mark.parametrize(
+    "given, chapter",
+    [
+        ({"tensor_parallel": 2}, "07"),
+        ({"tensor_parallel": 2, "sequence_parallel": True}, "07"),
+        ({"context_parallel": 2}, "07"),
+        ({"pipeline_parallel": 2}, "08"),
+        ({"expert_parallel": 2, "data_parallel": 2}, "09"),
+    ],
+)
+def test_what_no_axis_brings_is_refused_with_its_chapter(given, chapter):
+    name = next(iter(given))
+    with pytest.raises(ValueError, match=f"parallel.{name} is 2: it comes with chapter {chapter}"):
+        require_built(ParallelConfig(**given))
+    require_built(ParallelConfig(**given), given)
+    with pytest.raises(ValueError, match=f"it comes with chapter {chapter}"):
+        require_built(ParallelConfig(**given), ["another"])
+
+
+@pytest.mark.parametrize("word", ["pp2_dp2_fsdp2_cp3_tp2", "dp4_ep2", "fsdp4_tp2_ep4"])
+def test_layouts_of_later_chapters_are_words_too(word):
+    assert layout_name(parse_layout(word)) == word
 
 
 @pytest.mark.parametrize("word", ["one", "dp2", "fsdp4", "dp2_fsdp3", "dp4_zero1", "dp2_zero2"])

@@ -19,6 +19,8 @@ from shared.parallel.health.heartbeat import Timeouts, code_location
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.health.replicas import ReplicasDiffer, checksum, require_equal
+from shared.parallel.holders import Holders
+from shared.parallel.sharding import whole_region
 from shared.parallel.health.deadlock import Call, HeartbeatMessage, deadlocked_ranks, describe_deadlock, find_mismatch
 from shared.parallel.comm.threads import run_threads
 
@@ -134,7 +136,9 @@ def test_one_bit_in_one_weight_is_caught_and_its_rank_is_named(ranks, wrong, sen
         if world.rank in nudged:
             with torch.no_grad():
                 model[1].weight[1, 2] = torch.nextafter(model[1].weight[1, 2], torch.tensor(9.0, dtype=kind))
-        require_equal(model, world, step=8)
+        weights = dict(model.named_parameters())
+        holders = Holders({name: whole_region(tensor.shape) for name, tensor in weights.items()}, world)
+        require_equal(weights, holders, world, step=8)
 
     run_threads(compare, ranks, [])
     with pytest.raises(ReplicasDiffer, match=sentence):

@@ -224,10 +224,10 @@ def exchange_nothing(parallel: FullySharded) -> None:
     """Each rank takes its own gradient for the sum."""
 
     def reduce_scatter(part, whole, asynchronous):
-        part.copy_(whole.view(parallel.group.size, -1)[parallel.group.rank])
+        part.copy_(whole.view(parallel.mesh.fsdp.size, -1)[parallel.mesh.fsdp.rank])
         return CompletedWork()
 
-    parallel.group.reduce_scatter = reduce_scatter
+    parallel.mesh.fsdp.reduce_scatter = reduce_scatter
 
 
 @pytest.mark.parametrize("wrong", [reduce_the_last_microbatch_only, average, exchange_nothing])

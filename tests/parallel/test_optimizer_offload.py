@@ -18,23 +18,33 @@ from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.loss_scale import LossScaler
 from shared.optim.updater import Update
-from shared.parallel.parallelize import Alone, apply_parallel
+from shared.parallel.parallelize import apply_parallel, offload_optimizer
+from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import ParallelConfig, layout_name, parse_layout
 from shared.parallel.comm.launch import run_processes
-from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.mesh import Mesh
-from shared.parallel.data.offload import Offloaded, offload_optimizer
 from shared.parallel.comm.threads import run_threads
 
 ELSEWHERE = torch.device("cpu", 0)
 
 
 def test_where_the_parameters_are_there_already_nothing_changes():
-    parallel = Alone(build(SMALL))
+    parallel = in_one(build(SMALL))
     assert offload_optimizer(parallel) is parallel
     layout = ParallelConfig(offload_optimizer=True)
-    assert isinstance(apply_parallel(build(SMALL), Mesh(layout, SingleRankCommunicator())), Alone)
+    assert not apply_parallel(build(SMALL), Mesh(layout, SingleRankCommunicator())).around
+
+
+ONE = Mesh(ParallelConfig(), SingleRankCommunicator())
+
+
+def in_one(model) -> ParallelStrategy:
+    return ParallelStrategy(model, ONE, [])
+
+
+def elsewhere_in_one(model, home=ELSEWHERE) -> ParallelStrategy:
+    return offload_optimizer(in_one(model), home)
 
 
 def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):
@@ -43,7 +53,7 @@ def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):
     parallel = apply_parallel(build(SMALL), mesh, optimizer)
     if elsewhere:
         parallel = offload_optimizer(parallel, ELSEWHERE)
-        assert isinstance(parallel, Offloaded)
+        assert parallel.around
     stepper, norms = build_optimizer(parallel.optim_params, optimizer), []
     update = Update(1.0, norm=parallel.grad_norm)
     for step in range(STEPS):
@@ -51,7 +61,7 @@ def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):
         parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(update)
         train_step(parallel.model, stepper, batches, next_token_objective, *parts)
         norms.append(update.gradient_norm)
-    return dict(whole_weights(parallel)), norms
+    return dict(parallel.whole_weights()), norms
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
@@ -85,7 +95,7 @@ def require_equal(here, there):
 
 
 def test_the_state_and_what_is_stepped_are_the_twins():
-    parallel = Offloaded(Alone(build(SMALL)), ELSEWHERE)
+    parallel = elsewhere_in_one(build(SMALL))
     optimizer = build_optimizer(parallel.optim_params, ADAMW)
     own = {id(parameter) for parameter in parallel.model.parameters()}
     assert not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
@@ -100,7 +110,7 @@ def step(parallel, optimizer, updater=None):
 
 
 def test_gradients_of_one_step_do_not_run_into_the_next():
-    parallel = Offloaded(Alone(build(SMALL)), ELSEWHERE)
+    parallel = elsewhere_in_one(build(SMALL))
     optimizer = build_optimizer(parallel.optim_params, OptimizerConfig("sgd", lr=1e-300, momentum=0.0, weight_decay=0.0))
     norms = []
     for _ in range(2):
@@ -112,7 +122,7 @@ def test_gradients_of_one_step_do_not_run_into_the_next():
 
 def test_weights_that_somebody_else_writes_are_the_ones_that_are_stepped():
     """As restoring a checkpoint does."""
-    parallel, plain = Offloaded(Alone(build(SMALL)), ELSEWHERE), Alone(build(SMALL))
+    parallel, plain = elsewhere_in_one(build(SMALL)), in_one(build(SMALL))
     optimizers = [build_optimizer(each.optim_params, ADAMW) for each in (parallel, plain)]
     for each, optimizer in zip((parallel, plain), optimizers, strict=True):
         step(each, optimizer)
@@ -125,7 +135,7 @@ def test_weights_that_somebody_else_writes_are_the_ones_that_are_stepped():
 
 def test_a_step_that_overflowed_changes_nothing():
     model = build(SMALL)
-    parallel, scaler = Offloaded(Alone(model), ELSEWHERE), LossScaler()
+    parallel, scaler = elsewhere_in_one(model), LossScaler()
     optimizer, before = build_optimizer(parallel.optim_params, ADAMW), [parameter.clone() for parameter in model.parameters()]
     with torch.no_grad():
         model.head.linear.weight[0, 0] = torch.inf
@@ -141,12 +151,12 @@ def test_no_operation_mixes_devices():
     with FakeTensorMode():
         model = nn.Linear(5, 3)
         model.weight, model.bias = (nn.Parameter(torch.empty(shape, device="cuda")) for shape in ((3, 5), (3,)))
-        parallel = Offloaded(Alone(model), torch.device("cpu"))
+        parallel = elsewhere_in_one(model, torch.device("cpu"))
         assert {twin.device.type for twin in parallel.optim_params.parameters()} == {"cpu"}
         optimizer = build_optimizer(parallel.optim_params, OptimizerConfig("lion", lr=0.01))  # AdamW reads a count, which is not there
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
-        parallel.bring_up = lambda: None
+        parallel.around[0].bring_up = lambda: None
         parallel.updater(plain_update)(model, optimizer, torch.empty((), device="cuda"))
         assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
         devices = {value.device.type for state in optimizer.state.values() for value in state.values()}

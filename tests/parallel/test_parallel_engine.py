@@ -17,9 +17,10 @@ from shared.engine.config import CheckpointConfig, EngineConfig
 from shared.engine.defaults import default_callbacks
 from shared.engine.debug.dump import read_dump
 from shared.engine.engine import RuntimeEngine
+from shared.engine.metrics.norms import Norms
 from shared.engine.metrics.throughput import Throughput
 from shared.engine.trackers.jsonl import read_jsonl
-from shared.loop import accumulate_gradients, evaluate
+from shared.loop import evaluate
 from shared.loss import next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
@@ -28,11 +29,7 @@ from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.comm.launch import run_processes
-from shared.parallel.checkpoint.local_state import whole_weights
 from shared.parallel.mesh import Mesh
-from shared.parallel.comm.totals import ManyRanks
-from shared.parallel.checkpoint.saver import RankSaver
-from shared.parallel.watching import for_ranks
 
 LAYOUTS = ("course dp2", "course dp2_zero1", "course fsdp2", "torch dp2", "torch dp2_zero1", "torch fsdp2")
 DROPOUT, TIED = replace(SMALL, hidden_dropout=0.2), replace(SMALL, tie_word_embeddings=True)
@@ -75,16 +72,16 @@ def engine_of(world, words, folder, callbacks=(), model=SMALL, every=0, **layout
     )
     cpu = torch.device("cpu")
     engine = RuntimeEngine(
-        parallel.model, build_optimizer(parallel.optim_params, ADAMW), config, objective=objective,
-        runner=parallel.runner(accumulate_gradients), reducer=parallel.reducer, updater=parallel.updater(Update(1.0, norm=parallel.grad_norm)),
-        callbacks=[*callbacks, *for_ranks(default_callbacks(config, cpu), parallel, mesh)],
-        saver=RankSaver(folder / "checkpoints", parallel, world, cpu), world=ManyRanks(mesh, cpu), console=Console(quiet=True),
+        parallel, build_optimizer(parallel.optim_params, ADAMW, parallel.routes), config, objective=objective,
+        updater=Update(1.0, norm=parallel.grad_norm), callbacks=[*callbacks, *default_callbacks(config, cpu)], console=Console(quiet=True),
     )  # fmt: skip
     return engine, mesh, parallel
 
 
 class SendSignal(Callback):
     """As a scheduler might: one rank is asked to leave and the other is not."""
+
+    every_rank = True
 
     def on_step(self, engine):
         if engine.step == 2:
@@ -94,12 +91,14 @@ class SendSignal(Callback):
 class EvaluateBeforeTheUpdate(Callback):
     """What saving a loss spike does."""
 
+    every_rank = True
+
     def before_optimizer(self, engine):
         evaluate(engine.model, engine.microbatches, engine.objective)
 
 
 def weights_of(parallel):
-    return {name: tensor.clone() for name, tensor in whole_weights(parallel)}
+    return {name: tensor.clone() for name, tensor in parallel.whole_weights()}
 
 
 def fitted(world, words, folder, steps=3, **settings):
@@ -126,10 +125,11 @@ def from_nothing(world, words):
 
 
 def watched(world):
-    """What is watched on a rank: who, and with which replicas and peak."""
+    """The callbacks of a rank."""
     mesh = Mesh(parse_layout("dp2", ParallelConfig()), world)
-    found = for_ranks([Throughput(peak_flops=3e12)], apply_parallel(build(SMALL), mesh, ADAMW), mesh)
-    return [(type(each).__name__, getattr(each, "replicas", None), getattr(each, "peak_flops", None)) for each in found]
+    parallel = apply_parallel(build(SMALL), mesh, ADAMW)
+    engine = RuntimeEngine(parallel, build_optimizer(parallel.optim_params, ADAMW), callbacks=[Throughput(peak_flops=3e12), Norms()])
+    return [type(each).__name__ for each in engine.callbacks]
 
 
 def everything(world, folder):
@@ -199,8 +199,8 @@ def test_where_one_rank_is_asked_to_leave_all_leave_after_the_same_step(runs):
 
 
 def test_one_rank_tells_the_speed_of_all_and_every_rank_compares_replicas(runs):
-    first, last = ("StepSaid", None, None), ("ReplicaCheck", None, None)
-    assert [each["watched"] for each in runs[2]] == [[first, ("Throughput", 2, 6e12), last], [first, last]]
+    first, everywhere = ["StepCounter", "ReplicaCheck"], ["Norms"]
+    assert [each["watched"] for each in runs[2]] == [[*first, "Throughput", *everywhere], [*first, *everywhere]]
 
 
 def test_each_rank_goes_on_with_its_own_random_numbers(runs):

@@ -13,11 +13,13 @@ from sharded_runs import ADAMW, MUON, SMALL, alone
 
 from shared.engine.checkpoint.folder import CheckpointError, Checkpoints, fingerprint
 from shared.engine.checkpoint.saver import Saver
-from shared.parallel.checkpoint import files as rank_files
+from shared.parallel.checkpoint import files
 from shared.parallel.checkpoint import saver as saving
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import parse_layout
 from shared.parallel.comm.threads import run_threads
+from shared.parallel.holders import Holders
+from shared.parallel.sharding import whole_region
 
 LAYOUTS = ("one", "dp2", "dp3_zero1", "dp2_zero2", "fsdp2", "fsdp3", "dp2_fsdp2")
 OPTIMIZERS = {"muon": (MUON, (0, 1, 3)), "adamw": (ADAMW, (2, 4, 5, 6))}  # with which of the layouts after the writer's to go on
@@ -68,8 +70,8 @@ def test_what_one_process_writes_is_chapter_04s_folder(tmp_path):
     run("one", lambda run: run.train(1).save(tmp_path / "here"))
 
     def plainly(run):
-        saver = Saver(Checkpoints(tmp_path / "there"), asynchronous=False)
-        saver.save(saver.snapshot(1, run.plain, run.optimizer, {"loader": run.train(1)}), {})
+        saver = Saver(run.plain, Checkpoints(tmp_path / "there"), asynchronous=False)
+        saver.save(1, run.optimizer, {"loader": run.train(1)}, {})
 
     run("one", plainly)
     here, there = (Checkpoints(tmp_path / name).path(1) for name in ("here", "there"))
@@ -102,13 +104,13 @@ def test_a_rank_reads_what_it_needs_and_no_more(tmp_path, monkeypatch):
     whole = sum(sum(numbers_in(tmp_path / "step-00000001" / f"{name}.safetensors")) for name in ("weights", "optimizer"))
     read = {}
 
-    def counted(part, start, stop, before=rank_files.numbers_of):
-        numbers = before(part, start, stop)
+    def counted(view, start, stop, before=files.read_numbers):
+        numbers = before(view, start, stop)
         rank = threading.current_thread().name
         read[rank] = read.get(rank, 0) + numbers.is_floating_point() * numbers.untyped_storage().nbytes() // numbers.element_size()
         return numbers
 
-    monkeypatch.setattr(rank_files, "numbers_of", counted)
+    monkeypatch.setattr(files, "read_numbers", counted)
     run("fsdp2", lambda run: run.restore(tmp_path))
     assert len(read) == 2 and max(read.values()) < 0.6 * whole and whole <= sum(read.values()) < 1.01 * whole  # counts of steps twice
 
@@ -142,7 +144,7 @@ def test_all_ranks_name_a_damaged_checkpoint_and_go_on_from_the_one_before_it(wh
     damage(saved / "step-00000002" / file)
 
     def restored(run):
-        return run.saver(saved).restore(run.parallel.model, run.optimizer, {"loader": run})
+        return run.saver(saved).restore(run.optimizer, {"loader": run})
 
     answers = run("fsdp2", restored)
     assert [step for step, _ in answers] == [1, 1] and answers[0] == answers[1]
@@ -183,10 +185,9 @@ def test_a_rank_that_cannot_write_fails_all_with_one_sentence(saved, asynchronou
 
     def work(run):
         saver = run.restore(saved).train(1).saver(saved, asynchronous=asynchronous)
-        snapshot = saver.snapshot(run.step, run.parallel.model, run.optimizer, {"loader": run})
-        saver.save(snapshot, {})
+        saver.save(run.step, run.optimizer, {"loader": run}, {})
         said = sentence_of(lambda: saver.finished(wait=True))
-        saver.save(snapshot, {})
+        saver.save(run.step, run.optimizer, {"loader": run}, {})
         saver.finished(wait=True)
         saver.close()
         return said
@@ -213,7 +214,7 @@ def test_nobody_takes_a_checkpoint_for_complete_before_all_have_written(tmp_path
 
     def work(run):
         saver, weights = run.train(1).saver(tmp_path), run.weights()
-        saver.save(saver.snapshot(1, run.parallel.model, run.optimizer, {"loader": run}), {})
+        saver.save(1, run.optimizer, {"loader": run}, {})
         run.train(1)
         early, listed = saver.finished(), Checkpoints(tmp_path).steps()
         run.world.barrier()
@@ -232,7 +233,7 @@ def test_a_save_that_is_under_way_when_a_run_of_one_rank_breaks_off_is_made_comp
 
     def work(run):
         saver = run.train(1).saver(tmp_path, asynchronous=True)
-        saver.save(saver.snapshot(1, run.parallel.model, run.optimizer, {"loader": run}), {})
+        saver.save(1, run.optimizer, {"loader": run}, {})
         saver.close()
 
     run("one", work)
@@ -244,10 +245,11 @@ def test_the_best_is_what_rank_0_sees(saved):
 
 
 def test_what_all_hold_is_shared_out_evenly():
-    both = [("weights", name, (0, size)) for name, size in (("a", 5), ("b", 3), ("c", 2))]
-    assert shared_out_names([both, both]) == [["a"], ["b", "c"]]
-    assert shared_out_names([both[:1], [("weights", "a", (5, 9))]]) == [["a"], ["a"]]
+    both = {name: whole_region([size]) for name, size in (("a", 5), ("b", 3), ("c", 2))}
+    assert written_by([both, both]) == [["a"], ["b", "c"]]
+    assert written_by([{"a": whole_region([9])._replace(stop=5)}, {"a": whole_region([9])._replace(start=5)}]) == [["a"], ["a"]]
 
 
-def shared_out_names(held) -> list[list[str]]:
-    return [[name for _, name, _ in items] for items in saving.shared_out(held)]
+def written_by(held) -> list[list[str]]:
+    writers = run_threads(lambda world: Holders(held[world.rank], world).writers(), len(held))[0]
+    return [sorted(name for (name, _), writer in writers.items() if writer == rank) for rank in range(len(held))]

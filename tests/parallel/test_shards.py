@@ -1,4 +1,5 @@
-"""Floor 6: pieces of parameters are gathered as they were cut, and an optimizer over them does what it does over the whole."""
+"""Floor 6: sharding as a fact on parameters. Shards are gathered as they were cut, regions are read as boxes, and an optimizer over shards
+does what it does over the whole."""
 
 from copy import deepcopy
 
@@ -12,8 +13,16 @@ from shared.engine.checkpoint.optimizer_state import name_optimizer_state
 from shared.optim.build import build_optimizer
 from shared.optim.updater import Update
 from shared.parallel.comm.communicator import SingleRankCommunicator
-from shared.parallel.sharding import Cut, Pieces, make_piece, norm_of_parts
+from shared.parallel.data.engine import DataEngine
+from shared.parallel.config import ParallelConfig
+from shared.parallel.holders import Holders
+from shared.parallel.mesh import Mesh
+from shared.parallel.sharding import (
+    Box, Parameters, Sharding, Span, boxes_of_span, make_shard, region_of, sharding_of, split_dimension, split_spans, whole_region,
+)  # fmt: skip
+from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.comm.threads import run_threads
+from shared.totals import Totals
 
 RANGES = {  # of a parameter with 10 numbers
     "uneven": [(0, 4), (4, 7), (7, 10)],
@@ -29,9 +38,9 @@ def test_what_was_cut_is_gathered_again(ranges, dtype):
     whole = torch.arange(10, dtype=dtype).reshape(2, 5)
 
     def rank(world):
-        cut = Cut((2, 5), ranges, world)
-        part = cut.cut(whole)
-        return part.numel(), cut.gather(part), world.trace.calls(), world.trace.bytes()
+        sharding = split_spans(whole, ranges, world)
+        part = sharding.local(whole)
+        return part.numel(), sharding.gather(part, everyone=True), world.trace.calls(), world.trace.bytes()
 
     longest = max(stop - start for start, stop in ranges)
     for place, (numbers, gathered, calls, sizes) in enumerate(run_threads(rank, 3)):
@@ -45,36 +54,43 @@ def test_what_was_cut_is_gathered_again(ranges, dtype):
 )
 def test_ranges_that_do_not_make_the_whole_are_refused(ranges):
     with pytest.raises(ValueError, match="each of its 10 numbers once"):
-        run_threads(lambda world: Cut((2, 5), ranges, world), 3)
+        run_threads(lambda world: split_spans(torch.empty(2, 5), ranges, world), 3)
 
 
 def test_a_part_of_a_transposed_whole_is_the_right_one():
     """Newton-Schulz works on the transpose of a tall matrix, so what it returns need not be contiguous."""
     whole = torch.arange(10.0).reshape(2, 5)
-    assert torch.equal(Cut((5, 2), [(0, 10)], SingleRankCommunicator()).cut(whole.T), whole.T.flatten())
+    sharding = split_spans(torch.empty(5, 2), [(0, 5), (5, 10), (10, 10)], FirstOfThree())
+    assert torch.equal(sharding.local(whole.T), whole.T.flatten()[:5])
 
 
-def cut_evenly(shape, group):
-    edges = [shape.numel() * rank // group.size for rank in range(group.size + 1)]
-    return Cut(shape, list(zip(edges, edges[1:], strict=False)), group)
+def evenly(parameter, group) -> Sharding:
+    edges = [parameter.numel() * rank // group.size for rank in range(group.size + 1)]
+    return split_spans(parameter, list(zip(edges, edges[1:], strict=False)), group)
 
 
-def owned(shape, owner, group):
-    return Cut(shape, [(0, shape.numel() if rank == owner else 0) for rank in range(group.size)], group)
+def owned(parameter, owner, group) -> Sharding:
+    return split_spans(parameter, [(0, parameter.numel() if rank == owner else 0) for rank in range(group.size)], group)
 
 
-def pieces_of(model: nn.Module, cuts: dict[str, Cut]) -> Pieces:
-    """Pieces that are views into the model's own memory."""
-    return Pieces({name: make_piece(cuts[name].cut(p.data), cuts[name], p) for name, p in model.named_parameters()}, cuts)
+def shards_of(model: nn.Module, shardings: dict[str, Sharding]) -> Parameters:
+    """Shards that are views into the model's own memory."""
+    return Parameters({name: make_shard(shardings[name].here.of(p.data), shardings[name], p) for name, p in model.named_parameters()})
 
 
-def hand_gradients(model: nn.Module, pieces: Pieces) -> Pieces:
-    """Give each piece its part of the model's gradient; nothing to one of a matrix that another rank holds whole."""
+def hand_gradients(model: nn.Module, shards: Parameters) -> Parameters:
+    """Give each shard its part of the model's gradient; nothing to one of a matrix that another rank owns."""
     for name, parameter in model.named_parameters():
-        cut, piece = pieces.cuts[name], pieces.pieces[name]
-        if cut.is_whole_here or (0, parameter.numel()) not in cut.ranges:
-            piece.grad = cut.cut(parameter.grad).view_as(piece).clone()
-    return pieces
+        shard = shards.named[name]
+        if shard.numel() or Span(0, parameter.numel()) not in shard.sharding.parts:
+            shard.grad = shard.sharding.local(parameter.grad).clone()
+    return shards
+
+
+def strategy_of(model: nn.Module, shards: Parameters, world) -> ParallelStrategy:
+    engine = DataEngine(model, world)
+    engine.optim_params = shards
+    return ParallelStrategy(model, Mesh(ParallelConfig(data_parallel=world.size), world), [engine])
 
 
 def with_gradients(model: nn.Module) -> nn.Module:
@@ -84,14 +100,14 @@ def with_gradients(model: nn.Module) -> nn.Module:
     return model
 
 
-def cut_all(model, group, whole_matrices: bool):
-    """Every parameter cut evenly; matrices whole on one rank in turn, where asked for."""
-    cuts, turn = {}, 0
+def shard_all(model, group, whole_matrices: bool):
+    """Every parameter sharded evenly; matrices owned by one rank in turn, where asked for."""
+    shardings, turn = {}, 0
     for name, parameter in model.named_parameters():
         matrix = whole_matrices and parameter.dim() == 2 and "embedding" not in name and "head" not in name
-        cuts[name] = owned(parameter.shape, turn % group.size, group) if matrix else cut_evenly(parameter.shape, group)
+        shardings[name] = owned(parameter, turn % group.size, group) if matrix else evenly(parameter, group)
         turn += matrix
-    return cuts
+    return shardings
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -113,63 +129,77 @@ def test_an_optimizer_over_pieces_does_what_it_does_over_the_model(config, whole
 
     def rank(world):
         model = deepcopy(start)
-        pieces = pieces_of(model, cut_all(model, world, whole_matrices))
-        optimizer, norms = build_optimizer(pieces, config), []
+        shards = shards_of(model, shard_all(model, world, whole_matrices))
+        strategy = strategy_of(model, shards, world)
+        optimizer, norms = build_optimizer(shards, config), []
         for _ in range(2):
-            hand_gradients(with_gradients(model), pieces)
-            update = Update(max_norm=1.0, norm=Pieces.norm)
-            update(pieces, optimizer, torch.tensor(7))
+            hand_gradients(with_gradients(model), shards)
+            strategy.measured = None
+            update = Update(max_norm=1.0, norm=strategy.grad_norm)
+            update(shards, optimizer, torch.tensor(7))
             norms.append(update.gradient_norm.item())
-        return pieces, norms, name_optimizer_state(pieces, optimizer)
+        return shards, norms, name_optimizer_state(shards, optimizer)
 
-    for pieces, measured, state in run_threads(rank, 3):
+    for shards, measured, state in run_threads(rank, 3):
         assert measured == pytest.approx(norms, rel=1e-12)
         assert {tuple(sorted(group["names"])) for group in state.groups} == {tuple(sorted(group["names"])) for group in expected.groups}
         for name, parameter in alone.named_parameters():
-            cut = pieces.cuts[name]
-            torch.testing.assert_close(pieces.pieces[name].flatten(), cut.cut(parameter.data), rtol=1e-9, atol=1e-12)
+            shard = shards.named[name]
+            torch.testing.assert_close(shard.data, shard.sharding.local(parameter.data), rtol=1e-9, atol=1e-12)
             for key, tensor in state.tensors.get(name, {}).items():
                 if tensor.dim():
-                    torch.testing.assert_close(tensor.flatten(), cut.cut(expected.tensors[name][key]), rtol=1e-9, atol=1e-12)
+                    torch.testing.assert_close(tensor, shard.sharding.local(expected.tensors[name][key]), rtol=1e-9, atol=1e-12)
 
 
 def test_muon_talks_about_no_matrix_that_a_rank_holds_whole():
     def rank(world):
         model = with_gradients(model_of())
-        pieces = pieces_of(model, cut_all(model, world, whole_matrices=True))
-        build_optimizer(hand_gradients(model, pieces), CONFIGS["muon"]).step()
+        shards = shards_of(model, shard_all(model, world, whole_matrices=True))
+        build_optimizer(hand_gradients(model, shards), CONFIGS["muon"]).step()
         return world.trace.calls()
 
     assert run_threads(rank, 2) == [{}, {}]
 
 
-def test_the_norm_counts_parts_once_and_what_all_hold_once():
-    """Digits: rank 0 holds 3 of a cut parameter, rank 1 holds 4; both hold 12 of one that is whole everywhere."""
+def test_the_norm_counts_shards_once_and_what_all_hold_once():
+    """Digits: rank 0 holds 3 of a sharded parameter, rank 1 holds 4; both hold 12 of one that is whole everywhere."""
 
     def rank(world):
-        whole, cut = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))
-        whole.grad = torch.tensor([12.0])
-        piece = make_piece(cut.data[world.rank : world.rank + 1], cut_evenly(cut.shape, world), cut)
-        piece.grad = torch.tensor([3.0 + world.rank])
-        return Pieces({"whole": whole, "cut": piece}, {"cut": piece.sharding}).norm()
+        model = nn.ParameterDict({"whole": nn.Parameter(torch.zeros(1)), "sharded": nn.Parameter(torch.zeros(2))})
+        shard = make_shard(model["sharded"].data[world.rank : world.rank + 1], evenly(model["sharded"], world), model["sharded"])
+        shard.grad, model["whole"].grad = torch.tensor([3.0 + world.rank]), torch.tensor([12.0])
+        strategy = strategy_of(model, Parameters({"whole": model["whole"], "sharded": shard}), world)
+        groups = {"first": {"sharded": shard.grad}, "second": {"whole": model["whole"].grad}, "third": {}}
+        return strategy.grad_norm(), strategy.norms(groups), world.trace.calls()["all_reduce", "world"]
 
-    assert [norm.item() for norm in run_threads(rank, 2)] == [13.0, 13.0]
-
-
-def test_the_norm_is_measured_where_a_rank_has_no_gradient():
-    norms = run_threads(lambda world: norm_of_parts([torch.tensor([3.0, 4.0])] if world.rank else [None], world), 3)
-    assert [norm.item() for norm in norms] == [50**0.5] * 3
-    assert all(norm.dtype == torch.float64 for norm in norms)
+    for norm, by_group, calls in run_threads(rank, 2):
+        assert norm.item() == 13.0 and norm.dtype == torch.float64 and calls == 2  # one for each call, however many groups
+        assert {name: value.item() for name, value in by_group.items()} == {"first": 5.0, "second": 12.0}
 
 
-def test_a_piece_is_a_view_and_keeps_role_and_frozenness():
+def test_the_norm_is_measured_once_a_step_and_without_a_word_where_every_rank_has_everything():
+    def rank(world):
+        model = with_gradients(model_of().double())
+        strategy = strategy_of(model, model, world)
+        first = strategy.grad_norm()
+        model.zero_grad()
+        kept = strategy.grad_norm()
+        strategy.reducer(model, Totals(torch.tensor(0.0), torch.tensor(1), {}))
+        return first.item(), kept.item(), strategy.grad_norm().item(), world.trace.calls()["all_reduce", "world"]
+
+    expected = global_gradient_norm(parameter.grad for parameter in with_gradients(model_of().double()).parameters()).item()
+    assert run_threads(rank, 2) == [(expected, expected, 0.0, 0)] * 2
+
+
+def test_a_shard_is_a_view_and_keeps_the_facts_and_whether_it_is_frozen():
     parameter = nn.Parameter(torch.zeros(2, 5), requires_grad=False)
-    parameter.role = "expert"
+    parameter.role, parameter.shared_over, parameter.partial_over = "expert", "some ranks", "others"
     flat = torch.zeros(10)
-    piece = make_piece(flat[4:7], Cut((2, 5), [(4, 7), (0, 4), (7, 10)], FirstOfThree()), parameter)
-    piece.data += 1
+    shard = make_shard(flat[4:7], split_spans(parameter, [(4, 7), (0, 4), (7, 10)], FirstOfThree()), parameter)
+    shard.data += 1
     assert flat.tolist() == [0.0] * 4 + [1.0] * 3 + [0.0] * 3
-    assert piece.role == "expert" and not piece.requires_grad and piece.sharding.shape == (2, 5)
+    assert (shard.role, shard.shared_over, shard.partial_over) == ("expert", "some ranks", "others")
+    assert not shard.requires_grad and shard.sharding.shape == (2, 5)
 
 
 class FirstOfThree(SingleRankCommunicator):
@@ -178,8 +208,80 @@ class FirstOfThree(SingleRankCommunicator):
         self.size = 3
 
 
-def test_global_norm_of_one_process_is_that_of_its_pieces():
+def test_the_norm_of_shards_is_the_norm_of_one_process():
     model = with_gradients(model_of().double())
     expected = global_gradient_norm(parameter.grad for parameter in model.parameters())
-    norms = run_threads(lambda world: hand_gradients(model, pieces_of(model, cut_all(model, world, True))).norm(), 3)
+    norms = run_threads(
+        lambda world: strategy_of(model, hand_gradients(model, shards_of(model, shard_all(model, world, True))), world).grad_norm(), 3
+    )
     assert [norm.item() for norm in norms] == pytest.approx([expected.item()] * 3, rel=1e-12)
+
+
+# Boxes, and spans within them.
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_a_span_within_a_box_is_gathered_to_the_whole(dimension):
+    """A matrix of 6 x 8 cut over two ranks along a dimension, and what each has over two more, unevenly."""
+    whole = torch.arange(48.0).reshape(6, 8)
+
+    def rank(world):
+        tensor, data = world.split("tp", [(0, 1), (2, 3)]), world.split("dp", [(0, 2), (1, 3)])
+        box = split_dimension(whole, dimension, tensor)
+        parameter = nn.Parameter(box.local(whole).clone())
+        parameter.sharding = box
+        nested = split_spans(parameter, [(0, 7), (7, 24)], data)
+        shard = make_shard(nested.here.of(parameter.data), nested, parameter)
+        assert torch.equal(nested.local(whole), shard.data) and region_of(parameter).is_box
+        return nested.gather(shard.data, everyone=True), nested.shape, region_of(shard)
+
+    found = run_threads(rank, 4)
+    assert all(torch.equal(gathered, whole) and shape == whole.shape for gathered, shape, _ in found)
+    assert sum(region.numel for *_, region in found) == 48 and len({region for *_, region in found}) == 4
+
+
+def test_a_matrix_that_a_rank_owns_within_its_box_is_gathered_over_the_box_alone():
+    def rank(world):
+        tensor, data = world.split("tp", [(0, 1), (2, 3)]), world.split("dp", [(0, 2), (1, 3)])
+        parameter = nn.Parameter(torch.full((3, 2), float(tensor.rank)))
+        parameter.sharding = split_dimension(torch.empty(3, 4), 1, tensor)
+        sharding = owned(parameter, 0, data)
+        assert sharding.needs_gathering and sharding.is_owned == (data.rank == 0)
+        return sharding.gather(parameter.data) if data.rank == 0 else None
+
+    first, second, *others = run_threads(rank, 4)
+    assert torch.equal(first, torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 3)) and torch.equal(first, second) and others == [None, None]
+
+
+@pytest.mark.parametrize("sizes", [(7,), (3, 5), (2, 3, 4), (1, 1, 6), (4, 1, 2)])
+def test_every_range_of_flattened_numbers_is_the_boxes_that_it_is_read_as(sizes):
+    whole = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            parts = [(first, box.of(whole).flatten().tolist()) for box, first in boxes_of_span(sizes, start, stop)]
+            assert [number for _, numbers in parts for number in numbers] == list(range(start, stop))
+            assert all(numbers[0] == first for first, numbers in parts) and len(parts) <= 2 * len(sizes)
+
+
+def test_a_dimension_that_does_not_divide_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"Dimension 1 .*\(6, 8\).* 3 ranks"):
+        split_dimension(torch.empty(6, 8), 1, FirstOfThree())
+
+
+def test_boxes_that_leave_something_out_are_refused():
+    boxes = tuple(Box((start, 0), (1, 5)) for start in (0, 1, 1))
+    with pytest.raises(ValueError, match="each of its 15 numbers"):
+        Sharding(torch.Size((3, 5)), boxes, FirstOfThree())
+
+
+def test_ranks_that_hold_too_little_of_a_parameter_may_not_save_it():
+    def rank(world):
+        kept = {"complete": whole_region([4]), "torn": whole_region([6])._replace(stop=5)}
+        Holders(kept, world).require_complete()
+
+    with pytest.raises(ValueError, match="5 of the 6 numbers of torn"):
+        run_threads(rank, 2)
+
+
+def test_a_parameter_without_sharding_is_whole():
+    assert sharding_of(nn.Parameter(torch.zeros(2))) is None and region_of(torch.zeros(2, 3)) == whole_region((2, 3))

@@ -11,6 +11,7 @@ from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
+from shared.parallel.parallelize import routes_of
 from shared.parallel.comm.collectives import all_gather_v, reduce_scatter_v
 from shared.parallel.data.zero import Zero, bytes_held, muon_matrices
 
@@ -30,7 +31,7 @@ def test_pieces_are_balanced_to_the_number(ranks):
 def test_muons_matrices_are_whole_on_one_rank_of_more_ranks_than_matrices():
     def rank(world):
         model = model_of(Situation())
-        matrices = muon_matrices(model, OptimizerConfig("muon"))
+        matrices = muon_matrices(routes_of(model, OptimizerConfig("muon")))
         parallel = Zero(model, world, 1, matrices, MEGABYTES)
         return matrices, {name: piece.shape for name, piece in parallel.optim_params.named_parameters() if name in matrices and piece.numel()}
 

@@ -10,6 +10,7 @@ from shared.byte_model import ByteModel
 from shared.engine.callbacks import Callback
 from shared.engine.config import CheckpointConfig, EngineConfig
 from shared.engine.engine import RuntimeEngine
+from shared.engine.strategy import Strategy
 
 SEQ = 8
 
@@ -65,7 +66,7 @@ def held_out() -> list[dict]:
     return [Digits().batch(5, torch.Generator().manual_seed(10**6))]
 
 
-def make_engine(output: Path, callbacks=(), seed: int = 0, updater=None, world=None, saver=None, **settings) -> RuntimeEngine:
+def make_engine(output: Path, callbacks=(), seed: int = 0, updater=None, strategy: type[Strategy] = Strategy, **settings) -> RuntimeEngine:
     """A byte model with dropout, AdamW with two groups, and a checkpoint every 5 steps unless told otherwise."""
     torch.manual_seed(seed)
     model = ByteModel(vocab_size=10, window=4, embedding_size=4, hidden_size=16, dropout=0.1)
@@ -75,7 +76,7 @@ def make_engine(output: Path, callbacks=(), seed: int = 0, updater=None, world=N
     settings.setdefault("checkpoint", CheckpointConfig(every=5))
     config = EngineConfig(output=output, device="cpu", log_every=4, evaluate_every=settings.pop("evaluate_every", 0), **settings)
     parts = {"updater": updater} if updater else {}
-    return RuntimeEngine(model, optimizer, config, callbacks=list(callbacks), world=world, saver=saver, **parts)
+    return RuntimeEngine(strategy(model), optimizer, config, callbacks=list(callbacks), **parts)
 
 
 def weights(engine: RuntimeEngine) -> dict:

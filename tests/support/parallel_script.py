@@ -20,15 +20,14 @@ from shared.engine.checkpoint.folder import Checkpoints
 from shared.engine.config import EngineConfig
 from shared.engine.engine import RuntimeEngine
 from shared.engine.checkpoint.saver import Saver
-from shared.loop import accumulate_gradients, apply_update
 from shared.loss import next_token_objective
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.ddp import DataParallel
 from shared.parallel.mesh import Mesh
 from shared.parallel.comm.processes import from_torchrun
-from shared.parallel.health.replicas import ReplicaCheck, StepSaid
-from shared.parallel.comm.totals import ManyRanks
+from shared.parallel.health.replicas import ReplicaCheck, StepCounter
+from shared.parallel.strategy import ParallelStrategy
 from shared.totals import Totals
 
 SEQ = 8
@@ -60,13 +59,23 @@ class Shares:
 class FirstSaves(Saver):
     """All ranks hold the same, so the first one writes it."""
 
-    def __init__(self, checkpoints, rank: int):
-        super().__init__(checkpoints, asynchronous=False)
+    def __init__(self, state, checkpoints, rank: int):
+        super().__init__(state, checkpoints, asynchronous=False)
         self.rank = rank
 
-    def save(self, snapshot, notes):
+    def save(self, *arguments):
         if self.rank == 0:
-            super().save(snapshot, notes)
+            super().save(*arguments)
+
+
+class Replicas(ParallelStrategy):
+    """Ranks that hold the same, and do not agree before they save."""
+
+    def saver(self, folder, *options):
+        return FirstSaves(self.module, Checkpoints(folder, 2, False), self.rank)
+
+    def callbacks(self):
+        return [StepCounter(self.mesh.world.trace), ReplicaCheck(self, check_every=1)]
 
 
 class Fault:
@@ -94,7 +103,7 @@ class Fault:
         elif kind == "elsewhere":
             self.world.barrier()
         elif kind == "more":
-            self.engine.reducer(model, Totals(torch.zeros(()), torch.tensor(1), {}))
+            self.engine.strategy.reducer(model, Totals(torch.zeros(()), torch.tensor(1), {}))
         elif kind == "nudge":
             with torch.no_grad():
                 weight = list(model.parameters())[2].view(-1)
@@ -113,21 +122,16 @@ def train(world: Communicator, options: argparse.Namespace, model: ByteModel) ->
     """The run, and its last weights."""
     device = torch.device("cpu")
     mesh = Mesh(ParallelConfig(data_parallel=world.size), world)
-    parallel = DataParallel(model, mesh.data)
+    parallel = Replicas(model, mesh, [DataParallel(model, mesh.data)])
     first_time = not options.folder.exists()
     world.barrier()
     fault = Fault(options.fault if world.rank == options.rank and first_time else "", options.at, world)
     engine = RuntimeEngine(
-        parallel.model,
+        parallel,
         torch.optim.AdamW(parallel.optim_params.parameters(), lr=0.01),
         EngineConfig(options.folder, device=device.type, log_every=100),
         objective=fault,
-        runner=parallel.runner(accumulate_gradients),
-        reducer=parallel.reducer,
-        updater=parallel.updater(apply_update),
-        callbacks=[StepSaid(world.trace), ReplicaCheck(parallel.optim_params, mesh.data, check_every=1), Slow(options.slow)],
-        saver=FirstSaves(Checkpoints(options.folder / "checkpoints", 2, False), world.rank),
-        world=ManyRanks(mesh, device),
+        callbacks=[Slow(options.slow)],
     )
     engine.config.checkpoint.every = options.save_every
     fault.engine = engine
@@ -137,6 +141,8 @@ def train(world: Communicator, options: argparse.Namespace, model: ByteModel) ->
 
 class Slow(Callback):
     """Steps of a length that heartbeats can follow."""
+
+    every_rank = True
 
     def __init__(self, seconds: float):
         self.seconds = seconds

@@ -10,6 +10,7 @@ from torch import Tensor
 from shared.engine.callbacks import Callback, Metrics
 from shared.engine.config import CheckpointConfig, EngineConfig
 from shared.engine.engine import RuntimeEngine
+from shared.engine.strategy import Strategy
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 
@@ -54,7 +55,7 @@ class Recorder(Callback):
         self.logs.setdefault(engine.step, {}).update(metrics)
 
 
-def make_engine(folder: Path, callbacks: list[Callback], *, model=None, lr: float = 1e-2, every: int = 0, **options) -> RuntimeEngine:
+def make_engine(folder: Path, callbacks: list[Callback], *, model=None, lr: float = 1e-2, every: int = 0, strategy=Strategy, **options):
     """An engine that logs every 2 steps into `folder`, on the CPU. Options with the name of a field of `EngineConfig` go there."""
     settings = {name: options.pop(name) for name in list(options) if name in EngineConfig.__dataclass_fields__}
     saving = CheckpointConfig(every=every, asynchronous=False, keep_last=99)
@@ -62,7 +63,7 @@ def make_engine(folder: Path, callbacks: list[Callback], *, model=None, lr: floa
     model = model or TransformerModel(MODEL)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     options.setdefault("console", Console(file=StringIO(), width=200))
-    return RuntimeEngine(model, optimizer, config, callbacks=callbacks, **options)
+    return RuntimeEngine(strategy(model), optimizer, config, callbacks=callbacks, **options)
 
 
 def printed(engine: RuntimeEngine) -> str:

@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from trainer_runs import TRAIN, settings_file
 
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import pretrain
+from shared.trainer.loaders import loaders
+from shared.trainer.pretrain import build
 from shared.trainer.settings import parse_words
 
 PAGE = TRAIN.with_name("one_page.py")
@@ -36,10 +36,11 @@ def test_one_page_and_the_trainer_end_at_the_same_bits(page, tmp_path, prepared,
     """With dropout, two micro-batches a step, moved middles, clipping that bites, warm-up and decay."""
     changes = {"optimizer": {"name": optimizer, "lr": 0.02}, "precision": precision, "max_grad_norm": 0.3}
     path = str(settings_file(tmp_path, prepared, **changes))
-    page.main([path])
+    mine = page.main([path]).state_dict()
     said = capsys.readouterr().out
-    pretrain(parse_words(TrainerConfig, [path]), Console(quiet=True))
-    mine, theirs = (load_file(tmp_path / "run" / folder / "model.safetensors") for folder in ("one_page", "model"))
+    run = build(parse_words(TrainerConfig, [path]), Console(quiet=True))
+    loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
+    theirs = run.engine.fit(loader, held_out, steps=run.config.steps).model.state_dict()
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     logged = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     found = re.findall(r"step +(\d+)  loss ([\d.]+)  grad norm ([\d.]+) .*?(?:held out: loss ([\d.]+).*)?\n", said)
@@ -53,7 +54,8 @@ def test_one_page_and_the_trainer_end_at_the_same_bits(page, tmp_path, prepared,
 
 def test_one_page_refuses_what_it_leaves_to_the_trainer(page, tmp_path, prepared):
     path = str(settings_file(tmp_path, prepared))
-    for word in ("precision=float16", "optimizer.name=lion", "parallel.activation_checkpointing=blocks", "optimizer.no_decay=['*.q_proj.weight']"):
+    parallel = "parallel.activation_checkpointing=full"
+    for word in ("precision=float16", "optimizer.name=lion", parallel, "optimizer.no_decay=['*.q_proj.weight']"):
         with pytest.raises(SystemExit, match="train.py"):
             page.main([path, word])
 

@@ -12,9 +12,9 @@ from trainer_runs import TINY
 
 from shared.trainer import provenance
 from shared.trainer.callbacks import Costs
-from shared.trainer.comparison import beside_one_process
+from shared.trainer.comparison import compare_with_single_process
 from shared.trainer.config import TrainerConfig
-from shared.trainer.results import spelled
+from shared.trainer.report import format_value
 from shared.trainer.settings import merged, parse_text
 
 
@@ -31,7 +31,7 @@ def beside(tmp_path):
             (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/loss": loss}) + "\n")
             (tmp_path / name / "results.json").write_text("{}")
             (tmp_path / name / "config.yaml").write_text(record or yaml.safe_dump(provenance.plain(config)))
-        return list(beside_one_process(config).values())
+        return list(compare_with_single_process(config).values())
 
     return compare
 
@@ -55,16 +55,16 @@ def finished_run(folder, losses, weight: float, **changes) -> TrainerConfig:
 def test_the_largest_differences_to_the_same_run_alone_are_told_and_to_no_other(tmp_path):
     alone, two = tmp_path / "run", {"parallel": {"data_parallel": 2, "backend": "torch"}}
     finished_run(alone, [4.0, 3.0, 2.0], 2.0)
-    found = beside_one_process(finished_run(tmp_path / "run-dp2-torch", [4.0, 3.5, 2.25], 2.5, **two))
+    found = compare_with_single_process(finished_run(tmp_path / "run-dp2-torch", [4.0, 3.5, 2.25], 2.5, **two))
     assert found == {
         f"largest difference in train/loss to {alone}": 0.5,
         f"largest difference in weights to {alone}, relative": pytest.approx(0.25),
     }
     shutil.rmtree(tmp_path / "run-dp2-torch")
-    assert not beside_one_process(finished_run(tmp_path / "run-dp2-torch", [4.0], 2.5, seed=1, **two)), "another seed is another run"
+    assert not compare_with_single_process(finished_run(tmp_path / "run-dp2-torch", [4.0], 2.5, seed=1, **two)), "another seed"
     (alone / "results.json").unlink()
     shutil.rmtree(tmp_path / "run-dp2-torch")
-    assert not beside_one_process(finished_run(tmp_path / "run-dp2-torch", [4.0], 2.5, **two)), "one that has not ended"
+    assert not compare_with_single_process(finished_run(tmp_path / "run-dp2-torch", [4.0], 2.5, **two)), "one that has not ended"
 
 
 @pytest.mark.parametrize("broken", [[[float("nan")], [2.0]], [[2.0], [float("nan")]]])
@@ -82,15 +82,15 @@ def test_a_damaged_run_beside_it_is_passed_over(beside):
 
 
 def test_a_folder_whose_name_holds_a_figures_name_changes_nothing():
-    assert spelled("largest difference in train/loss to runs/bright", 1e-7) == "1.0e-07"
-    assert spelled("held-out next tokens guessed right", 0.25) == "25.0%"
+    assert format_value("largest difference in train/loss to runs/bright", 1e-7) == "1.0e-07"
+    assert format_value("held-out next tokens guessed right", 0.25) == "25.0%"
 
 
 def test_what_rank_0_saved_is_no_measure_of_this_process(monkeypatch):
     """Every rank is handed rank 0's state, possibly that of one process which held everything."""
     monkeypatch.setattr("shared.trainer.callbacks.peak_memory", lambda device: 500)
     costs = Costs()
-    costs.load_state_dict({"training": 1.0, "outside": 1.0, "peak_memory": 9000})
+    costs.load_state_dict({"training": 1.0, "overhead": 1.0, "peak_memory": 9000})
     costs.on_start(None)
     costs.on_step(SimpleNamespace(device=torch.device("cpu")))
     assert (costs.peak_memory, costs.peak_here) == (9000, 500)

@@ -168,5 +168,5 @@ def test_keys_that_a_record_no_longer_has_differ_and_free_ones_do_not(tmp_path):
     saved = {"seed": 0, "engine": {"log_every": 1}, "data": {"prepared": "a", "prepare": {"vocab_size": 512}}, "gone": 7}
     provenance.require_same(saved, saved | {"engine": {"log_every": 2}}, tmp_path)
     now = {name: value for name, value in saved.items() if name != "gone"} | {"data": {"prepared": "b", "prepare": {"vocab_size": 300}}}
-    with pytest.raises(CourseError, match=r"otherwise: data\.prepare\.vocab_size \(512 there, 300 here\), gone \(7 there, None here\)\. "):
+    with pytest.raises(CourseError, match=r"another configuration: data\.prepare\.vocab_size \(512 there, 300 here\), gone \(7 there, None here\)\. "):
         provenance.require_same(saved, now, tmp_path)

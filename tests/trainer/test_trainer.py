@@ -19,7 +19,8 @@ from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained
 from shared.trainer import provenance, results
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import build, loaders
+from shared.trainer.loaders import loaders
+from shared.trainer.pretrain import build
 from shared.trainer.settings import parse_text, parse_words
 
 
@@ -80,7 +81,7 @@ def test_files_that_were_changed_since_the_commit_are_named(monkeypatch):
 
 
 def test_what_a_run_took_is_a_median_that_a_pause_does_not_move():
-    took = SimpleNamespace(peak_memory=2**31, training=1.0, outside=2.0)
+    took = SimpleNamespace(peak_memory=2**31, training=1.0, overhead=2.0)
     run = SimpleNamespace(config=SimpleNamespace(model=ModelConfig()), costs=took, preparation_seconds=3.0)
     logs = {step: {"speed/tokens_per_second": rate, "progress/tokens": 10 * step} for step, rate in enumerate((8.0, 0.1, 7.0), 1)}
     found = results.costs(run, logs | {4: {"validation/loss": 1.0}}, 4.0)
@@ -139,7 +140,7 @@ def test_a_disk_that_is_full_before_the_first_step_is_a_sentence(tmp_path):
 def test_a_folder_of_another_run_is_refused_by_what_differs(finished, prepared):
     done = train(settings_file(finished[0], prepared), "optimizer.lr=0.03", "seed=1")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "holds a run that was told otherwise: optimizer.lr (0.02 there, 0.03 here), seed (0 there, 1 here)" in done.stderr
+    assert "holds a run of another configuration: optimizer.lr (0.02 there, 0.03 here), seed (0 there, 1 here)" in done.stderr
 
 
 def built(folder: Path, prepared: Path, **changes):
@@ -149,7 +150,7 @@ def built(folder: Path, prepared: Path, **changes):
 
 def first_loss(folder: Path, prepared: Path, **changes) -> float:
     run = built(folder, prepared, **changes)
-    loader, _ = loaders(run.config, run.text, run.mesh)
+    loader, _ = loaders(run.config, run.text, run.strategy.mesh)
     (first, *_) = next(iter(loader))
     return run.engine.objective(run.engine.model.eval(), first).mean_loss
 
@@ -173,7 +174,7 @@ def test_bits_per_byte_are_the_sum_over_every_document_alone(finished, prepared)
 @pytest.mark.parametrize(("rate", "moved"), [(0.0, False), (1.0, True)])
 def test_middles_are_moved_where_they_are_asked_for(tmp_path, prepared, rate, moved):
     run = built(tmp_path, prepared, data={"fim": {"rate": rate}})
-    loader, held_out = loaders(run.config, run.text, run.mesh)
+    loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
     middle = run.text.tokenizer.fim_tokens.middle
     assert any((batch["input_ids"] == middle).any() for batch in next(iter(loader))) == moved
     assert not any((batch["input_ids"] == middle).any() for batch in held_out)
@@ -187,7 +188,7 @@ def test_precision_seed_and_clipping_take_effect(tmp_path, prepared):
     run = built(
         tmp_path / "e", prepared, max_grad_norm=1e-3, optimizer={"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     )
-    loader, _ = loaders(run.config, run.text, run.mesh)
+    loader, _ = loaders(run.config, run.text, run.strategy.mesh)
     before = [parameter.detach().clone() for parameter in run.engine.model.parameters()]
     run.engine.config.checkpoint.every = 0
     run.engine.fit(loader, steps=2)  # the schedule's first step is at the full rate

@@ -9,8 +9,11 @@ activations, the softmax, the optimizer, is small and by convention not counted 
 Left out on purpose: recomputation. Activation checkpointing costs time and no *model* FLOPs, so the utilisation shows its price.
 """
 
+from dataclasses import replace
+
 from shared.course.binding import exercise
 from shared.model.config import ModelConfig
+from shared.model.counting import active_feed_forward_size
 
 
 @exercise("04.flops_per_token")
@@ -37,3 +40,14 @@ def flops_per_token(config: ModelConfig, seq: int) -> int:
 
     The body stands in solutions/04_runtime_engine.py; `course read shared.engine.metrics.flops` shows it in place.
     """
+
+
+def model_flops_per_token(config: ModelConfig, seq: int) -> int:
+    """`flops_per_token` of any model: of experts (chapter 09) only those are counted that a token passes, layer by layer."""
+    dense = replace(config, experts=None)
+    flops = flops_per_token(dense, seq)
+    if config.experts is None:
+        return flops
+    sparse, dense = config.resolved(), dense.resolved()
+    more = (active_feed_forward_size(sparse, layer) - active_feed_forward_size(dense, layer) for layer in range(dense.num_hidden_layers))
+    return flops + 6 * sum(more)

@@ -18,7 +18,7 @@ import torch
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Metrics
-from shared.engine.metrics.flops import flops_per_token
+from shared.engine.metrics.flops import model_flops_per_token
 from shared.engine.metrics.peaks import mfu
 from shared.model.config import ModelConfig
 from shared.totals import Batch
@@ -36,7 +36,7 @@ class Throughput(Callback):
 
     Args:
         peak_flops: FLOP/s of one device (`shared.engine.metrics.peaks`); None to leave MFU out.
-        config: the model's configuration, for `flops_per_token`; None for the model's own `config`. Needed for MFU only.
+        config: the model's configuration, for `model_flops_per_token`; None for the model's own `config`. Needed for MFU only.
 
     Metrics: `speed/tokens_per_second`, `speed/samples_per_second`, `speed/step_seconds`, `speed/mfu`, means over the steps since
     the last log; `speed/share.<phase>` of the logged step, with `other` for what is no phase (callbacks, copies to the device);
@@ -60,7 +60,7 @@ class Throughput(Callback):
         self.config = self.config or getattr(engine.strategy.module, "config", None)
         if not isinstance(self.config, ModelConfig):
             raise CourseError("MFU needs the FLOPs per token: give Throughput the model's `config`, or leave peak_flops out.")
-        flops_per_token(self.config, 1)  # refuses an encoder-decoder now rather than after the first steps
+        model_flops_per_token(self.config, 1)  # refuses an encoder-decoder now rather than after the first steps
 
     def on_batch(self, engine: "RuntimeEngine", microbatches: Sequence[Batch]) -> None:
         self.began = time.perf_counter()
@@ -81,7 +81,7 @@ class Throughput(Callback):
 
     def flops_per_token(self, seq: int) -> int:
         if seq not in self.by_length:
-            self.by_length[seq] = flops_per_token(self.config, seq)
+            self.by_length[seq] = model_flops_per_token(self.config, seq)
         return self.by_length[seq]
 
     def measure(self, engine: "RuntimeEngine") -> Metrics:

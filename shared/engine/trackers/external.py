@@ -31,12 +31,13 @@ def require(module: str, package: str) -> Any:
 
 
 def settings_of(engine: "RuntimeEngine", more: Settings | None) -> Settings:
-    """The engine's configuration under `engine.`, and what else a run wants on record, such as the model's."""
-    return flat({"engine": engine.config} | (more or {}))
+    """The engine's configuration under `engine.`, and what else a run wants on record, such as the model's, in plain values."""
+    found = flat({"engine": engine.config} | (more or {}))
+    return {name: value if isinstance(value, bool | int | float | str | None) else str(value) for name, value in found.items()}
 
 
 def flat(settings: Settings, prefix: str = "") -> Settings:
-    """Nested dictionaries and dataclasses as one dictionary with dotted names; what is no plain value as its text.
+    """Nested dictionaries and dataclasses as one dictionary with dotted names.
 
     >>> flat({"model": {"hidden_size": 64}, "seed": 0})
     {'model.hidden_size': 64, 'seed': 0}
@@ -44,8 +45,5 @@ def flat(settings: Settings, prefix: str = "") -> Settings:
     found: Settings = {}
     for name, value in settings.items():
         value = asdict(value) if is_dataclass(value) else value
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value if isinstance(value, bool | int | float | str | None) else str(value)
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return found

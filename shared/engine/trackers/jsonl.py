@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shared.engine.callbacks import Callback, Metrics
+from shared.output_files import write_atomically
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
@@ -83,11 +84,9 @@ def read_jsonl(path: Path | str) -> dict[int, Metrics]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Keep the lines up to `step`, by way of a second file, so that a crash leaves the old one or the new one."""
+    """Keep the lines up to `step`."""
     kept = [line for line in whole_lines(path) if json.loads(line)["step"] <= step]
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text("".join(kept), encoding="utf-8")
-    beside.replace(path)
+    write_atomically(path, "".join(kept).encode())
 
 
 def whole_lines(path: Path) -> list[str]:

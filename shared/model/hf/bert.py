@@ -1,13 +1,12 @@
 """Chapter 02. BERT's format, with the head that fills in masked words. Its pooler and next-sentence head are not ours."""
 
 from shared.model.config import ModelConfig
-from shared.model.hf.format import Format, Told, activation
-from shared.model.hf.stored import Stored, same, weight_and_bias
+from shared.model.hf.format import ConfigJson, FileTensor, Format, activation, same, weight_and_bias
 
 SAME_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
-def read(told: Told) -> ModelConfig:
+def read(told: ConfigJson) -> ModelConfig:
     return ModelConfig(
         **{key: told[key] for key in SAME_KEYS},
         architecture="encoder",
@@ -31,7 +30,7 @@ def read(told: Told) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> Told:
+def write(config: ModelConfig) -> ConfigJson:
     names = {"gelu_tanh": "gelu_new"}
     return {key: getattr(config, key) for key in SAME_KEYS} | {
         "max_position_embeddings": config.max_position_embeddings,
@@ -45,7 +44,7 @@ def write(config: ModelConfig) -> Told:
     }
 
 
-def tensors(config: ModelConfig) -> list[Stored]:
+def tensors(config: ModelConfig) -> list[FileTensor]:
     pairs = [
         ("bert.embeddings.LayerNorm", "embedding.norm"),
         ("cls.predictions.transform.dense", "head.transform"),

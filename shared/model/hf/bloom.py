@@ -1,11 +1,10 @@
 """Chapter 02. BLOOM's format: ALiBi, normalised embeddings, and queries, keys and values fused head by head."""
 
 from shared.model.config import ModelConfig
-from shared.model.hf.format import Format, Told
-from shared.model.hf.stored import Stored, head_by_head, same, weight_and_bias
+from shared.model.hf.format import ConfigJson, FileTensor, Format, head_by_head, same, weight_and_bias
 
 
-def read(told: Told) -> ModelConfig:
+def read(told: ConfigJson) -> ModelConfig:
     return ModelConfig(
         vocab_size=told["vocab_size"],
         hidden_size=told.get("hidden_size") or told["n_embed"],
@@ -28,7 +27,7 @@ def read(told: Told) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> Told:
+def write(config: ModelConfig) -> ConfigJson:
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -43,7 +42,7 @@ def write(config: ModelConfig) -> Told:
     }
 
 
-def tensors(config: ModelConfig) -> list[Stored]:
+def tensors(config: ModelConfig) -> list[FileTensor]:
     stored = [
         same("transformer.word_embeddings.weight", "embedding.tokens.weight"),
         *weight_and_bias(same, "transformer.word_embeddings_layernorm", "embedding.norm", True),

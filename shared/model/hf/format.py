@@ -1,18 +1,55 @@
-"""Chapter 02. What a format is: how a family's `config.json` and tensor names are read and written."""
+"""Chapter 02. Hugging Face format of a model family: how its `config.json` and the names and layouts of its tensors are read and written.
+
+A `FileTensor` says once, for loading and saving, how one tensor in a file relates to parameters of ours: it is the same, transposed,
+several of them in one, or a slice of one. GPT-2's linear layers are stored [in, out], the other way round from everyone else's, and its
+queries, keys and values are one matrix. BLOOM fuses them head by head. Mixtral stores each expert by itself, where ours may be stacked.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from shared.model.config import ModelConfig
-from shared.model.hf.stored import Stored
+import torch
+from torch import Tensor
 
-Told = dict[str, Any]  # the content of a config.json
+from shared.model.config import ModelConfig
+
+ConfigJson = dict[str, Any]  # the content of a config.json
 
 ACTIVATION_NAMES = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
+
+
+def alone(tensors: list[Tensor]) -> Tensor:
+    return tensors[0]
+
+
+def as_it_is(tensor: Tensor) -> list[Tensor]:
+    return [tensor]
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor in a file.
+
+    name: in the file. ours: logical names of the parameters that it holds.
+    pack: makes the file's tensor from theirs, in that order. unpack: the other way.
+    part: None for whole parameters; else the tensor is entry `part` of each along its first dimension, such as one expert of a stack
+        [E, out, in], and other tensors hold the other entries.
+    """
+
+    name: str
+    ours: tuple[str, ...]
+    pack: Callable[[list[Tensor]], Tensor] = alone
+    unpack: Callable[[Tensor], list[Tensor]] = as_it_is
+    part: int | None = None
+
+    def views(self, parameters: dict[str, Tensor]) -> list[Tensor]:
+        """What the tensor holds of our parameters, each a view into one."""
+        return [parameters[name] if self.part is None else parameters[name][self.part] for name in self.ours]
 
 
 @dataclass(frozen=True)
@@ -33,9 +70,9 @@ class Format:
 
     model_type: str
     architecture: str
-    read: Callable[[Told], ModelConfig]
-    write: Callable[[ModelConfig], Told]
-    tensors: Callable[[ModelConfig], list[Stored]]
+    read: Callable[[ConfigJson], ModelConfig]
+    write: Callable[[ModelConfig], ConfigJson]
+    tensors: Callable[[ModelConfig], list[FileTensor]]
     tied: tuple[str, ...] = ()
     tied_by_file: bool = False
     required: dict[str, tuple] = field(default_factory=dict)
@@ -53,3 +90,42 @@ def activation(name: str) -> str:
     if name not in ACTIVATION_NAMES:
         raise ValueError(f"The activation {name!r} is not one of this model's: {', '.join(ACTIVATION_NAMES)}.")
     return ACTIVATION_NAMES[name]
+
+
+def same(name: str, ours: str) -> FileTensor:
+    return FileTensor(name, (ours,))
+
+
+def transposed(name: str, ours: str) -> FileTensor:
+    """[in, out] in the file."""
+    return FileTensor(name, (ours,), lambda tensors: tensors[0].t(), lambda tensor: [tensor.t()])
+
+
+def side_by_side(name: str, ours: tuple[str, ...]) -> FileTensor:
+    """Biases of equal length one after another."""
+    return FileTensor(name, ours, torch.cat, lambda tensor: list(tensor.chunk(len(ours))))
+
+
+def side_by_side_transposed(name: str, ours: tuple[str, ...]) -> FileTensor:
+    """Matrices of equal size, [in, out] each, next to each other along the outputs."""
+    return FileTensor(
+        name, ours, lambda tensors: torch.cat(tensors).t(), lambda tensor: [part.t() for part in tensor.chunk(len(ours), dim=1)]
+    )
+
+
+def head_by_head(name: str, ours: tuple[str, ...], heads: int) -> FileTensor:
+    """The first head's rows of each parameter, then the second head's, and so on."""
+    return FileTensor(name, ours, partial(weave, heads=heads), partial(unweave, heads=heads, parts=len(ours)))
+
+
+def weave(tensors: list[Tensor], heads: int) -> Tensor:
+    return torch.stack([tensor.unflatten(0, (heads, -1)) for tensor in tensors], dim=1).flatten(0, 2)
+
+
+def unweave(tensor: Tensor, heads: int, parts: int) -> list[Tensor]:
+    return [part.flatten(0, 1) for part in tensor.unflatten(0, (heads, parts, -1)).unbind(dim=1)]
+
+
+def weight_and_bias(make: Callable[[str, str], FileTensor], name: str, ours: str, bias: bool) -> list[FileTensor]:
+    """A layer's weight by `make`, and its bias as it is, where it has one."""
+    return [make(f"{name}.weight", f"{ours}.weight")] + ([same(f"{name}.bias", f"{ours}.bias")] if bias else [])

@@ -1,13 +1,22 @@
 """Chapter 02. GPT-2's format, which GPT-3's published sizes use too: [in, out] matrices, queries, keys and values in one."""
 
 from shared.model.config import ModelConfig
-from shared.model.hf.format import Format, Told, activation
-from shared.model.hf.stored import Stored, same, side_by_side, side_by_side_transposed, transposed, weight_and_bias
+from shared.model.hf.format import (
+    ConfigJson,
+    FileTensor,
+    Format,
+    activation,
+    same,
+    side_by_side,
+    side_by_side_transposed,
+    transposed,
+    weight_and_bias,
+)
 
 BLOCK = "transformer.h.{}"
 
 
-def read(told: Told) -> ModelConfig:
+def read(told: ConfigJson) -> ModelConfig:
     return ModelConfig(
         vocab_size=told["vocab_size"],
         hidden_size=told["n_embd"],
@@ -30,7 +39,7 @@ def read(told: Told) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> Told:
+def write(config: ModelConfig) -> ConfigJson:
     names = {"gelu_tanh": "gelu_new"}
     return {
         "vocab_size": config.vocab_size,
@@ -49,7 +58,7 @@ def write(config: ModelConfig) -> Told:
     }
 
 
-def tensors(config: ModelConfig) -> list[Stored]:
+def tensors(config: ModelConfig) -> list[FileTensor]:
     stored = [
         same("transformer.wte.weight", "embedding.tokens.weight"),
         same("transformer.wpe.weight", "embedding.positions.weight"),

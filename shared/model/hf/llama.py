@@ -1,17 +1,58 @@
-"""Chapter 02. LLaMA's format, and those of its relatives Mistral, Qwen 2 and Qwen 3, which differ from it in a few keys."""
+"""Chapter 02. LLaMA's format, and those of its relatives Mistral, Qwen 2 and Qwen 3, which differ from it in a few keys.
+
+transformers 4 and 5 write RoPE differently. Version 5: `rope_parameters`, with `rope_type` ("default" for none) and `rope_theta` inside.
+Version 4: `rope_theta` beside `rope_scaling`, whose kind is called `rope_type` or, earlier still, `type`.
+"""
 
 from dataclasses import replace
+from typing import Any
 
-from shared.model.config import ModelConfig
-from shared.model.hf.format import Format, Told, activation
-from shared.model.hf.rope import read_rope, write_rope
-from shared.model.hf.stored import Stored, same, weight_and_bias
+from shared.model.config import ModelConfig, RopeScaling
+from shared.model.hf.format import ConfigJson, FileTensor, Format, activation, same, weight_and_bias
 
 SAME_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 COMMON_REQUIRED = {"pretraining_tp": (1, None), "quantization_config": (None,), "partial_rotary_factor": (1.0, None)}
+ROPE_OPTIONS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+HARMLESS_ROPE_KEYS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
 
 
-def read_common(told: Told, longest: int, eps: float = 1e-6) -> ModelConfig:
+def read_rope(told: ConfigJson, longest: int) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` for a `ModelConfig`. longest: max_position_embeddings.
+
+    Raises:
+        ValueError: a kind of scaling, or an option of one, that is not understood here.
+    """
+    said = told.get("rope_parameters") or told.get("rope_scaling") or {}
+    theta = float(said.get("rope_theta") or told.get("rope_theta") or 10000.0)
+    kind = said.get("rope_type") or said.get("type") or "default"
+    if kind == "default":
+        return {"rope_theta": theta}
+    if kind not in ROPE_OPTIONS:
+        raise ValueError(f"rope_type {kind!r} is not one of this model's: default, {', '.join(ROPE_OPTIONS)}.")
+    given = {key: value for key, value in said.items() if value is not None}
+    if strange := sorted(set(given) - set(ROPE_OPTIONS[kind]) - HARMLESS_ROPE_KEYS):
+        raise ValueError(f"{kind} RoPE scaling with {', '.join(strange)} is not understood here.")
+    options = {key: given[key] for key in ROPE_OPTIONS[kind] if key in given}
+    if kind == "yarn":
+        options.setdefault("original_max_position_embeddings", longest)
+    return {"rope_theta": theta, "rope_scaling": RopeScaling(kind, **options)}
+
+
+def write_rope(config: ModelConfig) -> ConfigJson:
+    """`rope_parameters`, as transformers 5 writes it."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
+    options = {key: getattr(scaling, key) for key in ROPE_OPTIONS[scaling.rope_type] if getattr(scaling, key) is not None}
+    return {"rope_parameters": {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta} | options}
+
+
+def read_common(told: ConfigJson, longest: int, eps: float = 1e-6) -> ModelConfig:
     """What the relatives share. longest, eps: what holds where the file does not say."""
     longest = told.get("max_position_embeddings", longest)
     return ModelConfig(
@@ -28,7 +69,7 @@ def read_common(told: Told, longest: int, eps: float = 1e-6) -> ModelConfig:
     )
 
 
-def write_common(config: ModelConfig) -> Told:
+def write_common(config: ModelConfig) -> ConfigJson:
     names = {"gelu_tanh": "gelu_pytorch_tanh"}
     return {key: getattr(config, key) for key in SAME_KEYS} | {
         "num_key_value_heads": config.num_key_value_heads,
@@ -43,25 +84,25 @@ def write_common(config: ModelConfig) -> Told:
     }
 
 
-def read_llama(told: Told) -> ModelConfig:
+def read_llama(told: ConfigJson) -> ModelConfig:
     bias = told.get("attention_bias", False)
     changes = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": told.get("mlp_bias", False)}
     return replace(read_common(told, 2048), **changes)
 
 
-def write_llama(config: ModelConfig) -> Told:
+def write_llama(config: ModelConfig) -> ConfigJson:
     return write_common(config) | {"attention_bias": config.attention_output_bias, "mlp_bias": config.mlp_bias}
 
 
-def read_mistral(told: Told) -> ModelConfig:
+def read_mistral(told: ConfigJson) -> ModelConfig:
     return replace(read_common(told, 131072), sliding_window=told.get("sliding_window", 4096))
 
 
-def write_mistral(config: ModelConfig) -> Told:
+def write_mistral(config: ModelConfig) -> ConfigJson:
     return write_common(config) | {"sliding_window": config.sliding_window}
 
 
-def read_windows(told: Told) -> dict:
+def read_windows(told: ConfigJson) -> dict:
     """Qwen's: a window in some blocks only. Where the file does not list them: in those from `max_window_layers` on."""
     window, layers = told.get("sliding_window"), told["num_hidden_layers"]
     if not told.get("use_sliding_window", False) or not window:
@@ -71,7 +112,7 @@ def read_windows(told: Told) -> dict:
     return {"sliding_window": window, "layer_types": tuple(kinds)}
 
 
-def write_windows(config: ModelConfig) -> Told:
+def write_windows(config: ModelConfig) -> ConfigJson:
     return {
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
@@ -80,25 +121,25 @@ def write_windows(config: ModelConfig) -> Told:
     }
 
 
-def read_qwen2(told: Told) -> ModelConfig:
+def read_qwen2(told: ConfigJson) -> ModelConfig:
     return replace(read_common(told, 32768), attention_bias=True, **read_windows(told))
 
 
-def write_qwen2(config: ModelConfig) -> Told:
+def write_qwen2(config: ModelConfig) -> ConfigJson:
     return write_common(config) | write_windows(config)
 
 
-def read_qwen3(told: Told) -> ModelConfig:
+def read_qwen3(told: ConfigJson) -> ModelConfig:
     bias = told.get("attention_bias", False)
     changes = {"attention_bias": bias, "attention_output_bias": bias, "qk_norm": True, "head_dim": told.get("head_dim", 128)}
     return replace(read_common(told, 32768), **changes, **read_windows(told))
 
 
-def write_qwen3(config: ModelConfig) -> Told:
+def write_qwen3(config: ModelConfig) -> ConfigJson:
     return write_common(config) | write_windows(config) | {"attention_bias": config.attention_bias}
 
 
-def tensors(config: ModelConfig) -> list[Stored]:
+def tensors(config: ModelConfig) -> list[FileTensor]:
     stored = [same("model.embed_tokens.weight", "embedding.tokens.weight"), same("model.norm.weight", "stack.final_norm.weight")]
     if not config.tie_word_embeddings:
         stored.append(same("lm_head.weight", "head.linear.weight"))

@@ -15,9 +15,9 @@ from torch import Tensor
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.hf.files import INDEX, SINGLE, PretrainedError, TensorFolder, read_json, write_json, write_tensors
-from shared.model.hf.format import Format
+from shared.model.hf.format import FileTensor, Format
 from shared.model.hf.registry import read_config, write_config
-from shared.model.hf.stored import Stored
+from shared.model.init import allocate
 from shared.model.transformer import TIED_TO, TransformerModel
 
 LISTED = 12  # names in a refusal
@@ -49,16 +49,20 @@ def load_pretrained(
     with torch.device("meta"):
         model = TransformerModel(config, builders)
     stored = {entry.name: entry for entry in known.tensors(model.config)}
+    if extra := not_in_format(stored.values(), model):
+        raise PretrainedError(
+            f"No tensor of the {known.model_type} format holds {listed(extra)}, so loading would leave it without values: load the plain "
+            "model, then add what is not in its files."
+        )
     in_files = names_in_files(known, stored, files, config)
     require_fit(folder, stored, in_files, files, logical_parameters(model))
-    model.to(dtype).to_empty(device=device)
-    model.tie_weights()
+    allocate(model.to(dtype), device)
     parameters = logical_parameters(model)
     with torch.no_grad():
         for name, tensor in files.read(in_files):
             entry = stored[in_files[name]]
-            for ours, value in zip(entry.ours, entry.unpack(tensor), strict=True):
-                parameters[ours].copy_(value)
+            for ours, value in zip(entry.views(parameters), entry.unpack(tensor), strict=True):
+                ours.copy_(value)
         require_equal_tied(folder, known, config, files, parameters)
     return model
 
@@ -66,6 +70,20 @@ def load_pretrained(
 def logical_parameters(model: TransformerModel) -> dict[str, Tensor]:
     """Every parameter once, by the name that does not depend on tying."""
     return {model.logical_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def not_in_format(stored: Iterable[FileTensor], model: TransformerModel) -> list[str]:
+    """Parameters, buffers and entries of stacks that no tensor of a format holds."""
+    parts: dict[str, set[int | None]] = {}
+    for entry in stored:
+        for name in entry.ours:
+            parts.setdefault(name, set()).add(entry.part)
+    state = {model.logical_name(name): value for name, value in model.state_dict().items()}
+    found = [name for name in state if name not in parts]
+    for name, held in parts.items():
+        if name in state and None not in held:
+            found += [f"{name}[{number}]" for number in range(len(state[name])) if number not in held]
+    return found
 
 
 def require_equal_tied(folder: Path, known: Format, config: ModelConfig, files: TensorFolder, parameters: dict[str, Tensor]) -> None:
@@ -91,7 +109,7 @@ def read_folder(folder: Path) -> tuple[Format, ModelConfig]:
         raise PretrainedError(f"{folder / 'config.json'}: {error}") from None
 
 
-def names_in_files(known: Format, stored: dict[str, Stored], files: TensorFolder, config: ModelConfig) -> dict[str, str]:
+def names_in_files(known: Format, stored: dict[str, FileTensor], files: TensorFolder, config: ModelConfig) -> dict[str, str]:
     """Name in the files -> name in the format, without what no model reads. Files of the bare model lack the prefix."""
     bare = known.prefix and not any(name.startswith(known.prefix) for name in files.shapes)
     names = {}
@@ -106,7 +124,7 @@ def names_in_files(known: Format, stored: dict[str, Stored], files: TensorFolder
 
 
 def require_fit(
-    folder: Path, stored: dict[str, Stored], in_files: dict[str, str], files: TensorFolder, parameters: dict[str, Tensor]
+    folder: Path, stored: dict[str, FileTensor], in_files: dict[str, str], files: TensorFolder, parameters: dict[str, Tensor]
 ) -> None:
     """Refuse files that do not hold just the tensors that the configuration asks for."""
     present = {full: files.shapes[name] for name, full in in_files.items()}
@@ -122,8 +140,8 @@ def require_fit(
         raise PretrainedError(f"The tensors in {folder} are not those of its config.json. {'; '.join(problems)}.")
 
 
-def packed_shape(entry: Stored, parameters: dict[str, Tensor]) -> tuple[int, ...]:
-    return tuple(entry.pack([torch.empty(parameters[name].shape, device="meta") for name in entry.ours]).shape)
+def packed_shape(entry: FileTensor, parameters: dict[str, Tensor]) -> tuple[int, ...]:
+    return tuple(entry.pack([torch.empty(view.shape, device="meta") for view in entry.views(parameters)]).shape)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -146,7 +164,7 @@ def save_pretrained(
         max_shard_bytes: the weights are split into files of at most this size.
 
     Raises:
-        ValueError: no format can describe the model, or part of it is absent.
+        ValueError: no format can describe the model, part of it is absent, or it has parameters or buffers that the format does not name.
     """
     folder = Path(folder)
     known, told = write_config(model.config, model_type)
@@ -154,10 +172,15 @@ def save_pretrained(
     stored = {entry.name: entry for entry in known.tensors(model.config)}
     if absent := {name for entry in stored.values() for name in entry.ours} - set(parameters):
         raise ValueError(f"Only a whole model can be saved in this format; this one lacks {listed(absent)}.")
-    sizes = {name: sum(parameters[ours].nbytes for ours in entry.ours) for name, entry in stored.items()}
+    if extra := not_in_format(stored.values(), model):
+        raise ValueError(
+            f"No tensor of the {known.model_type} format holds {listed(extra)}, and without it this would be another model: merge an "
+            "adapter into the weights it belongs to, or take it out."
+        )
+    sizes = {name: sum(view.nbytes for view in entry.views(parameters)) for name, entry in stored.items()}
     folder.mkdir(parents=True, exist_ok=True)
     written = write_tensors(
-        folder, sizes, lambda name: stored[name].pack([parameters[ours].cpu() for ours in stored[name].ours]), max_shard_bytes
+        folder, sizes, lambda name: stored[name].pack([view.cpu() for view in stored[name].views(parameters)]), max_shard_bytes
     )
     for old in [*folder.glob("model*.safetensors"), folder / INDEX, folder / SINGLE]:
         if old.name not in written:

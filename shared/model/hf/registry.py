@@ -5,7 +5,7 @@ from dataclasses import replace
 from shared.model.config import ModelConfig
 from shared.model.hf.bert import BERT
 from shared.model.hf.bloom import BLOOM
-from shared.model.hf.format import Format, Told
+from shared.model.hf.format import ConfigJson, Format
 from shared.model.hf.gpt2 import GPT2
 from shared.model.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from shared.model.hf.t5 import T5
@@ -14,7 +14,7 @@ FORMATS: dict[str, Format] = {known.model_type: known for known in (GPT2, LLAMA,
 OF_TRAINING = {"attention": "sdpa", "hidden_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.02}
 
 
-def read_config(told: Told) -> tuple[Format, ModelConfig]:
+def read_config(told: ConfigJson) -> tuple[Format, ModelConfig]:
     """The format and the configuration that a `config.json` describes.
 
     Raises:
@@ -33,7 +33,7 @@ def read_config(told: Told) -> tuple[Format, ModelConfig]:
         raise ValueError(f"{error.args[0]} is missing, and a {model_type} model cannot be built without it.") from None
 
 
-def write_config(config: ModelConfig, model_type: str | None = None) -> tuple[Format, Told]:
+def write_config(config: ModelConfig, model_type: str | None = None) -> tuple[Format, ConfigJson]:
     """The format that describes this model, and its `config.json`.
 
     Args:

@@ -7,13 +7,12 @@ and a gated feed-forward layer. In files, both keep scores unscaled.
 from dataclasses import replace
 
 from shared.model.config import ModelConfig
-from shared.model.hf.format import Format, Told, activation
-from shared.model.hf.stored import Stored, same
+from shared.model.hf.format import ConfigJson, FileTensor, Format, activation, same
 
 FEED_FORWARD = {"relu": ("relu", False), "gated-gelu": ("gelu_tanh", True), "gated-silu": ("silu", True), "gelu": ("gelu", False)}
 
 
-def read(told: Told) -> ModelConfig:
+def read(told: ConfigJson) -> ModelConfig:
     said = told.get("feed_forward_proj", "relu")
     if said not in FEED_FORWARD:
         raise ValueError(f"feed_forward_proj {said!r} is not one of this model's: {', '.join(FEED_FORWARD)}.")
@@ -47,7 +46,7 @@ def read(told: Told) -> ModelConfig:
     return replace(config, initializer_range=0.02 * told.get("initializer_factor", 1.0))
 
 
-def write(config: ModelConfig) -> Told:
+def write(config: ModelConfig) -> ConfigJson:
     names = {choice: name for name, choice in FEED_FORWARD.items()}
     return {
         "vocab_size": config.vocab_size,
@@ -69,7 +68,7 @@ def write(config: ModelConfig) -> Told:
     }
 
 
-def tensors(config: ModelConfig) -> list[Stored]:
+def tensors(config: ModelConfig) -> list[FileTensor]:
     stored = [same("shared.weight", "embedding.tokens.weight")]
     if not config.tie_word_embeddings:
         stored.append(same("lm_head.weight", "head.linear.weight"))
@@ -80,7 +79,7 @@ def tensors(config: ModelConfig) -> list[Stored]:
     )
 
 
-def stack(theirs: str, ours: str, layers: int, config: ModelConfig) -> list[Stored]:
+def stack(theirs: str, ours: str, layers: int, config: ModelConfig) -> list[FileTensor]:
     stored = [
         same(f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", f"{ours}.relative_bias.weight"),
         same(f"{theirs}.final_layer_norm.weight", f"{ours}.final_norm.weight"),

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from shared.model.attention import AttentionContext
-from shared.model.init import initial_value
+from shared.model.init import local_initial_value
 from shared.parallel.data.engine import DataEngine
 from shared.parallel.data.flat import Flat, Unit, slots_of, slots_within
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import sharding_of
 
 
 class FullySharded(DataEngine):
@@ -210,10 +209,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def first_value(model: nn.Module, seed: int, name: str, parameter: nn.Parameter) -> Tensor:
     """This rank's numbers of a parameter as the model has it, or as its name and the seed make it where it has no memory yet."""
-    if not parameter.is_meta:
-        return parameter
-    value, sharding = initial_value(model.logical_name(name), parameter, model.config, seed), sharding_of(parameter)
-    return sharding.local(value) if sharding else value
+    return local_initial_value(model.logical_name(name), parameter, model.config, seed) if parameter.is_meta else parameter
 
 
 def device_of(model: nn.Module, device: torch.device | str) -> torch.device:

@@ -5,7 +5,7 @@
 
 Of weights, gradients and state each rank holds all or an n-th (Rajbhandari et al. 2020; `shared.parallel.data.zero.bytes_held`). Activations
 follow Korthikanti et al. 2022, section 4.1, which counts what each operation keeps, for this model's own operations: norms keep their
-input, linear layers theirs, attention queries, keys, values and its result. `chapters/06_data_parallel/memory_measured.py` measures the same.
+input, linear layers theirs, attention queries, keys, values and its result. Chapter 06's `memory_measured.py` measures the same.
 
 Left out on purpose: what lives for moments (buckets under way, the gradients of activations, what an operation needs for itself), what the
 allocator keeps in reserve, and blocks other than those of a decoder without dropout.
@@ -211,7 +211,8 @@ def require_formula(model: ModelConfig) -> None:
         "embedding_norm": model.embedding_norm,
         "sliding_window": model.sliding_window is not None,
         "head": model.head != "linear",
+        "experts": model.experts is not None,
     }
     for name, is_uncovered in uncovered.items():
         if is_uncovered:
-            raise ValueError(f"There is no formula for the activations of a model with this {name}: measure them (chapters/06_data_parallel/memory_measured.py).")
+            raise ValueError(f"There is no formula for the activations of a model with this {name}: measure them (memory_measured.py).")

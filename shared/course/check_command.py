@@ -6,15 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shared.course import catalogue, released, running, standing
+from shared.course import catalogue, released, running, status
 from shared.course.catalogue import Exercise, chapter_of
 from shared.course.errors import BrokenFile, CourseError
-from shared.course.opening import not_kept
+from shared.course.hints import answer_text, not_kept, print_comparison, solution_text
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 from shared.course.paths import find_workspace
 from shared.course.progress import Progress
 from shared.course.report import after_pass, count, outcome_lines
-from shared.course.side_by_side import answer_text, print_comparison, solution_text
 from shared.course.stubs import BodyFile
 from shared.course.terminal import print_lines, say
 
@@ -26,7 +25,7 @@ def check(console: Console, names: tuple[str, ...], implementation: str, compare
 
     Args:
         implementation: `mine` records what passed; `reference` checks the solutions and records nothing.
-        compare: show the answers that pass beside the solutions, also where several are checked.
+        compare: show answers that pass next to the solutions, also where several are checked.
 
     Raises:
         CourseError: an unknown name, an unreadable record, or nothing to check.
@@ -74,13 +73,13 @@ def keep(outcome: Outcome, progress: Progress) -> bool:
 
 
 def show_pass(console: Console, exercise: Exercise, workspace: Path) -> Exercise | None:
-    """After a pass: the answer beside the solution, the question, and the exercise that is open next, which is returned."""
+    """After a pass: the answer next to the solution, the question, and the exercise that is open next, which is returned."""
     try:
         file = BodyFile.read(chapter_of(exercise.id).stub_file(workspace))
         print_comparison(console, answer_text(exercise, file), solution_text(exercise))
     except BrokenFile:
-        pass  # saved again since it was checked, and broken: the pass stands, the new text is for the next check
-    following = standing.next_open(standing.standings(workspace), after=exercise)
+        pass  # saved again since it was checked, and broken: the pass is kept, the new text is for the next check
+    following = status.next_open(status.exercise_statuses(workspace), after=exercise)
     following = following if following != exercise else None  # itself, where the pass could not be recorded
     print_lines(console, after_pass(exercise, following))
     return following
@@ -88,8 +87,8 @@ def show_pass(console: Console, exercise: Exercise, workspace: Path) -> Exercise
 
 def summary(outcomes: list[Outcome]) -> str:
     states = [outcome.state for outcome in outcomes]
-    told = [f"{states.count(state)} {words}" for state, words in ((PASS, "passed"), (FAIL, "failed"), (NOT_ATTEMPTED, "not attempted"))]
-    return f"{count(len(states), 'exercise')} checked: {', '.join(told)}."
+    parts = [f"{states.count(state)} {words}" for state, words in ((PASS, "passed"), (FAIL, "failed"), (NOT_ATTEMPTED, "not attempted"))]
+    return f"{count(len(states), 'exercise')} checked: {', '.join(parts)}."
 
 
 def exit_code(outcomes: list[Outcome]) -> int:

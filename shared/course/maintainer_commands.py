@@ -1,4 +1,4 @@
-"""Floor 0. Commands for whoever maintains the course: make the stubs, record a release, try the mutants."""
+"""Floor 0. Commands for maintainers of the course: make the stubs, record a release, refresh notebooks, try the mutants."""
 
 import sys
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import click
 from rich.table import Table
 
-from shared.course import catalogue, mutants, released, restoring, stubs, terminal
+from shared.course import catalogue, mutants, released, reset, stubs, terminal
 from shared.course.catalogue import Chapter
-from shared.course.command import MAINTAINERS, CourseCommand, examples
+from shared.course.click_group import MAINTAINERS, CourseCommand, examples
 from shared.course.errors import BrokenFile, CourseError
 from shared.course.outcome import FAIL, PASS, Outcome
 from shared.course.paths import CHECKOUT, shown
@@ -37,8 +37,8 @@ def stubs_command(number: str | None, only_check: bool, force: bool) -> None:
         sys.exit(1 if differing else 0)
     for chapter in differing:
         if edited := [] if force else edited_functions(chapter):
-            raise CourseError(f"{shown(chapter.stub_file(CHECKOUT))} holds somebody's work: {', '.join(edited)}. `--force` replaces it.")
-        click.echo(restoring.reset_chapter(chapter, CHECKOUT))
+            raise CourseError(f"{shown(chapter.stub_file(CHECKOUT))} holds a learner's work: {', '.join(edited)}. `--force` replaces it.")
+        click.echo(reset.reset_chapter(chapter, CHECKOUT))
 
 
 def stub_on_disk(chapter: Chapter) -> str | None:

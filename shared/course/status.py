@@ -1,4 +1,4 @@
-"""Floor 0. Where a learner stands: each exercise's state, from the file as it is now and the record of past checks."""
+"""Floor 0. `course status` and `course next`: each exercise's state, from the learner's file as it is now and the record of past checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ NARROW = 80  # columns below which the table keeps only what matters most
 
 
 @dataclass(frozen=True)
-class Standing:
-    """One exercise as it stands: `state` is one of the five words above."""
+class ExerciseStatus:
+    """The status of one exercise: `state` is one of the five words above."""
 
     exercise: Exercise
     state: str
@@ -36,13 +36,13 @@ class Standing:
         return self.state == PASSED
 
 
-def standings(workspace: Path) -> list[Standing]:
+def exercise_statuses(workspace: Path) -> list[ExerciseStatus]:
     """Every exercise in teaching order."""
     record = Progress(workspace).read()
-    return [standing for chapter in catalogue.chapters().values() for standing in chapter_standings(chapter, workspace, record)]
+    return [status for chapter in catalogue.chapters().values() for status in chapter_statuses(chapter, workspace, record)]
 
 
-def chapter_standings(chapter: Chapter, workspace: Path, record: dict[str, dict]) -> list[Standing]:
+def chapter_statuses(chapter: Chapter, workspace: Path, record: dict[str, dict]) -> list[ExerciseStatus]:
     try:
         file = BodyFile.read(chapter.stub_file(workspace))
     except BrokenFile:
@@ -50,7 +50,7 @@ def chapter_standings(chapter: Chapter, workspace: Path, record: dict[str, dict]
     found = []
     for exercise in chapter.exercises:
         kept = record.get(exercise.id, {})
-        found.append(Standing(exercise, state_of(exercise, chapter, file, kept.get("passed")), kept.get("hints", 0)))
+        found.append(ExerciseStatus(exercise, state_of(exercise, chapter, file, kept.get("passed")), kept.get("hints", 0)))
     return found
 
 
@@ -64,11 +64,11 @@ def state_of(exercise: Exercise, chapter: Chapter, file: BodyFile | None, passed
     return PASSED if passed == file.fingerprint(exercise, chapter) else CHANGED
 
 
-def next_open(found: Sequence[Standing], after: Exercise | None = None) -> Exercise | None:
+def next_open(found: Sequence[ExerciseStatus], after: Exercise | None = None) -> Exercise | None:
     """The first exercise that has not passed: from `after` on if given, and from the beginning again behind the last."""
-    ids = [standing.exercise.id for standing in found]
+    ids = [status.exercise.id for status in found]
     start = ids.index(after.id) + 1 if after else 0
-    return next((standing.exercise for standing in [*found[start:], *found[:start]] if not standing.passed), None)
+    return next((status.exercise for status in [*found[start:], *found[:start]] if not status.passed), None)
 
 
 def next_lines(exercise: Exercise, workspace: Path) -> list[Line]:
@@ -80,7 +80,7 @@ def next_lines(exercise: Exercise, workspace: Path) -> list[Line]:
     chapter = catalogue.chapter_of(exercise.id)
     path = chapter.stub_file(workspace)
     node = BodyFile.read(path).function(exercise.name)
-    told = {
+    instructions = {
         "write": shown(path) + (f", line {node.lineno}" if node else ""),
         "read": shown(chapter.notebook),
         "check": f"course check {exercise.id}",
@@ -90,22 +90,22 @@ def next_lines(exercise: Exercise, workspace: Path) -> list[Line]:
     return [
         Line(f"Next: {exercise.id}  {exercise.title}", "bold"),
         Line(f"  about {exercise.minutes} minutes, difficulty {exercise.difficulty} of 5{after}"),
-        *(Line(f"  {label:<8} {text}", hang=9) for label, text in told.items()),
+        *(Line(f"  {label:<8} {text}", hang=9) for label, text in instructions.items()),
     ]
 
 
-def tally(found: Sequence[Standing]) -> str:
-    yours = sum(standing.passed for standing in found)
+def tally(found: Sequence[ExerciseStatus]) -> str:
+    yours = sum(status.passed for status in found)
     return f"{yours} of {len(found)} parts of the trainer are yours."
 
 
-def progress_bar(found: Sequence[Standing], width: int = 30) -> str:
-    done = sum(standing.passed for standing in found)
+def progress_bar(found: Sequence[ExerciseStatus], width: int = 30) -> str:
+    done = sum(status.passed for status in found)
     filled = round(width * done / len(found))
     return f"[{'#' * filled}{'-' * (width - filled)}] {done} of {len(found)}"
 
 
-def print_status(console: Console, found: Sequence[Standing]) -> None:
+def print_status(console: Console, found: Sequence[ExerciseStatus]) -> None:
     """The table of `course status`; a narrow terminal gets the exercise and its state only."""
     wide = console.width >= NARROW
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -115,10 +115,10 @@ def print_status(console: Console, found: Sequence[Standing]) -> None:
         table.add_column("hints", justify="right")
         table.add_column("minutes", justify="right")
         table.add_column("title")
-    for standing in found:
-        exercise = standing.exercise
-        about = [str(standing.hints or ""), str(exercise.minutes), exercise.title] if wide else []
-        table.add_row(exercise.id, Text(standing.state, STYLES[standing.state]), *about)
+    for status in found:
+        exercise = status.exercise
+        about = [str(status.hints or ""), str(exercise.minutes), exercise.title] if wide else []
+        table.add_row(exercise.id, Text(status.state, STYLES[status.state]), *about)
     console.print(table)
     say(console)
     say(console, tally(found), "bold")

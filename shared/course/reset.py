@@ -23,7 +23,7 @@ def reset_exercise(exercise: Exercise, workspace: Path) -> str:
     node = file.function(exercise.name)
     if node is None:
         write(path, f"{file.source.rstrip()}\n\n\n{stub}\n")
-        return f"{shown(path)} had no function {exercise.name}: its stub stands at the end of the file now."
+        return f"{shown(path)} had no function {exercise.name}: its stub is at the end of the file now."
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     lines = file.lines
     old = "\n".join(lines[first - 1 : node.end_lineno])
@@ -35,7 +35,7 @@ def reset_exercise(exercise: Exercise, workspace: Path) -> str:
 
 
 def reset_chapter(chapter: Chapter, workspace: Path) -> str:
-    """Put the whole file of stubs in place, whatever stands there. Returns what was done."""
+    """Put the whole file of stubs in place, whatever is in it. Returns what was done."""
     path = chapter.stub_file(workspace)
     saved = save(workspace, chapter.number, path.read_bytes()) if path.exists() else None
     write(path, stub_file(chapter))

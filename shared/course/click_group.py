@@ -1,4 +1,4 @@
-"""Floor 0. The manners of the command: help in two sections, the nearest name for an unknown one, errors as sentences."""
+"""Floor 0. The click group of the command line: help in two sections, the nearest name for an unknown one, errors as sentences."""
 
 import difflib
 import sys
@@ -14,7 +14,7 @@ MAINTAINERS = "maintainers"  # the section of a command: `command.section`
 
 
 class CourseCommand(click.Command):
-    """A command that knows which section of the help it stands in."""
+    """A command with its section of the help."""
 
     def __init__(self, *args: Any, section: str = "learners", **settings: Any):
         super().__init__(*args, **settings)

@@ -1,0 +1,49 @@
+"""Chapter 12. The dataloaders of a run: this rank's share of the training rows, and held-out text for evaluation."""
+
+from shared.course.errors import CourseError
+from shared.data.fim import FillInMiddle
+from shared.data.loader import EvaluationLoader, PackedLoader
+from shared.data.prepare import PreparedText
+from shared.parallel.mesh import Mesh
+from shared.trainer.config import FIM_SPARE, TrainerConfig
+
+
+def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[PackedLoader, EvaluationLoader]:
+    """This rank's share of what is trained on, with middles moved, and of what is held out, as it is."""
+    data, transform = config.data, None
+    if data.fim.rate > 0:
+        transform = FillInMiddle(data.fim, text.tokenizer.encode, text.tokenizer.decode, text.tokenizer.fim_tokens)
+    training = PackedLoader(
+        text.training,
+        seq=data.seq,
+        batch_size=data.batch_size,
+        micro_batch_size=min(data.micro_batch_size, data.batch_size // mesh.data.size),
+        seed=config.seed,
+        rank=mesh.data.rank,
+        ranks=mesh.data.size,
+        epochs=data.epochs,
+        transform=transform,
+        spare=FIM_SPARE if transform else 0,
+        strategy=data.strategy,
+    )
+    require_rows(training, config)
+    return training, evaluation_loader(config, text, data.held_out_rows, mesh)
+
+
+def require_rows(loader: PackedLoader, config: TrainerConfig) -> None:
+    """Refuse more steps than the text has rows for. Said only when it has ended, it would come after the training and before the report."""
+    if config.data.epochs is None:
+        return
+    rows = sum(loader.feed.plan(epoch)[0].rows for epoch in range(config.data.epochs))
+    enough = -(-rows // config.data.batch_size)
+    if enough < config.steps:
+        raise CourseError(
+            f"data.epochs is {config.data.epochs}, which gives {rows:,} rows, enough for {enough:,} steps of {config.data.batch_size}, and "
+            f"steps is {config.steps:,}: give more text, more epochs, or fewer steps."
+        )
+
+
+def evaluation_loader(config: TrainerConfig, text: PreparedText, rows: int | None, mesh: Mesh | None = None) -> EvaluationLoader:
+    """Held-out text: a rank's share of it, or, without a mesh, all of it."""
+    rank, ranks = (mesh.data.rank, mesh.data.size) if mesh else (0, 1)
+    return EvaluationLoader(text.held_out, seq=config.data.seq, batch_size=config.data.micro_batch_size, limit=rows, rank=rank, ranks=ranks)

@@ -1,0 +1,160 @@
+"""Start a script as a user does, in a forked child of one process that has imported the libraries, or in an interpreter of its own.
+
+Importing PyTorch takes longer than most scripts of the tests do. `run_script` hands a script to a server (this file, as a program) that
+has imported the libraries and nothing of the course: it forks, and the child becomes the script, with its own folder, words, environment,
+output and exit code. `fresh=True` starts Python instead: one test of each script does.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from functools import cache
+from pathlib import Path
+from typing import TextIO
+
+LIBRARIES = (
+    "torch", "torch._dynamo", "numpy", "matplotlib.figure", "matplotlib.backends.backend_agg", "jsonargparse", "rich.console", "rich.table",
+    "rich.progress", "safetensors.torch", "psutil", "yaml", "jinja2", "cloudpickle", "tokenizers", "pyarrow.parquet", "pyarrow.compute",
+    "ftfy", "multiprocessing.connection",
+)  # fmt: skip
+TIMEOUT = 600.0  # seconds, of a machine that does much else
+
+
+def run_script(
+    script: Path, *words: object, cwd: Path, interrupt_after: str = "", fresh: bool = False, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run a script to its end.
+
+    Args:
+        words: its command line.
+        interrupt_after: Ctrl-C comes right after the first printed line that matches this pattern. The process sends it to itself, in
+            the very write of that line: a test that watched the line would be too late where it is kept waiting.
+        fresh: whether it gets an interpreter that has imported nothing.
+        environment: variables beside those of this process.
+    """
+    command, environment = [str(script), *map(str, words)], {"OMP_NUM_THREADS": "1"} | environment
+    with tempfile.TemporaryDirectory(prefix="script-") as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        request = {"command": command, "folder": str(cwd), "output": str(output), "errors": str(errors)}
+        request |= {"environment": environment, "interrupt_after": interrupt_after}
+        if fresh:
+            words = [sys.executable, __file__, json.dumps(request)] if interrupt_after else [sys.executable, *command]
+            with open(output, "w") as out, open(errors, "w") as err:
+                code = subprocess.run(words, cwd=cwd, env=os.environ | environment, stdout=out, stderr=err, timeout=TIMEOUT).returncode
+        else:
+            code = Server.started().run(request)
+        return subprocess.CompletedProcess(command, code, output.read_text(encoding="utf-8"), errors.read_text(encoding="utf-8"))
+
+
+def refused(done: subprocess.CompletedProcess, said: str) -> bool:
+    """Whether a script ended with a sentence that holds `said`, whatever its line breaks."""
+    return done.returncode != 0 and said in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
+
+
+class Server:
+    """The process that forks. It ends with the tests: nobody writes to it any more."""
+
+    def __init__(self):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+        self.process = subprocess.Popen([sys.executable, __file__], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        atexit.register(self.end)
+
+    @staticmethod
+    @cache
+    def started() -> "Server":
+        return Server()
+
+    def run(self, request: dict) -> int:
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        if not select.select([self.process.stdout], [], [], TIMEOUT)[0]:
+            self.end()
+            raise subprocess.TimeoutExpired(request["command"], TIMEOUT)
+        return int(self.process.stdout.readline())
+
+    def end(self) -> None:
+        Server.started.cache_clear()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # with a child that takes too long
+        self.process.communicate()
+
+
+class Watched:
+    """A stream that lets a signal go off after the first line that matches."""
+
+    def __init__(self, stream: TextIO, pattern: str):
+        self.stream, self.pattern, self.line = stream, re.compile(pattern), ""
+
+    def write(self, text: str) -> int:
+        written = self.stream.write(text)
+        *lines, self.line = (self.line + text).split("\n")
+        if self.pattern and any(map(self.pattern.match, lines)):
+            self.pattern = None
+            self.stream.flush()
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+def next_request() -> dict | None:
+    """In the server: wait for requests and fork. Returns one in each child, and nothing in the server, when there are no more."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gc.freeze()  # or a child's first collection would touch, and so copy, all that was imported
+    while line := sys.stdin.readline():
+        if not (child := os.fork()):
+            return json.loads(line)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return None
+
+
+def become(request: dict) -> None:
+    """Turn this process into the script that was asked for."""
+    streams = ((0, os.devnull, os.O_RDONLY), (1, request["output"], os.O_WRONLY | os.O_CREAT), (2, request["errors"], os.O_WRONLY | os.O_CREAT))
+    for number, path, mode in streams:
+        handle = os.open(path, mode)
+        os.dup2(handle, number)
+        os.close(handle)
+    os.chdir(request["folder"])
+    os.environ.update(request["environment"])
+    sys.argv = request["command"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    if request["interrupt_after"]:
+        sys.stdout = Watched(sys.stdout, request["interrupt_after"])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def exit_code_of(request: dict) -> int:
+    """The script's exit code, with what Python prints for it. What Python does at its end is done, except for taking modules apart: a second."""
+    code = 0
+    try:
+        become(request)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush(), sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1]) if len(sys.argv) > 1 else next_request()
+    if asked:
+        os._exit(exit_code_of(asked))
