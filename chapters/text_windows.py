@@ -36,16 +36,16 @@ class TextWindows:
         """What a resumed run must share, or its windows would be others."""
         return {"seq": self.seq, "seed": self.seed, "tokens": len(self.stream)}
 
-    def beginning(self) -> Position:
+    def initial_state(self) -> Position:
         return {"window": 0}
 
-    def deal(self, position: Position, count: int) -> tuple[list[int], Position]:
+    def next_indices(self, position: Position, count: int) -> tuple[list[int], Position]:
         """The numbers of the next `count` windows, and the position after them."""
         first = position["window"]
         return list(range(first, first + count)), {"window": first + count}
 
-    def row(self, place: int) -> Row:
-        """Window `place`: `input_ids` and `targets`, [seq] int64 each."""
-        start = np.random.default_rng((self.seed, place)).integers(len(self.stream) - self.seq)
+    def row(self, index: int) -> Row:
+        """Window `index`: `input_ids` and `targets`, [seq] int64 each."""
+        start = np.random.default_rng((self.seed, index)).integers(len(self.stream) - self.seq)
         batch = batch_at(self.stream, torch.tensor([int(start)]), self.seq)
         return Row({name: tensor[0] for name, tensor in batch.items()}, 0)

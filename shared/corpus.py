@@ -47,10 +47,11 @@ class CorpusError(CourseError):
 
 @dataclass(frozen=True)
 class Document:
-    """One file: where it came from, and its bytes."""
+    """One file: where it came from, and its bytes. source: which of several sources it is from, counted from 0."""
 
     name: str
     content: bytes
+    source: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from shared.data.completion import Gap, fill_gap, find_gaps
 from shared.data.fim import FillInMiddle, FimConfig
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.objectives import packed_next_token_objective
-from shared.data.parts import counted
+from shared.data.clean_shards import counted
 from shared.data.prepare import PreparedText, prepare
 from shared.data.shards import TokenStore
 from shared.data.sources import Source
@@ -74,7 +74,7 @@ def run_on_prepared(config: Any) -> None:
         "tokens seen": history.tokens,
         "tokens per second": history.tokens_per_second,
         "bytes per token, held out": f"{prepared.held_out.byte_counts.sum() / prepared.held_out.token_count:.2f}",
-        "segments too long for their row once moved": loader.not_fitting,
+        "segments too long for their row once moved": loader.skipped,
         "held-out bits per byte": f"{held_out:.3f}",
         "held-out bits per byte, xz": f"{reference:.3f}",
     }
@@ -96,8 +96,8 @@ def require_sensible(config: Any) -> FimConfig:
         raise CourseError(f"seq is {config.seq} and model.max_position_embeddings only {longest}: make it as large.")
     if config.model.architecture != "decoder":
         raise CourseError(f"architecture is {config.model.architecture!r}: predicting the next token needs a decoder.")
-    if not 0 <= config.spare < config.seq:
-        raise CourseError(f"spare is {config.spare}: give at least 0 and less than seq, {config.seq}.")
+    if not 0 <= config.slack < config.seq:
+        raise CourseError(f"slack is {config.slack}: give at least 0 and less than seq, {config.seq}.")
     try:
         sample_next(torch.zeros(1, 2), config.temperature, config.top_k)
         return FimConfig(config.fim_rate, config.fim_spm_share, config.fim_split)
@@ -119,7 +119,7 @@ def loader_of(config: Any, fim: FimConfig, prepared: PreparedText) -> PackedLoad
     transform = FillInMiddle(fim, tokenizer.encode, tokenizer.decode, tokenizer.fim_tokens) if fim.rate else None
     return PackedLoader(
         prepared.training, seq=config.seq, batch_size=config.batch_size, micro_batch_size=config.micro_batch_size,
-        seed=config.seed, transform=transform, spare=config.spare if transform else 0,
+        seed=config.seed, transform=transform, slack=config.slack if transform else 0,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ class RunConfig:
         fim_rate: share of the documents whose middle is moved to their end; 0 for none.
         fim_spm_share: of these, the share that is written suffix first.
         fim_split: where a document is cut.
-        spare: positions that a row keeps free for each document, since a moved one is a few tokens longer.
+        slack: positions that a row keeps free for each document, since a moved one is a few tokens longer.
         steps: training steps.
         seq: tokens that each row predicts.
         batch_size: rows in a step.
@@ -49,7 +49,7 @@ class RunConfig:
     fim_rate: float = 0.5
     fim_spm_share: float = 0.5
     fim_split: Literal["character", "line", "token"] = "character"
-    spare: int = 8
+    slack: int = 8
     steps: int = 600
     seq: int = 256
     batch_size: int = 8

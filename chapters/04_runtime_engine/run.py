@@ -68,7 +68,7 @@ def run(config: RunConfig) -> None:
     from chapters.text_windows import TextWindows
     from shared.devices import keep_freed_memory
     from shared.batches import sequential_batches
-    from shared.data.loader import FeedLoader
+    from shared.data.loader import StatefulLoader
     from shared.data.objectives import packed_next_token_objective
     from shared.engine.engine import RuntimeEngine
     from shared.model.transformer import TransformerModel
@@ -78,7 +78,7 @@ def run(config: RunConfig) -> None:
     keep_freed_memory()
     corpus = corpus_of(config.data)
     texts = texts_of(corpus, config.seq, torch.device("cpu"))
-    loader = FeedLoader(
+    loader = StatefulLoader(
         TextWindows(texts.training, config.seq, config.seed), batch_size=config.batch_size, micro_batch_size=config.micro_batch_size
     )
     held_out = list(sequential_batches(texts.held_out, 64, config.seq, config.held_out_windows))

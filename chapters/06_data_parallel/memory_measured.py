@@ -8,16 +8,17 @@ And what selective recomputation keeps, which is in a cache of PyTorch's that no
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shared.parallel.parallelize import Parallel
 from shared.parallel.planning.memory import Activations, MemoryEstimate
 from shared.parallel.data.activation_checkpointing import run_block_selectively
+from shared.parallel.strategy import ParallelStrategy
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -84,9 +85,17 @@ class ActivationMeter:
 
 
 def recomputes_selectively(model: nn.Module) -> bool:
-    """Whether blocks are run by `run_block_selectively`, be it from within fsdp's own way of running them."""
+    """Whether blocks run with selective activation checkpointing, be it from within FSDP's own way of running them."""
     run_blocks = [getattr(getattr(model, name, None), "run_block", None) for name in ("encoder", "stack")]
-    return any(run_block_selectively in (run_block, *getattr(run_block, "args", ())) for run_block in run_blocks)
+    return any(around is run_block_selectively for run_block in run_blocks for around in wrappers(run_block))
+
+
+def wrappers(function: Any) -> Iterator[Any]:
+    """The functions that a chain of `functools.partial` calls, from the outermost inwards."""
+    while isinstance(function, partial):
+        yield function.func
+        function = function.args[0]
+    yield function
 
 
 class SavedTensor:
@@ -123,7 +132,7 @@ class MemoryTracker:
         optimizer: built over `parallel.optim_params`.
     """
 
-    def __init__(self, parallel: Parallel, optimizer: Optimizer):
+    def __init__(self, parallel: ParallelStrategy, optimizer: Optimizer):
         self.parallel, self.optimizer = parallel, optimizer
         self.activations = ActivationMeter(parallel.model)
         self.parameters = [*parallel.model.parameters(), *parallel.optim_params.parameters()]
@@ -157,7 +166,7 @@ class MemoryTracker:
         self.gradients = gradient_bytes(self.parameters)
 
     def note_gathered(self, *_: Any) -> None:
-        self.gathered = max(self.gathered, getattr(self.parallel, "gathered_bytes", 0))
+        self.gathered = max(self.gathered, self.parallel.gathered_bytes)
 
     @property
     def peak(self) -> MemoryEstimate:

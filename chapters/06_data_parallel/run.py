@@ -3,11 +3,10 @@
 python chapters/06_data_parallel/run.py                              two replicas, then one process
 python chapters/06_data_parallel/run.py --layout dp2_zero1           also dp2_zero2, fsdp2, dp2_fsdp2, dp4, ...
 python chapters/06_data_parallel/run.py --impl mine                  with your own exercises
-python chapters/06_data_parallel/run.py --layout fsdp2 --parallel.backend torch --parallel.activation_checkpointing blocks
+python chapters/06_data_parallel/run.py --layout fsdp2 --parallel.backend torch --parallel.activation_checkpointing full
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -110,7 +109,7 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     import torch
 
     from chapters.text_windows import TextWindows
-    from shared.data.loader import FeedLoader
+    from shared.data.loader import StatefulLoader
     from shared.loop import accumulate_gradients, train
     from shared.loss import next_token_objective
     from shared.model.transformer import TransformerModel
@@ -123,10 +122,10 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     mesh = Mesh(layout, world)
     model = TransformerModel(config.model, seed=config.seed).to(getattr(torch, config.dtype))
     parallel = apply_parallel(model, mesh, config.optimizer)
-    optimizer = build_optimizer(parallel.optim_params, config.optimizer)
+    optimizer = build_optimizer(parallel.optim_params, config.optimizer, parallel.routes)
     windows = TextWindows(stream, config.seq, config.seed)
     share = {"rank": mesh.data.rank, "ranks": mesh.data.size}
-    loader = FeedLoader(windows, batch_size=config.batch_size, micro_batch_size=config.micro_batch_size, **share)
+    loader = StatefulLoader(windows, batch_size=config.batch_size, micro_batch_size=config.micro_batch_size, **share)
     parts = {
         "runner": parallel.runner(accumulate_gradients),
         "reducer": parallel.reducer,
@@ -135,17 +134,24 @@ def train_on_a_rank(world: "Communicator", config: RunConfig, layout: ParallelCo
     run = train(parallel.model, optimizer, loader, next_token_objective, steps=config.steps, **parts)
     losses = [bits_per_byte(totals.loss_sum, totals.token_count) for _, totals in run]
     calls, sizes = world.trace.calls(), world.trace.bytes()  # before the comparison's own
-    pieces, cuts = dict(parallel.optim_params.named_parameters()), parallel.cuts()
+    shards = dict(parallel.optim_params.named_parameters())
     held = {
-        "weights": sum(p.nbytes for p in (pieces if layout.fully_sharded > 1 else dict(model.named_parameters())).values()),
-        "gradients": sum(p.grad.nbytes for p in pieces.values() if p.grad is not None),
+        "weights": sum(p.nbytes for p in (shards if layout.fully_sharded > 1 else dict(model.named_parameters())).values()),
+        "gradients": sum(p.grad.nbytes for p in shards.values() if p.grad is not None),
         "optimizer state": sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
     }
-    whole: Callable[[str, Any], Any] = lambda name, part: cuts[name].gather(part) if name in cuts else part.clone()  # noqa: E731
-    tensors = {f"weight {name}": whole(name, piece.detach()) for name, piece in pieces.items()}
-    tensors |= {f"gradient {n}": whole(n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in pieces.items()}
+    tensors = {f"weight {name}": whole(shard, shard.detach()) for name, shard in shards.items()}
+    tensors |= {f"gradient {n}": whole(p, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in shards.items()}
     traffic = {" ".join(key): {"calls": calls[key], "megabytes": sizes[key] / 1e6} for key in sorted(calls)}
     return {"losses": losses, "traffic": traffic, "held": held, "tensors": tensors if world.rank == 0 else {}}
+
+
+def whole(shard: Any, tensor: Any) -> Any:
+    """A tensor that is sharded as a parameter is, put together on every rank."""
+    from shared.parallel.sharding import sharding_of
+
+    sharding = sharding_of(shard)
+    return sharding.gather(tensor, everyone=True) if sharding else tensor.clone()
 
 
 def compared(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]:

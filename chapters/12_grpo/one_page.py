@@ -33,7 +33,7 @@ from shared.optim.muon import muon_step
 from shared.optim.schedules import learning_rate_factor
 from shared.parallel.config import ParallelConfig
 from shared.totals import add_totals, bits_per_byte
-from shared.trainer.config import FIM_SPARE, TrainerConfig, resolve_precision
+from shared.trainer.config import FIM_SLACK, TrainerConfig, resolve_precision
 from shared.trainer.settings import parse_words
 
 
@@ -41,9 +41,9 @@ def main(words: list[str]) -> TransformerModel:
     # Configuration. The trainer's own, so that one YAML file means the same run to both.
     config = parse_words(TrainerConfig, words)
     data, rule, schedule, output = config.data, config.optimizer, config.schedule, config.engine.output
-    patterns = rule.no_decay or rule.to_adamw
-    if config.parallel != ParallelConfig() or rule.name not in ("adamw", "muon") or patterns or config.precision == "float16":
-        sys.exit("This page knows one process, adamw and muon without name patterns, float32 and bfloat16: take train.py for the rest.")
+    unknown = rule.no_decay or rule.to_adamw or data.prepare.sources[0].weight is not None
+    if config.parallel != ParallelConfig() or rule.name not in ("adamw", "muon") or unknown or config.precision == "float16":
+        sys.exit("This page knows one process, adamw and muon without patterns, sources without weights, float32, bfloat16: see train.py.")
     device = pick_device(config.engine.device)
     precision = resolve_precision(config.precision, device)
     autocast = torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
@@ -55,7 +55,7 @@ def main(words: list[str]) -> TransformerModel:
         transform = FillInMiddle(data.fim, text.tokenizer.encode, text.tokenizer.decode, text.tokenizer.fim_tokens)
     training = PackedLoader(
         text.training, seq=data.seq, batch_size=data.batch_size, micro_batch_size=data.micro_batch_size, seed=config.seed,
-        epochs=data.epochs, transform=transform, spare=FIM_SPARE if transform else 0, strategy=data.strategy,
+        epochs=data.epochs, transform=transform, slack=FIM_SLACK if transform else 0, strategy=data.strategy,
     )  # fmt: skip
     held_out = EvaluationLoader(text.held_out, seq=data.seq, batch_size=data.micro_batch_size, limit=data.held_out_rows)
     held_out_bytes = held_out.byte_count(text.tokenizer.byte_lengths)

@@ -8,7 +8,7 @@ which part begins. Nothing is lost or added, and the loss stays on every token. 
 
 The parts are encoded one by one: a reader who asks for a middle does not know on which side of the gap a token would begin.
 
-Left out on purpose: where the special tokens come from (the tokenizer), and rows (packing: give `plan_rows` spare positions).
+Left out on purpose: where the special tokens come from (the tokenizer), and rows (packing: give `plan_rows` a slack).
 """
 
 from collections.abc import Callable, Sequence

@@ -16,13 +16,13 @@ import numpy as np
 from shared.batches import split_batch
 from shared.course.errors import CourseError
 from shared.data import packing
-from shared.data.prefetch import ahead
+from shared.data.prefetch import prefetch
 from shared.data.rows import PackedRows, Position, Row, Transform, as_ids, padding_row, stack_rows
 from shared.data.shards import TokenStore
 from shared.totals import Batch
 
 
-class RowFeed(Protocol):
+class RowDataset(Protocol):
     """Where a loader takes its rows: `PackedRows`, or a mixture of several. `seq` is the positions in a row."""
 
     seq: int
@@ -30,34 +30,34 @@ class RowFeed(Protocol):
     def settings(self) -> dict[str, Any]:
         """What decides which rows there are, in values that JSON can hold."""
 
-    def beginning(self) -> Position:
+    def initial_state(self) -> Position:
         """The position before the first row."""
 
-    def deal(self, position: Position, count: int) -> tuple[list, Position]:
-        """The places of the next `count` rows, fewer at the end, and the position after them. Cheap: reads no token."""
+    def next_indices(self, position: Position, count: int) -> tuple[list, Position]:
+        """The indices of the next `count` rows, fewer at the end, and the position after them. Cheap: reads no token."""
 
-    def row(self, place: Any) -> Row:
-        """Make the row at a place: the same one whenever and wherever it is made."""
+    def row(self, index: Any) -> Row:
+        """Make the row at an index: the same one whenever and wherever it is made."""
 
 
 class Step(NamedTuple):
-    """A step of this rank: its micro-batches, and where the feed stands after it."""
+    """A step of this rank: its micro-batches, and where the dataset stands after it."""
 
     microbatches: list[Batch]
     position: Position
     sample: int
-    not_fitting: int
+    skipped: int
 
 
-class FeedLoader:
-    """Batches from any feed of rows.
+class StatefulLoader:
+    """Batches from any dataset of rows.
 
     Iterating yields a step's micro-batches, each a dict of [rows, seq] int64 tensors as `pack_documents` makes them, and goes on
     where it stands. A last step with fewer rows is filled with rows of padding, which count nothing, so that all ranks take equally
     many steps of equal shapes.
 
     Args:
-        feed: where the rows come from.
+        dataset: where the rows come from.
         batch_size: rows in a step, over all ranks.
         micro_batch_size: rows in a micro-batch.
         rank, ranks: which share of each step this loader yields.
@@ -65,27 +65,27 @@ class FeedLoader:
 
     Attributes:
         sample: rows handed out so far, over all ranks.
-        not_fitting: segments of this rank's rows that stayed as they were because the transform's result did not fit.
+        skipped: segments of this rank's rows that stayed as they were because the transform's result did not fit.
 
     Raises:
         CourseError: sizes that do not divide, or a rank that is not there.
     """
 
     def __init__(
-        self, feed: RowFeed, *, batch_size: int, micro_batch_size: int | None = None, rank: int = 0, ranks: int = 1, prefetch: int = 2
+        self, dataset: RowDataset, *, batch_size: int, micro_batch_size: int | None = None, rank: int = 0, ranks: int = 1, prefetch: int = 2
     ):
         micro_batch_size = micro_batch_size or max(1, batch_size // max(ranks, 1))
         require_sizes(batch_size, micro_batch_size, rank, ranks)
-        self.feed, self.rank, self.ranks, self.prefetch = feed, rank, ranks, prefetch
+        self.dataset, self.rank, self.ranks, self.prefetch = dataset, rank, ranks, prefetch
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
-        self.position, self.sample, self.not_fitting = feed.beginning(), 0, 0
+        self.position, self.sample, self.skipped = dataset.initial_state(), 0, 0
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        steps = ahead(self.steps(), self.prefetch)
+        steps = prefetch(self.steps(), self.prefetch)
         try:
             for step in steps:
                 self.position, self.sample = step.position, step.sample
-                self.not_fitting += step.not_fitting
+                self.skipped += step.skipped
                 yield step.microbatches
         finally:
             steps.close()
@@ -95,18 +95,18 @@ class FeedLoader:
         position, sample = self.position, self.sample
         share = self.batch_size // self.ranks
         while True:
-            places, position = self.feed.deal(position, self.batch_size)
-            if not places:
+            indices, position = self.dataset.next_indices(position, self.batch_size)
+            if not indices:
                 return
-            sample += len(places)
-            rows = [self.feed.row(place) for place in places[self.rank * share : (self.rank + 1) * share]]
-            tensors = [row.tensors for row in rows] + [padding_row(self.feed.seq)] * (share - len(rows))
+            sample += len(indices)
+            rows = [self.dataset.row(index) for index in indices[self.rank * share : (self.rank + 1) * share]]
+            tensors = [row.tensors for row in rows] + [padding_row(self.dataset.seq)] * (share - len(rows))
             microbatches = split_batch(stack_rows(tensors), self.micro_batch_size)
-            yield Step(microbatches, position, sample, sum(row.not_fitting for row in rows))
+            yield Step(microbatches, position, sample, sum(row.skipped for row in rows))
 
     def state_dict(self) -> dict[str, Any]:
         """The global position: the same on every rank, small, and JSON."""
-        return {"sample": self.sample, "position": self.position, "settings": self.feed.settings()}
+        return {"sample": self.sample, "position": self.position, "settings": self.dataset.settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader stood, whatever its ranks and batch sizes.
@@ -114,7 +114,7 @@ class FeedLoader:
         Raises:
             CourseError: the rows after that position would be others: another seed, row length, or other data.
         """
-        now = self.feed.settings()
+        now = self.dataset.settings()
         for name in now:
             if state["settings"].get(name) != now[name]:
                 was, here = (shortened(settings.get(name)) for settings in (state["settings"], now))
@@ -125,8 +125,8 @@ class FeedLoader:
         self.position, self.sample = state["position"], state["sample"]
 
 
-class PackedLoader(FeedLoader):
-    """Shuffled, packed rows of one store: `FeedLoader` over `PackedRows`, whose arguments these are."""
+class PackedLoader(StatefulLoader):
+    """Shuffled, packed rows of one store: `StatefulLoader` over `PackedRows`, whose arguments these are."""
 
     def __init__(
         self,
@@ -140,11 +140,11 @@ class PackedLoader(FeedLoader):
         ranks: int = 1,
         epochs: int | None = None,
         transform: Transform | None = None,
-        spare: int = 0,
+        slack: int = 0,
         strategy: str = "best_fit",
         prefetch: int = 2,
     ):
-        rows = PackedRows(store, seq, seed, epochs, transform, spare, strategy)
+        rows = PackedRows(store, seq, seed, epochs, transform, slack, strategy)
         super().__init__(rows, batch_size=batch_size, micro_batch_size=micro_batch_size, rank=rank, ranks=ranks, prefetch=prefetch)
 
 

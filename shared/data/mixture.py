@@ -1,113 +1,152 @@
-"""Chapter 03. Mixtures: rows of several stores in fixed shares, without a draw.
+"""Chapter 03. A data mixture: packed rows of several sources with fixed sampling weights, each a share of the training tokens.
 
-Each row comes from the store that is furthest behind its share. So after n rows every store has given its weight times n, to within
-a row or two, which store comes next is a function of the counts alone, and a resumed run, on any number of ranks, goes on alike.
-A store that has been gone through is shuffled and begun again.
+Each row comes from the source that is furthest behind its share, without a draw. So after any row every source has given its weight of
+the tokens, to within a row or two; which source comes next is a function of the counts alone, and a resumed run, on any number of ranks,
+sees the same rows. A source that has been gone through is shuffled and begun again.
 
 Left out on purpose: shares that change during training.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shared.course.errors import CourseError
-from shared.data.loader import FeedLoader
-from shared.data.rows import PackedRows, Place, Position, Row, Transform
+from shared.data.loader import PackedLoader, StatefulLoader
+from shared.data.rows import PackedRows, Position, Row, RowIndex, Transform
 from shared.data.shards import TokenStore
+from shared.data.sources import Source
 
 
-class MixedPlace(NamedTuple):
+class SourceDocuments:
+    """The documents of one source in a store: from `first` up to, not including, `last`. It serves as the store of `PackedRows`."""
+
+    def __init__(self, store: TokenStore, first: int, last: int):
+        self.store, self.first, self.folder, self.tokenizer = store, first, store.folder, store.tokenizer
+        self.lengths = store.lengths[first:last]
+        self.fingerprint = f"{store.fingerprint}[{first}:{last}]"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def document(self, number: int) -> np.ndarray:
+        return self.store.document(self.first + number)
+
+
+class MixedIndex(NamedTuple):
     source: str
-    place: Place
+    index: RowIndex
 
 
 class MixedRows:
-    """A feed of rows from several feeds.
+    """A dataset of rows from several datasets.
 
     Args:
-        feeds: name -> rows without an end.
-        weights: name -> share of the rows, any positive numbers: they are divided by their sum.
+        datasets: name -> rows without an end.
+        weights: name -> share of the tokens, any positive numbers: they are divided by their sum.
 
     Raises:
         CourseError: names that differ, weights that are not positive, or rows of different lengths.
     """
 
-    def __init__(self, feeds: Mapping[str, PackedRows], weights: Mapping[str, float]):
-        if set(feeds) != set(weights):
-            raise CourseError(f"The mixture has sources {sorted(feeds)} and weights for {sorted(weights)}: give each source one.")
-        if not feeds or any(not 0 < weight < float("inf") for weight in weights.values()):
+    def __init__(self, datasets: Mapping[str, PackedRows], weights: Mapping[str, float]):
+        if set(datasets) != set(weights):
+            raise CourseError(f"The mixture has sources {sorted(datasets)} and weights for {sorted(weights)}: give each source one.")
+        if not datasets or any(not 0 < weight < float("inf") for weight in weights.values()):
             raise CourseError(f"The weights are {dict(weights)}: give every source a positive one, or leave it out.")
-        if len({feed.seq for feed in feeds.values()}) > 1 or any(feed.epochs is not None for feed in feeds.values()):
+        if len({rows.seq for rows in datasets.values()}) > 1 or any(rows.epochs is not None for rows in datasets.values()):
             raise CourseError("The sources of a mixture need rows of one length, and no end.")
-        self.feeds = dict(sorted(feeds.items()))  # ties go by name
+        self.datasets = dict(sorted(datasets.items()))  # ties go by name
         total = sum(weights.values())
-        self.weights = {name: weights[name] / total for name in self.feeds}
-        self.seq = next(iter(feeds.values())).seq
+        self.weights = {name: weights[name] / total for name in self.datasets}
+        self.seq = next(iter(datasets.values())).seq
 
     def settings(self) -> dict[str, Any]:
-        of_feeds = {f"{name}: {key}": value for name, feed in self.feeds.items() for key, value in feed.settings().items()}
-        return {"weights": self.weights} | of_feeds
+        of_datasets = {f"{name}: {key}": value for name, rows in self.datasets.items() for key, value in rows.settings().items()}
+        return {"weights": self.weights} | of_datasets
 
-    def beginning(self) -> Position:
-        return {name: {"rows": 0, "place": feed.beginning()} for name, feed in self.feeds.items()}
+    def initial_state(self) -> Position:
+        return {name: {"tokens": 0, "next": rows.initial_state()} for name, rows in self.datasets.items()}
 
-    def deal(self, position: Position, count: int) -> tuple[list[MixedPlace], Position]:
-        """The places of the next `count` rows, and the position after them."""
-        given = {name: position[name]["rows"] for name in self.feeds}
-        order = []
-        for number in range(sum(given.values()) + 1, sum(given.values()) + count + 1):
+    def next_indices(self, position: Position, count: int) -> tuple[list[MixedIndex], Position]:
+        """The indices of the next `count` rows, and the position after them."""
+        after, indices = {name: dict(state) for name, state in position.items()}, []
+        total = sum(state["tokens"] for state in after.values())
+        for _ in range(count):
             # Rounded, so that a tie is a tie on every machine; the first of those furthest behind.
-            source = max(self.feeds, key=lambda name: round(self.weights[name] * number - given[name], 9))
-            given[source] += 1
-            order.append(source)
-        places, after = {}, {}
-        for name, feed in self.feeds.items():
-            dealt, place = feed.deal(position[name]["place"], order.count(name))
-            places[name], after[name] = iter(dealt), {"rows": given[name], "place": place}
-        return [MixedPlace(source, next(places[source])) for source in order], after
+            wanted = total + self.seq
+            source = max(self.datasets, key=lambda name: round(self.weights[name] * wanted - after[name]["tokens"], 6))  # noqa: B023
+            rows, state = self.datasets[source], after[source]
+            [index], state["next"] = rows.next_indices(state["next"], 1)
+            indices.append(MixedIndex(source, index))
+            tokens = rows.token_count(index)
+            state["tokens"] += tokens
+            total += tokens
+        return indices, after
 
-    def row(self, place: MixedPlace) -> Row:
-        return self.feeds[place.source].row(place.place)
+    def row(self, index: MixedIndex) -> Row:
+        return self.datasets[index.source].row(index.index)
 
 
-class MixedLoader(FeedLoader):
-    """Packed rows of several stores in fixed shares.
+class MixedLoader(StatefulLoader):
+    """Packed rows of several stores in fixed shares of the tokens.
 
     Args:
         stores: name -> store; all made by one tokenizer.
-        weights: name -> share of the rows.
-        transforms: name -> transform, for the stores that have one.
+        weights: name -> share of the tokens.
+        transform: on every store.
 
     The others are those of `PackedLoader`.
 
     Raises:
-        CourseError: stores of different tokenizers, or what `MixedRows` and `FeedLoader` refuse.
+        CourseError: stores of different tokenizers, or what `MixedRows` and `StatefulLoader` refuse.
     """
 
     def __init__(
         self,
-        stores: Mapping[str, TokenStore],
+        stores: Mapping[str, TokenStore | SourceDocuments],
         weights: Mapping[str, float],
         *,
         seq: int,
-        batch_size: int,
-        micro_batch_size: int | None = None,
         seed: int = 0,
-        rank: int = 0,
-        ranks: int = 1,
-        transforms: Mapping[str, Transform] | None = None,
-        spare: int = 0,
-        prefetch: int = 2,
+        transform: Transform | None = None,
+        slack: int = 0,
+        strategy: str = "best_fit",
+        **options: Any,
     ):
-        transforms = transforms or {}
-        if unknown := set(transforms) - set(stores):
-            raise CourseError(f"There are transforms for {sorted(unknown)}, and the stores are {sorted(stores)}.")
         if len({store.tokenizer for store in stores.values()}) > 1:
             raise CourseError("The stores of a mixture were made by different tokenizers: prepare all of them with one.")
-        feeds = {
-            name: PackedRows(store, seq, seed, transform=transforms.get(name), spare=spare if name in transforms else 0)
-            for name, store in stores.items()
-        }
-        super().__init__(
-            MixedRows(feeds, weights), batch_size=batch_size, micro_batch_size=micro_batch_size, rank=rank, ranks=ranks, prefetch=prefetch
-        )
+        datasets = {name: PackedRows(store, seq, seed, None, transform, slack, strategy) for name, store in stores.items()}
+        super().__init__(MixedRows(datasets, weights), **options)
+
+
+def training_loader(
+    store: TokenStore, sources: Sequence[Source], documents: Sequence[int], *, epochs: int | None = None, **options: Any
+) -> StatefulLoader:
+    """Rows of all sources: in the proportions of the text, or, where sources have weights, in theirs.
+
+    Args:
+        store: the documents of all sources, one source after the other.
+        documents: how many are each source's.
+        epochs, options: of `PackedLoader`.
+
+    Raises:
+        CourseError: a weighted source of which no document is left.
+    """
+    if sources[0].weight is None:
+        return PackedLoader(store, epochs=epochs, **options)
+    ends = np.cumsum(documents).tolist()
+    names = [f"{number} {source.path}" for number, source in enumerate(sources)]
+    stores = {name: SourceDocuments(store, end - count, end) for name, count, end in zip(names, documents, ends, strict=True)}
+    if empty := [source.path for source, count in zip(sources, documents, strict=True) if not count]:
+        raise CourseError(f"No document of {empty[0]} is left to train on, and it has a weight: leave it out, or clean less strictly.")
+    return MixedLoader(stores, {name: source.weight for name, source in zip(names, sources, strict=True)}, **options)
+
+
+def shares_in_words(sources: Sequence[Source]) -> str | None:
+    """"70 % a, 30 % b" for sources with weights."""
+    if sources[0].weight is None:
+        return None
+    total = sum(source.weight for source in sources)
+    return ", ".join(f"{source.weight / total:.0%} {source.path}" for source in sources)

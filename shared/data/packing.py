@@ -110,7 +110,7 @@ class RowPlan:
         return list(map(Segment, self.document[here].tolist(), self.start[here].tolist(), self.stop[here].tolist()))
 
 
-def plan_rows(lengths: np.ndarray, seq: int, strategy: Literal["best_fit", "sequential"] = "best_fit", spare: int = 0) -> RowPlan:
+def plan_rows(lengths: np.ndarray, seq: int, strategy: Literal["best_fit", "sequential"] = "best_fit", slack: int = 0) -> RowPlan:
     """Rows for documents of these lengths, so that every token but a document's last is an input exactly once.
 
     The same arguments give the same plan. Documents are told apart by their place in `lengths` alone, and among pieces of one
@@ -122,25 +122,25 @@ def plan_rows(lengths: np.ndarray, seq: int, strategy: Literal["best_fit", "sequ
             nothing and is in no row.
         seq: positions in a row.
         strategy: "best_fit" or "sequential"; see the module's docstring.
-        spare: positions kept free for each piece, for a transform that adds tokens. "best_fit" only.
+        slack: positions kept free for each piece, for a transform that adds tokens. "best_fit" only.
 
     Raises:
-        ValueError: an unknown strategy, a row without room for a prediction, `spare` with "sequential", or a document of 2**31 tokens.
+        ValueError: an unknown strategy, a row without room for a prediction, `slack` with "sequential", or a document of 2**31 tokens.
     """
     if strategy not in ("best_fit", "sequential"):
         raise ValueError(f"strategy is {strategy!r}: choose 'best_fit' or 'sequential'.")
-    if seq - spare < 1 or spare < 0:
-        raise ValueError(f"A row of {seq} positions with {spare} spare ones for each piece holds no prediction: give a larger seq.")
-    if spare and strategy == "sequential":
-        raise ValueError("strategy 'sequential' fills rows to the last position: with spare positions use 'best_fit'.")
+    if seq - slack < 1 or slack < 0:
+        raise ValueError(f"A row of {seq} positions with a slack of {slack} for each piece holds no prediction: give a larger seq.")
+    if slack and strategy == "sequential":
+        raise ValueError("strategy 'sequential' fills rows to the last position: with slack use 'best_fit'.")
     predictions = np.maximum(np.asarray(lengths, dtype=np.int64) - 1, 0)
     if len(predictions) and predictions.max() >= 2**31 - 1:
         raise ValueError(f"Document {predictions.argmax()} has {predictions.max() + 1} tokens: split documents below 2**31 tokens.")
     if strategy == "sequential":
         document, start, size, row = cut_every(predictions, seq)
     else:
-        document, start, size = cut_long(predictions, seq - spare)
-        row = best_fit(size + spare, seq)
+        document, start, size = cut_long(predictions, seq - slack)
+        row = best_fit(size + slack, seq)
     order = np.argsort(row, kind="stable")
     offsets = np.concatenate([[0], np.cumsum(np.bincount(row))]) if len(row) else np.zeros(1, np.int64)
     columns = (column[order].astype(np.int32) for column in (document, start, start + size + 1))

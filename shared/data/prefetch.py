@@ -1,4 +1,4 @@
-"""Chapter 03. Work ahead in a thread: while the model computes, the next batches are made.
+"""Chapter 03. Prefetching in a thread: while the model computes, the next batches are made.
 
 What the thread raises comes out where the values are taken; and whoever stops taking them, by `break` or by an error, stops the
 thread.
@@ -12,7 +12,7 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 
-def ahead(values: Iterable[Value], count: int) -> Iterator[Value]:
+def prefetch(values: Iterable[Value], count: int) -> Iterator[Value]:
     """The same values, of which up to `count` are made before they are asked for. With 0, no thread is started."""
     if count == 0:
         yield from values

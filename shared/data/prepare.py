@@ -4,7 +4,7 @@ Everything lands in a folder named after the configuration and the text that it 
 it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation, even a
 killed one, goes on after the last whole file, and ends with the same bytes.
 
-    clean/00000.parquet ...      cleaned text, with the names of its documents (`shared.data.parts`)
+    clean/00000.parquet ...      cleaned text, with the names of its documents (`shared.data.clean_shards`)
     tokenizer.json               trained on it, or copied from the one that was given, with the name of its end token beside it
     training/00000.tokens.safetensors ..., held_out/...      the shards (`shared.data.shards`)
     report.json, report.png      what cleaning did
@@ -25,13 +25,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.cleaning.report import CleaningReport
-from shared.data.parts import Parts
+from shared.data.clean_shards import CleanShards
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.sources import Source, identity
 from shared.data.tokenizer import TextTokenizer
 from shared.output_files import write_atomically
 
-FORMAT = 1  # of the whole folder; another one means that the same text must be prepared again
+FORMAT = 2  # of the whole folder; another one means that the same text must be prepared again
 LIBRARIES = ("tokenizers", "ftfy", "py3langid")  # whose versions change what comes out
 SIDES = {"training": False, "held_out": True}
 
@@ -41,7 +41,7 @@ class PrepareConfig:
     """What to prepare and how.
 
     Args:
-        sources: where the text comes from, one after the other.
+        sources: where the text comes from, one after the other; with a weight each, a mixture by tokens.
         cleaning: which stages clean it.
         held_out_share: share of the documents that is held out for evaluation, chosen by their names.
         tokenizer: a tokenizer.json, or a folder with one, to use; null to train one.
@@ -65,6 +65,8 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("There are no sources: give at least one.")
+        if 0 < sum(source.weight is None for source in self.sources) < len(self.sources):
+            raise ValueError("Some sources have a weight and some have none: give one to each of prepare.sources, or to none.")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share is {self.held_out_share}: give more than 0 and less than 1.")
         for name, least in (("tokenizer_bytes", 1), ("part_bytes", 1), ("workers", 0), ("sentinels", 0)):
@@ -74,13 +76,14 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class PreparedText:
-    """What a training needs: the stores, the tokenizer, and the report."""
+    """What a training needs: the stores, the tokenizer, and the report. documents: of each source, among those to train on."""
 
     folder: Path
     training: TokenStore
     held_out: TokenStore
     tokenizer: TextTokenizer
     report: CleaningReport
+    documents: list[int]
 
 
 def prepare(config: PrepareConfig, output: Path, console: Console | None = None) -> PreparedText:
@@ -96,7 +99,7 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
     console = console or Console(quiet=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeElapsedColumn())
     folder = output / fingerprint(config)
-    parts = Parts(folder / "clean", config.held_out_share)
+    parts = CleanShards(folder / "clean", config.held_out_share)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         if not parts.complete():
             advance = counter(bar, "cleaning", None)
@@ -108,7 +111,7 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
         tokenizer = tokenizer_of(config, folder, parts, bar)
         write_shards(folder, parts, tokenizer, bar)
     stores = {side: TokenStore(folder / side, tokenizer.identity) for side in SIDES}
-    return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, report)
+    return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, report, parts.documents_of_sources(len(config.sources)))
 
 
 def fingerprint(config: PrepareConfig) -> str:
@@ -129,7 +132,7 @@ def given(path: Path) -> list[str]:
     return [tokenizer.identity, tokenizer.end]
 
 
-def tokenizer_of(config: PrepareConfig, folder: Path, parts: Parts, bar: Progress) -> TextTokenizer:
+def tokenizer_of(config: PrepareConfig, folder: Path, parts: CleanShards, bar: Progress) -> TextTokenizer:
     """The folder's tokenizer: there already, the one that was given, or a new one."""
     path = folder / "tokenizer.json"
     if path.exists():
@@ -145,7 +148,7 @@ def tokenizer_of(config: PrepareConfig, folder: Path, parts: Parts, bar: Progres
     return TextTokenizer.load(path)
 
 
-def sample(parts: Parts, size: int, advance: Callable[[int], None]) -> Iterator[str]:
+def sample(parts: CleanShards, size: int, advance: Callable[[int], None]) -> Iterator[str]:
     """Training documents of about `size` bytes in all, chosen by their names, so that every part of the text has its share."""
     share = size / parts.size("training")
     for number in range(parts.count()):
@@ -157,7 +160,7 @@ def sample(parts: Parts, size: int, advance: Callable[[int], None]) -> Iterator[
                     yield text
 
 
-def write_shards(folder: Path, parts: Parts, tokenizer: TextTokenizer, bar: Progress) -> None:
+def write_shards(folder: Path, parts: CleanShards, tokenizer: TextTokenizer, bar: Progress) -> None:
     """Tokenize every part whose shard is missing. The library's threads use all cores."""
     advance = counter(bar, "tokenizing", parts.size("training") + parts.size("held_out"))
     for number in range(parts.count()):

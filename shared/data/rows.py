@@ -1,8 +1,8 @@
 """Chapter 03. Endless rows of packed text: which row comes next is a function of the seed and of how many came before.
 
 Each epoch shuffles the documents, plans rows for them, and shuffles the rows; the shuffle is drawn from (seed, epoch), a transform's
-draws from (seed, epoch, row, segment). So any row can be made again by whoever knows its place, on any rank, before or after
-a restart: a place is two numbers, `Place(epoch, row)`.
+draws from (seed, epoch, row, segment). So any row can be made again by its index alone, on any rank, before or after
+a restart: an index is two numbers, `RowIndex(epoch, row)`.
 
 Left out on purpose: batches, ranks and threads. They are the loader's, and change nothing about the rows.
 """
@@ -20,11 +20,11 @@ from shared.data.shards import TokenStore
 from shared.loss import IGNORED
 from shared.totals import Batch
 
-Position = dict[str, Any]  # where a feed of rows stands, in values that JSON can hold
+Position = dict[str, Any]  # where a dataset of rows stands, in values that JSON can hold
 Transform = Callable[[np.ndarray, np.random.Generator], np.ndarray]  # ids of one piece of text -> other ids
 
 
-class Place(NamedTuple):
+class RowIndex(NamedTuple):
     """The next row: `row` in the shuffled order of `epoch`, both from 0."""
 
     epoch: int
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     """One row, [seq] int64 tensors, and how many of its segments stayed as they were because the transform's result did not fit."""
 
     tensors: Batch
-    not_fitting: int
+    skipped: int
 
 
 class PackedRows:
@@ -49,7 +49,7 @@ class PackedRows:
         transform: transform(ids, generator) -> ids, called on each segment of each row: a whole document, or a piece of one that
             is longer than a row. Same ids for the same generator state. One whose result does not fit into its row is left out
             for that segment, and counted.
-        spare: positions that a row keeps free for each segment, for a transform that adds tokens.
+        slack: positions that a row keeps free for each segment, for a transform that adds tokens.
         strategy: of `plan_rows`.
 
     Raises:
@@ -63,18 +63,18 @@ class PackedRows:
         seed: int,
         epochs: int | None = None,
         transform: Transform | None = None,
-        spare: int = 0,
+        slack: int = 0,
         strategy: str = "best_fit",
     ):
         if not (store.lengths > 1).any():
             raise CourseError(f"{store.folder} holds no document of two tokens or more: there is nothing to predict.")
         self.store, self.seq, self.seed, self.epochs = store, seq, seed, epochs
-        self.transform, self.spare, self.strategy = transform, spare, strategy
+        self.transform, self.slack, self.strategy = transform, slack, strategy
         self.plans: dict[int, tuple[packing.RowPlan, np.ndarray, np.ndarray]] = {}
 
     def settings(self) -> dict[str, Any]:
         """What decides which rows there are: two runs with equal settings see the same ones."""
-        sizes = {"seed": self.seed, "seq": self.seq, "spare": self.spare, "strategy": self.strategy}
+        sizes = {"seed": self.seed, "seq": self.seq, "slack": self.slack, "strategy": self.strategy}
         return sizes | {"transform": described(self.transform), "data": self.store.fingerprint}
 
     def plan(self, epoch: int) -> tuple[packing.RowPlan, np.ndarray, np.ndarray]:
@@ -82,45 +82,50 @@ class PackedRows:
         if epoch not in self.plans:
             generator = np.random.default_rng([self.seed, epoch])
             documents = generator.permutation(len(self.store))
-            plan = packing.plan_rows(self.store.lengths[documents], self.seq, self.strategy, self.spare)
+            plan = packing.plan_rows(self.store.lengths[documents], self.seq, self.strategy, self.slack)
             # A batch may hold the end of one epoch and the beginning of the next, never more than is kept here.
             self.plans = dict([*self.plans.items()][-1:]) | {epoch: (plan, documents, generator.permutation(plan.rows))}
         return self.plans[epoch]
 
-    def beginning(self) -> Position:
+    def initial_state(self) -> Position:
         return {"epoch": 0, "row": 0}
 
-    def deal(self, position: Position, count: int) -> tuple[list[Place], Position]:
-        """The places of the next `count` rows, fewer at the end of the last epoch, and the position after them."""
-        place, dealt = Place(**position), []
-        while len(dealt) < count and (self.epochs is None or place.epoch < self.epochs):
-            dealt.append(place)
-            place = Place(place.epoch, place.row + 1)
-            if place.row >= self.plan(place.epoch)[0].rows:
-                place = Place(place.epoch + 1, 0)
-        return dealt, place._asdict()
+    def next_indices(self, position: Position, count: int) -> tuple[list[RowIndex], Position]:
+        """The indices of the next `count` rows, fewer at the end of the last epoch, and the position after them."""
+        index, indices = RowIndex(**position), []
+        while len(indices) < count and (self.epochs is None or index.epoch < self.epochs):
+            indices.append(index)
+            index = RowIndex(index.epoch, index.row + 1)
+            if index.row >= self.plan(index.epoch)[0].rows:
+                index = RowIndex(index.epoch + 1, 0)
+        return indices, index._asdict()
 
-    def row(self, place: Place) -> Row:
-        """Make the row at a place."""
-        plan, documents, order = self.plan(place.epoch)
-        number = int(order[place.row])
+    def token_count(self, index: RowIndex) -> int:
+        """Tokens that a row predicts, before any transform."""
+        plan, _, order = self.plan(index.epoch)
+        return sum(segment.stop - segment.start - 1 for segment in plan.segments(int(order[index.row])))
+
+    def row(self, index: RowIndex) -> Row:
+        """Make the row at an index."""
+        plan, documents, order = self.plan(index.epoch)
+        number = int(order[index.row])
         segments = plan.segments(number)
         pieces = [self.store.document(int(documents[s.document]))[s.start : s.stop] for s in segments]
-        not_fitting = self.apply_transform(pieces, place.epoch, number) if self.transform else 0
-        return Row(packing.pack_documents([as_ids(piece) for piece in pieces], self.seq), not_fitting)
+        skipped = self.apply_transform(pieces, index.epoch, number) if self.transform else 0
+        return Row(packing.pack_documents([as_ids(piece) for piece in pieces], self.seq), skipped)
 
     def apply_transform(self, pieces: list[np.ndarray], epoch: int, row: int) -> int:
         """Transform the pieces in place where the result fits; how many did not."""
         room = self.seq - sum(len(piece) - 1 for piece in pieces)
-        not_fitting = 0
+        skipped = 0
         for segment, piece in enumerate(pieces):
             made = self.transform(piece, np.random.default_rng([self.seed, epoch, row, segment]))
             if 2 <= len(made) <= len(piece) + room:
                 room -= len(made) - len(piece)
                 pieces[segment] = made
             else:
-                not_fitting += 1
-        return not_fitting
+                skipped += 1
+        return skipped
 
 
 def described(transform: Transform | None) -> str | None:

@@ -38,6 +38,8 @@ class Source:
         revision: the version of a hub dataset, by tag or commit.
         streaming: read a hub dataset as it arrives, rather than download it first.
         limit: at most this many documents; null for all.
+        weight: share of the training tokens, any positive number beside the other sources' (7 and 3 are 70 and 30 %); a source that has
+            been gone through begins again. null for every source: all text in the proportions that it comes in.
     """
 
     path: str = "embedded"
@@ -49,10 +51,13 @@ class Source:
     revision: str | None = None
     streaming: bool = True
     limit: int | None = None
+    weight: float | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}: give at least 1 document, or null for all.")
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise ValueError(f"weight is {self.weight}: give a positive number, or leave the source out.")
 
     def resolved_kind(self) -> str:
         """What `auto` stands for.
@@ -186,11 +191,12 @@ def read_text(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def identity(source: Source) -> dict[str, Any]:
-    """What must be equal for a source to hold the same text: its settings, and its files' sizes and times of change.
+    """What must be equal for a source to hold the same text: its settings but for its weight, and its files' sizes and times of change.
 
     A hub dataset is known by name, split and revision alone.
     """
-    known: dict[str, Any] = {"settings": json.loads(json.dumps(vars(source))), "kind": source.resolved_kind()}
+    settings = {name: value for name, value in vars(source).items() if name != "weight"}
+    known: dict[str, Any] = {"settings": json.loads(json.dumps(settings)), "kind": source.resolved_kind()}
     path = Path(source.path).expanduser()
     if known["kind"] == "embedded":
         known["packages"] = [package.sha256 for package in EMBEDDED]

@@ -120,6 +120,11 @@ class ParallelStrategy(Strategy):
             found.setdefault(group, []).append(parameter)
         return found
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Of unsharded weights that this rank holds at the moment, beside its shards."""
+        return sum(engine.gathered_bytes for engine in self.engines)
+
     # Norms, decisions, sums.
 
     def norms(self, groups: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor]:

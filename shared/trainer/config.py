@@ -21,7 +21,7 @@ from shared.optim.schedules import ScheduleConfig
 from shared.parallel.config import ParallelConfig, require_built
 
 WORTH = 1.3  # times faster must bfloat16 be, before the casts that autocast adds are paid for
-FIM_SPARE = 8  # positions that a row keeps free for each piece: three special tokens, and tokens that a cut splits in two
+FIM_SLACK = 8  # positions that a row keeps free for each piece: three special tokens, and tokens that a cut splits in two
 
 
 @dataclass
@@ -59,8 +59,13 @@ class DataConfig:
             self.held_out_rows is None or self.held_out_rows >= 1, f"data.held_out_rows is {self.held_out_rows}: give at least 1, or null."
         )
         require(
-            self.fim.rate == 0 or self.seq > 4 * FIM_SPARE,
-            f"data.seq is {self.seq}: moving middles needs rows of more than {4 * FIM_SPARE} tokens.",
+            self.fim.rate == 0 or self.seq > 4 * FIM_SLACK,
+            f"data.seq is {self.seq}: moving middles needs rows of more than {4 * FIM_SLACK} tokens.",
+        )
+        require(
+            self.epochs is None or self.prepare.sources[0].weight is None,
+            "data.epochs limits how often the text is gone through, and sources with a weight are gone through in their shares: "
+            "give data.epochs null, or no weights.",
         )
         if self.fim.rate > 0 and self.strategy == "sequential":
             raise ValueError(

@@ -2,19 +2,22 @@
 
 from shared.course.errors import CourseError
 from shared.data.fim import FillInMiddle
-from shared.data.loader import EvaluationLoader, PackedLoader
+from shared.data.loader import EvaluationLoader, StatefulLoader
+from shared.data.mixture import training_loader
 from shared.data.prepare import PreparedText
 from shared.parallel.mesh import Mesh
-from shared.trainer.config import FIM_SPARE, TrainerConfig
+from shared.trainer.config import FIM_SLACK, TrainerConfig
 
 
-def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[PackedLoader, EvaluationLoader]:
+def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[StatefulLoader, EvaluationLoader]:
     """This rank's share of what is trained on, with middles moved, and of what is held out, as it is."""
     data, transform = config.data, None
     if data.fim.rate > 0:
         transform = FillInMiddle(data.fim, text.tokenizer.encode, text.tokenizer.decode, text.tokenizer.fim_tokens)
-    training = PackedLoader(
+    training = training_loader(
         text.training,
+        data.prepare.sources,
+        text.documents,
         seq=data.seq,
         batch_size=data.batch_size,
         micro_batch_size=min(data.micro_batch_size, data.batch_size // mesh.data.size),
@@ -23,18 +26,18 @@ def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[Pack
         ranks=mesh.data.size,
         epochs=data.epochs,
         transform=transform,
-        spare=FIM_SPARE if transform else 0,
+        slack=FIM_SLACK if transform else 0,
         strategy=data.strategy,
     )
     require_rows(training, config)
     return training, evaluation_loader(config, text, data.held_out_rows, mesh)
 
 
-def require_rows(loader: PackedLoader, config: TrainerConfig) -> None:
+def require_rows(loader: StatefulLoader, config: TrainerConfig) -> None:
     """Refuse more steps than the text has rows for. Said only when it has ended, it would come after the training and before the report."""
     if config.data.epochs is None:
         return
-    rows = sum(loader.feed.plan(epoch)[0].rows for epoch in range(config.data.epochs))
+    rows = sum(loader.dataset.plan(epoch)[0].rows for epoch in range(config.data.epochs))
     enough = -(-rows // config.data.batch_size)
     if enough < config.steps:
         raise CourseError(

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from shared.course import binding
 from shared.course.errors import CourseError
+from shared.data.mixture import shares_in_words
 from shared.data.objectives import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
 from shared.devices import keep_freed_memory, pick_device
@@ -176,10 +177,12 @@ def announce(config: TrainerConfig, text: PreparedText, device: torch.device, co
     """What is about to be trained, in three lines."""
     parameters = sum(parameter_counts(config.model).values())
     tokens = config.steps * config.data.batch_size * config.data.seq
+    shares = shares_in_words(config.data.prepare.sources)
+    mixture = f"Data mixture, by tokens: {shares}.\n" if shares else ""
     console.print(
         f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {text.training.token_count / 1e6:.1f} million tokens "
         f"of text ({len(text.training):,} documents; {len(text.held_out):,} held out), {tokens / 1e6:.1f} million to be seen.\n"
-        f"{binding.summary()}\nEverything lands in {config.engine.output}.",
+        f"{mixture}{binding.summary()}\nEverything lands in {config.engine.output}.",
         highlight=False,
         soft_wrap=True,
     )

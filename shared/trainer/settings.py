@@ -5,6 +5,7 @@ line, as in `optimizer.lr=0.003`. A key that does not exist is refused, with the
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -16,6 +17,15 @@ from shared.course.launch import OptionParser
 
 Config = TypeVar("Config")
 
+RENAMED = {  # keys of older files -> their names now
+    "max_gradient_norm": "max_grad_norm",
+    "parallel.recompute": "parallel.activation_checkpointing (none, full, selective)",
+    "parallel.timeout": "parallel.heartbeat_timeout",
+    "parallel.longest_wait": "parallel.collective_timeout",
+    "data.prepare.cleaning.shortest": "data.prepare.cleaning.min_bytes",
+    "data.prepare.cleaning.longest": "data.prepare.cleaning.max_bytes",
+    "data.prepare.cleaning.certainty": "data.prepare.cleaning.min_probability",
+}
 USAGE = "%(prog)s CONFIG.yaml [key=value ...]"
 
 
@@ -107,6 +117,9 @@ def parse_text(config_class: type[Config], text: str) -> Config:
 
 def configuration(parser: OptionParser, config_class: type[Config], text: str, options: list[str]) -> Config:
     settings = without_empty_sections(config_class, yaml.safe_load(text))
+    for key in [*keys_of(settings), *(option.removeprefix("--").split("=", 1)[0] for option in options)]:
+        if key in RENAMED:
+            parser.error(f"{key} is an older name: say {RENAMED[key]}.")
     values = parser.parse_args([f"--settings={yaml.safe_dump(settings)}", *options])
     try:
         require_values(config_class, vars(values))
@@ -114,6 +127,14 @@ def configuration(parser: OptionParser, config_class: type[Config], text: str, o
         return config_class(**{name: value for name, value in fields.items() if name != "settings"})
     except ValueError as error:  # a configuration that refuses its own values
         parser.error(str(error))
+
+
+def keys_of(settings: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all keys."""
+    for name, value in settings.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from keys_of(value, f"{prefix}{name}.")
 
 
 def without_empty_sections(config_class: type, settings: dict[str, Any]) -> dict[str, Any]:

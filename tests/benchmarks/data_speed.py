@@ -35,13 +35,13 @@ def prepare_ours(folder: str) -> Round:
 
     from shared.corpus import Document
     from shared.data.cleaning.cleaner import Cleaner, CleaningConfig
-    from shared.data.parts import Parts
+    from shared.data.clean_shards import CleanShards
     from shared.data.prepare import write_shards
     from shared.data.sources import Source
     from shared.data.tokenizer import TextTokenizer
 
     tokenizer = TextTokenizer.load(Path(folder))
-    parts = Parts(Path(folder) / f"parts{os.getpid()}", 0.05)
+    parts = CleanShards(Path(folder) / f"parts{os.getpid()}", 0.05)
     documents = [Document(str(number), text.encode()) for number, text in enumerate(corpus()[SAMPLE])]
     cleaner = Cleaner(CleaningConfig(stages=()))
     parts.write(0, list(cleaner.clean(documents)), cleaner)
@@ -184,7 +184,7 @@ def serving(console: Console) -> None:
         for column in ("loader", "making a step, ms", "waiting for it, ms", "training step, ms", "share of the step spent waiting"):
             table.add_column(column)
         for name, transform in (("packed", None), ("packed, half of the middles moved", moving)):
-            options = {"seq": SEQ, "batch_size": BATCH, "transform": transform, "spare": 8 if transform else 0}
+            options = {"seq": SEQ, "batch_size": BATCH, "transform": transform, "slack": 8 if transform else 0}
             made = iter(PackedLoader(prepared.training, prefetch=0, **options))
             next(made)
             making = timed(lambda made=made: next(made), 50)

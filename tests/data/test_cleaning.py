@@ -13,7 +13,7 @@ from shared.data.cleaning.cleaner import Cleaner, CleaningConfig, examine
 from shared.data.cleaning.duplicates import BANDS, ROWS, ExactDuplicates, NearDuplicates, run_hashes, signature
 from shared.data.cleaning.quality import CodeQuality, ProseQuality
 from shared.data.cleaning.report import CleaningReport
-from shared.data.cleaning.stages import Language, Length, Repair
+from shared.data.cleaning.stages import FixEncoding, Language, Length
 
 WORDS = [f"word{i}" for i in range(3000)]
 PROSE = "The house stands at the end of the road, and nobody that we know has been to see it with a lamp at night. " * 4
@@ -47,23 +47,23 @@ def cleaned(texts: dict[str, str], **options):
     ],
 )
 def test_repair_undoes_accidents_and_leaves_taste_alone(text, repaired):
-    assert Repair().measure(text).text == repaired
+    assert FixEncoding().measure(text).text == repaired
 
 
 def test_length_counts_bytes_and_keeps_both_ends():
     stage = Length(4, 6)
-    reasons = [stage.judge(stage.measure(text).value).reason for text in ("abc", "éé", "abcdef", "ééé!")]
+    reasons = [stage.decide(stage.measure(text).value).reason for text in ("abc", "éé", "abcdef", "ééé!")]
     assert reasons == ["shorter than 4 bytes", None, None, "longer than 6 bytes"]
 
 
 def test_languages_are_told_apart():
-    stage = Language(("en", "fr"), certainty=0.5)
+    stage = Language(("en", "fr"), min_probability=0.5)
     german = "Das Haus steht am Ende der Straße, und niemand, den wir kennen, ist nachts dort gewesen."
     french = "La maison se trouve au bout de la rue, et personne que nous connaissons n'y est allé la nuit."
-    verdicts = [stage.judge(stage.measure(text).value) for text in (PROSE, german, french)]
+    verdicts = [stage.decide(stage.measure(text).value) for text in (PROSE, german, french)]
     assert [verdict.reason for verdict in verdicts] == [None, "its language is de", None]
     assert all(0.5 < verdict.score <= 1 for verdict in verdicts)
-    assert Language(("en",), certainty=1.0).judge(("en", 0.99)).reason == "its language is not certain"
+    assert Language(("en",), min_probability=1.0).decide(("en", 0.99)).reason == "its language is not certain"
 
 
 BAD_PROSE = {
@@ -82,8 +82,8 @@ BAD_PROSE = {
 @pytest.mark.parametrize("reason", BAD_PROSE)
 def test_each_rule_for_prose_drops_what_breaks_it(reason):
     stage = ProseQuality()
-    assert stage.judge(stage.measure(BAD_PROSE[reason]).value).reason == reason
-    assert stage.judge(stage.measure(PROSE).value).reason is None
+    assert stage.decide(stage.measure(BAD_PROSE[reason]).value).reason == reason
+    assert stage.decide(stage.measure(PROSE).value).reason is None
 
 
 CODE = "def area(width, height):\n    return width * height\n\n\n" * 10
@@ -98,8 +98,8 @@ BAD_CODE = {
 @pytest.mark.parametrize("reason", BAD_CODE)
 def test_each_rule_for_code_drops_what_breaks_it(reason):
     stage = CodeQuality()
-    assert stage.judge(stage.measure(BAD_CODE[reason]).value).reason == reason
-    assert stage.judge(stage.measure(CODE).value).reason is None
+    assert stage.decide(stage.measure(BAD_CODE[reason]).value).reason == reason
+    assert stage.decide(stage.measure(CODE).value).reason is None
 
 
 # Duplicates.
@@ -163,15 +163,15 @@ def test_near_duplicates_go_and_others_stay():
     draw = random.Random(3)
     texts = [made_of(draw.choices(WORDS, k=300)) for _ in range(50)]
     stage = NearDuplicates(0.8)
-    verdicts = [stage.judge(stage.measure(text).value) for text in texts]
+    verdicts = [stage.decide(stage.measure(text).value) for text in texts]
     assert not any(verdict.reason for verdict in verdicts)
     for text in texts:
-        verdict = stage.judge(stage.measure(text.upper() + " one more word").value)
+        verdict = stage.decide(stage.measure(text.upper() + " one more word").value)
         assert verdict.reason == "nearly the same text again" and verdict.score > 0.8
     half = made_of([*texts[0].split()[:150], *draw.choices(WORDS, k=150)])
-    assert stage.judge(stage.measure(half).value).reason is None
-    assert [stage.judge(stage.measure(text).value).reason for text in ("?!", "--")] == [None, None], "no words, no likeness"
-    assert [bool(stage.judge(stage.measure(text).value).reason) for text in ("a b", "A, b", "a c")] == [False, True, False]
+    assert stage.decide(stage.measure(half).value).reason is None
+    assert [stage.decide(stage.measure(text).value).reason for text in ("?!", "--")] == [None, None], "no words, no likeness"
+    assert [bool(stage.decide(stage.measure(text).value).reason) for text in ("a b", "A, b", "a c")] == [False, True, False]
 
 
 def test_the_likest_document_is_found_behind_a_newer_one_that_shares_its_band():
@@ -183,12 +183,12 @@ def test_the_likest_document_is_found_behind_a_newer_one_that_shares_its_band():
     stage = NearDuplicates(0.8)
     stage.remember(first), stage.remember(newer)
     assert stage.candidates(again) == {0, 1}
-    assert stage.judge(again).score == pytest.approx(1 - (BANDS - 1) / (BANDS * ROWS))
+    assert stage.decide(again).score == pytest.approx(1 - (BANDS - 1) / (BANDS * ROWS))
 
 
 def test_exact_duplicates_go_whatever_space_is_around_them():
     stage = ExactDuplicates()
-    reasons = [stage.judge(stage.measure(text).value).reason for text in ("text", "text\n", "Text", "text")]
+    reasons = [stage.decide(stage.measure(text).value).reason for text in ("text", "text\n", "Text", "text")]
     assert reasons == [None, "the same text again", None, "the same text again"]
 
 

@@ -23,7 +23,7 @@ from shared.course.errors import CourseError
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.mixture import MixedLoader
 from shared.data.packing import PADDING
-from shared.data.prefetch import ahead
+from shared.data.prefetch import prefetch
 from shared.data.rows import PackedRows
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.loss import IGNORED
@@ -212,7 +212,7 @@ def test_whoever_stops_early_leaves_no_thread_behind(store):
 
 def test_no_more_is_made_ahead_than_was_asked_for():
     made = []
-    values = ahead((made.append(i) or i for i in range(100)), 3)
+    values = prefetch((made.append(i) or i for i in range(100)), 3)
     assert next(values) == 0
     for _ in range(12_000):
         if len(made) >= 5:

@@ -89,10 +89,10 @@ def test_a_document_longer_than_a_row_is_cut_into_pieces_that_share_a_token():
 
 
 def test_spare_positions_stay_free_for_each_piece():
-    lengths, seq, spare = random_lengths(5, 200, 60), 40, 4
-    plan = plan_rows(lengths, seq, spare=spare)
+    lengths, seq, slack = random_lengths(5, 200, 60), 40, 4
+    plan = plan_rows(lengths, seq, slack=slack)
     assert (covered(plan, lengths) == 1).all()
-    assert all(sum(stop - start - 1 + spare for _, start, stop in plan.segments(row)) <= seq for row in range(plan.rows))
+    assert all(sum(stop - start - 1 + slack for _, start, stop in plan.segments(row)) <= seq for row in range(plan.rows))
 
 
 def test_rows_of_a_plan_can_be_packed():
@@ -119,10 +119,10 @@ def test_nothing_to_plan_and_nothing_to_predict():
     ("options", "said"),
     [
         ({"seq": 0}, "holds no prediction"),
-        ({"seq": 8, "spare": 8}, "holds no prediction"),
-        ({"seq": 8, "spare": -1}, "holds no prediction"),
+        ({"seq": 8, "slack": 8}, "holds no prediction"),
+        ({"seq": 8, "slack": -1}, "holds no prediction"),
         ({"seq": 8, "strategy": "first_fit"}, "choose 'best_fit' or 'sequential'"),
-        ({"seq": 8, "spare": 2, "strategy": "sequential"}, "use 'best_fit'"),
+        ({"seq": 8, "slack": 2, "strategy": "sequential"}, "use 'best_fit'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options, said):

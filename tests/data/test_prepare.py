@@ -16,7 +16,7 @@ import torch
 from shared.corpus import split
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
-from shared.data import parts, prepare as preparing
+from shared.data import clean_shards, prepare as preparing
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.prepare import PrepareConfig, prepare
@@ -88,7 +88,7 @@ def test_the_same_again_is_nothing_to_do(raw, prepared, monkeypatch):
     before = state_of(prepared.folder)
     for done_already in ("write_shard", "sample"):
         monkeypatch.setattr(preparing, done_already, None)
-    monkeypatch.setattr(parts.Parts, "make", None)
+    monkeypatch.setattr(clean_shards.CleanShards, "make", None)
     again = prepare(config_of(raw, workers=3), prepared.folder.parent)
     assert again.folder == prepared.folder and state_of(prepared.folder) == before
     assert again.training.fingerprint == prepared.training.fingerprint and again.report == prepared.report
@@ -96,7 +96,7 @@ def test_the_same_again_is_nothing_to_do(raw, prepared, monkeypatch):
 
 def test_other_settings_or_other_text_are_prepared_beside_it(raw, prepared, tmp_path):
     folders = {prepared.folder.name}
-    for changes in ({"held_out_share": 0.1}, {"tokenizer_bytes": 1000}, {"cleaning": CleaningConfig(shortest=1)}):
+    for changes in ({"held_out_share": 0.1}, {"tokenizer_bytes": 1000}, {"cleaning": CleaningConfig(min_bytes=1)}):
         folders.add(preparing.fingerprint(config_of(raw, **changes)))
     moved = write_folder(tmp_path / "code")
     first = preparing.fingerprint(config_of(moved))
@@ -130,8 +130,8 @@ def test_a_preparation_that_dies_at_any_file_goes_on_to_the_same_bytes(raw, prep
         written.append(path)
         whole(path, content)
 
-    whole = parts.write_atomically
-    for module in (parts, preparing, preparing.write_shard.__globals__):
+    whole = clean_shards.write_atomically
+    for module in (clean_shards, preparing, preparing.write_shard.__globals__):
         monkeypatch.setitem(module if isinstance(module, dict) else vars(module), "write_atomically", dies)
     with pytest.raises(Killed):
         prepare(config_of(raw), tmp_path)
@@ -147,9 +147,9 @@ def test_a_preparation_that_dies_at_any_file_goes_on_to_the_same_bytes(raw, prep
 
 def test_a_killed_preparation_goes_on_after_its_last_whole_part(raw, prepared, tmp_path):
     code = (
-        "import sys; from pathlib import Path; from test_prepare import config_of; from shared.data import parts, prepare;"
-        "whole = parts.write_atomically; waits = lambda name: name == '00001.json' and sys.stdin.read();"  # until it is killed
-        "parts.write_atomically = lambda *a: (whole(*a), print(a[0].name, flush=True), waits(a[0].name));"
+        "import sys; from pathlib import Path; from test_prepare import config_of; from shared.data import clean_shards, prepare;"
+        "whole = clean_shards.write_atomically; waits = lambda name: name == '00001.json' and sys.stdin.read();"  # until it is killed
+        "clean_shards.write_atomically = lambda *a: (whole(*a), print(a[0].name, flush=True), waits(a[0].name));"
         "prepare.prepare(config_of(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", code, str(raw), str(tmp_path)]
@@ -228,7 +228,7 @@ def test_several_sources_are_one_text_without_repetition(raw, tmp_path):
 def test_nothing_left_is_said_in_a_sentence_with_the_reasons(raw, tmp_path):
     wanted = "left no text to train on: of 122 documents, 0 were kept. Dropped: 122 shorter than 1000000 bytes"
     with pytest.raises(CourseError, match=wanted) as said:
-        prepare(config_of(raw, cleaning=CleaningConfig(shortest=10**6)), tmp_path)
+        prepare(config_of(raw, cleaning=CleaningConfig(min_bytes=10**6)), tmp_path)
     assert "held_out_share" not in str(said.value)
 
 

@@ -11,8 +11,9 @@ from token_stores import SEQ, VOCAB, make_store, rows_of, together
 from shared.course.errors import CourseError
 from shared.data.fim import FillInMiddle, FimConfig, FimTokens, undo_fim
 from shared.data.loader import PackedLoader
-from shared.data.mixture import MixedLoader, MixedRows
+from shared.data.mixture import MixedIndex, MixedLoader, MixedRows
 from shared.data.rows import PackedRows
+from shared.loss import IGNORED
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,8 @@ def spell(ids) -> str:
 def test_fill_in_the_middle_keeps_every_document_and_its_row(store):
     tokens = FimTokens(997, 998, 999, 0)
     transform = FillInMiddle(FimConfig(rate=0.9), letters, spell, tokens)
-    loader = PackedLoader(store, seq=SEQ, batch_size=4, epochs=1, transform=transform, spare=4)
-    plain = PackedRows(store, SEQ, 0, spare=4)  # three special tokens, and an end token for a piece that had none
+    loader = PackedLoader(store, seq=SEQ, batch_size=4, epochs=1, transform=transform, slack=4)
+    plain = PackedRows(store, SEQ, 0, slack=4)  # three special tokens, and an end token for a piece that had none
     pieces, moved = [], 0
     for step in loader:
         for row in range(4):
@@ -53,7 +54,7 @@ def test_fill_in_the_middle_keeps_every_document_and_its_row(store):
     plan, documents, _ = plain.plan(0)
     segments = [segment for row in range(plan.rows) for segment in plan.segments(row)]
     originals = [spell(store.document(documents[s.document])[s.start : s.stop].tolist()).removesuffix("\0") for s in segments]
-    assert sorted(pieces) == sorted(originals) and loader.not_fitting == 0
+    assert sorted(pieces) == sorted(originals) and loader.skipped == 0
     assert 0.75 < moved / len(pieces) < 0.98
 
 
@@ -64,7 +65,7 @@ def test_a_transform_that_does_not_fit_is_left_out_and_counted(store):
     loader = PackedLoader(store, seq=SEQ, batch_size=4, epochs=1, transform=longer)
     plain = PackedLoader(store, seq=SEQ, batch_size=4, epochs=1)
     assert torch.equal(rows_of(loader), rows_of(plain))
-    assert loader.not_fitting == PackedRows(store, SEQ, 0).plan(0)[0].pieces
+    assert loader.skipped == PackedRows(store, SEQ, 0).plan(0)[0].pieces
 
 
 def test_what_a_transform_draws_depends_on_the_place_alone(store):
@@ -80,13 +81,14 @@ def test_what_a_transform_draws_depends_on_the_place_alone(store):
 # Mixtures.
 
 
-def test_a_mixture_keeps_its_shares_at_every_moment(store, other):
+def test_a_mixture_keeps_its_shares_of_the_tokens_at_every_moment(store, other):
     loader = MixedLoader({"a": store, "b": other}, {"a": 5, "b": 2}, seq=SEQ, batch_size=1)
-    for count, _ in enumerate(islice(loader, 140), 1):
+    predicted = 0
+    for [batch] in islice(loader, 140):
+        predicted += int((batch["targets"] != IGNORED).sum())
         given = loader.position
-        assert given["a"]["rows"] + given["b"]["rows"] == count
-        assert abs(given["a"]["rows"] - count * 5 / 7) < 1
-    assert given["a"]["rows"] == 100
+        assert given["a"]["tokens"] + given["b"]["tokens"] == predicted
+        assert abs(given["a"]["tokens"] - predicted * 5 / 7) < SEQ
 
 
 def test_a_mixtures_rows_are_those_of_its_stores_and_the_order_of_names_is_nothing(store, other):
@@ -100,20 +102,27 @@ def test_a_mixtures_rows_are_those_of_its_stores_and_the_order_of_names_is_nothi
 @pytest.mark.parametrize("weights", [(7, 3), (1, 3, 6), (1, 1, 1)], ids=str)
 def test_ties_are_those_of_exact_arithmetic_and_go_by_name(store, weights):
     names, given, exact = "abc"[: len(weights)], dict.fromkeys("abc", 0), []
-    for number in range(1, 61):
-        behind = {name: Fraction(weight, sum(weights)) * number - given[name] for name, weight in zip(names, weights, strict=True)}
+    alone = PackedRows(store, SEQ, 0)
+    indices = {name: iter(alone.next_indices(alone.initial_state(), 60)[0]) for name in names}
+    for _ in range(60):
+        total = sum(given.values()) + SEQ
+        behind = {name: Fraction(weight, sum(weights)) * total - given[name] for name, weight in zip(names, weights, strict=True)}
         exact.append(max(names, key=behind.get))
-        given[exact[-1]] += 1
+        given[exact[-1]] += alone.token_count(next(indices[exact[-1]]))
     rows = MixedRows({name: PackedRows(store, SEQ, 0) for name in names}, dict(zip(names, weights, strict=True)))
-    places, _ = rows.deal(rows.beginning(), 60)
-    assert [place.source for place in places] == exact
+    indices, _ = rows.next_indices(rows.initial_state(), 60)
+    assert [index.source for index in indices] == exact
 
 
-def test_only_rows_that_are_transformed_keep_room_to_spare(store, other):
-    mixed = MixedLoader({"a": store, "b": other}, {"a": 1, "b": 1}, seq=SEQ, batch_size=2, transforms={"a": lambda ids, _: ids}, spare=9)
-    rows = rows_of(mixed, 20)
-    assert torch.equal(rows[::2], rows_of(PackedLoader(store, seq=SEQ, batch_size=1, spare=9), 20))
-    assert torch.equal(rows[1::2], rows_of(PackedLoader(other, seq=SEQ, batch_size=1), 20))
+def test_a_mixtures_transform_and_slack_are_those_of_its_stores_rows(store, other):
+    options = {"transform": lambda ids, _: ids[::-1], "slack": 9}
+    mixed = MixedLoader({"a": store, "b": other}, {"a": 1, "b": 1}, seq=SEQ, batch_size=2, **options).dataset
+    alone = {"a": PackedRows(store, SEQ, 0, **options), "b": PackedRows(other, SEQ, 0, **options)}
+    indices, _ = mixed.next_indices(mixed.initial_state(), 40)
+    assert {index.source for index in indices} == {"a", "b"}
+    for source, index in indices:
+        expected, found = alone[source].row(index), mixed.row(MixedIndex(source, index))
+        assert all(torch.equal(expected.tensors[name], found.tensors[name]) for name in expected.tensors)
 
 
 def test_mixtures_that_cannot_be_are_refused(store, other, tmp_path):
@@ -125,5 +134,3 @@ def test_mixtures_that_cannot_be_are_refused(store, other, tmp_path):
     ):
         with pytest.raises(CourseError, match=said):
             MixedLoader(stores, weights, seq=SEQ, batch_size=2)
-    with pytest.raises(CourseError, match=r"transforms for \['c'\]"):
-        MixedLoader({"a": store}, {"a": 1}, seq=SEQ, batch_size=2, transforms={"c": None})

@@ -13,7 +13,7 @@ from shared.parallel.planning.memory import estimate_memory
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pretrain import pretrain
-from shared.trainer.settings import parse_text, parse_words, read_settings
+from shared.trainer.settings import RENAMED, parse_text, parse_words, read_settings
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def prepared(tmp_path_factory):
         (["engine.early_stopping=2", "engine.evaluate_every=0"], "early_stopping counts evaluations, and evaluate_every is 0"),
         (["parallel.heartbeat_timeout=.inf"], "at most collective_timeout, which must be finite"),
         (["data.prepare.sources=[{path: x, limit: 0}]"], "limit is 0: give at least 1 document"),
+        (["parallel.recompute=blocks"], "parallel.recompute is an older name: say parallel.activation_checkpointing"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, words, sentence):
@@ -157,6 +158,22 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, text, sentence):
         read_settings(tmp_path / "a.yaml")
 
 
+def test_every_renamed_key_is_refused_with_its_name_now(tmp_path, capsys):
+    """In a file as well; and each new name is a key."""
+    for old, new in RENAMED.items():
+        *sections, last = old.split(".")
+        record = {last: 1}
+        for section in reversed(sections):
+            record = {section: record}
+        (tmp_path / "old.yaml").write_text(yaml.safe_dump(record))
+        with pytest.raises(SystemExit):
+            parse_words(TrainerConfig, [str(tmp_path / "old.yaml")])
+        assert f"{old} is an older name: say {new}." in " ".join(capsys.readouterr().err.split())
+        here = TrainerConfig()
+        for name in new.split(" ")[0].split("."):
+            here = getattr(here, name)
+
+
 def test_files_that_extend_each_other_in_a_ring_are_refused(tmp_path):
     for name, below in (("a", "b"), ("b", "c"), ("c", "a")):
         (tmp_path / f"{name}.yaml").write_text(f"extends: {below}.yaml\nsteps: 1\n")
@@ -168,5 +185,6 @@ def test_keys_that_a_record_no_longer_has_differ_and_free_ones_do_not(tmp_path):
     saved = {"seed": 0, "engine": {"log_every": 1}, "data": {"prepared": "a", "prepare": {"vocab_size": 512}}, "gone": 7}
     provenance.require_same(saved, saved | {"engine": {"log_every": 2}}, tmp_path)
     now = {name: value for name, value in saved.items() if name != "gone"} | {"data": {"prepared": "b", "prepare": {"vocab_size": 300}}}
-    with pytest.raises(CourseError, match=r"another configuration: data\.prepare\.vocab_size \(512 there, 300 here\), gone \(7 there, None here\)\. "):
+    differing = r"another configuration: data\.prepare\.vocab_size \(512 there, 300 here\), gone \(7 there, None here\)\. "
+    with pytest.raises(CourseError, match=differing):
         provenance.require_same(saved, now, tmp_path)

@@ -8,7 +8,7 @@ import difflib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from multiprocessing import get_context
@@ -20,7 +20,7 @@ from shared.corpus import Document
 from shared.data.cleaning.duplicates import ExactDuplicates, NearDuplicates
 from shared.data.cleaning.quality import CodeQuality, ProseQuality
 from shared.data.cleaning.report import LENGTH_BINS, CleaningReport, StageReport
-from shared.data.cleaning.stages import Language, Length, Repair, Stage, Verdict
+from shared.data.cleaning.stages import FixEncoding, Language, Length, Stage, Verdict
 
 NAMES = ("repair", "length", "exact duplicates", "language", "quality", "near duplicates")
 CHUNK = 32  # documents sent to a worker at a time
@@ -33,10 +33,10 @@ class CleaningConfig:
     Args:
         stages: which stages, in which order: repair, length, exact duplicates, language, quality, near duplicates.
         text: what the rules of quality are for.
-        shortest: bytes of the shortest document to keep.
-        longest: bytes of the longest.
+        min_bytes: bytes of the shortest document to keep.
+        max_bytes: bytes of the longest.
         languages: to keep, by their codes, such as [en, de]; for the stage language.
-        certainty: the least probability of the language.
+        min_probability: the least probability of the language.
         similarity: share of common runs of words from which two documents are near duplicates.
 
     Raises:
@@ -45,10 +45,10 @@ class CleaningConfig:
 
     stages: tuple[str, ...] = ("repair", "length", "exact duplicates", "quality", "near duplicates")
     text: Literal["code", "prose"] = "code"
-    shortest: int = 64
-    longest: int = 2_000_000
+    min_bytes: int = 64
+    max_bytes: int = 2_000_000
     languages: tuple[str, ...] = ()
-    certainty: float = 0.5
+    min_probability: float = 0.5
     similarity: float = 0.8
 
     def __post_init__(self) -> None:
@@ -60,17 +60,17 @@ class CleaningConfig:
             raise ValueError(f"The cleaning stages are {list(self.stages)}: give each at most once.")
         if bool(self.languages) != ("language" in self.stages):
             raise ValueError("Languages and the cleaning stage 'language' need each other: give both or neither.")
-        for name in ("certainty", "similarity"):
+        for name in ("min_probability", "similarity"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give more than 0 and at most 1.")
 
     def build(self) -> list[Stage]:
         """The stages, new ones that remember nothing."""
         stages = {
-            "repair": Repair,
-            "length": lambda: Length(self.shortest, self.longest),
+            "repair": FixEncoding,
+            "length": lambda: Length(self.min_bytes, self.max_bytes),
             "exact duplicates": ExactDuplicates,
-            "language": lambda: Language(self.languages, self.certainty),
+            "language": lambda: Language(self.languages, self.min_probability),
             "quality": CodeQuality if self.text == "code" else ProseQuality,
             "near duplicates": lambda: NearDuplicates(self.similarity),
         }
@@ -112,8 +112,8 @@ class Cleaner:
             workers: processes that measure; 0 to do it here.
         """
         for document, text, steps in self.examined(documents, workers):
-            if self.judged(document, steps):
-                cleaned = Document(document.name, text.encode())
+            if self.passes(document, steps):
+                cleaned = replace(document, content=text.encode())
                 self.report.lengths_out[length_bin(len(cleaned.content))] += 1
                 yield cleaned
 
@@ -137,11 +137,11 @@ class Cleaner:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def judged(self, document: Document, steps: list[Step]) -> bool:
-        """Let every stage judge, count, and say whether the document is kept."""
+    def passes(self, document: Document, steps: list[Step]) -> bool:
+        """Let every stage decide, count, and say whether the document is kept."""
         self.report.lengths_in[length_bin(len(document.content))] += 1
         for stage, counted, step in zip(self.stages, self.report.stages, steps, strict=False):
-            verdict = step.verdict or stage.judge(step.value)
+            verdict = step.verdict or stage.decide(step.value)
             counted.count(document.name, step.size_in, step.size_out, step.changed, verdict)
             if verdict.reason is not None:
                 return False
@@ -166,7 +166,7 @@ def examine(stages: list[Stage], content: bytes) -> tuple[str, list[Step]]:
     text, steps = content.decode(), []
     for stage in stages:
         measured = stage.measure(text)
-        verdict = None if stage.remembers else stage.judge(measured.value)
+        verdict = None if stage.remembers else stage.decide(measured.value)
         size_in = steps[-1].size_out if steps else len(content)
         changed = measured.text != text
         size_out = len(measured.text.encode()) if changed else size_in

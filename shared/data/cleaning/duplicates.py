@@ -35,7 +35,7 @@ class ExactDuplicates:
     def measure(self, text: str) -> Measured:
         return Measured(text, np.frombuffer(hashlib.sha256(text.strip().encode()).digest()[:16], np.uint8))
 
-    def judge(self, value: np.ndarray) -> Verdict:
+    def decide(self, value: np.ndarray) -> Verdict:
         if value.tobytes() in self.seen:
             return Verdict("the same text again", 1.0)
         self.remember(value)
@@ -63,14 +63,14 @@ class NearDuplicates:
     def measure(self, text: str) -> Measured:
         return Measured(text, signature(text.encode()))
 
-    def judge(self, value: np.ndarray) -> Verdict:
+    def decide(self, value: np.ndarray) -> Verdict:
         if not len(value):  # no word
             return Verdict()
-        likest = max((float((self.signatures[number] == value).mean()) for number in self.candidates(value)), default=0.0)
-        if likest >= self.similarity:
-            return Verdict("nearly the same text again", likest)
+        best = max((float((self.signatures[number] == value).mean()) for number in self.candidates(value)), default=0.0)
+        if best >= self.similarity:
+            return Verdict("nearly the same text again", best)
         self.remember(value)
-        return Verdict(score=likest)
+        return Verdict(score=best)
 
     def remember(self, value: np.ndarray) -> None:
         if not len(value):

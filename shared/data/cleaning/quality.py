@@ -53,7 +53,7 @@ class ProseQuality:
         }
         return Measured(text, (broken(rules), with_letter))
 
-    def judge(self, value: tuple[str | None, float]) -> Verdict:
+    def decide(self, value: tuple[str | None, float]) -> Verdict:
         return Verdict(*value)
 
 
@@ -87,7 +87,7 @@ class CodeQuality:
         }
         return Measured(text, (broken(rules), alphanumeric))
 
-    def judge(self, value: tuple[str | None, float]) -> Verdict:
+    def decide(self, value: tuple[str | None, float]) -> Verdict:
         return Verdict(*value)
 
 

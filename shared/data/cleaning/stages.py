@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 class Stage(Protocol):
     """A stage of cleaning.
 
-    name: as in the report. remembers: whether `judge` depends on the documents before. A stage that drops documents by their score has
+    name: as in the report. remembers: whether `decide` depends on the documents before. A stage that drops documents by their score has
     a `threshold` too, the score at which it does.
     """
 
@@ -40,12 +40,12 @@ class Stage(Protocol):
     def measure(self, text: str) -> Measured:
         """What can be found out from this text alone."""
 
-    def judge(self, value: Any) -> Verdict:
+    def decide(self, value: Any) -> Verdict:
         """Whether to keep the document, from what was measured, and from the documents before if the stage remembers."""
 
 
 @dataclass(frozen=True)
-class Repair:
+class FixEncoding:
     """Undo encodings that were mixed up ("cafÃ©"), line ends, and control characters, with ftfy (Speer 2019).
 
     What is a matter of taste, or of code, stays as it is: quotation marks, ligatures, widths, HTML entities, composed characters.
@@ -69,7 +69,7 @@ class Repair:
             unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False, normalization=None
         )
 
-    def judge(self, value: None) -> Verdict:
+    def decide(self, value: None) -> Verdict:
         return Verdict()
 
 
@@ -77,39 +77,39 @@ class Repair:
 class Length:
     """Drop what is too short to learn from or too long to be text.
 
-    shortest, longest: bytes, both still kept.
+    min_bytes, max_bytes: bytes, both still kept.
     """
 
-    shortest: int
-    longest: int
+    min_bytes: int
+    max_bytes: int
     name: str = "length"
     remembers: ClassVar[bool] = False
 
     def measure(self, text: str) -> Measured:
         return Measured(text, len(text.encode()))
 
-    def judge(self, value: int) -> Verdict:
-        if value < self.shortest:
-            return Verdict(f"shorter than {self.shortest} bytes")
-        return Verdict(f"longer than {self.longest} bytes" if value > self.longest else None)
+    def decide(self, value: int) -> Verdict:
+        if value < self.min_bytes:
+            return Verdict(f"shorter than {self.min_bytes} bytes")
+        return Verdict(f"longer than {self.max_bytes} bytes" if value > self.max_bytes else None)
 
 
 @dataclass(frozen=True)
 class Language:
     """Keep text in some languages, by py3langid (Lui and Baldwin 2012), judged from the first READ characters.
 
-    languages: ISO 639-1 codes, such as "en". certainty: the least probability.
+    languages: ISO 639-1 codes, such as "en". min_probability: the least probability.
     """
 
     languages: tuple[str, ...]
-    certainty: float
+    min_probability: float
     name: str = "language"
     remembers: ClassVar[bool] = False
     READ: ClassVar[int] = 4000
 
     @property
     def threshold(self) -> float:
-        return self.certainty
+        return self.min_probability
 
     @cached_property
     def identifier(self) -> Any:
@@ -121,8 +121,8 @@ class Language:
         language, probability = self.identifier.classify(text[: self.READ])
         return Measured(text, (language, float(probability)))
 
-    def judge(self, value: tuple[str, float]) -> Verdict:
+    def decide(self, value: tuple[str, float]) -> Verdict:
         language, probability = value
         if language not in self.languages:
             return Verdict(f"its language is {language}", probability)
-        return Verdict("its language is not certain" if probability < self.certainty else None, probability)
+        return Verdict("its language is not certain" if probability < self.min_probability else None, probability)

@@ -57,6 +57,11 @@ class DataEngine:
         """While it is open, weights that were gathered stay so; nothing may be trained in it."""
         return nullcontext()
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Of unsharded weights that this rank holds at the moment, beside its shards."""
+        return 0
+
     def reducer(self, model: nn.Module, totals: Totals) -> Totals:
         """Complete gradients and totals over the group, where this engine is the only one."""
         return complete([self], totals, self.group)

@@ -1,12 +1,12 @@
-"""Chapter 03. Cleaned text on disk, in parts: each a Parquet file of documents, with all that is needed to go on after it.
+"""Chapter 03. Clean shards: cleaned text on disk in Parquet files, each with all that is needed to resume the cleaning after it.
 
-A part is there when its JSON file is, which is written last. It holds the report up to there and how many documents had been read; a
-third file holds what the stages came to remember. So whoever is interrupted, by whatever, goes on after the last whole part, and ends
-with the same parts as if nothing had happened.
+A part is complete when its JSON file exists, which is written last. It holds the report up to there and how many documents had been read; a
+third file holds what the stages came to remember. So an interrupted preparation resumes after the last whole part, and ends with the
+same parts as one that was not interrupted.
 """
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +27,7 @@ from shared.output_files import write_atomically
 LAST = "complete.json"  # there when all parts are
 
 
-class Parts:
+class CleanShards:
     """The parts of a folder.
 
     Args:
@@ -58,6 +58,11 @@ class Parts:
     def size(self, side: str) -> int:
         """Bytes of text of one side, "training" or "held_out", over all parts."""
         return json.loads((self.folder / LAST).read_text(encoding="utf-8"))[f"{side}_bytes"]
+
+    def documents_of_sources(self, sources: int) -> list[int]:
+        """How many documents to train on each source has."""
+        records = [self.record(number)["training_documents"] for number in range(self.count())]
+        return [sum(counts.get(str(source), 0) for counts in records) for source in range(sources)]
 
     def report(self) -> CleaningReport:
         return CleaningReport.from_dict(json.loads((self.folder / LAST).read_text(encoding="utf-8"))["report"])
@@ -125,7 +130,9 @@ class Parts:
         write_atomically(self.path(number, ".remembered.safetensors"), serialized(flattened(cleaner.remembered)))
         cleaner.forget_remembered()
         sizes = [sum(len(text.encode()) for text, side in zip(texts, held_out, strict=True) if side is out) for out in (False, True)]
-        record = {"training_bytes": sizes[0], "held_out_bytes": sizes[1], "report": asdict(cleaner.report)}
+        # Sources are read one after the other and documents keep their order, so counts say which document is whose.
+        counts = Counter(document.source for document, out in zip(documents, held_out, strict=False) if not out)
+        record = {"training_bytes": sizes[0], "held_out_bytes": sizes[1], "training_documents": counts, "report": asdict(cleaner.report)}
         write_atomically(self.path(number, ".json"), json.dumps(record).encode())
 
     def finish(self, parts: int, report: CleaningReport, sources: Sequence[Source]) -> None:
@@ -167,12 +174,12 @@ class Reading:
             if opened >= self.read:
                 self.skipped.append((opened, name, reason))
 
-        for source in self.sources:
+        for number, source in enumerate(self.sources):
             prefix = f"{Path(source.path).name}/" if len(self.sources) > 1 else ""
             for document in open_source(source, note):
                 opened += 1
                 if opened > self.read:
-                    yield Document(prefix + document.name, document.content)
+                    yield Document(prefix + document.name, document.content, number)
 
     def release(self, report: CleaningReport, everything: bool = False) -> None:
         """Report what was skipped among the documents that have been judged."""
