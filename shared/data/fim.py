@@ -1,4 +1,4 @@
-"""Chapter 03. Fill in the middle: a part of a document is moved to its end, so that a causal model learns to fill gaps.
+"""Chapter 03. Fill in the middle (FIM): a part of a document is moved to its end, so that a causal model learns to fill gaps.
 
 A document is cut at two characters into prefix, middle and suffix, and written in another order, with special tokens that say
 which part begins. Nothing is lost or added, and the loss stays on every token. Two orders (Bavarian et al. 2022, section 3):

@@ -1,4 +1,4 @@
-"""Chapter 03. T5's task: cut spans out of a text and have an encoder-decoder write what was in them.
+"""Chapter 03. Span corruption, T5's denoising task: cut spans out of a text and have an encoder-decoder write what was in them.
 
 Each span becomes one sentinel token, another one for each span, so the encoder reads less than the whole text and the decoder
 writes only the spans (Raffel et al. 2019, section 3.1.4):

@@ -1,4 +1,4 @@
-"""Chapter 12. Pretraining from text to a report: prepare, build, fit, look at what was learned.
+"""Chapter 12. Pretraining from text to a report: prepare, build, fit, evaluate.
 
 Read from the top: each function is one stage, and everything that a stage does stands in an earlier chapter's part of the core.
 """
