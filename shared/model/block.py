@@ -1,4 +1,4 @@
-"""Chapter 02. The block: attention and feed-forward layer, each added to a residual stream that runs through the model.
+"""Chapter 02. Transformer block: attention and feed-forward layer, each added to a residual stream that runs through the model.
 
 Before (pre-norm, GPT-2): x + f(norm(x)), so the stream itself is never normalised on its way and deep models train.
 After (post-norm, the original transformer, BERT): norm(x + f(x)). Xiong et al. 2020 show why post-norm needs a warm-up.
