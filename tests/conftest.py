@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from shared.course import running
+
+# An optimizer's first step imports it, which takes a second: once, in the server that forks, instead of in hundreds of children.
+running.PRELOADED.append("torch._dynamo")
+
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
     os.environ.pop(name, None)
 

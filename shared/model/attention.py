@@ -17,7 +17,7 @@ from shared.course.binding import exercise
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, to_compute_dtype
 from shared.model.masks import AttentionMask
-from shared.model.rope import Rotation
+from shared.model.rope import apply_rope
 
 if TYPE_CHECKING:
     from shared.model.builders import Builders
@@ -49,7 +49,7 @@ def grouped_query_attention(
     >>> grouped_query_attention(queries, values, values, mask=torch.tensor([[[[True, False]]]]))
     tensor([[[[1., 0.]]]])
 
-    The body stands in solutions/02_transformer.py; `course read shared.model.attention` shows it in place.
+    The solution is in solutions/02_transformer.py; `course read shared.model.attention` shows it in place.
     """
 
 
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if context.rope is not None and not self.cross:
-            queries, keys = Rotation.apply(queries, *context.rope), Rotation.apply(keys, *context.rope)
+            queries, keys = apply_rope(queries, *context.rope), apply_rope(keys, *context.rope)
         if context.cache is not None and not self.cross:
             keys, values = context.cache.update(self.layer, keys, values)
         mask = context.memory_mask if self.cross else context.masks[self.layer_type]

@@ -8,11 +8,10 @@ Tables are computed in float32 once per forward pass: there is no buffer that a 
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shared.course.binding import exercise
 from shared.model.config import ModelConfig, RopeScaling
@@ -37,23 +36,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     >>> apply_rope(x, torch.stack([quarter, none])[None], torch.stack([none, quarter])[None])
     tensor([[[[0., 2., 1., 0.]]]])
 
-    The body stands in solutions/02_transformer.py; `course read shared.model.rope` shows it in place.
+    The solution is in solutions/02_transformer.py; `course read shared.model.rope` shows it in place.
     """
-
-
-class Rotation(torch.autograd.Function):
-    """`apply_rope` with its gradient written out: the gradient of a rotation is the rotation back. Nothing of x is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return apply_rope(x, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return apply_rope(upstream, cos, -sin), None, None
 
 
 class RopeTables(NamedTuple):

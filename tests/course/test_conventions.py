@@ -1,17 +1,15 @@
 """The house rules that a reader relies on: floors import downwards, bodies stand once, stubs are the contracts."""
 
 import ast
-import importlib
-import multiprocessing
-import subprocess
-import sys
 
 import pytest
+from children import in_child
+from first_imports import FINE, import_each_first
 from import_graph import circles, import_graph
+from scripts import run_script
 
 from shared.course import catalogue, stubs
 from shared.course.paths import CHECKOUT
-from shared.course.running import PRELOADED
 
 FLOOR_0 = sorted((CHECKOUT / "shared" / "course").glob("*.py"))
 CORE = catalogue.core_files()
@@ -77,24 +75,18 @@ def test_the_learners_tools_import_no_floor_at_module_level(path):
     assert not {name for name in imported_modules(top) if not name.startswith("shared.course")}
 
 
+@pytest.fixture(scope="module")
+def first_imports():
+    holes = {catalogue.module_name(path): [] for path in CORE}
+    for contract in catalogue.contracts().values():
+        holes[contract.module].append(contract.function)
+    return in_child(import_each_first, holes, seconds=600)
+
+
 @by_name
-def test_every_module_can_be_the_first_to_be_imported(path):
+def test_every_module_can_be_the_first_to_be_imported(path, first_imports):
     """Bodies reach the core through its modules; whichever module comes first, every hole must be filled."""
-    module = catalogue.module_name(path)
-    holes = [contract.function for contract in catalogue.contracts().values() if contract.module == module]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)  # torch, and nothing of the core
-    child = context.Process(target=import_first, args=(module, holes))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-
-
-def import_first(module: str, holes: list[str]) -> None:
-    assert not any(name.startswith("shared.") and not name.startswith("shared.course") for name in sys.modules)
-    loaded = importlib.import_module(module)
-    for hole in holes:
-        assert "solutions" in getattr(loaded, hole).__code__.co_filename, hole
+    assert first_imports[catalogue.module_name(path)] == FINE
 
 
 @by_chapter
@@ -111,7 +103,7 @@ def test_contracts_hold_a_docstring_and_nothing_else():
     for contract in catalogue.contracts().values():
         assert len(contract.node.body) == 1 and ast.get_docstring(contract.node), contract.exercise
         assert contract.exercise.split(".", 1)[1] == contract.function
-        expected = f"The body stands in solutions/{catalogue.chapter_of(contract.exercise).slug}.py; `course read {contract.module}`"
+        expected = f"The solution is in solutions/{catalogue.chapter_of(contract.exercise).slug}.py; `course read {contract.module}`"
         assert expected in " ".join(ast.get_docstring(contract.node).split())
 
 
@@ -153,7 +145,7 @@ def test_stubs_are_what_the_generator_makes(chapter):
 def test_a_fresh_stub_file_loads_and_is_unattempted(chapter, tmp_path):
     path = tmp_path / "exercises.py"
     path.write_text(stubs.stub_file(chapter), encoding="utf-8")
-    subprocess.run([sys.executable, str(path)], check=True, cwd=CHECKOUT, timeout=180)
+    assert run_script(path, cwd=CHECKOUT).returncode == 0
     file = stubs.BodyFile.read(path)
     assert not any(file.attempted(exercise) for exercise in chapter.exercises)
     solution = stubs.BodyFile.read(chapter.solution_file)

@@ -133,7 +133,9 @@ def activations(
         block += width * (parameter_counts(model)["matrix"] // layers)  # rounded copies of its matrices
     ends = end_bytes(model, rows, seq, width, sliced)
     positions = tokens if packed else seq
-    throughout = 8 * tokens + positions * (4 * model.head_dim if model.position == "rope" else 8)  # ids, and tables or positions
+    if model.position == "rope":
+        block += 16 * positions * model.head_dim  # cos and sin at the heads' full width, for queries and for keys
+    throughout = 8 * tokens + (0 if model.position == "rope" else 8 * positions)  # ids, and positions
     if how == "none":
         return Activations(layers * block + ends + throughout, layers * block + ends + throughout)
     if how == "full":
@@ -155,8 +157,7 @@ def saved_per_token(model: ModelConfig, mask: int = 0) -> dict[str, int]:
     """
     size, inner, shared = model.hidden_size, *heads(model)
     keys = inner if mask else shared
-    rotated = inner if model.position == "rope" else 0  # the result has the layout of rotated queries, and is copied into o_proj's
-    attention = size + inner + 2 * keys + mask + inner + rotated  # the normed input; queries, keys, values; mask; the result
+    attention = size + inner + 2 * keys + mask + inner  # the normed input; queries, keys, values; mask; the result
     feed_forward = size + (4 if model.gated else 2) * model.intermediate_size  # gated: gate, its activation, up, their product
     statistics = 4 if model.norm == "layer_norm" else 0  # mean and deviation of two norms
     return {"stream": 2 * size, "products": attention + feed_forward, "float32": model.num_attention_heads + statistics}
