@@ -33,7 +33,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     >>> loss_sum, token_count                           # 2 * log(4)
     (tensor(2.7726), tensor(2))
 
-    The body stands in solutions/01_training_loop.py; `course read shared.loss` shows it in place.
+    The solution is in solutions/01_training_loop.py; `course read shared.loss` shows it in place.
     """
 
 

@@ -67,7 +67,7 @@ def fill_in_middle(
     >>> fill_in_middle("abcd", 1, 3, "spm", letters, FimTokens(1, 2, 3, 0))
     [1, 2, 100, 3, 97, 98, 99, 0]
 
-    The body stands in solutions/03_data_pipeline.py; `course read shared.data.fim` shows it in place.
+    The solution is in solutions/03_data_pipeline.py; `course read shared.data.fim` shows it in place.
     """
 
 

@@ -49,7 +49,7 @@ def mask_tokens(
     >>> mask_tokens(ids, special, selection, fate, torch.full((1, 5), 99), mask_id=3)
     (tensor([[ 3, 99, 13, 14,  0]]), tensor([[  11,   12,   13, -100, -100]]))
 
-    The body stands in solutions/03_data_pipeline.py; `course read shared.data.masking` shows it in place.
+    The solution is in solutions/03_data_pipeline.py; `course read shared.data.masking` shows it in place.
     """
 
 

@@ -53,7 +53,7 @@ def pack_documents(documents: Sequence[Tensor], seq: int) -> Batch:
     >>> row["documents"], row["positions"]
     (tensor([ 0,  0,  0,  1, -1, -1]), tensor([0, 1, 2, 0, 0, 0]))
 
-    The body stands in solutions/03_data_pipeline.py; `course read shared.data.packing` shows it in place.
+    The solution is in solutions/03_data_pipeline.py; `course read shared.data.packing` shows it in place.
     """
 
 

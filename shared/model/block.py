@@ -39,7 +39,7 @@ def block_forward(x: Tensor, sublayers: Sequence[tuple[Callable[[Tensor], Tensor
     >>> block_forward(torch.tensor([[[3.0]]]), [(minus_one, double)], pre_norm=False)     # (3 + 2 * 3) - 1
     tensor([[[8.]]])
 
-    The body stands in solutions/02_transformer.py; `course read shared.model.block` shows it in place.
+    The solution is in solutions/02_transformer.py; `course read shared.model.block` shows it in place.
     """
 
 

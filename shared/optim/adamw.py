@@ -51,7 +51,7 @@ def adamw_update(
     >>> w, m, v                                                    # 2 - 0.1 * 0.5 * 2 - 0.1
     (tensor([1.8000]), tensor([0.4000]), tensor([0.1600]))
 
-    The body stands in solutions/05_optimizers.py; `course read shared.optim.adamw` shows it in place.
+    The solution is in solutions/05_optimizers.py; `course read shared.optim.adamw` shows it in place.
     """
 
 

@@ -39,7 +39,7 @@ def lion_update(
     >>> w, m                                                       # c = -0.9 + 0.4, so 2 + 0.1 - 0.1 * 0.5 * 2
     (tensor([2.]), tensor([-0.9500]))
 
-    The body stands in solutions/05_optimizers.py; `course read shared.optim.lion` shows it in place.
+    The solution is in solutions/05_optimizers.py; `course read shared.optim.lion` shows it in place.
     """
 
 

@@ -13,7 +13,7 @@ from shared.optim.config import Precision
 from shared.totals import Batch, Objective, Totals
 
 
-def in_precision(objective: Objective, precision: Precision) -> Objective:
+def autocast_objective(objective: Objective, precision: Precision) -> Objective:
     """Wrap an objective in autocast, so that its matrix products are computed in `precision`; float32 returns it unchanged.
 
     float16 needs a loss scale (`shared.optim.loss_scale`).
@@ -27,12 +27,12 @@ def in_precision(objective: Objective, precision: Precision) -> Objective:
         raise ValueError(f"There is no precision {precision!r}: choose float32, bfloat16 or float16.")
     dtype = getattr(torch, precision)
 
-    def autocast_objective(model: nn.Module, batch: Batch) -> Totals:
+    def in_autocast(model: nn.Module, batch: Batch) -> Totals:
         require_master_weights(model)
         with torch.autocast(next(model.parameters()).device.type, dtype):
             return objective(model, batch)
 
-    return autocast_objective
+    return in_autocast
 
 
 def require_master_weights(model: nn.Module) -> None:
