@@ -11,6 +11,7 @@ WORKDIR /course
 COPY pyproject.toml Makefile README.md LICENSE ./
 COPY .ci .ci
 COPY shared/__init__.py shared/__init__.py
+COPY chapters/__init__.py chapters/__init__.py
 ARG TORCH_INDEX=
 RUN make install TORCH_INDEX=$TORCH_INDEX
 

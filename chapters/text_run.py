@@ -20,8 +20,8 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from chapters.byte_models import BigramModel
 from shared.batches import random_batches, require_window, sequential_batches, split_batch
-from shared.bigram import BigramModel
 from shared.corpus import Corpus, embedded_corpus, read_files
 from shared.course import binding
 from shared.course.errors import CourseError

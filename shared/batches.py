@@ -1,4 +1,4 @@
-"""Chapter 01. From a stream of token ids to batches: inputs, and targets that are the inputs one position later.
+"""Chapter 01. Batches of next-token prediction from a stream of token ids: inputs, and targets that are the inputs one position later.
 
 The stream is cut into windows of seq + 1 ids. The first seq of them are the input, the last seq the targets, so each
 position learns to say what comes next. Chapter 03 replaces this by a loader that packs documents and resumes.

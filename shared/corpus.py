@@ -1,4 +1,4 @@
-"""Chapter 01. Text to learn from: the embedded corpus, or the reader's own files, as bytes.
+"""Chapter 01. The text corpus to train on: the embedded one, or the reader's own files, as bytes.
 
 The embedded corpus is Python source that was installed with the course: the wheels below are pure Python and pinned to an
 exact version, so their files are the same bytes on every machine. Nothing is downloaded and nothing is shipped. Documents

@@ -40,7 +40,7 @@ def accumulate_gradients(model: nn.Module, microbatches: Sequence[Batch], object
     >>> weight.weight.grad, totals.token_count                     # d(sum)/dw = 1 + 3
     (tensor([[4.]]), tensor(4))
 
-    The body stands in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
+    The solution is in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
     """
 
 
@@ -71,7 +71,7 @@ def apply_update(model: nn.Module, optimizer: Optimizer, token_count: Tensor) ->
     >>> weight.data, weight.grad                                   # 1 - 0.1 * 6 / 3
     (tensor([0.8000]), tensor([2.]))
 
-    The body stands in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
+    The solution is in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
     """
 
 
@@ -102,7 +102,7 @@ def train_step(
     The gradients of the step remain in `grad` afterwards, where monitoring can read them; those of an earlier
     step must not be in them, and a parameter that this step did not use has none (`None`).
 
-    The body stands in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
+    The solution is in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
     """
 
 
@@ -124,7 +124,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], objective: Objective) -
     >>> totals.loss_sum, totals.mean_loss                          # (1 + 3 + 5) / 3
     (tensor(9.), 3.0)
 
-    The body stands in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
+    The solution is in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
     """
 
 

@@ -1,4 +1,4 @@
-"""Chapter 01. The loss of a language model: how surprised it was by what came next.
+"""Chapter 01. Cross-entropy, the loss of a language model: how surprised it was by what came next.
 
 For logits z and target t, the loss is -log softmax(z)_t = logsumexp(z) - z_t, in nats. An objective turns a model and
 a batch into `Totals`; this one is next-token prediction. Later chapters bring other objectives and leave this alone.
@@ -33,7 +33,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     >>> loss_sum, token_count                           # 2 * log(4)
     (tensor(2.7726), tensor(2))
 
-    The body stands in solutions/01_training_loop.py; `course read shared.loss` shows it in place.
+    The solution is in solutions/01_training_loop.py; `course read shared.loss` shows it in place.
     """
 
 

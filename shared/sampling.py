@@ -38,7 +38,7 @@ def sample_next(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
     >>> sorted(set(draws))                                         # token 0 is cut off
     [1, 2]
 
-    The body stands in solutions/01_training_loop.py; `course read shared.sampling` shows it in place.
+    The solution is in solutions/01_training_loop.py; `course read shared.sampling` shows it in place.
     """
 
 

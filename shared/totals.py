@@ -1,4 +1,4 @@
-"""Chapter 01. What a pass over data adds up: a sum of losses, a count of tokens, and sums to be averaged later.
+"""Chapter 01. Totals of a pass over data: loss sum, token count, and metric sums, to be divided once at the end.
 
 Sums are kept, never means: sums of micro-batches, of ranks and of pipeline stages add, means do not. Whoever wants
 an average divides once, at the end, by the number of tokens that counted.

@@ -72,8 +72,8 @@ class RunConfig:
 
 def run(config: RunConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
+    from chapters.byte_models import ByteModel
     from chapters.text_run import run_on_text
-    from shared.byte_model import ByteModel
 
     run_on_text(config, lambda: ByteModel(**vars(config.model)), context=config.model.window)
 

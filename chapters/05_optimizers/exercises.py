@@ -189,8 +189,8 @@ def learning_rate_factor(step: int, name: str, warmup_steps: int, steps: int, de
 def update_scale(state: LossScale, finite: bool, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
     """The loss scale of the next step (Micikevicius et al. 2018, section 3.2).
 
-    After a step whose gradients were not all finite: the scale times `backoff`, and the count begins anew.
-    After a good step: the count is one higher; where it reaches `interval`, the scale times `growth`, and the count begins anew.
+    After a step whose gradients were not all finite: the scale times `backoff`, and the count restarts at 0.
+    After a good step: the count is one higher; where it reaches `interval`, the scale times `growth`, and the count restarts at 0.
 
     Args:
         state: of the step that was tried.

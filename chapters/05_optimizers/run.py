@@ -103,7 +103,7 @@ def train_with(config: RunConfig) -> None:
     from shared.model.transformer import TransformerModel
     from shared.optim.build import build_optimizer
     from shared.optim.loss_scale import LossScaler
-    from shared.optim.precision import in_precision
+    from shared.optim.precision import autocast_objective
     from shared.optim.schedules import attach_schedule
     from shared.optim.updater import Update
 
@@ -119,7 +119,7 @@ def train_with(config: RunConfig) -> None:
             config,
             lambda: TransformerModel(config.model, seed=config.seed),
             config.seq,
-            in_precision(packed_next_token_objective, config.precision),
+            autocast_objective(packed_next_token_objective, config.precision),
             make_optimizer=make_optimizer,
             runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
             updater=update,

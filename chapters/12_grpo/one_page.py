@@ -28,7 +28,7 @@ from shared.model.hf.pretrained import save_pretrained
 from shared.model.roles import role_of
 from shared.model.transformer import TransformerModel
 from shared.optim.adamw import adamw_step
-from shared.optim.clipping import clip_factor
+from shared.optim.updater import clip_factor
 from shared.optim.muon import muon_step
 from shared.optim.schedules import learning_rate_factor
 from shared.parallel.config import ParallelConfig

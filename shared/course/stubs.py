@@ -22,7 +22,7 @@ HEADER = '''"""Your part of chapter {number}. Write each body in place of its `r
 Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`.
 """
 '''
-BODY_LINE = re.compile(r"\n\n[ ]*The body stands in [^\n]*")
+BODY_LINE = re.compile(r"\n\n[ ]*The solution is in [^\n]*")
 
 
 def stub_of(contract: Contract) -> str:

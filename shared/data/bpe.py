@@ -1,4 +1,4 @@
-"""Chapter 03. Byte-level BPE, small enough to read: how a tokenizer is made from text, and how it is used.
+"""Chapter 03. Byte-level byte-pair encoding (BPE), small enough to read: how a tokenizer is trained on text, and how it is used.
 
 Text becomes bytes, so nothing is unknown. Training joins the most frequent pair of neighbours to a new token, again and again
 (Sennrich et al. 2016, section 3.2; on bytes, Radford et al. 2019, section 2.2); encoding replays those merges in their order.
@@ -45,7 +45,7 @@ def merge_pair(ids: list[int], pair: tuple[int, int], new_id: int) -> list[int]:
     >>> merge_pair([7, 7, 7], (7, 7), 9)                # the first two; the third has no partner left
     [9, 7]
 
-    The body stands in solutions/03_data_pipeline.py; `course read shared.data.bpe` shows it in place.
+    The solution is in solutions/03_data_pipeline.py; `course read shared.data.bpe` shows it in place.
     """
 
 

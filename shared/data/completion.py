@@ -1,4 +1,4 @@
-"""Chapter 03. Asking a model for text: what goes on from a beginning, and what fills a gap between two sides.
+"""Chapter 03. Text generation and infilling from a trained model: continue a prompt, fill a gap between a prefix and a suffix.
 
 A gap is a line cut out of a held-out document, so its true content is known. The model is asked as it was trained, in psm order: prefix,
 suffix, and then the token that says "now the middle". What it writes ends with the token that ends a document.

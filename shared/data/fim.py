@@ -1,4 +1,4 @@
-"""Chapter 03. Fill in the middle: a part of a document is moved to its end, so that a causal model learns to fill gaps.
+"""Chapter 03. Fill in the middle (FIM): a part of a document is moved to its end, so that a causal model learns to fill gaps.
 
 A document is cut at two characters into prefix, middle and suffix, and written in another order, with special tokens that say
 which part begins. Nothing is lost or added, and the loss stays on every token. Two orders (Bavarian et al. 2022, section 3):
@@ -67,7 +67,7 @@ def fill_in_middle(
     >>> fill_in_middle("abcd", 1, 3, "spm", letters, FimTokens(1, 2, 3, 0))
     [1, 2, 100, 3, 97, 98, 99, 0]
 
-    The body stands in solutions/03_data_pipeline.py; `course read shared.data.fim` shows it in place.
+    The solution is in solutions/03_data_pipeline.py; `course read shared.data.fim` shows it in place.
     """
 
 

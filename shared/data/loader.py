@@ -1,4 +1,4 @@
-"""Chapter 03. The loader: each step's micro-batches for one rank, and a position that any number of ranks can resume from.
+"""Chapter 03. The stateful dataloader: each step's micro-batches for one rank, and a position that any number of ranks can resume from.
 
 Rows are counted globally, in the order in which training sees them: step k takes rows k * batch_size and on, rank r its share of
 them. So the position is one number for all ranks, and a run that stops after n rows goes on with row n, also with other ranks,

@@ -1,4 +1,4 @@
-"""Chapter 03. BERT's task: hide some tokens, and predict them from both sides.
+"""Chapter 03. Masked language modelling (MLM), BERT's task: hide some tokens, and predict them from both sides.
 
 15 % of the tokens are chosen. Of these, 80 % are replaced by the mask token, 10 % by a random token and 10 % stay as they are
 (Devlin et al. 2019, section 3.1), so that the model, which never meets a mask token in use, cannot trust any token to be right.
@@ -49,7 +49,7 @@ def mask_tokens(
     >>> mask_tokens(ids, special, selection, fate, torch.full((1, 5), 99), mask_id=3)
     (tensor([[ 3, 99, 13, 14,  0]]), tensor([[  11,   12,   13, -100, -100]]))
 
-    The body stands in solutions/03_data_pipeline.py; `course read shared.data.masking` shows it in place.
+    The solution is in solutions/03_data_pipeline.py; `course read shared.data.masking` shows it in place.
     """
 
 

@@ -1,4 +1,4 @@
-"""Chapter 03. What a model is asked on each kind of batch: the next token, a hidden token, or the other text of a pair.
+"""Chapter 03. Training objectives for each kind of batch: next-token prediction, masked language modelling, sequence to sequence.
 
 Each objective is chapter 02's model with chapter 02's loss; what differs is who may look at whom. In a packed row nobody looks
 into another document (`Documents`), and positions are those within a document. No objective ever holds all logits. Each says which tokens

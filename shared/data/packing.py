@@ -1,4 +1,4 @@
-"""Chapter 03. Packing: several documents in one row, none of which sees another.
+"""Chapter 03. Sequence packing: several documents in one row, none of which sees another.
 
 A row of seq positions that held one short document would be mostly padding, which costs as much as text. So rows are filled
 with several documents, and two things keep them apart: `documents` says which positions belong together (a mask for attention)
@@ -53,7 +53,7 @@ def pack_documents(documents: Sequence[Tensor], seq: int) -> Batch:
     >>> row["documents"], row["positions"]
     (tensor([ 0,  0,  0,  1, -1, -1]), tensor([0, 1, 2, 0, 0, 0]))
 
-    The body stands in solutions/03_data_pipeline.py; `course read shared.data.packing` shows it in place.
+    The solution is in solutions/03_data_pipeline.py; `course read shared.data.packing` shows it in place.
     """
 
 

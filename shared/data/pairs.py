@@ -1,4 +1,4 @@
-"""Chapter 03. Pairs of texts as batches for an encoder-decoder: one text is read, the other is written.
+"""Chapter 03. Collating sequence-to-sequence pairs for an encoder-decoder: one text is read, the other is written.
 
 The decoder reads its own target one position late, behind a start token, so that position i predicts target i from the
 targets before it (teacher forcing). Rows are filled up to the longest of the batch.

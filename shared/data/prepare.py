@@ -1,4 +1,4 @@
-"""Chapter 03. From raw text to data that a training can read: read, clean, split, tokenize, store.
+"""Chapter 03. Data preparation, from raw text to token shards: read, clean, split, tokenize, store.
 
 Everything lands in a folder named after the configuration and the text that it was applied to, so preparing the same again finds
 it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation, even a

@@ -1,4 +1,4 @@
-"""Chapter 03. Endless rows of packed text: which row comes next is a function of the seed and of how many came before.
+"""Chapter 03. The dataset of packed rows, shuffled and without an end: row number n is a function of the seed and of n.
 
 Each epoch shuffles the documents, plans rows for them, and shuffles the rows; the shuffle is drawn from (seed, epoch), a transform's
 draws from (seed, epoch, row, segment). So any row can be made again by its index alone, on any rank, before or after

@@ -1,4 +1,4 @@
-"""Chapter 03. Tokens on disk: shards that are mapped into memory, never read into it.
+"""Chapter 03. Token shards on disk: memory-mapped files that are never read into memory as a whole.
 
 A shard is a safetensors file of three arrays: `tokens` (uint16 while the vocabulary allows), `offsets` (where each document
 begins) and `byte_counts` (the text that each stands for); its metadata says which tokenizer made it and what its content adds up

@@ -1,4 +1,4 @@
-"""Chapter 03. Where text comes from: one door for files, folders, tables and datasets of the Hugging Face hub.
+"""Chapter 03. Data sources: files, folders, tables and datasets of the Hugging Face hub, streamed one document at a time.
 
 `open_source` yields documents one at a time and holds no more than one, so a source may be larger than memory. What cannot be
 read as text is never dropped in silence: whoever opens a source hears of it by name, or the source refuses.

@@ -1,4 +1,4 @@
-"""Chapter 03. T5's task: cut spans out of a text and have an encoder-decoder write what was in them.
+"""Chapter 03. Span corruption, T5's denoising task: cut spans out of a text and have an encoder-decoder write what was in them.
 
 Each span becomes one sentinel token, another one for each span, so the encoder reads less than the whole text and the decoder
 writes only the spans (Raffel et al. 2019, section 3.1.4):
@@ -45,7 +45,7 @@ def corrupt_spans(input_ids: Tensor, noise: Tensor, sentinels: Sequence[int], en
     >>> corrupt_spans(torch.tensor([11, 12, 13, 14, 15]), noise, sentinels=[99, 98, 97], end_id=1)
     (tensor([11, 99, 14, 98,  1]), tensor([99, 12, 13, 98, 15,  1]))
 
-    The body stands in solutions/03_data_pipeline.py; `course read shared.data.spans` shows it in place.
+    The solution is in solutions/03_data_pipeline.py; `course read shared.data.spans` shows it in place.
     """
 
 

@@ -1,4 +1,4 @@
-"""Chapter 03. Text in records: JSONL, CSV and Parquet files, read a record at a time.
+"""Chapter 03. JSONL, CSV and Parquet files as text: records streamed one at a time.
 
 Each reader yields (name, bytes) for the text of each record, where the name is the file's and the record's number, from 1.
 A field that is not there is an error of the whole file and says which fields are; a record that cannot be read is skipped by name.

@@ -1,4 +1,4 @@
-"""Chapter 04. What a run of the engine can be told, typed and checked before anything starts."""
+"""Chapter 04. Configuration of the engine: logging, evaluation, checkpoints, anomaly detection, dumps and profiling."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,14 +7,14 @@ from typing import Literal
 
 @dataclass
 class CheckpointConfig:
-    """When the run is saved, and what is kept.
+    """When checkpoints are saved, and which are kept.
 
     Args:
-        every: steps between two checkpoints; 0 saves only at the end and on an interruption.
-        keep_last: how many of the newest are kept.
-        keep_best: also keep the one with the lowest validation loss.
-        asynchronous: write on a thread while training goes on; the state is copied first.
-        resume: go on from the newest good checkpoint in the output folder; false refuses a folder that holds one.
+        every: steps between two checkpoints; 0 saves only at the end and on a shutdown request.
+        keep_last: how many of the newest checkpoints are kept.
+        keep_best: also keep the checkpoint with the lowest validation loss.
+        asynchronous: copy the state, and write it on a thread while training continues.
+        resume: resume from the newest intact checkpoint in the output folder; false refuses a folder that has one.
     """
 
     every: int = 100
@@ -30,12 +30,12 @@ class CheckpointConfig:
 
 @dataclass
 class AnomalyConfig:
-    """What counts as a broken step. Its batch is saved for replay.
+    """Detection of NaN, inf and loss spikes. The batch of such a step is saved for replay.
 
     Args:
         stop_on_nonfinite: end the run, before the optimizer steps, where a loss or a gradient is inf or NaN.
-        spike_deviations: how many deviations above the last losses' median a loss is called a spike; 0 for none.
-        window: how many of the last losses that is judged by.
+        spike_deviations: a loss this many deviations above the median of the last losses is a spike; 0 for no detection.
+        window: how many of the last losses the median is taken of.
     """
 
     stop_on_nonfinite: bool = True
@@ -49,11 +49,11 @@ class AnomalyConfig:
 
 @dataclass
 class DumpConfig:
-    """When weights, gradients and activations are written down by name, with statistics and histograms.
+    """When weights, gradients and activations are dumped by name, with statistics and histograms.
 
     Args:
-        every: steps between two dumps; 0 for none. The file `dump-now` in the output folder asks for one at any time.
-        on_anomaly: dump when a step was caught as broken.
+        every: steps between two dumps; 0 for none. Creating the file `dump-now` in the output folder requests one at any time.
+        on_anomaly: dump when an anomaly is detected.
     """
 
     every: int = 0
@@ -65,11 +65,11 @@ class DumpConfig:
 
 @dataclass
 class ProfileConfig:
-    """Which steps are profiled into a trace that opens in Perfetto.
+    """Which steps torch.profiler traces; a trace opens in Perfetto.
 
     Args:
-        first_step: the first one; 0 for none. Leave a few before it: the first steps are not like the others.
-        steps: how many.
+        first_step: the first profiled step; 0 for none. Skip a few: the first steps are slower than the others.
+        steps: how many steps are profiled.
     """
 
     first_step: int = 0
@@ -81,23 +81,23 @@ class ProfileConfig:
 
 @dataclass
 class EngineConfig:
-    """How a run is watched, saved and ended.
+    """Options of the training engine.
 
     Args:
         output: the run's folder: checkpoints, logs, dumps, anomalies, traces.
         device: where to run; auto takes a GPU where there is one.
-        compile: let torch.compile translate the model, or each block of one that is fully sharded; costs half a minute at the start, and
-            needs a C++ compiler.
+        compile: run torch.compile on the model, or on each block of a fully sharded model; it takes half a minute at the start, and needs
+            a C++ compiler.
         log_every: steps between two logs.
-        evaluate_every: steps between two evaluations on held-out data; 0 for one at the end only.
+        evaluate_every: steps between two evaluations on validation data; 0 for one at the end only.
         early_stopping: end the run after this many evaluations without improvement; 0 for never.
-        trackers: where the metrics go: console, jsonl, tensorboard, wandb, mlflow.
-        project: the name under which W&B and MLflow file the run.
+        trackers: where metrics are logged: console, jsonl, tensorboard, wandb, mlflow.
+        project: the project of W&B and the experiment of MLflow.
         wandb_mode: offline keeps W&B's files in the output folder, to be sent with `wandb sync`.
         mlflow_uri: MLflow's store; null for a database in the output folder.
-        checkpoint: when the run is saved.
-        anomalies: what counts as a broken step.
-        dump: when the model's insides are written down.
+        checkpoint: when checkpoints are saved.
+        anomalies: detection of NaN, inf and loss spikes.
+        dump: when weights, gradients and activations are dumped.
         profile: which steps are profiled.
     """
 
@@ -128,6 +128,6 @@ class EngineConfig:
 
 
 def require(condition: bool, sentence: str) -> None:
-    """Refuse a configuration with a sentence."""
+    """Raise ValueError with `sentence` unless `condition` holds."""
     if not condition:
         raise ValueError(sentence)

@@ -1,4 +1,4 @@
-"""Chapter 04. Ending a run that has stopped improving on held-out data.
+"""Chapter 04. Early stopping: end a run that has stopped improving on held-out data.
 
 Left out on purpose: going back to the best weights. Checkpoints keep the best one (`checkpoint.keep_best`).
 """

@@ -1,6 +1,6 @@
-"""Chapter 04. Being asked to leave: SIGTERM from a scheduler, Ctrl-C from a person.
+"""Chapter 04. Graceful shutdown: SIGTERM from a scheduler or Ctrl-C from a person ends the run between two steps.
 
-The first request lets the step end, so that the run can be saved between two steps. A second Ctrl-C ends it at once.
+After the first signal the step is completed, and the engine saves a checkpoint and ends. A second Ctrl-C ends the process at once.
 """
 
 import signal
@@ -10,23 +10,23 @@ from typing import Any
 
 
 class ShutdownRequest:
-    """While it is entered, SIGTERM and Ctrl-C set `asked` instead of ending the process. On other threads it does nothing."""
+    """Within its `with` block, SIGTERM and Ctrl-C set `reason` and do not end the process. It does nothing outside the main thread."""
 
     def __init__(self):
         self.reason: str | None = None  # the signal's name
-        self.before: dict[int, Any] = {}
+        self.previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "ShutdownRequest":
         self.reason = None
         if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGTERM, signal.SIGINT)}
+            self.previous_handlers = {number: signal.signal(number, self.request) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
 
-    def ask(self, number: int, frame: FrameType | None) -> None:
+    def request(self, number: int, frame: FrameType | None) -> None:
         if self.reason and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name

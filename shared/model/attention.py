@@ -49,7 +49,7 @@ def grouped_query_attention(
     >>> grouped_query_attention(queries, values, values, mask=torch.tensor([[[[True, False]]]]))
     tensor([[[[1., 0.]]]])
 
-    The body stands in solutions/02_transformer.py; `course read shared.model.attention` shows it in place.
+    The solution is in solutions/02_transformer.py; `course read shared.model.attention` shows it in place.
     """
 
 

@@ -1,4 +1,4 @@
-"""Chapter 02. The block: attention and feed-forward layer, each added to a residual stream that runs through the model.
+"""Chapter 02. Transformer block: attention and feed-forward layer, each added to a residual stream that runs through the model.
 
 Before (pre-norm, GPT-2): x + f(norm(x)), so the stream itself is never normalised on its way and deep models train.
 After (post-norm, the original transformer, BERT): norm(x + f(x)). Xiong et al. 2020 show why post-norm needs a warm-up.
@@ -39,7 +39,7 @@ def block_forward(x: Tensor, sublayers: Sequence[tuple[Callable[[Tensor], Tensor
     >>> block_forward(torch.tensor([[[3.0]]]), [(minus_one, double)], pre_norm=False)     # (3 + 2 * 3) - 1
     tensor([[[8.]]])
 
-    The body stands in solutions/02_transformer.py; `course read shared.model.block` shows it in place.
+    The solution is in solutions/02_transformer.py; `course read shared.model.block` shows it in place.
     """
 
 

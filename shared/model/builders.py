@@ -1,4 +1,4 @@
-"""Chapter 02. Where later chapters put parts of their own: the functions with which a model builds its pieces.
+"""Chapter 02. Layer builders, the extension points of the model: the functions that make its linear layers, norms, attention and blocks.
 
 A `Builders` handed to `TransformerModel` replaces any of them: linear layers that hold a slice, a low-rank addition or four-bit
 weights, a mixture of experts as feed-forward layer, an attention of another kind, a way to run a block that recomputes it. Names

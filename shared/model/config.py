@@ -1,4 +1,4 @@
-"""Chapter 02. The configuration that tells one family of transformers from another.
+"""Chapter 02. Model configuration: the choices and sizes that tell one transformer from another.
 
 Field names are those of Hugging Face's LLaMA configuration where one exists, so what is known from there can be typed here.
 The defaults are a small LLaMA: causal, RoPE, RMSNorm before each sublayer, SwiGLU. `shared.model.families` holds the
@@ -105,7 +105,7 @@ class ModelConfig:
 
         architecture: decoder (causal), encoder (every position sees every other) or encoder-decoder.
         num_encoder_layers: blocks of the encoder of an encoder-decoder; None for num_hidden_layers.
-        position: how a position is told: a learned embedding, rotation of queries and keys (rope), a penalty that grows
+        position: how positions are encoded: a learned embedding, rotation of queries and keys (rope), a penalty that grows
             with the distance (alibi), a learned bias per distance (relative), or not at all.
         rope_theta: the base of RoPE's frequencies.
         rope_scaling: how they are stretched, if they are.
@@ -239,7 +239,7 @@ def require_sizes(config: ModelConfig) -> None:
 
 
 def require_compatible(config: ModelConfig) -> None:
-    """Refuse options of which one would be without effect, or wrong, beside the other."""
+    """Refuse options that exclude each other: with one, the other would have no effect or be wrong."""
     wrong = [
         (config.rope_scaling and config.position != "rope", "rope_scaling needs position 'rope'"),
         (config.num_encoder_layers and config.architecture != "encoder-decoder", "num_encoder_layers needs architecture 'encoder-decoder'"),

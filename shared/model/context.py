@@ -1,6 +1,6 @@
 """Chapter 02. Attention context: what all layers of a stack share in one forward pass, and auxiliary losses of single layers.
 
-Masks, RoPE tables, the key-value cache and an encoder's output are made or taken once and read by every block. Beside them stands
+Masks, RoPE tables, the key-value cache and an encoder's output are made or taken once and read by every block. It also holds
 what a router needs (chapter 09): which tokens count in the loss, and the scale of the backward pass.
 """
 
@@ -18,7 +18,7 @@ from shared.model.rope import RopeTables
 class KeyValueCache:
     """Keys and values of past positions, for generation. Chapter 12 derives its caches from this.
 
-    length: positions before this forward pass. Whoever generates raises it when the pass is done.
+    length: positions before this forward pass. Generation raises it when the pass is done.
     """
 
     length: int = 0
@@ -44,7 +44,7 @@ class KeyValueCache:
 
 @dataclass
 class AttentionContext:
-    """What blocks need beside their input. A stack makes it once per forward pass.
+    """What blocks need in addition to their input. A stack makes it once per forward pass.
 
     masks: "full_attention" and, where a layer has that type, "sliding_attention" -> what attention takes.
     rope: the tables of the queries' positions, or None.

@@ -1,4 +1,4 @@
-"""Chapter 02. How many parameters a model has, by formula and by role, without building it."""
+"""Chapter 02. Parameter count of a model, by formula and by role, without building it."""
 
 from torch import nn
 
@@ -72,6 +72,6 @@ def add(counts: dict[Role, int], more: dict[Role, int]) -> None:
         counts[role] += count
 
 
-def counted(model: nn.Module) -> dict[Role, int]:
+def count_parameters(model: nn.Module) -> dict[Role, int]:
     """Parameters by role, counted in a built model."""
     return {role: sum(p.numel() for p in parameters.values()) for role, parameters in parameters_by_role(model).items()}

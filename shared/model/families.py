@@ -1,4 +1,4 @@
-"""Chapter 02. The published models as configurations: what tells GPT-2 from LLaMA, Qwen, Mistral, BERT, T5 and BLOOM.
+"""Chapter 02. Presets: the published models (GPT-2, LLaMA, Qwen, Mistral, BERT, T5, BLOOM) as configurations.
 
 A family is a handful of choices; a model of it adds its sizes. GPT-3 alternated dense and banded sparse attention, a pattern that
 was never published in full; here it is dense everywhere, as reimplementations have it.

@@ -51,7 +51,7 @@ def swiglu(
     >>> swiglu(x, gate=lambda x: 10 * x, up=lambda x: x + 2, down=lambda x: 2 * x)     # silu(10) is 10, silu(-10) about 0
     tensor([59.9973, -0.0009])
 
-    The body stands in solutions/02_transformer.py; `course read shared.model.feed_forward` shows it in place.
+    The solution is in solutions/02_transformer.py; `course read shared.model.feed_forward` shows it in place.
     """
 
 

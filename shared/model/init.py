@@ -1,4 +1,4 @@
-"""Chapter 02. Initial weights that depend on a parameter's name and the seed, and on nothing else.
+"""Chapter 02. Weight initialization, on the meta device or not: initial weights depend on a parameter's name and the seed alone.
 
 Each parameter has a stream of random numbers of its own, seeded by its name, so a model cut in two, built in another order
 or on another device starts with the same weights. A sharded parameter is drawn whole, and the shard taken from that. Matrices and
@@ -83,7 +83,7 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None
 
 
 def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """`model.to_empty(device)` that keeps what stands on its parameters: their attributes, and which of them are one and the same."""
+    """`model.to_empty(device)` that keeps the attributes of parameters, and tied parameters tied."""
     before = dict(model.named_parameters(remove_duplicate=False))
     model.to_empty(device=device)
     made: dict[Tensor, nn.Parameter] = {}

@@ -1,4 +1,4 @@
-"""Chapter 02. Positions told by a bias on the attention scores: ALiBi and T5's relative positions.
+"""Chapter 02. Position bias on the attention scores: ALiBi and T5's relative positions.
 
 Both add a number to the score of query i and key j that depends on j - i only, so both go on where training ended. ALiBi
 (Press et al. 2021) has nothing to learn: a penalty proportional to the distance, with another slope for each head. T5

@@ -18,7 +18,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Sharding(Protocol):
-    """How a parameter is sharded over processes: the attribute `sharding` of a parameter, set by whoever sharded it.
+    """How a parameter is sharded over processes: the attribute `sharding` of a parameter, set by the code that sharded it.
 
     `shared.parallel.sharding.Sharding` is one; initial weights and Muon need no more of it than this.
     shape: of the whole parameter. needs_gathering: whether the whole takes other processes.
@@ -45,11 +45,11 @@ def role_of(name: str, parameter: Tensor | None = None) -> Role:
     Raises:
         ValueError: the attribute is no role.
     """
-    said = getattr(parameter, "role", None)
-    if said is not None:
-        if said not in ROLES:
-            raise ValueError(f"{name} carries the role {said!r}: choose {', '.join(ROLES)}.")
-        return said
+    role = getattr(parameter, "role", None)
+    if role is not None:
+        if role not in ROLES:
+            raise ValueError(f"{name} carries the role {role!r}: choose {', '.join(ROLES)}.")
+        return role
     parts = name.split(".")
     if any(part == "norm" or part.endswith("_norm") for part in parts[:-1]):
         return "norm"

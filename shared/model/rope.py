@@ -36,7 +36,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     >>> apply_rope(x, torch.stack([quarter, none])[None], torch.stack([none, quarter])[None])
     tensor([[[[0., 2., 1., 0.]]]])
 
-    The body stands in solutions/02_transformer.py; `course read shared.model.rope` shows it in place.
+    The solution is in solutions/02_transformer.py; `course read shared.model.rope` shows it in place.
     """
 
 

@@ -1,4 +1,4 @@
-"""Chapter 02. A stack of blocks with what they share: the mask, the position tables or biases, the last norm."""
+"""Chapter 02. Stack of transformer blocks with what they share: masks, RoPE tables or position biases, the last norm."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Chapter 02. `TransformerModel`: every family, by configuration alone.
+"""Chapter 02. `TransformerModel`: a transformer of any family (decoder, encoder, encoder-decoder), by configuration alone.
 
     ids -> embedding -> (encoder ->) stack of blocks -> norm -> head -> logits [batch, seq, vocab]
 
@@ -35,8 +35,8 @@ class TransformerModel(nn.Module):
         seed: of the initial weights. On the meta device there are none; see `shared.model.init.materialize`.
 
     `embedding`, `head`, single blocks of `stack.blocks` and `stack.final_norm` may be absent, which makes the model one
-    stage of a pipeline; see `keep_part`. `loss_scale` is what an objective's loss is multiplied by before its backward pass; whoever
-    scales it says so by `set_loss_scale`, for layers that have a loss of their own.
+    stage of a pipeline; see `keep_part`. `loss_scale` is what an objective's loss is multiplied by before its backward pass:
+    `set_loss_scale` sets it, for layers that have a loss of their own.
     """
 
     def __init__(self, config: ModelConfig, builders: Builders = Builders(), seed: int = 0):  # noqa: B008 (frozen)
@@ -149,16 +149,16 @@ def keep_part(model: TransformerModel, blocks: range, *, embedding: bool, head: 
     """Cut a model down to one stage of a pipeline, in place: some blocks, and the ends or not. Names do not change.
 
     The final norm stays with the head. Where embeddings are tied, the stages at the two ends each hold the weight, and
-    whoever trains them must add up its two gradients.
+    its two gradients must be added up.
 
     Raises:
-        ValueError: blocks that the model does not have, or a model whose blocks share more than the stream.
+        ValueError: blocks that the model does not have, or a model whose blocks share more than the hidden states.
     """
     present = {int(layer) for layer in model.stack.blocks}
     if missing := sorted(set(blocks) - present):
         raise ValueError(f"The model has no blocks {missing}: it has {sorted(present)}.")
     if model.encoder is not None or model.stack.relative_bias is not None:
-        raise ValueError("An encoder-decoder, or a model with relative positions, cannot be cut: its blocks share more than the stream.")
+        raise ValueError("An encoder-decoder, or a model with relative positions, cannot be cut: its blocks share more than hidden states.")
     for layer in present - set(blocks):
         del model.stack.blocks[str(layer)]
     if not head:

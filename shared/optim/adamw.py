@@ -1,4 +1,4 @@
-"""Chapter 05. AdamW: every weight moves at its own pace, by the mean of its gradients over their typical size.
+"""Chapter 05. The AdamW optimizer: every weight moves by the mean of its gradients over their typical size.
 
 Kingma and Ba 2015, algorithm 1, with the weight decay taken out of the gradient (Loshchilov and Hutter 2019, algorithm 2):
 decay shrinks the weight itself, so it is not divided by the gradient's size.
@@ -51,15 +51,15 @@ def adamw_update(
     >>> w, m, v                                                    # 2 - 0.1 * 0.5 * 2 - 0.1
     (tensor([1.8000]), tensor([0.4000]), tensor([0.1600]))
 
-    The body stands in solutions/05_optimizers.py; `course read shared.optim.adamw` shows it in place.
+    The solution is in solutions/05_optimizers.py; `course read shared.optim.adamw` shows it in place.
     """
 
 
 def adamw_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> None:
-    """One step of AdamW for a group of parameters; those without a gradient are left alone.
+    """One step of AdamW for a parameter group; parameters without a gradient are skipped.
 
-    `fused: True` in the group hands all of them to PyTorch's kernel, which goes over memory once where separate operations go
-    over it a dozen times. Both compute the same step.
+    With `fused: True` in the group, PyTorch's fused kernel computes the same step for all of them. It passes over memory once, where
+    separate operations pass over it a dozen times.
 
     Args:
         group: params, lr, betas, eps, weight_decay, fused.
@@ -68,7 +68,7 @@ def adamw_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) ->
     parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
     for parameter in parameters:
         if not state[parameter]:
-            # A fused step on a GPU reads the count there; everywhere else it is read on the CPU, without waiting for a device.
+            # The fused kernel reads the step count on its own device; the other path reads it on the CPU, without a device synchronization.
             device = parameter.device if group["fused"] else "cpu"
             state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state[parameter]["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -79,9 +79,9 @@ def adamw_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) ->
         fused_step(parameters, [state[parameter] for parameter in parameters], group["betas"], settings)
         return
     for parameter in parameters:
-        held = state[parameter]
+        moments = state[parameter]
         adamw_update(
-            parameter, parameter.grad, held["exp_avg"], held["exp_avg_sq"], int(held["step"].item()),
+            parameter, parameter.grad, moments["exp_avg"], moments["exp_avg_sq"], int(moments["step"].item()),
             betas=tuple(group["betas"]), **settings,
         )  # fmt: skip
 
@@ -89,7 +89,7 @@ def adamw_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) ->
 def fused_step(
     parameters: list[Tensor], states: list[dict[str, Tensor]], betas: tuple[float, float], settings: dict[str, float]
 ) -> None:
-    """The same step by PyTorch's kernel. It takes one device and dtype at a time."""
+    """Fused AdamW: the same step by PyTorch's kernel, which takes one device and dtype at a time."""
     kinds: dict[tuple, list[int]] = {}
     for index, parameter in enumerate(parameters):
         kinds.setdefault((parameter.device, parameter.dtype), []).append(index)

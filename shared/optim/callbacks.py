@@ -1,7 +1,7 @@
-"""Chapter 05. What the engine runs of this floor: the schedule, and the loss scale in its checkpoints.
+"""Chapter 05. Engine callbacks for the learning-rate schedule, and for the loss scale in checkpoints and logs.
 
-The engine logs every group's learning rate. The rate is a function of the engine's step count, which is in the checkpoint, so the schedule
-itself has nothing to save.
+The learning rate is a function of the engine's step count, which is in the checkpoint, so the schedule itself has no state to save. The
+engine logs every group's rate.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ScheduleLearningRate(Callback):
-    """Sets every group's learning rate before each step, from its `base_lr`."""
+    """Applies the learning-rate schedule: before each step, sets every group's `lr` from its `base_lr`."""
 
     every_rank = True
 
@@ -32,7 +32,7 @@ class ScheduleLearningRate(Callback):
 
 
 class KeepLossScale(Callback):
-    """Puts the loss scale into the checkpoint and the log."""
+    """Saves the loss scale in checkpoints, and logs it as `train/loss_scale`."""
 
     every_rank = True
 

@@ -1,6 +1,6 @@
-"""Chapter 05. What a reader configures: the optimizer and the schedule, typed and checked before anything is built.
+"""Chapter 05. Configuration of the optimizer and of the learning-rate schedule, typed and validated before anything is built.
 
-These classes stand apart from what they configure, so that a script can read its options before the core is bound to anybody's exercises.
+It is apart from the optimizers so that a script can read its options before the core is bound to the exercises' implementation.
 """
 
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Literal
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Scaling = Literal["original", "match_rms_adamw"]
-USED_BY = {  # options without a default of their own that only some rules read; tuning of another rule may stay in a file
+USED_BY = {  # options that are refused where the chosen optimizer does not read them
     "betas": ("adamw", "lion", "muon"),
     "adamw_lr": ("muon",),
     "to_adamw": ("muon",),
@@ -18,22 +18,22 @@ USED_BY = {  # options without a default of their own that only some rules read;
 
 @dataclass
 class OptimizerConfig:
-    """Which optimizer, with what.
+    """Which optimizer updates the weights, and its hyperparameters.
 
     Args:
-        name: the rule; muon leaves embeddings, head, norms and biases to adamw.
+        name: the optimizer; with muon, embeddings, head, norms and biases are updated by adamw.
         lr: the peak learning rate.
-        weight_decay: decoupled; of matrices and embeddings.
-        betas: of adamw and lion, and of muon's adamw; none for adamw's (0.9, 0.95) or lion's (0.9, 0.99).
-        eps: of adamw.
-        momentum: of muon and sgd.
-        nesterov: of muon.
-        scaling: of muon's updates. match_rms_adamw lets muon and adamw share a learning rate; original needs an adamw_lr.
-        newton_schulz_steps: of muon.
-        newton_schulz_dtype: what muon orthogonalises in; none for bfloat16, which is enough, and fast where the hardware multiplies it.
-        adamw_lr: of what muon leaves to adamw; none for lr.
-        fused: run adamw's step by PyTorch's kernel in place of `adamw_update`: the same numbers, several times as fast.
-        no_decay: patterns of names that do not decay, beside norms and biases.
+        weight_decay: decoupled weight decay, for matrices and embeddings.
+        betas: for adamw (also muon's) and lion; null for the defaults, (0.9, 0.95) with adamw and (0.9, 0.99) with lion.
+        eps: for adamw.
+        momentum: for muon and sgd.
+        nesterov: for muon.
+        scaling: how muon scales its updates. match_rms_adamw lets muon and adamw share a learning rate; original needs an adamw_lr.
+        newton_schulz_steps: for muon.
+        newton_schulz_dtype: the dtype in which muon orthogonalises; null for bfloat16, which is precise enough.
+        adamw_lr: the learning rate of the parameters that muon leaves to adamw; null for lr.
+        fused: run adamw's step by PyTorch's fused kernel in place of `adamw_update`: the same numbers, several times as fast.
+        no_decay: patterns of names of parameters without weight decay, in addition to norms and biases.
         to_adamw: patterns of names of matrices that muon leaves to adamw.
     """
 
@@ -56,7 +56,7 @@ class OptimizerConfig:
         for option, rules in USED_BY.items():
             if getattr(self, option) and self.name not in rules:
                 given = getattr(self, option)
-                raise ValueError(f"{option} is {given!r} and {self.name} does not read it: it is for {' and '.join(rules)}.")
+                raise ValueError(f"{option} is {given!r} and {self.name} does not use it: it is for {' and '.join(rules)}.")
         for option in ("lr", "adamw_lr"):
             if (rate := getattr(self, option)) is not None and not rate > 0:
                 raise ValueError(f"{option} is {rate}: give a positive learning rate.")
@@ -67,19 +67,19 @@ class OptimizerConfig:
         if self.newton_schulz_steps < 1:
             raise ValueError(f"newton_schulz_steps is {self.newton_schulz_steps}: give at least 1.")
         if self.name == "muon" and self.scaling == "original" and self.adamw_lr is None:
-            raise ValueError("muon with the original scaling wants some ten times adamw's rate: give adamw_lr for what it leaves to adamw.")
+            raise ValueError("muon with the original scaling needs about ten times adamw's learning rate: give adamw_lr for adamw's share.")
 
 
 @dataclass
 class ScheduleConfig:
-    """How the learning rate moves over a run.
+    """The learning-rate schedule of a run.
 
     Args:
-        name: constant, linear, cosine, or wsd (warm-up, stable, decay). All of them warm up first.
-        steps: of the whole run.
-        warmup_steps: until the peak is reached; 0 for none.
-        decay_steps: wsd's decay at the end.
-        minimum: the factor at the end of a decay.
+        name: constant, linear, cosine, or wsd (warm-up, stable, decay). All of them begin with a warm-up.
+        steps: the steps of the whole run.
+        warmup_steps: steps until the peak learning rate is reached; 0 for no warm-up.
+        decay_steps: steps of wsd's decay at the end.
+        minimum: the learning rate at the end of a decay, as a fraction of the peak.
     """
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -97,7 +97,7 @@ class ScheduleConfig:
                 "give at least one step, and no negative number."
             )
         if not 0 <= self.minimum <= 1:
-            raise ValueError(f"The schedule's minimum is {self.minimum}: it is a part of the peak, so give a number from 0 to 1.")
+            raise ValueError(f"The schedule's minimum is {self.minimum}: it is a fraction of the peak, so give a number from 0 to 1.")
         needed = {"constant": 0, "wsd": self.warmup_steps + self.decay_steps}.get(self.name, self.warmup_steps + 1)
         if needed > self.steps:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Chapter 05. Lion: only the sign of the averaged gradient counts, so every weight moves by exactly the learning rate.
+"""Chapter 05. The Lion optimizer: the sign of the averaged gradient, so that every weight moves by exactly the learning rate.
 
-Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2. It keeps one running mean where AdamW keeps two. Since each
-step has the same length in every weight, its learning rate is 3 to 10 times smaller than AdamW's, and its decay as much larger.
+Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2. It keeps one running mean where AdamW keeps two. Since
+every weight moves by the same amount, its learning rate is 3 to 10 times smaller than AdamW's, and its weight decay as much larger.
 
 Left out on purpose: a step that shrinks where signs disagree (cautious variants).
 """
@@ -39,12 +39,12 @@ def lion_update(
     >>> w, m                                                       # c = -0.9 + 0.4, so 2 + 0.1 - 0.1 * 0.5 * 2
     (tensor([2.]), tensor([-0.9500]))
 
-    The body stands in solutions/05_optimizers.py; `course read shared.optim.lion` shows it in place.
+    The solution is in solutions/05_optimizers.py; `course read shared.optim.lion` shows it in place.
     """
 
 
 def lion_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> None:
-    """One step of Lion for a group of parameters; those without a gradient are left alone.
+    """One step of Lion for a parameter group; parameters without a gradient are skipped.
 
     Args:
         group: params, lr, betas, weight_decay.

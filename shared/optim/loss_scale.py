@@ -1,8 +1,8 @@
-"""Chapter 05. Dynamic loss scaling: keep float16 gradients away from zero without pushing them over the top.
+"""Chapter 05. Dynamic loss scaling for float16: a scale that keeps gradients from vanishing, and does not let them overflow.
 
 float16 has no number between 0 and 6e-8, and many gradients deep in a network are smaller: they become 0, and nothing is learned.
 Multiplied by a large scale, the loss has gradients that are larger by that scale everywhere; the float32 gradient of the weight is
-divided by it again. The largest scale that overflows nothing is found by trying (Micikevicius et al. 2018, "Mixed Precision
+divided by it again. The largest scale without an overflow is found by trying (Micikevicius et al. 2018, "Mixed Precision
 Training", section 3.2).
 
 Left out on purpose: bfloat16 needs none of this. It has float32's range.
@@ -18,11 +18,11 @@ from shared.course.binding import exercise
 from shared.model.transformer import set_loss_scale
 from shared.totals import Batch, Objective, Runner, Totals
 
-SMALLEST = 2.0**-24  # below it float16 holds no gradient that the scale could save
+SMALLEST = 2.0**-24  # the smallest number of float16: an overflow at this scale has another cause
 
 
 class LossScale(NamedTuple):
-    """scale: what the loss is multiplied by. good_steps: steps without an overflow since it last changed."""
+    """The state of dynamic loss scaling. scale: multiplies the loss. good_steps: steps without an overflow since it last changed."""
 
     scale: float
     good_steps: int
@@ -32,8 +32,8 @@ class LossScale(NamedTuple):
 def update_scale(state: LossScale, finite: bool, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
     """The loss scale of the next step (Micikevicius et al. 2018, section 3.2).
 
-    After a step whose gradients were not all finite: the scale times `backoff`, and the count begins anew.
-    After a good step: the count is one higher; where it reaches `interval`, the scale times `growth`, and the count begins anew.
+    After a step whose gradients were not all finite: the scale times `backoff`, and the count restarts at 0.
+    After a good step: the count is one higher; where it reaches `interval`, the scale times `growth`, and the count restarts at 0.
 
     Args:
         state: of the step that was tried.
@@ -47,19 +47,19 @@ def update_scale(state: LossScale, finite: bool, growth: float = 2.0, backoff: f
     >>> update_scale(LossScale(8.0, 1), finite=True, interval=2)
     LossScale(scale=16.0, good_steps=0)
 
-    The body stands in solutions/05_optimizers.py; `course read shared.optim.loss_scale` shows it in place.
+    The solution is in solutions/05_optimizers.py; `course read shared.optim.loss_scale` shows it in place.
     """
 
 
 @dataclass
 class LossScaleConfig:
-    """How the loss scale is found.
+    """Options of dynamic loss scaling.
 
     Args:
-        initial: of the first step. Too large costs a few skipped steps, too small the gradients that vanish until it has grown. Losses are
-            sums over tokens here, so it is smaller than the 2**16 that is usual for means.
-        growth: its factor after `interval` good steps.
-        backoff: its factor after an overflow.
+        initial: the scale of the first step. A large one costs a few skipped steps; with a small one gradients vanish until it has grown.
+            Losses are sums over tokens here, so it is smaller than the 2**16 that is usual for means.
+        growth: multiplies the scale after `interval` good steps.
+        backoff: multiplies the scale after an overflow.
         interval: good steps in a row.
     """
 
@@ -74,16 +74,16 @@ class LossScaleConfig:
 
 
 class LossScaler:
-    """Holds the scale between steps. `scaled` makes the runner of a step, `Update` (shared.optim.updater) its end."""
+    """A gradient scaler, which keeps the loss scale between steps: `scaled` scales the losses, `Update` (shared.optim.updater) unscales."""
 
     def __init__(self, config: LossScaleConfig | None = None):
         self.config = config or LossScaleConfig()
         self.state = LossScale(self.config.initial, 0)
 
     def scaled(self, runner: Runner) -> Runner:
-        """`runner` with its losses multiplied by the scale before their backward pass. The totals that it returns are not.
+        """Wrap `runner`, so that losses are multiplied by the scale before their backward pass. The totals that it returns are unscaled.
 
-        The model learns the scale too, so that auxiliary losses inside it (`shared.model.context`) are multiplied by it like the loss.
+        The model gets the scale too, so that auxiliary losses inside it (`shared.model.context`) are multiplied by it like the loss.
         """
 
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
@@ -103,10 +103,10 @@ class LossScaler:
         return run
 
     def update(self, finite: bool) -> None:
-        """Go on to the next step's scale.
+        """Update the scale after a step.
 
         Raises:
-            ValueError: the scale has fallen so low that it is not the scale that overflows.
+            ValueError: the scale has fallen so low that it cannot be the cause of the overflow.
         """
         self.state = update_scale(self.state, finite, self.config.growth, self.config.backoff, self.config.interval)
         if self.state.scale < SMALLEST:

@@ -1,13 +1,22 @@
-"""Chapter 05. Muon: the momentum of a whole matrix, orthogonalised, so that a step moves all directions alike.
+"""Chapter 05. The Muon optimizer: momentum of a whole matrix, orthogonalised by Newton-Schulz, so that all directions move equally far.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". A gradient of a linear layer is dominated by a few
 directions; its orthogonalised version has the same ones, all with a length near 1. It is for the matrices inside a model; embeddings,
 head, norms and biases keep AdamW (`shared.optim.routing`).
 
-Newton-Schulz needs the full matrix: orthogonalising a shard gives other singular vectors, hence another update. A parameter that is sharded
-over processes carries its `sharding`, by which the whole direction is gathered at the one place where it is orthogonalised, `orthogonalized`.
+Newton-Schulz. A matrix G = U S V^T stretches some directions more than others; U V^T is the nearest matrix that stretches none. The
+singular value decomposition would give it, slowly; an odd polynomial applied to G a few times acts on the singular values alone,
 
-Left out on purpose: convolutions, whose weights are no matrices, and a rate that depends on the number of experts.
+    p(X) = a X + b (X X^T) X + c (X X^T)^2 X,      p(U S V^T) = U p(S) V^T,      p(s) = a s + b s^3 + c s^5,
+
+and needs only matrix products. The coefficients of Jordan et al. do not converge to 1: their slope a at 0 is as steep as possible, so that
+tiny singular values are lifted within five steps, and all end between about 0.7 and 1.2. That is enough.
+
+It needs the full matrix: orthogonalising a shard gives other singular vectors, hence another update. A parameter that is sharded over
+processes carries its `sharding`, which gathers the full matrix at the one place where it is orthogonalised, `orthogonalized`.
+
+Left out on purpose: convolutions, whose weights are no matrices; a learning rate that depends on the number of experts; coefficients that
+change from step to step (Polar Express), which get closer to 1.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +28,38 @@ from torch import Tensor
 
 from shared.course.binding import exercise
 from shared.model.roles import Sharding
-from shared.optim.newton_schulz import newton_schulz
 
 BATCH_ELEMENTS = 2**24  # numbers in the matrices that are orthogonalised together; bounds what a step needs beside the state
+
+
+@exercise("05.newton_schulz")
+def newton_schulz(
+    matrices: Tensor, steps: int = 5, coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), eps: float = 1e-7
+) -> Tensor:
+    """The matrices with their singular values pushed towards 1 (Jordan et al. 2024, "Muon", section "Newton-Schulz").
+
+        X = G / max(||G||, eps);   then, `steps` times,   X = a X + (b A + c A A) X   with   A = X X^T
+
+    ||G|| is the Frobenius norm, the root of the sum of all squares of one matrix: no singular value is larger.
+
+    Args:
+        matrices: [..., rows, columns], any floating dtype, which the computation keeps. Left unchanged. Leading dimensions count
+            matrices that have nothing to do with each other, such as experts.
+        steps: how often the polynomial is applied.
+        coefficients: (a, b, c).
+        eps: the smallest norm to divide by, so that a matrix of zeros stays one.
+
+    Returns:
+        [..., rows, columns]. The product X X^T has the smaller of the two sides: a matrix with more rows than columns is
+        transposed before, and back afterwards.
+
+    >>> matrix = torch.tensor([[3.0, 0.0], [0.0, 4.0]])            # of norm 5: s = 0.6 and 0.8, and s + s^3 of each is
+    >>> newton_schulz(matrix, steps=1, coefficients=(1.0, 1.0, 0.0))
+    tensor([[0.8160, 0.0000],
+            [0.0000, 1.3120]])
+
+    The solution is in solutions/05_optimizers.py; `course read shared.optim.muon` shows it in place.
+    """
 
 
 @exercise("05.muon_update")
@@ -63,12 +101,12 @@ def muon_update(
     >>> b.T
     tensor([[1., 1., 1., 1.]])
 
-    The body stands in solutions/05_optimizers.py; `course read shared.optim.muon` shows it in place.
+    The solution is in solutions/05_optimizers.py; `course read shared.optim.muon` shows it in place.
     """
 
 
 def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> None:
-    """One step of Muon for a group of matrices; those without a gradient are left alone.
+    """One step of Muon for a parameter group of matrices; parameters without a gradient are skipped.
 
     Matrices of one shape are orthogonalised together: a handful of large products in place of hundreds of small ones.
 
@@ -92,7 +130,7 @@ def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> 
 
 
 def bucket_by_shape(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters that have a gradient, in batches of one shape, dtype and device; one that is cut is alone in its batch."""
+    """Group parameters that have a gradient into batches of one shape, dtype and device; a sharded parameter is a batch of its own."""
     batches: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:
@@ -114,13 +152,13 @@ def sharding_to_gather(parameter: Tensor) -> Sharding | None:
 
 
 def orthogonalized(direction: Tensor, sharding: Sharding | None, steps: int, dtype: torch.dtype) -> Tensor:
-    """The directions of a batch of parameters, orthogonalised as whole matrices.
+    """Orthogonalise the directions of a batch of parameters as full matrices; a sharded one is gathered first.
 
     Args:
-        direction: [batch, ..., rows, columns]; of a parameter that is cut: [1, ...] with this process's part.
-        sharding: how it is cut; None where it is whole.
-        steps: of Newton-Schulz.
-        dtype: what Newton-Schulz computes in; the result has the direction's own.
+        direction: [batch, ..., rows, columns]; for a sharded parameter [1, ...] with this process's shard.
+        sharding: how the parameter is sharded; None where this process has all of it.
+        steps: the steps of Newton-Schulz.
+        dtype: the dtype in which Newton-Schulz computes; the result has the direction's own.
     """
     if sharding is not None:
         whole = newton_schulz(sharding.gather(direction[0]).to(dtype), steps).to(direction.dtype)

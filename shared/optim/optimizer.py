@@ -1,9 +1,9 @@
-"""Chapter 05. One optimizer for a whole model, whose groups of parameters each say by which rule they are updated.
+"""Chapter 05. An optimizer with an update rule for each parameter group: AdamW, Lion, Muon or SGD.
 
-Muon needs a second rule for what is not a matrix. Two optimizer objects would have to be stepped, saved, loaded and scheduled together; one
-object with a rule in each group is a `torch.optim.Optimizer` like any other, with its usual `state_dict`.
+Muon needs a second rule for parameters that are not matrices. Two optimizers would have to be stepped, saved, loaded and scheduled
+together; one optimizer with a rule in each group is a `torch.optim.Optimizer` like any other, with its usual `state_dict`.
 
-Left out on purpose: the dozens of hooks and switches (`maximize`, `capturable`) that PyTorch's own optimizers carry.
+Left out on purpose: the dozens of hooks and switches (`maximize`, `capturable`) of PyTorch's own optimizers.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,15 +26,15 @@ RULES: dict[str, Callable[[dict[str, Any], dict], None]] = {
 
 
 class GroupedOptimizer(Optimizer):
-    """Steps each group by its rule.
+    """Updates each parameter group by its own rule.
 
-    `lr` is a group's rate now, `base_lr` the one that schedules multiply; it is set to `lr` where a group has none.
+    `lr` is a group's current learning rate, and `base_lr` the one that schedules multiply; it is `lr` where a group does not set it.
 
     Args:
-        groups: each a dictionary with `params`, `rule` (a name in RULES), `lr`, and what the rule's step function reads.
+        groups: dictionaries with `params`, `rule` (a name in RULES), `lr`, and the options that the rule's step function reads.
 
     Raises:
-        ValueError: a group names no rule that exists.
+        ValueError: a group's rule is unknown.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]]):
@@ -42,13 +42,13 @@ class GroupedOptimizer(Optimizer):
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         if group.get("rule") not in RULES:
-            raise ValueError(f"A group of parameters has the rule {group.get('rule')!r}: choose {', '.join(RULES)}.")
+            raise ValueError(f"A parameter group has the rule {group.get('rule')!r}: choose {', '.join(RULES)}.")
         group.setdefault("base_lr", group["lr"])
         super().add_param_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every group. `closure`, where given, computes the gradients, and its result is returned."""
+        """Update all groups once. `closure`, where given, computes the gradients, and its result is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

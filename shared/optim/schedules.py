@@ -1,8 +1,8 @@
-"""Chapter 05. Learning-rate schedules: a function from the step's number to a factor, and nothing else.
+"""Chapter 05. Learning-rate schedules (warm-up; constant, linear, cosine or WSD): a function from the step's number to a factor.
 
 A warm-up starts small, because the first gradients say little about the following ones and AdamW's running means are empty. A decay
-ends small, because a large step around a minimum cannot settle in it. Between them lies the peak, factor 1, which multiplies each
-group's own rate.
+ends small, because a large step around a minimum cannot settle in it. The factor multiplies each group's own learning rate, and is 1 at
+the peak between the two.
 
 Left out on purpose: schedules that react to the loss.
 """
@@ -43,33 +43,33 @@ def learning_rate_factor(step: int, name: str, warmup_steps: int, steps: int, de
     >>> [learning_rate_factor(step, "wsd", 2, 8, 3, 0.0) for step in range(1, 10)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.2928932188134524, 0.1339745962155614, 0.0]
 
-    The body stands in solutions/05_optimizers.py; `course read shared.optim.schedules` shows it in place.
+    The solution is in solutions/05_optimizers.py; `course read shared.optim.schedules` shows it in place.
     """
 
 
 def factor_at(schedule: ScheduleConfig, step: int) -> float:
-    """`learning_rate_factor` of a configuration; steps count from 1."""
+    """The factor of a schedule's learning rate at a step; steps count from 1."""
     return learning_rate_factor(
         step, schedule.name, schedule.warmup_steps, schedule.steps, schedule.decay_steps, schedule.minimum
     )
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
-    """Give every group its base rate times a factor. Groups keep their proportions."""
+    """Set every group's learning rate to its `base_lr` times a factor. Groups keep their proportions."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
 
 
 def attach_schedule(schedule: ScheduleConfig, optimizer: Optimizer) -> None:
-    """Let the steps of `optimizer` take their learning rates from `schedule`, the first call of `step` being step 1.
+    """Attach a learning-rate schedule to an optimizer: each call of `step` sets the learning rate first, and the first call is step 1.
 
-    For loops that start at the beginning. The engine's runs resume, so they count with `ScheduleLearningRate`.
+    For loops that never resume. A run of the engine may resume, so it uses the engine's step count (`ScheduleLearningRate`).
     """
-    taken = 0
+    steps = 0
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal taken
-        taken += 1
-        set_learning_rate(optimizer, factor_at(schedule, taken))
+        nonlocal steps
+        steps += 1
+        set_learning_rate(optimizer, factor_at(schedule, steps))
 
     optimizer.register_step_pre_hook(before_step)

@@ -1,8 +1,8 @@
-"""Chapter 05. Gradient descent with momentum: the plain step that the other optimizers are measured against.
+"""Chapter 05. SGD with momentum (gradient descent): the baseline of the other optimizers.
 
     b = momentum b + g;  w = w - lr weight_decay w - lr b        (Sutskever et al. 2013, section 2, in torch's convention)
 
-The decay is decoupled, as in all of this chapter's optimizers. Left out on purpose: dampening and Nesterov's variant.
+The weight decay is decoupled, as in all of this chapter's optimizers. Left out on purpose: dampening and Nesterov's variant.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def sgd_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> None:
-    """One step for a group of parameters; those without a gradient are left alone.
+    """One step of SGD for a parameter group; parameters without a gradient are skipped.
 
     Args:
         group: params, lr, momentum, weight_decay.

@@ -1,9 +1,13 @@
-"""Chapter 05. The updater of a real run: one division, clipping, and no step where the gradients overflowed.
+"""Chapter 05. The updater of a real run: gradient clipping, unscaling, and skipped steps where float16 gradients overflow.
 
 Chapter 01's updater divides by the token count and steps. This one divides by the token count and by the loss scale and clips, all in one
-multiplication, so it goes over the gradients once to measure and once to scale.
+multiplication, so it passes over the gradients once to measure and once to scale them.
 
-Left out on purpose: measuring across processes; a strategy of several ranks brings its own `norm`.
+One bad batch can have a gradient a hundred times the usual. With clipping, no step's gradient is longer than `max_norm`, which is measured
+over all parameters together (Pascanu et al. 2013, section 3.2), so the gradient keeps its direction.
+
+Left out on purpose: clipping each element or each tensor by itself, which changes the direction; and measuring across processes: a
+strategy of several ranks brings its own `norm`.
 """
 
 from collections.abc import Callable
@@ -12,19 +16,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shared.optim.clipping import clip_factor, model_gradient_norm
+from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.optim.loss_scale import LossScaler
 
 
-class Update:
-    """An updater for `train_step`.
+def model_gradient_norm(model: nn.Module) -> Tensor:
+    """The global gradient norm of a model on one process: [] float32."""
+    return global_gradient_norm(parameter.grad for parameter in model.parameters())
 
-    After a step, `gradient_norm` ([] float) is the length of the mean loss's gradient before clipping, `clipped` whether it was
-    shortened ([] bool, None without clipping), and `skipped` the number of steps that were left out so far because of an overflow.
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor of gradient clipping, which reduces a gradient of length `norm` to at most `max_norm`: [] like `norm`, never above 1.
+
+    The 1e-6 is PyTorch's, in `clip_grad_norm_`: a gradient of length 0 is multiplied by 1.
+    """
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+class Update:
+    """An updater for `train_step`, with gradient clipping and loss scaling.
+
+    Attributes after a step: `gradient_norm` ([] float), the norm of the mean loss's gradient before clipping; `clipped`, whether the
+    gradient was clipped ([] bool, None without clipping); `skipped`, the number of steps skipped so far because of an overflow.
 
     Args:
-        max_norm: the longest gradient that is allowed; None for no clipping.
-        loss_scaler: the scale that the runner multiplied the loss by; None where it did not.
+        max_norm: the largest gradient norm (`max_grad_norm`); None for no clipping.
+        loss_scaler: the scale that the runner multiplied the loss by; None without loss scaling.
         norm: measures the gradient; `grad_norm` of a strategy measures it once a step over all ranks, the same number on all of them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Chapter 12. The trainer's own callbacks: bits per byte of held-out text, and what the run has cost so far."""
+"""Chapter 12. The trainer's own callbacks: bits per byte of held-out text, training time, overhead, peak memory and communication."""
 
 import resource
 import sys

@@ -1,4 +1,4 @@
-"""Chapter 12. A run that was spread over ranks beside the same run in one process: what differs should be rounding.
+"""Chapter 12. Comparison of a distributed run with the same run in a single process: what differs should be rounding.
 
 Loss curves that look alike prove nothing, so the weights are compared as well, tensor by tensor.
 """

@@ -1,4 +1,4 @@
-"""Chapter 12. Everything that a run can be told, typed, with a sentence for each field.
+"""Chapter 12. The trainer's configuration: every key of a run, typed, with a sentence for each field.
 
 `python chapters/12_grpo/train.py --help` prints this file's classes. What they hold is checked before any work begins; what only
 shows together (a sequence longer than the model's positions) is checked in `TrainerConfig`.

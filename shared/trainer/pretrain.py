@@ -1,4 +1,4 @@
-"""Chapter 12. Pretraining from text to a report: prepare, build, fit, look at what was learned.
+"""Chapter 12. Pretraining from text to a report: prepare, build, fit, evaluate.
 
 Read from the top: each function is one stage, and everything that a stage does stands in an earlier chapter's part of the core.
 """
@@ -28,7 +28,7 @@ from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
 from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler
-from shared.optim.precision import in_precision
+from shared.optim.precision import autocast_objective
 from shared.optim.updater import Update
 from shared.output_files import require_writable
 from shared.parallel.parallelize import apply_parallel
@@ -107,7 +107,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
         strategy,
         build_optimizer(strategy.optim_params, config.optimizer, strategy.routes),
         config.engine,
-        objective=in_precision(packed_next_token_objective, config.precision),
+        objective=autocast_objective(packed_next_token_objective, config.precision),
         runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
         updater=Update(config.max_grad_norm, scaler, strategy.grad_norm),
         callbacks=[costs, traffic, *callbacks_of(config, text, device, scaler)],

@@ -1,4 +1,4 @@
-"""Chapter 12. The report of a run: one HTML file that holds its own figures, to be opened, kept or sent."""
+"""Chapter 12. The HTML report of a run: one file that holds its own plots, to be opened, kept or sent."""
 
 import base64
 import io

@@ -103,7 +103,7 @@ def test_contracts_hold_a_docstring_and_nothing_else():
     for contract in catalogue.contracts().values():
         assert len(contract.node.body) == 1 and ast.get_docstring(contract.node), contract.exercise
         assert contract.exercise.split(".", 1)[1] == contract.function
-        expected = f"The body stands in solutions/{catalogue.chapter_of(contract.exercise).slug}.py; `course read {contract.module}`"
+        expected = f"The solution is in solutions/{catalogue.chapter_of(contract.exercise).slug}.py; `course read {contract.module}`"
         assert expected in " ".join(ast.get_docstring(contract.node).split())
 
 

@@ -6,7 +6,6 @@ from importlib import import_module
 import pytest
 import torch
 
-from shared.data.back_translation import TAG, BackTranslated, GreedyTranslator, Pair, back_translate, encoded
 from shared.data.objectives import encoder_decoder_objective
 from shared.data.pairs import pair_batch
 from shared.data.tokenizer import TextTokenizer
@@ -14,6 +13,9 @@ from shared.loop import train
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 
+back_translation = import_module("chapters.03_data_pipeline.back_translation")
+TAG, Pair, back_translate = back_translation.TAG, back_translation.Pair, back_translation.back_translate
+BackTranslated, GreedyTranslator, encoded = back_translation.BackTranslated, back_translation.GreedyTranslator, back_translation.encoded
 vocabularies = import_module("chapters.03_data_pipeline.vocabularies")
 in_digits, in_words = vocabularies.in_digits, vocabularies.in_words
 

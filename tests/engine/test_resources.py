@@ -111,7 +111,7 @@ def test_early_stopping_ends_a_run_and_refuses_what_it_cannot_watch(tmp_path):
     engine = make_engine(tmp_path, [stopping], evaluate_every=1).fit(Loader(), validation, steps=9)
     assert engine.step == 3 and "has not fallen" in engine.stopped
     with pytest.raises(CourseError, match="choose validation/loss"):
-        stopping = EarlyStopping(1, figure="validation/accuracy")
+        stopping = EarlyStopping(1, metric="validation/accuracy")
         make_engine(tmp_path / "second", [stopping], evaluate_every=1).fit(Loader(), validation, steps=2)
     with pytest.raises(CourseError, match="at least 1"):
         EarlyStopping(patience=0)

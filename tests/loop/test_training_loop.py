@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from chapters.byte_models import BigramModel, ByteModel
 from shared.batches import random_batches, sequential_batches, split_batch
-from shared.bigram import BigramModel
-from shared.byte_model import ByteModel
 from shared.loop import accumulate_gradients, apply_update, evaluate, keep_totals, train, train_step
 from shared.loss import next_token_objective
 from shared.sampling import generate

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shared.engine.metrics.flops import flops_per_token, model_flops_per_token
 from shared.model.builders import Builders
 from shared.model.config import ExpertsConfig, ModelConfig
-from shared.model.counting import counted, parameter_counts
+from shared.model.counting import count_parameters, parameter_counts
 from shared.model.feed_forward import GatedFeedForward, build_feed_forward
 from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
@@ -65,7 +65,7 @@ SPARSE = replace(DENSE, experts=FirstExpert(4))
 
 def test_experts_are_counted_by_layer_and_role():
     model = TransformerModel(SPARSE, Builders(feed_forward=feed_forward))
-    assert parameter_counts(SPARSE) == counted(model)
+    assert parameter_counts(SPARSE) == count_parameters(model)
     assert parameter_counts(SPARSE)["expert"] == 2 * 4 * 3 * 16 * 12
 
 

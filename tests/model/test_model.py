@@ -11,7 +11,7 @@ from torch import nn
 from shared.loop import train
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig, RopeScaling
-from shared.model.counting import counted, parameter_counts
+from shared.model.counting import count_parameters, parameter_counts
 from shared.model.families import PRESETS, preset
 from shared.model.hf.registry import FORMATS, write_config
 from shared.model.init import initialize, materialize
@@ -34,7 +34,7 @@ by_family = pytest.mark.parametrize("name", FAMILIES)
 @by_family
 def test_counts_by_formula_are_those_of_the_built_model(name):
     config = small(name, num_encoder_layers=5 if name.startswith("t5") else None)
-    assert parameter_counts(config) == counted(TransformerModel(config))
+    assert parameter_counts(config) == count_parameters(TransformerModel(config))
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,9 @@ def test_frozen_parameters_are_left_out_and_a_frozen_model_is_refused():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"name": "lion", "fused": True}, "lion does not read it: it is for adamw and muon"),
-        ({"name": "adamw", "to_adamw": ["*"]}, "adamw does not read it"),
-        ({"name": "sgd", "betas": (0.9, 0.9)}, "sgd does not read it"),
+        ({"name": "lion", "fused": True}, "lion does not use it: it is for adamw and muon"),
+        ({"name": "adamw", "to_adamw": ["*"]}, "adamw does not use it"),
+        ({"name": "sgd", "betas": (0.9, 0.9)}, "sgd does not use it"),
         ({"lr": 0.0}, "lr is 0.0: give a positive"),
         ({"weight_decay": -1.0}, "neither may be negative"),
         ({"betas": (0.9, 1.0)}, "below 1"),

@@ -21,7 +21,7 @@ from shared.optim.build import build_optimizer
 from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.config import OptimizerConfig, ScheduleConfig
 from shared.optim.loss_scale import LossScale, LossScaleConfig, LossScaler
-from shared.optim.precision import in_precision
+from shared.optim.precision import autocast_objective
 from shared.optim.schedules import factor_at, attach_schedule
 from shared.optim.updater import Update
 from shared.totals import Totals
@@ -132,7 +132,7 @@ def test_half_precision_trains_as_well_as_float32():
         scaled = precision == "float16"
         update = Update(1.0, scaler if scaled else None)
         loop = train(
-            model, build_optimizer(model, CONFIGS["adamw"]), batches(), in_precision(next_token_objective, precision), steps=60,
+            model, build_optimizer(model, CONFIGS["adamw"]), batches(), autocast_objective(next_token_objective, precision), steps=60,
             runner=scaler.scaled(accumulate_gradients) if scaled else accumulate_gradients, updater=update,
         )  # fmt: skip
         ends[precision] = [totals.mean_loss for _, totals in loop][-1]
@@ -154,7 +154,7 @@ def test_small_gradients_survive_float16_only_with_a_scale():
     scaled = LossScaler(LossScaleConfig(initial=2.0**26)).scaled(accumulate_gradients)
     for name, runner in (("plain", accumulate_gradients), ("scaled", scaled)):
         model.zero_grad()
-        runner(model, [batch], in_precision(tiny, "float16"))
+        runner(model, [batch], autocast_objective(tiny, "float16"))
         gradient = model.stack.blocks["0"].attention.q_proj.weight.grad
         lost[name] = (gradient == 0).double().mean().item()
     assert lost["plain"] > 0.9 and lost["scaled"] < 0.1
@@ -163,6 +163,6 @@ def test_small_gradients_survive_float16_only_with_a_scale():
 def test_weights_in_half_precision_are_refused():
     model = model_of().bfloat16()
     with pytest.raises(ValueError, match="embedding.tokens.weight is stored in bfloat16.*float32"):
-        in_precision(next_token_objective, "bfloat16")(model, next(batches())[0])
+        autocast_objective(next_token_objective, "bfloat16")(model, next(batches())[0])
     with pytest.raises(ValueError, match="no precision 'fp8'"):
-        in_precision(next_token_objective, "fp8")
+        autocast_objective(next_token_objective, "fp8")

@@ -20,7 +20,7 @@ from sharded_runs import (
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.model.transformer import TransformerModel
-from shared.optim.precision import in_precision
+from shared.optim.precision import autocast_objective
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
@@ -147,7 +147,7 @@ def test_the_next_unit_is_on_its_way_before_this_one_computes():
 
 
 def test_in_half_precision_half_the_bytes_of_blocks_are_gathered_and_the_numbers_are_autocasts():
-    objective = in_precision(next_token_objective, "bfloat16")
+    objective = autocast_objective(next_token_objective, "bfloat16")
 
     def rank(world, dtype):
         model = build(SMALL, dtype=torch.float32)

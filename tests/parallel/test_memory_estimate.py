@@ -15,7 +15,7 @@ from shared.loss import next_token_objective
 from shared.model.counting import parameter_counts
 from shared.model.transformer import TransformerModel
 from shared.optim.config import OptimizerConfig
-from shared.optim.precision import in_precision
+from shared.optim.precision import autocast_objective
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
@@ -49,7 +49,7 @@ def test_activations_are_as_predicted(config, precision):
         for how in ("none", "full"):
             model = TransformerModel(config)
             apply_activation_checkpointing(model, how)
-            measured = memory_measured.measured_activations(model, lambda: in_precision(objective, precision)(model, batch()).loss_sum)  # noqa: B023
+            measured = memory_measured.measured_activations(model, lambda: autocast_objective(objective, precision)(model, batch()).loss_sum)  # noqa: B023
             predicted = activations(config, how, ROWS, SEQ, precision, sliced)
             assert near(measured.after_forward, predicted.after_forward) and near(measured.peak, predicted.peak)
             if how == "none":
@@ -65,7 +65,7 @@ def test_packed_rows_keep_their_masks(config, precision):
     for how in ("none", "full"):
         model = TransformerModel(config)
         apply_activation_checkpointing(model, how)
-        measured = memory_measured.measured_activations(model, lambda: in_precision(packed_next_token_objective, precision)(model, data).loss_sum)  # noqa: B023
+        measured = memory_measured.measured_activations(model, lambda: autocast_objective(packed_next_token_objective, precision)(model, data).loss_sum)  # noqa: B023
         predicted = activations(config, how, ROWS, SEQ, precision, True, packed=True)
         assert near(measured.after_forward, predicted.after_forward) and near(measured.peak, predicted.peak)
 

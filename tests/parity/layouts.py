@@ -12,7 +12,7 @@ from sharded_runs import ADAMW, MICROBATCHES, MUON, SMALL, STEPS, Told, batch_of
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
-from shared.optim.precision import in_precision
+from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.totals import Batch
@@ -42,11 +42,11 @@ FEATURES = {  # settings of a `LayoutRun`; `activation_checkpointing` is the lay
     "full activation checkpointing": {"activation_checkpointing": "full"},
     "selective activation checkpointing": {"activation_checkpointing": "selective", "optimizer": ADAMW},
     "bfloat16": {
-        "objective": in_precision(next_token_objective, "bfloat16"), "computed_in": torch.bfloat16,
+        "objective": autocast_objective(next_token_objective, "bfloat16"), "computed_in": torch.bfloat16,
         "dtype": torch.float32, "optimizer": ADAMW,
     },
     "float16": {
-        "objective": in_precision(next_token_objective, "float16"), "computed_in": torch.float16,
+        "objective": autocast_objective(next_token_objective, "float16"), "computed_in": torch.float16,
         "dtype": torch.float32, "optimizer": ADAMW, "loss_scale": 64.0,
     },
 }  # fmt: skip

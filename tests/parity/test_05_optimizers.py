@@ -15,7 +15,7 @@ from torch import nn
 
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
-from shared.optim.newton_schulz import newton_schulz
+from shared.optim.muon import newton_schulz
 from shared.optim.optimizer import GroupedOptimizer
 
 SHAPES = ((11, 5), (5, 11), (7,), (3, 7, 5))

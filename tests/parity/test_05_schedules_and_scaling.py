@@ -15,7 +15,7 @@ from torch import nn
 from shared.loop import accumulate_gradients, keep_totals, train_step
 from shared.optim.config import ScheduleConfig
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
-from shared.optim.precision import in_precision
+from shared.optim.precision import autocast_objective
 from shared.optim.schedules import factor_at
 from shared.optim.updater import Update
 from shared.totals import Totals
@@ -161,7 +161,7 @@ def test_without_the_skip_an_overflow_ruins_the_weights():
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_mixed_precision_is_autocast(precision):
     model, oracle, plain = Linear(torch.float32), Linear(torch.float32), Linear(torch.float32)
-    in_precision(squared_error, precision)(model, batch(0, dtype=torch.float32)).loss_sum.backward()
+    autocast_objective(squared_error, precision)(model, batch(0, dtype=torch.float32)).loss_sum.backward()
     with torch.autocast("cpu", getattr(torch, precision)):
         loss = squared_error(oracle, batch(0, dtype=torch.float32)).loss_sum
     loss.backward()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from shared.byte_model import ByteModel
+from chapters.byte_models import ByteModel
 from shared.engine.callbacks import Callback
 from shared.engine.config import CheckpointConfig, EngineConfig
 from shared.engine.engine import RuntimeEngine

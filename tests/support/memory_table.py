@@ -22,7 +22,7 @@ from shared.model.config import ModelConfig  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402
 from shared.optim.build import build_optimizer  # noqa: E402
 from shared.optim.config import OptimizerConfig  # noqa: E402
-from shared.optim.precision import in_precision  # noqa: E402
+from shared.optim.precision import autocast_objective  # noqa: E402
 from shared.optim.updater import Update  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
@@ -56,7 +56,7 @@ def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
 def measure(world: Communicator, layout: ParallelConfig, optimizer: OptimizerConfig, microbatches: int, precision: str) -> MemoryEstimate:
     """What a rank holds of a step."""
     parallel = apply_parallel(TransformerModel(SMALL), Mesh(layout, world), optimizer, None if precision == "float32" else torch.bfloat16)
-    stepper, objective = build_optimizer(parallel.optim_params, optimizer), in_precision(packed_next_token_objective, precision)
+    stepper, objective = build_optimizer(parallel.optim_params, optimizer), autocast_objective(packed_next_token_objective, precision)
     runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.grad_norm))
     with memory_measured.MemoryTracker(parallel, stepper) as meter:
         train_step(parallel.model, stepper, [batch() for _ in range(microbatches)], objective, runner, parallel.reducer, updater)

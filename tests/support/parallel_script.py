@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from shared.byte_model import ByteModel
+from chapters.byte_models import ByteModel
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
 from shared.engine.checkpoint.folder import Checkpoints

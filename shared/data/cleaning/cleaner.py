@@ -1,4 +1,4 @@
-"""Chapter 03. Cleaning a stream of documents: every stage in order, in one process or several, with the same result.
+"""Chapter 03. The cleaning pipeline: every stage in order over a stream of documents, in one process or several, with the same result.
 
 Measuring is most of the work and needs the one text only, so workers do it. Judging may need what came before, so it happens here, in
 the order of the documents. What a stage remembers can be taken out and put back, which lets an interrupted cleaning go on.

@@ -1,4 +1,4 @@
-"""Chapter 03. Duplicates: the same text again, and nearly the same text again.
+"""Chapter 03. Deduplication: exact duplicates by hash, near duplicates by MinHash and locality-sensitive hashing.
 
 Exact: a hash of the text. Near: the share of common runs of five words, |A & B| / |A | B|, estimated without comparing texts. Under
 a random hash function the smallest hash over A and over B is the same one with just that probability (Broder 1997), so two

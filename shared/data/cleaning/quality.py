@@ -1,4 +1,4 @@
-"""Chapter 03. Quality by rules: what good text nearly never looks like.
+"""Chapter 03. Quality filters by rules (Gopher's for prose, StarCoder's for code): what good text nearly never looks like.
 
 Rules are cheap, say why, and remove the worst: lists, tables of numbers, files that a program wrote. The rules for prose are those of
 Gopher (Rae et al. 2021, appendix A.1.1), the rules for code those of CodeParrot and StarCoder (Li et al.

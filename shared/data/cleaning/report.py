@@ -1,4 +1,4 @@
-"""Chapter 03. What cleaning did: documents and bytes in and out of each stage, reasons, examples, and how lengths and scores lie.
+"""Chapter 03. The cleaning report: documents and bytes in and out of each stage, reasons, examples, histograms of lengths and scores.
 
 Counts and a few examples are all that is kept, so a report of a million documents is as small as one of ten.
 """

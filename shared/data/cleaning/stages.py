@@ -1,4 +1,4 @@
-"""Chapter 03. What a stage of cleaning is, and the small ones: repair, length, language.
+"""Chapter 03. Cleaning stages: what one is, and the small ones, which fix encodings, filter by length and identify the language.
 
 A stage measures a text, which depends on that text alone and so can be done in any process, and then judges what it measured, which
 may depend on the documents before it and so is done in one place, in order. Every judgement that drops a document gives its reason.

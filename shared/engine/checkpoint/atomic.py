@@ -58,5 +58,5 @@ def atomic_save(target: Path, write: Callable[[Path], None]) -> None:
     >>> sorted(Path().iterdir())
     [PosixPath('step-7')]
 
-    The body stands in solutions/04_runtime_engine.py; `course read shared.engine.checkpoint.atomic` shows it in place.
+    The solution is in solutions/04_runtime_engine.py; `course read shared.engine.checkpoint.atomic` shows it in place.
     """

@@ -38,7 +38,7 @@ def flops_per_token(config: ModelConfig, seq: int) -> int:
     >>> flops_per_token(gpt2, 1024) == 6 * (12 * (4 * 768**2 + 2 * 768 * 3072) + 768 * 50257) + 12 * 12 * 768 * 1024
     True
 
-    The body stands in solutions/04_runtime_engine.py; `course read shared.engine.metrics.flops` shows it in place.
+    The solution is in solutions/04_runtime_engine.py; `course read shared.engine.metrics.flops` shows it in place.
     """
 
 

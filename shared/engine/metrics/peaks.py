@@ -1,10 +1,10 @@
-"""Chapter 04. The speed that a device cannot exceed: the denominator of model FLOPs utilisation.
+"""Chapter 04. Model FLOPs utilisation (MFU), and its denominator: the peak FLOP/s of devices.
 
     MFU = FLOPs per token * tokens per second / peak FLOP/s       (Chowdhery et al. 2022, PaLM, section 4.1)
 
-A wrong peak makes every utilisation wrong by the same factor and nobody notices. So there is one table, dense (without the
-doubling for 2:4 sparsity) and accumulating in float32, as training does; a device that is not in it gets a sentence, not a guess.
-No vendor publishes such a number for a CPU that changes its clock with the load: there it is measured.
+A wrong peak makes every utilisation wrong by the same factor, which is easily missed. So there is one table, for dense products (without
+the doubling for 2:4 sparsity) that accumulate in float32, as in training; a device that is not in it is an error, not a guess. No vendor
+publishes such a number for a CPU, which changes its clock with the load: there it is measured.
 
 Left out on purpose: memory bandwidth, the other roof of the roofline.
 """
@@ -20,7 +20,10 @@ from shared.course.errors import CourseError
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of dense matrix products. half: bfloat16 and float16 with float32 accumulation. tf32: float32 on tensor cores."""
+    """Peak FLOP/s of a device for dense matrix products.
+
+    half: bfloat16 and float16 with float32 accumulation. tf32: float32 on tensor cores.
+    """
 
     float32: float
     tf32: float
@@ -44,7 +47,7 @@ PEAKS = {
 
 
 def mfu(flops_per_token: float, tokens_per_second: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation, from 0 to 1. With several devices, `peak_flops` is the sum of theirs.
+    """Model FLOPs utilisation (MFU), from 0 to 1. With several devices, `peak_flops` is the sum over them.
 
     >>> round(mfu(6 * 125_000_000, 40_000, 71e12), 3)
     0.423
@@ -53,16 +56,16 @@ def mfu(flops_per_token: float, tokens_per_second: float, peak_flops: float) -> 
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
-    """The peak of one device for matrix products in `dtype`, FLOP/s. A CPU's is measured, which takes half a second.
+    """The peak FLOP/s of one device for matrix products in `dtype`. A CPU's is measured, which takes half a second.
 
     float32 on a GPU counts as TF32 where torch may use it (`torch.set_float32_matmul_precision`).
 
     Raises:
-        CourseError: a device that no vendor's metric is known of here, or a dtype that is not trained in.
+        CourseError: the device is not in the table, or models are not trained in the dtype.
     """
     device = torch.device(device)
     if device.type == "cpu" and dtype == torch.float16:
-        raise CourseError("A CPU multiplies float16 by slow detours, so there is no peak to speak of: train in float32 or bfloat16 there.")
+        raise CourseError("A CPU has no fast float16 matrix products, so it has no meaningful peak: train in float32 or bfloat16 there.")
     if device.type == "cpu":
         return measure_peak(dtype)
     if device.type != "cuda":
@@ -71,21 +74,21 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
 
 
 def peak_of(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float:
-    """The table's entry for a GPU by the name that its driver gives it.
+    """The table's peak FLOP/s of a GPU, by the name that its driver reports.
 
     Raises:
         CourseError: the name is not in the table; a part of a name is not enough.
     """
     for pattern, peak in PEAKS.items():
         if re.fullmatch(pattern, name):
-            return choose(peak, dtype, tf32)
+            return peak_for_dtype(peak, dtype, tf32)
     raise CourseError(
         f"The peak FLOP/s of {name!r} are not in shared/engine/metrics/peaks.py, and a guess would make every utilisation wrong: "
         "give peak_flops from its maker's data sheet (dense, with float32 accumulation)."
     )
 
 
-def choose(peak: Peak, dtype: torch.dtype, tf32: bool) -> float:
+def peak_for_dtype(peak: Peak, dtype: torch.dtype, tf32: bool) -> float:
     if dtype in (torch.bfloat16, torch.float16):
         return peak.half
     if dtype == torch.float32:
@@ -94,10 +97,10 @@ def choose(peak: Peak, dtype: torch.dtype, tf32: bool) -> float:
 
 
 def measure_peak(dtype: torch.dtype, size: int = 1024, repeats: int = 7, at_least: float = 0.4) -> float:
-    """The best of several products of two square matrices on this CPU with torch's threads, FLOP/s: 2 size^3 / seconds.
+    """Measure the peak FLOP/s of this CPU: the fastest of several products of two square matrices, 2 size^3 / seconds.
 
-    The best, because whatever else runs on the machine can only make a product slower; and of `repeats` products and `at_least` seconds
-    of them, because another program may have the CPU for all of a shorter time. Keep the value.
+    The fastest, because other programs can only make a product slower; and at least `repeats` products and `at_least` seconds, because
+    another program may occupy the CPU for a shorter time. Measure once, and keep the value.
     """
     left, right = (torch.randn(size, size, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
     out = torch.empty(size, size, dtype=dtype)

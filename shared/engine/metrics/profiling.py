@@ -1,9 +1,9 @@
-"""Chapter 04. Looking inside a step: every operation with its start and its length, for a few chosen steps.
+"""Chapter 04. Profiler traces of a few chosen steps, with torch.profiler: every operation with its start and its duration.
 
-A profiler slows down what it watches, so it runs for some steps and is off in all others. The trace opens in Perfetto
-(https://ui.perfetto.dev, a page that keeps the file on your machine) or in chrome://tracing.
+A profiler slows a step down, so it runs for a few steps only. The trace opens in Perfetto (https://ui.perfetto.dev, a page that keeps
+the file on your machine) or in chrome://tracing.
 
-Left out on purpose: memory profiles, and GPU counters, for which NVIDIA's own tools are made.
+Left out on purpose: memory profiles, and GPU counters, for which there are NVIDIA's own tools.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ ROWS = 10
 
 
 class Profile(Callback):
-    """Profiles the steps first_step .. first_step + steps - 1, from their batch to the end of their update.
+    """Profiles the steps first_step .. first_step + steps - 1, each from its batch to the end of its update.
 
-    Writes `profile/steps-AAAAAAAA-BBBBBBBB.json`, the trace, and a `.txt` beside it: the ten operations that took most time themselves.
+    Writes `profile/steps-AAAAAAAA-BBBBBBBB.json`, the trace, and a `.txt` with the ten operations of the largest self time.
 
     Args:
-        first_step: the first one, counted from 1. Leave a few before it: the first steps are not like the others.
-        steps: how many.
+        first_step: the first profiled step, from 1. Skip a few: the first steps are slower than the others.
+        steps: how many steps are profiled.
     """
 
     def __init__(self, first_step: int, steps: int = 3):
@@ -54,7 +54,7 @@ class Profile(Callback):
         if self.profiler is None:
             return
         if engine.step < self.last_step:
-            self.profiler.step()  # marks the border in the trace
+            self.profiler.step()  # marks the end of a step in the trace
             return
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
@@ -64,7 +64,7 @@ class Profile(Callback):
         engine.console.print(f"Profile of steps {self.began} to {engine.step}: {written}", markup=False, highlight=False, soft_wrap=True)
 
     def write(self, folder: Path, gpu: bool) -> Path:
-        """The trace and the table. Returns the trace's path."""
+        """Write the trace and the table, and return the trace's path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"steps-{self.began:08d}-{self.last_step:08d}.json"
         self.profiler.export_chrome_trace(str(path))

@@ -1,10 +1,11 @@
-"""Chapter 04. How fast a run is, where its time goes, and what it takes of the machine.
+"""Chapter 04. Throughput (tokens per second, MFU) and resource use (memory, CPU and GPU utilisation), as callbacks.
 
-Two callbacks. `Throughput` adds up tokens and seconds in every step, which costs microseconds, and divides when a log is due. A step
-lasts from asking for its data to the end of its update, callbacks in between included; evaluation, logs and checkpoints are not
-part of it, so they do not make training look slow. `Resources` asks the operating system and the GPU, only when a log is due.
+`Throughput` adds up tokens and seconds in every step, which takes microseconds, and divides when a log is due. A step's time runs from the
+request for its data to the end of its update, callbacks in between included; evaluation, logs and checkpoints are not part of it.
+`Resources` queries the operating system and the GPU, only when a log is due.
 
-Left out on purpose: norms of gradients and weights (`shared.engine.metrics.norms`), and single operations (`shared.engine.metrics.profiling`).
+Left out on purpose: norms of gradients and weights (`shared.engine.metrics.norms`), and single operations
+(`shared.engine.metrics.profiling`).
 """
 
 import os
@@ -29,13 +30,13 @@ GIB = 2**30
 
 
 class Throughput(Callback):
-    """Tokens and samples per second, seconds per step, each phase's share, MFU; tokens and samples so far, over resumes.
+    """Measures tokens and samples per second, seconds per step, each phase's share of a step, and MFU; counts all tokens and samples.
 
-    A token is one that the model reads, padding included: its arithmetic is done whether or not it counts in the loss.
+    Every token that the model reads counts, padding included: its arithmetic is done whether or not it counts in the loss.
 
     Args:
         peak_flops: FLOP/s of one device (`shared.engine.metrics.peaks`); None to leave MFU out.
-        config: what `model_flops_per_token` counts; None for the model's own `config`. Needed for MFU only.
+        config: the model's configuration, for `model_flops_per_token`; None for the model's own `config`. Needed for MFU only.
 
     Metrics: `speed/tokens_per_second`, `speed/samples_per_second`, `speed/step_seconds`, `speed/mfu`, means over the steps since
     the last log; `speed/share.<phase>` of the logged step, with `other` for what is no phase (callbacks, copies to the device);
@@ -49,7 +50,7 @@ class Throughput(Callback):
         self.begin_window()
 
     def begin_window(self) -> None:
-        """What has been added up since the last log."""
+        """Reset the sums since the last log."""
         self.steps = self.window_tokens = self.window_samples = self.flops = 0
         self.seconds = self.step_seconds = 0.0
 
@@ -58,7 +59,7 @@ class Throughput(Callback):
             return
         self.config = self.config or getattr(engine.strategy.module, "config", None)
         if not isinstance(self.config, ModelConfig):
-            raise CourseError("MFU needs the arithmetic of a token: give Throughput the model's `config`, or leave peak_flops out.")
+            raise CourseError("MFU needs the FLOPs per token: give Throughput the model's `config`, or leave peak_flops out.")
         model_flops_per_token(self.config, 1)  # refuses an encoder-decoder now rather than after the first steps
 
     def on_batch(self, engine: "RuntimeEngine", microbatches: Sequence[Batch]) -> None:
@@ -105,39 +106,39 @@ class Throughput(Callback):
 
 
 def tokens_of(batch: Batch) -> int:
-    """The tokens that a model reads of a batch, on both sides of an encoder-decoder."""
+    """The number of tokens in a batch, on both sides of an encoder-decoder."""
     return sum(batch[name].numel() for name in ("input_ids", "decoder_input_ids") if name in batch)
 
 
 class Resources(Callback):
-    """Memory and utilisation of this process, and of its GPU where it has one.
+    """Measures memory and utilisation of this process, and of its GPU where it has one.
 
     Metrics: `memory/resident_gib`; `cpu/utilisation`, the share of the machine's cores that this process kept busy since the last
-    log; with a GPU `memory/gpu_allocated_gib` (tensors), `memory/gpu_reserved_gib` (what torch holds of the card),
-    `memory/gpu_peak_gib` (the most that tensors took since the last log) and, where NVIDIA's library is installed, `gpu/utilisation`.
+    log; with a GPU `memory/gpu_allocated_gib` (tensors), `memory/gpu_reserved_gib` (reserved by torch's allocator),
+    `memory/gpu_peak_gib` (the peak of allocated tensors since the last log) and, where NVIDIA's library is installed, `gpu/utilisation`.
     """
 
     def __init__(self) -> None:
         self.process = psutil.Process()
         self.has_utilisation = False
-        self.used = self.looked = 0.0  # seconds of this process's computing, and on the clock, at the last look
+        self.cpu_seconds = self.clock_seconds = 0.0  # at the last measurement
 
     def on_start(self, engine: "RuntimeEngine") -> None:
-        self.used, self.looked = time.process_time(), time.perf_counter()
+        self.cpu_seconds, self.clock_seconds = time.process_time(), time.perf_counter()
         if engine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(engine.device)
-            self.has_utilisation = offers_utilisation(engine.device)
+            self.has_utilisation = has_gpu_utilisation(engine.device)
 
     def measure(self, engine: "RuntimeEngine") -> Metrics:
-        used, looked = self.used, self.looked
-        self.used, self.looked = time.process_time(), time.perf_counter()  # not psutil's share: it ticks 100 times a second
+        cpu_before, clock_before = self.cpu_seconds, self.clock_seconds
+        self.cpu_seconds, self.clock_seconds = time.process_time(), time.perf_counter()  # not psutil's share: it ticks 100 times a second
         metrics = {
             "memory/resident_gib": self.process.memory_info().rss / GIB,
-            "cpu/utilisation": (self.used - used) / (self.looked - looked) / (os.cpu_count() or 1),
+            "cpu/utilisation": (self.cpu_seconds - cpu_before) / (self.clock_seconds - clock_before) / (os.cpu_count() or 1),
         }
-        return metrics | self.of_gpu(engine.device) if engine.device.type == "cuda" else metrics
+        return metrics | self.gpu_memory(engine.device) if engine.device.type == "cuda" else metrics
 
-    def of_gpu(self, device: torch.device) -> Metrics:
+    def gpu_memory(self, device: torch.device) -> Metrics:
         metrics = {
             "memory/gpu_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
             "memory/gpu_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
@@ -149,8 +150,8 @@ class Resources(Callback):
         return metrics
 
 
-def offers_utilisation(device: torch.device) -> bool:
-    """Whether torch can ask the driver; it needs the package nvidia-ml-py and a driver that answers."""
+def has_gpu_utilisation(device: torch.device) -> bool:
+    """Whether torch can read the GPU's utilisation: it needs the package nvidia-ml-py and a driver that answers."""
     try:
         torch.cuda.utilization(device)
     except (ImportError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Chapter 04. Metrics for whoever is watching: a progress bar in a terminal, a line for each log everywhere else."""
+"""Chapter 04. The progress bar of a run in a terminal, and a line for each log everywhere else."""
 
 from typing import TYPE_CHECKING
 

@@ -6,27 +6,27 @@ from shared.model.hf.format import ConfigJson, FileTensor, Format, activation, s
 SAME_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
-def read(told: ConfigJson) -> ModelConfig:
+def read(raw: ConfigJson) -> ModelConfig:
     return ModelConfig(
-        **{key: told[key] for key in SAME_KEYS},
+        **{key: raw[key] for key in SAME_KEYS},
         architecture="encoder",
-        max_position_embeddings=told.get("max_position_embeddings", 512),
+        max_position_embeddings=raw.get("max_position_embeddings", 512),
         position="learned",
         norm="layer_norm",
-        norm_eps=told.get("layer_norm_eps", 1e-12),
+        norm_eps=raw.get("layer_norm_eps", 1e-12),
         norm_position="post",
         embedding_norm=True,
-        hidden_act=activation(told.get("hidden_act", "gelu")),
+        hidden_act=activation(raw.get("hidden_act", "gelu")),
         gated=False,
         attention_bias=True,
         attention_output_bias=True,
         mlp_bias=True,
-        type_vocab_size=told.get("type_vocab_size", 2),
+        type_vocab_size=raw.get("type_vocab_size", 2),
         head="mlm",
-        tie_word_embeddings=told.get("tie_word_embeddings", True),
-        hidden_dropout=told.get("hidden_dropout_prob", 0.1),
-        attention_dropout=told.get("attention_probs_dropout_prob", 0.1),
-        initializer_range=told.get("initializer_range", 0.02),
+        tie_word_embeddings=raw.get("tie_word_embeddings", True),
+        hidden_dropout=raw.get("hidden_dropout_prob", 0.1),
+        attention_dropout=raw.get("attention_probs_dropout_prob", 0.1),
+        initializer_range=raw.get("initializer_range", 0.02),
     )
 
 

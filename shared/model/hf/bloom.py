@@ -1,29 +1,29 @@
 """Chapter 02. BLOOM's format: ALiBi, normalised embeddings, and queries, keys and values fused head by head."""
 
 from shared.model.config import ModelConfig
-from shared.model.hf.format import ConfigJson, FileTensor, Format, head_by_head, same, weight_and_bias
+from shared.model.hf.format import ConfigJson, FileTensor, Format, interleaved_heads, same, weight_and_bias
 
 
-def read(told: ConfigJson) -> ModelConfig:
+def read(raw: ConfigJson) -> ModelConfig:
     return ModelConfig(
-        vocab_size=told["vocab_size"],
-        hidden_size=told.get("hidden_size") or told["n_embed"],
-        num_hidden_layers=told["n_layer"],
-        num_attention_heads=told.get("n_head") or told["num_attention_heads"],
-        max_position_embeddings=told.get("seq_length", 2048),
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw.get("hidden_size") or raw["n_embed"],
+        num_hidden_layers=raw["n_layer"],
+        num_attention_heads=raw.get("n_head") or raw["num_attention_heads"],
+        max_position_embeddings=raw.get("seq_length", 2048),
         position="alibi",
         norm="layer_norm",
-        norm_eps=told.get("layer_norm_epsilon", 1e-5),
+        norm_eps=raw.get("layer_norm_epsilon", 1e-5),
         embedding_norm=True,
         hidden_act="gelu_tanh",
         gated=False,
         attention_bias=True,
         attention_output_bias=True,
         mlp_bias=True,
-        tie_word_embeddings=told.get("tie_word_embeddings", True),
-        hidden_dropout=told.get("hidden_dropout", 0.0),
-        attention_dropout=told.get("attention_dropout", 0.0),
-        initializer_range=told.get("initializer_range", 0.02),
+        tie_word_embeddings=raw.get("tie_word_embeddings", True),
+        hidden_dropout=raw.get("hidden_dropout", 0.0),
+        attention_dropout=raw.get("attention_dropout", 0.0),
+        initializer_range=raw.get("initializer_range", 0.02),
     )
 
 
@@ -54,7 +54,7 @@ def tensors(config: ModelConfig) -> list[FileTensor]:
         theirs, ours = f"transformer.h.{layer}", f"stack.blocks.{layer}"
         for kind in ("weight", "bias"):
             parts = tuple(f"{ours}.attention.{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj"))
-            stored.append(head_by_head(f"{theirs}.self_attention.query_key_value.{kind}", parts, config.num_attention_heads))
+            stored.append(interleaved_heads(f"{theirs}.self_attention.query_key_value.{kind}", parts, config.num_attention_heads))
         for their_name, our_name in (
             ("input_layernorm", "attention_norm"), ("self_attention.dense", "attention.o_proj"),
             ("post_attention_layernorm", "feed_forward_norm"), ("mlp.dense_h_to_4h", "feed_forward.up_proj"),

@@ -1,4 +1,4 @@
-"""Chapter 02. Safetensors files of a model's folder: one, or several with an index. Nothing here unpickles anything."""
+"""Chapter 02. Safetensors files of a model's folder: one, or shards with an index. Nothing here unpickles anything."""
 
 import json
 import os
@@ -23,14 +23,14 @@ def read_json(path: Path) -> dict:
         PretrainedError: no such file, or no JSON object in it.
     """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PretrainedError(f"{path.parent} has no {path.name}: give the folder that holds a model's {path.name}.") from None
     except (OSError, ValueError) as error:
-        raise PretrainedError(f"{path} cannot be read ({error}): copy it anew.") from None
-    if not isinstance(told, dict):
-        raise PretrainedError(f"{path} holds no JSON object: copy it anew.")
-    return told
+        raise PretrainedError(f"{path} cannot be read ({error}): copy it again.") from None
+    if not isinstance(raw, dict):
+        raise PretrainedError(f"{path} holds no JSON object: copy it again.")
+    return raw
 
 
 class TensorFolder:
@@ -52,14 +52,14 @@ class TensorFolder:
             except FileNotFoundError:
                 raise PretrainedError(f"{path} is missing, and {INDEX} lists it: copy it too.") from None
             except (SafetensorError, OSError) as error:
-                raise PretrainedError(f"{path} is no complete safetensors file ({error}): copy it anew.") from None
+                raise PretrainedError(f"{path} is no complete safetensors file ({error}): copy it again.") from None
 
     def paths(self) -> list[Path]:
         index = self.folder / INDEX
         if index.exists():
             listed = read_json(index).get("weight_map")
             if not isinstance(listed, dict) or not all(isinstance(name, str) and Path(name).name == name for name in listed.values()):
-                raise PretrainedError(f"{index} has no weight_map from tensors to files of this folder: copy it anew.")
+                raise PretrainedError(f"{index} has no weight_map from tensors to files of this folder: copy it again.")
             return [self.folder / name for name in sorted(set(listed.values()))]
         if (self.folder / SINGLE).exists():
             return [self.folder / SINGLE]
@@ -117,8 +117,8 @@ def write_tensors(folder: Path, sizes: dict[str, int], make: Callable[[str], Ten
     return written
 
 
-def write_json(path: Path, told: dict) -> None:
+def write_json(path: Path, raw: dict) -> None:
     """Put a JSON file in place whole."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    unfinished.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     os.replace(unfinished, path)

@@ -23,7 +23,7 @@ ACTIVATION_NAMES = {
 }  # fmt: skip
 
 
-def alone(tensors: list[Tensor]) -> Tensor:
+def only(tensors: list[Tensor]) -> Tensor:
     return tensors[0]
 
 
@@ -43,7 +43,7 @@ class FileTensor:
 
     name: str
     ours: tuple[str, ...]
-    pack: Callable[[list[Tensor]], Tensor] = alone
+    pack: Callable[[list[Tensor]], Tensor] = only
     unpack: Callable[[Tensor], list[Tensor]] = as_it_is
     part: int | None = None
 
@@ -101,28 +101,28 @@ def transposed(name: str, ours: str) -> FileTensor:
     return FileTensor(name, (ours,), lambda tensors: tensors[0].t(), lambda tensor: [tensor.t()])
 
 
-def side_by_side(name: str, ours: tuple[str, ...]) -> FileTensor:
+def concatenated(name: str, ours: tuple[str, ...]) -> FileTensor:
     """Biases of equal length one after another."""
     return FileTensor(name, ours, torch.cat, lambda tensor: list(tensor.chunk(len(ours))))
 
 
-def side_by_side_transposed(name: str, ours: tuple[str, ...]) -> FileTensor:
+def concatenated_transposed(name: str, ours: tuple[str, ...]) -> FileTensor:
     """Matrices of equal size, [in, out] each, next to each other along the outputs."""
     return FileTensor(
         name, ours, lambda tensors: torch.cat(tensors).t(), lambda tensor: [part.t() for part in tensor.chunk(len(ours), dim=1)]
     )
 
 
-def head_by_head(name: str, ours: tuple[str, ...], heads: int) -> FileTensor:
+def interleaved_heads(name: str, ours: tuple[str, ...], heads: int) -> FileTensor:
     """The first head's rows of each parameter, then the second head's, and so on."""
-    return FileTensor(name, ours, partial(weave, heads=heads), partial(unweave, heads=heads, parts=len(ours)))
+    return FileTensor(name, ours, partial(join_heads, heads=heads), partial(split_heads, heads=heads, parts=len(ours)))
 
 
-def weave(tensors: list[Tensor], heads: int) -> Tensor:
+def join_heads(tensors: list[Tensor], heads: int) -> Tensor:
     return torch.stack([tensor.unflatten(0, (heads, -1)) for tensor in tensors], dim=1).flatten(0, 2)
 
 
-def unweave(tensor: Tensor, heads: int, parts: int) -> list[Tensor]:
+def split_heads(tensor: Tensor, heads: int, parts: int) -> list[Tensor]:
     return [part.flatten(0, 1) for part in tensor.unflatten(0, (heads, parts, -1)).unbind(dim=1)]
 
 

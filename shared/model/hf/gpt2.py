@@ -7,8 +7,8 @@ from shared.model.hf.format import (
     Format,
     activation,
     same,
-    side_by_side,
-    side_by_side_transposed,
+    concatenated,
+    concatenated_transposed,
     transposed,
     weight_and_bias,
 )
@@ -16,26 +16,26 @@ from shared.model.hf.format import (
 BLOCK = "transformer.h.{}"
 
 
-def read(told: ConfigJson) -> ModelConfig:
+def read(raw: ConfigJson) -> ModelConfig:
     return ModelConfig(
-        vocab_size=told["vocab_size"],
-        hidden_size=told["n_embd"],
-        num_hidden_layers=told["n_layer"],
-        num_attention_heads=told["n_head"],
-        intermediate_size=told.get("n_inner") or 4 * told["n_embd"],
-        max_position_embeddings=told.get("n_positions", 1024),
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["n_embd"],
+        num_hidden_layers=raw["n_layer"],
+        num_attention_heads=raw["n_head"],
+        intermediate_size=raw.get("n_inner") or 4 * raw["n_embd"],
+        max_position_embeddings=raw.get("n_positions", 1024),
         position="learned",
         norm="layer_norm",
-        norm_eps=told.get("layer_norm_epsilon", 1e-5),
-        hidden_act=activation(told.get("activation_function", "gelu_new")),
+        norm_eps=raw.get("layer_norm_epsilon", 1e-5),
+        hidden_act=activation(raw.get("activation_function", "gelu_new")),
         gated=False,
         attention_bias=True,
         attention_output_bias=True,
         mlp_bias=True,
-        tie_word_embeddings=told.get("tie_word_embeddings", True),
-        hidden_dropout=told.get("resid_pdrop", 0.1),
-        attention_dropout=told.get("attn_pdrop", 0.1),
-        initializer_range=told.get("initializer_range", 0.02),
+        tie_word_embeddings=raw.get("tie_word_embeddings", True),
+        hidden_dropout=raw.get("resid_pdrop", 0.1),
+        attention_dropout=raw.get("attn_pdrop", 0.1),
+        initializer_range=raw.get("initializer_range", 0.02),
     )
 
 
@@ -71,8 +71,8 @@ def tensors(config: ModelConfig) -> list[FileTensor]:
         projections = tuple(f"{ours}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj"))
         stored += [
             *weight_and_bias(same, f"{theirs}.ln_1", f"{ours}.attention_norm", True),
-            side_by_side_transposed(f"{theirs}.attn.c_attn.weight", tuple(f"{name}.weight" for name in projections)),
-            side_by_side(f"{theirs}.attn.c_attn.bias", tuple(f"{name}.bias" for name in projections)),
+            concatenated_transposed(f"{theirs}.attn.c_attn.weight", tuple(f"{name}.weight" for name in projections)),
+            concatenated(f"{theirs}.attn.c_attn.bias", tuple(f"{name}.bias" for name in projections)),
             *weight_and_bias(transposed, f"{theirs}.attn.c_proj", f"{ours}.attention.o_proj", True),
             *weight_and_bias(same, f"{theirs}.ln_2", f"{ours}.feed_forward_norm", True),
             *weight_and_bias(transposed, f"{theirs}.mlp.c_fc", f"{ours}.feed_forward.up_proj", True),

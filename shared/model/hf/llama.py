@@ -21,14 +21,14 @@ ROPE_OPTIONS = {
 HARMLESS_ROPE_KEYS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
 
 
-def read_rope(told: ConfigJson, longest: int) -> dict[str, Any]:
+def read_rope(raw: ConfigJson, longest: int) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` for a `ModelConfig`. longest: max_position_embeddings.
 
     Raises:
         ValueError: a kind of scaling, or an option of one, that is not understood here.
     """
-    said = told.get("rope_parameters") or told.get("rope_scaling") or {}
-    theta = float(said.get("rope_theta") or told.get("rope_theta") or 10000.0)
+    said = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = float(said.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = said.get("rope_type") or said.get("type") or "default"
     if kind == "default":
         return {"rope_theta": theta}
@@ -52,20 +52,20 @@ def write_rope(config: ModelConfig) -> ConfigJson:
     return {"rope_parameters": {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta} | options}
 
 
-def read_common(told: ConfigJson, longest: int, eps: float = 1e-6) -> ModelConfig:
+def read_common(raw: ConfigJson, longest: int, eps: float = 1e-6) -> ModelConfig:
     """What the relatives share. longest, eps: what holds where the file does not say."""
-    longest = told.get("max_position_embeddings", longest)
+    longest = raw.get("max_position_embeddings", longest)
     return ModelConfig(
-        **{key: told[key] for key in SAME_KEYS},
-        num_key_value_heads=told.get("num_key_value_heads"),
-        head_dim=told.get("head_dim"),
+        **{key: raw[key] for key in SAME_KEYS},
+        num_key_value_heads=raw.get("num_key_value_heads"),
+        head_dim=raw.get("head_dim"),
         max_position_embeddings=longest,
-        norm_eps=told.get("rms_norm_eps", eps),
-        hidden_act=activation(told.get("hidden_act", "silu")),
-        tie_word_embeddings=told.get("tie_word_embeddings", False),
-        attention_dropout=told.get("attention_dropout", 0.0),
-        initializer_range=told.get("initializer_range", 0.02),
-        **read_rope(told, longest),
+        norm_eps=raw.get("rms_norm_eps", eps),
+        hidden_act=activation(raw.get("hidden_act", "silu")),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        attention_dropout=raw.get("attention_dropout", 0.0),
+        initializer_range=raw.get("initializer_range", 0.02),
+        **read_rope(raw, longest),
     )
 
 
@@ -84,31 +84,31 @@ def write_common(config: ModelConfig) -> ConfigJson:
     }
 
 
-def read_llama(told: ConfigJson) -> ModelConfig:
-    bias = told.get("attention_bias", False)
-    changes = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": told.get("mlp_bias", False)}
-    return replace(read_common(told, 2048), **changes)
+def read_llama(raw: ConfigJson) -> ModelConfig:
+    bias = raw.get("attention_bias", False)
+    changes = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": raw.get("mlp_bias", False)}
+    return replace(read_common(raw, 2048), **changes)
 
 
 def write_llama(config: ModelConfig) -> ConfigJson:
     return write_common(config) | {"attention_bias": config.attention_output_bias, "mlp_bias": config.mlp_bias}
 
 
-def read_mistral(told: ConfigJson) -> ModelConfig:
-    return replace(read_common(told, 131072), sliding_window=told.get("sliding_window", 4096))
+def read_mistral(raw: ConfigJson) -> ModelConfig:
+    return replace(read_common(raw, 131072), sliding_window=raw.get("sliding_window", 4096))
 
 
 def write_mistral(config: ModelConfig) -> ConfigJson:
     return write_common(config) | {"sliding_window": config.sliding_window}
 
 
-def read_windows(told: ConfigJson) -> dict:
+def read_windows(raw: ConfigJson) -> dict:
     """Qwen's: a window in some blocks only. Where the file does not list them: in those from `max_window_layers` on."""
-    window, layers = told.get("sliding_window"), told["num_hidden_layers"]
-    if not told.get("use_sliding_window", False) or not window:
+    window, layers = raw.get("sliding_window"), raw["num_hidden_layers"]
+    if not raw.get("use_sliding_window", False) or not window:
         return {}
-    first = told.get("max_window_layers", 28)
-    kinds = told.get("layer_types") or ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    first = raw.get("max_window_layers", 28)
+    kinds = raw.get("layer_types") or ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
     return {"sliding_window": window, "layer_types": tuple(kinds)}
 
 
@@ -121,18 +121,18 @@ def write_windows(config: ModelConfig) -> ConfigJson:
     }
 
 
-def read_qwen2(told: ConfigJson) -> ModelConfig:
-    return replace(read_common(told, 32768), attention_bias=True, **read_windows(told))
+def read_qwen2(raw: ConfigJson) -> ModelConfig:
+    return replace(read_common(raw, 32768), attention_bias=True, **read_windows(raw))
 
 
 def write_qwen2(config: ModelConfig) -> ConfigJson:
     return write_common(config) | write_windows(config)
 
 
-def read_qwen3(told: ConfigJson) -> ModelConfig:
-    bias = told.get("attention_bias", False)
-    changes = {"attention_bias": bias, "attention_output_bias": bias, "qk_norm": True, "head_dim": told.get("head_dim", 128)}
-    return replace(read_common(told, 32768), **changes, **read_windows(told))
+def read_qwen3(raw: ConfigJson) -> ModelConfig:
+    bias = raw.get("attention_bias", False)
+    changes = {"attention_bias": bias, "attention_output_bias": bias, "qk_norm": True, "head_dim": raw.get("head_dim", 128)}
+    return replace(read_common(raw, 32768), **changes, **read_windows(raw))
 
 
 def write_qwen3(config: ModelConfig) -> ConfigJson:

@@ -1,4 +1,4 @@
-"""Chapter 02. A model out of a folder, and into one: `config.json` and safetensors, as transformers reads and writes them.
+"""Chapter 02. Load and save pretrained weights: a folder with `config.json` and safetensors, as transformers reads and writes it.
 
 What does not fit is refused before a weight is read: the names and shapes in the files are held against those that the
 configuration asks for, and everything missing, extra or misshapen is named.
@@ -87,7 +87,7 @@ def not_in_format(stored: Iterable[FileTensor], model: TransformerModel) -> list
 
 
 def require_equal_tied(folder: Path, known: Format, config: ModelConfig, files: TensorFolder, parameters: dict[str, Tensor]) -> None:
-    """Refuse a head that stands in the file beside an embedding that it is said to be tied to, and is another matrix."""
+    """Refuse a file whose head differs from the embedding that its configuration ties it to."""
     repeated = [name for name in known.tied if name in files.shapes and config.tie_word_embeddings]
     for name, tensor in files.read(repeated):
         embedding = parameters[TIED_TO]
@@ -102,9 +102,9 @@ def read_folder(folder: Path) -> tuple[Format, ModelConfig]:
     """The format and the configuration that a folder describes."""
     if not folder.is_dir():
         raise PretrainedError(f"{folder} is no folder: give the one that holds a model's config.json.")
-    told = read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     try:
-        return read_config(told)
+        return read_config(raw)
     except (ValueError, TypeError) as error:
         raise PretrainedError(f"{folder / 'config.json'}: {error}") from None
 
@@ -164,12 +164,14 @@ def save_pretrained(
         max_shard_bytes: the weights are split into files of at most this size.
 
     Raises:
-        ValueError: no format can describe the model, part of it is absent, or it has parameters or buffers that the format does not name.
+        ValueError: no format can describe the model, part of it is absent or sharded, or it has parameters or buffers that the format does not name.
     """
     folder = Path(folder)
-    known, told = write_config(model.config, model_type)
+    known, raw = write_config(model.config, model_type)
     parameters = {name: parameter.detach() for name, parameter in logical_parameters(model).items()}
     stored = {entry.name: entry for entry in known.tensors(model.config)}
+    if sharded := sorted(name for name, parameter in logical_parameters(model).items() if hasattr(parameter, "sharding")):
+        raise ValueError(f"This process holds only a part of {listed(set(sharded))}, which is sharded: save a model with the full weights.")
     if absent := {name for entry in stored.values() for name in entry.ours} - set(parameters):
         raise ValueError(f"Only a whole model can be saved in this format; this one lacks {listed(absent)}.")
     if extra := not_in_format(stored.values(), model):
@@ -186,4 +188,4 @@ def save_pretrained(
         if old.name not in written:
             old.unlink(missing_ok=True)
     dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
-    write_json(folder / "config.json", told | {"dtype": dtype})
+    write_json(folder / "config.json", raw | {"dtype": dtype})

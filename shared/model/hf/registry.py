@@ -1,4 +1,4 @@
-"""Chapter 02. The formats that are known here, and which of them can hold a configuration."""
+"""Chapter 02. Registry of Hugging Face formats (`model_type`), and which of them can hold a configuration."""
 
 from dataclasses import replace
 
@@ -14,21 +14,21 @@ FORMATS: dict[str, Format] = {known.model_type: known for known in (GPT2, LLAMA,
 OF_TRAINING = {"attention": "sdpa", "hidden_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.02}
 
 
-def read_config(told: ConfigJson) -> tuple[Format, ModelConfig]:
+def read_config(raw: ConfigJson) -> tuple[Format, ModelConfig]:
     """The format and the configuration that a `config.json` describes.
 
     Raises:
         ValueError: a model_type that is not known here, a key that is missing, or one that asks for what is not built here.
     """
-    model_type = told.get("model_type")
+    model_type = raw.get("model_type")
     if model_type not in FORMATS:
         raise ValueError(f"model_type {model_type!r} is not known here. These are: {', '.join(FORMATS)}.")
     known = FORMATS[model_type]
     for key, allowed in known.required.items():
-        if told.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"{key} is {told[key]!r}: of {model_type} models, only those with {allowed[0]!r} are built here.")
+        if raw.get(key, allowed[0]) not in allowed:
+            raise ValueError(f"{key} is {raw[key]!r}: of {model_type} models, only those with {allowed[0]!r} are built here.")
     try:
-        return known, known.read(told)
+        return known, known.read(raw)
     except KeyError as error:
         raise ValueError(f"{error.args[0]} is missing, and a {model_type} model cannot be built without it.") from None
 
@@ -48,16 +48,16 @@ def write_config(config: ModelConfig, model_type: str | None = None) -> tuple[Fo
     config = config.resolved()
     lost = {}
     for known in [FORMATS[model_type]] if model_type else FORMATS.values():
-        told = {"model_type": known.model_type, "architectures": [known.architecture]} | known.write(config)
-        lost[known.model_type] = unsaid(config, known.read(told))
+        raw = {"model_type": known.model_type, "architectures": [known.architecture]} | known.write(config)
+        lost[known.model_type] = lost_fields(config, known.read(raw))
         if not lost[known.model_type]:
-            return known, told
+            return known, raw
     nearest = min(lost, key=lambda name: len(lost[name]))
     fields = ", ".join(f"{name} {here!r} (it would be {there!r})" for name, (here, there) in lost[nearest].items())
     raise ValueError(f"No {'such' if model_type else 'known'} format can describe this model. {nearest} would lose: {fields}.")
 
 
-def unsaid(config: ModelConfig, read_back: ModelConfig) -> dict[str, tuple]:
+def lost_fields(config: ModelConfig, read_back: ModelConfig) -> dict[str, tuple]:
     """The fields in which two configurations compute something else. How a model is trained or run is no difference."""
     return comparable(config).differences(comparable(read_back))
 

@@ -1,4 +1,4 @@
-"""Chapter 02. T5's format: two stacks, each with one table of relative biases that stands in its first block.
+"""Chapter 02. T5's format: two stacks, each with one table of relative biases, stored in its first block.
 
 The first T5 ties the head to the embedding and scales what goes into it by hidden_size ** -0.5; version 1.1 has a head of its own
 and a gated feed-forward layer. In files, both keep scores unscaled.
@@ -12,38 +12,38 @@ from shared.model.hf.format import ConfigJson, FileTensor, Format, activation, s
 FEED_FORWARD = {"relu": ("relu", False), "gated-gelu": ("gelu_tanh", True), "gated-silu": ("silu", True), "gelu": ("gelu", False)}
 
 
-def read(told: ConfigJson) -> ModelConfig:
-    said = told.get("feed_forward_proj", "relu")
+def read(raw: ConfigJson) -> ModelConfig:
+    said = raw.get("feed_forward_proj", "relu")
     if said not in FEED_FORWARD:
         raise ValueError(f"feed_forward_proj {said!r} is not one of this model's: {', '.join(FEED_FORWARD)}.")
     act, gated = FEED_FORWARD[said]
-    if gated and told.get("dense_act_fn"):
-        act = activation(told["dense_act_fn"])
-    tied = told.get("tie_word_embeddings", True)
-    scaled = told.get("scale_decoder_outputs", tied)
+    if gated and raw.get("dense_act_fn"):
+        act = activation(raw["dense_act_fn"])
+    tied = raw.get("tie_word_embeddings", True)
+    scaled = raw.get("scale_decoder_outputs", tied)
     config = ModelConfig(
         architecture="encoder-decoder",
-        vocab_size=told["vocab_size"],
-        hidden_size=told["d_model"],
-        num_hidden_layers=told.get("num_decoder_layers") or told["num_layers"],
-        num_encoder_layers=told["num_layers"],
-        num_attention_heads=told["num_heads"],
-        head_dim=told["d_kv"],
-        intermediate_size=told["d_ff"],
-        max_position_embeddings=told.get("n_positions", 512),
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["d_model"],
+        num_hidden_layers=raw.get("num_decoder_layers") or raw["num_layers"],
+        num_encoder_layers=raw["num_layers"],
+        num_attention_heads=raw["num_heads"],
+        head_dim=raw["d_kv"],
+        intermediate_size=raw["d_ff"],
+        max_position_embeddings=raw.get("n_positions", 512),
         position="relative",
-        relative_attention_num_buckets=told.get("relative_attention_num_buckets", 32),
-        relative_attention_max_distance=told.get("relative_attention_max_distance", 128),
-        norm_eps=told.get("layer_norm_epsilon", 1e-6),
+        relative_attention_num_buckets=raw.get("relative_attention_num_buckets", 32),
+        relative_attention_max_distance=raw.get("relative_attention_max_distance", 128),
+        norm_eps=raw.get("layer_norm_epsilon", 1e-6),
         hidden_act=act,
         gated=gated,
         attention_scale=1.0,
         tie_word_embeddings=tied,
-        logit_scale=told["d_model"] ** -0.5 if scaled else 1.0,
-        hidden_dropout=told.get("dropout_rate", 0.1),
-        attention_dropout=told.get("dropout_rate", 0.1),
+        logit_scale=raw["d_model"] ** -0.5 if scaled else 1.0,
+        hidden_dropout=raw.get("dropout_rate", 0.1),
+        attention_dropout=raw.get("dropout_rate", 0.1),
     )
-    return replace(config, initializer_range=0.02 * told.get("initializer_factor", 1.0))
+    return replace(config, initializer_range=0.02 * raw.get("initializer_factor", 1.0))
 
 
 def write(config: ModelConfig) -> ConfigJson:

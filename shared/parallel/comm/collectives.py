@@ -50,7 +50,7 @@ def ring_all_reduce(tensor: Tensor, group: Communicator) -> None:
     >>> run_threads(add_up, 3)[0]
     tensor([  0., 111., 222., 333.])
 
-    The body stands in solutions/06_data_parallel.py; `course read shared.parallel.comm.collectives` shows it in place.
+    The solution is in solutions/06_data_parallel.py; `course read shared.parallel.comm.collectives` shows it in place.
     """
 
 

@@ -52,7 +52,7 @@ def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
     >>> weight.grad
     tensor([7.])
 
-    The body stands in solutions/06_data_parallel.py; `course read shared.parallel.data.ddp` shows it in place.
+    The solution is in solutions/06_data_parallel.py; `course read shared.parallel.data.ddp` shows it in place.
     """
 
 

@@ -54,7 +54,7 @@ def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
     >>> first_two
     tensor([1., 2.])
 
-    The body stands in solutions/06_data_parallel.py; `course read shared.parallel.data.flat` shows it in place.
+    The solution is in solutions/06_data_parallel.py; `course read shared.parallel.data.flat` shows it in place.
     """
 
 
@@ -83,7 +83,7 @@ def reshard_unit(
     >>> shard, whole.untyped_storage().nbytes()
     (tensor([5., 6., 0., 0.], dtype=torch.float64), 0)
 
-    The body stands in solutions/06_data_parallel.py; `course read shared.parallel.data.flat` shows it in place.
+    The solution is in solutions/06_data_parallel.py; `course read shared.parallel.data.flat` shows it in place.
     """
 
 

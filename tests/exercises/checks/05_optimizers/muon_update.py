@@ -8,7 +8,7 @@ measured for two implementations that agree.
 import torch
 
 from shared.course.checking import Case, Check
-from shared.optim.newton_schulz import newton_schulz
+from shared.optim.muon import newton_schulz
 
 from .pieces import randn, tensors
 

@@ -1,4 +1,4 @@
-"""Chapter 03. Back-translation: pairs for a translator, made from texts that nobody has translated.
+"""Back-translation: pairs for a translator, made from texts that nobody has translated.
 
 Texts in the language that is written are plentiful, translations are not. So a model that translates backwards, from the target
 language into the source language, gives each text a source (Sennrich et al. 2016, "Improving Neural Machine Translation Models with
