@@ -1,4 +1,4 @@
-"""Chapter 12. Launching a run with torchrun in as many processes as its layout needs: `make run LAYOUT=fsdp2`.
+"""Chapter 12. Launcher: a run with torchrun, in as many processes as its layout needs: `make run LAYOUT=fsdp2`.
 
     python -m shared.trainer.start fsdp2 chapters/12_grpo/laptop.yaml steps=100
 
