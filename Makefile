@@ -7,6 +7,7 @@
 #   make run CHAPTER=01        a chapter's own run script; its options are ARGS="--steps 500 --data my_texts", ARGS=--help
 #   make lab                   JupyterLab on the first chapter; make lab CHAPTER=02 on that one
 #   make test                  what must hold before every commit
+#   make test CHAPTER=06       one chapter's part of it: its floor, its comparisons with other libraries, its checks, its notebook
 #   make test-all              also what takes longer: other rounding and thread counts, mutation of the solutions
 #   make install               the environment alone
 #   make clean                 remove the environment and what runs left behind
@@ -21,6 +22,7 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/ready
 SCRIPT   = $(firstword $(wildcard chapters/$(CHAPTER)*/run.py))
+CHOSEN   = $(if $(CHAPTER),--chapter $(CHAPTER))
 NOTEBOOK = $(firstword $(wildcard notebooks/$(or $(CHAPTER),01)*.ipynb))
 
 .PHONY: run lab test test-all install clean help
@@ -44,7 +46,7 @@ lab: $(READY)
 	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(ARGS)
 
 test: $(READY)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --no-loadscope-reorder $(CHOSEN) $(ARGS)
 
 test-all: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -3,6 +3,7 @@ says about colours and widths is not said to the programs that the tests start. 
 
 import os
 import random
+import re
 import signal
 import sys
 
@@ -32,6 +33,44 @@ def refuse_network(event: str, arguments: tuple) -> None:
 
 
 sys.addaudithook(refuse_network)
+
+FOLDERS = {"01": "loop", "02": "model", "03": "data", "04": "engine", "05": "optim", "06": "parallel", "12": "trainer"}
+EXECUTED = "test_every_output_is_printed_again"  # half a minute for each notebook
+
+
+def pytest_addoption(parser):
+    parser.addoption("--chapter", metavar="NN", choices=FOLDERS, help="only this chapter's tests: its folder, parity, checks and notebook")
+
+
+def is_of_chapter(item: pytest.Item, chapter: str) -> bool:
+    """By its folder, by its file's name, or by what it is tried with: an exercise's id (06.partition) or a chapter's name (06_data_parallel)."""
+    tried_with = getattr(item, "callspec", None)
+    return (
+        item.path.parent.name == FOLDERS[chapter]
+        or item.path.name.startswith(f"test_{chapter}_")
+        or bool(tried_with and re.search(rf"(^|-){chapter}[._]", tried_with.id))
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if chapter := config.getoption("--chapter"):
+        left_out = [item for item in items if not is_of_chapter(item, chapter)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_of_chapter(item, chapter)]
+    items.sort(key=lambda item: not item.name.startswith(EXECUTED))  # first, or one worker ends with them while the others wait
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files stay together, since their tests share runs; a notebook's execution shares nothing and may go to any worker."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid if EXECUTED in nodeid else nodeid.split("::", 1)[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture

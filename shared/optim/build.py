@@ -1,4 +1,4 @@
-"""Chapter 05. From a configuration and a model to one optimizer over all of it.
+"""Chapter 05. Build an optimizer from a configuration and a model: one over all of it.
 
 What was asked for either takes effect or is refused: a pattern that matches nothing, a choice that the rule cannot make.
 """
@@ -23,10 +23,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, routes: Sequence[
             are left out, and a group may be empty. None to decide it on this model.
 
     Raises:
-        ValueError: see `route` and `OptimizerConfig`.
+        ValueError: see `route` and `OptimizerConfig`; a trainable parameter that no route names, so that it would stand still.
     """
     parameters = dict(model.named_parameters())
     routes = routes or route(model, config.name, no_decay=config.no_decay, to_adamw=config.to_adamw)
+    routed = {name for part in routes for name in part.names}
+    if left_out := [name for name, parameter in parameters.items() if parameter.requires_grad and name not in routed]:
+        raise ValueError(f"{left_out[0]} is to be trained and no route names it: decide routes on a model that has all parameters.")
     return GroupedOptimizer(
         [{"params": [parameters[name] for name in part.names if name in parameters]} | settings_of(config, part) for part in routes]
     )

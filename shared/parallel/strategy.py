@@ -61,18 +61,25 @@ class ParallelStrategy(Strategy):
         self.rank, self.size = mesh.world.rank, mesh.world.size
         self.data_rank, self.data_size = mesh.data.rank, mesh.data.size
         self.model = engines[0].model if len(engines) == 1 else module
-        self.optim_params = self.grad_params = united([engine.optim_params for engine in engines]) if engines else module
+        self.optim_params = self.grad_params = self.united([engine.optim_params for engine in engines] or [module])
         self.state = LocalState(self)
         self.weight_regions = {name: region_of(tensor) for name, tensor in self.state.state_dict(keep_vars=True).items()}
         self.optim_regions = {name: region_of(parameter) for name, parameter in self.state.named_parameters()}
         self.holders, self.optim_holders = Holders(self.weight_regions, mesh.world), Holders(self.optim_regions, mesh.world)
         self.partial = self.partial_gradients()
         if around:
-            self.optim_params = united([engine.optim_params for engine in around])
+            self.optim_params = self.united([engine.optim_params for engine in around])
 
     def logical_name(self, name: str) -> str:
         """What a parameter is called in the whole model: a pipeline's last stage holds the embedding under the head's name."""
         return self.module.logical_name(name) if isinstance(self.module, TransformerModel) else name
+
+    def united(self, modules: Sequence[nn.Module]) -> nn.Module:
+        """The parameters of several modules under their logical names; the module itself where it is the only one and has those."""
+        named = {self.logical_name(name): parameter for module in modules for name, parameter in module.named_parameters()}
+        if len(modules) == 1 and [name for name, _ in modules[0].named_parameters()] == list(named):
+            return modules[0]
+        return Parameters(named)
 
     # The parts of a step.
 
@@ -138,7 +145,7 @@ class ParallelStrategy(Strategy):
             by_copies: dict[int, list[Tensor]] = {}
             for name, tensor in named.items():
                 if tensor is not None:
-                    by_copies.setdefault(self.optim_holders.copies(self.logical_name(name)), []).append(tensor)
+                    by_copies.setdefault(self.optim_holders.copies(name), []).append(tensor)
             squares[1, place] = float(bool(named))
             for copies, tensors in by_copies.items():
                 squares[0, place] += global_gradient_norm(tensors).to(device, torch.float64).square() / copies
@@ -211,7 +218,7 @@ class LocalState(nn.Module):
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         strategy = self.strategy[0]
-        return ((strategy.logical_name(name), parameter) for name, parameter in strategy.optim_params.named_parameters())
+        return strategy.optim_params.named_parameters()
 
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Tensor]:
         """Each tensor once. What an engine keeps elsewhere than in the model's modules is taken from there."""
@@ -226,9 +233,3 @@ def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
 
-
-def united(modules: Sequence[nn.Module]) -> nn.Module:
-    """The parameters of several modules under their names; the module itself where it is the only one."""
-    if len(modules) == 1:
-        return modules[0]
-    return Parameters({name: parameter for module in modules for name, parameter in module.named_parameters()})

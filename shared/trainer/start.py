@@ -1,4 +1,4 @@
-"""Chapter 12. Launching a run with torchrun in as many processes as its layout needs: `make run LAYOUT=fsdp2`.
+"""Chapter 12. Launcher: a run with torchrun, in as many processes as its layout needs: `make run LAYOUT=fsdp2`.
 
     python -m shared.trainer.start fsdp2 chapters/12_grpo/laptop.yaml steps=100
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
-from shared.parallel.config import AXES, ParallelConfig, layout_name, parse_layout
+from shared.parallel.config import AXES, ParallelConfig, layout_name, parse_layout, require_built
 from shared.trainer.settings import parse_words, read_settings
 
 TRAIN = CHECKOUT / "chapters" / "12_grpo" / "train.py"
@@ -36,6 +36,7 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
         written = read_settings(Path(words[0]))
         backend = said.get("parallel.backend") or (written.get("parallel") or {}).get("backend", "course")
         config = replace(config, backend=backend)
+        require_built(config)
     except ValueError as error:
         raise CourseError(str(error)) from error
     words = [*words, *(f"parallel.{name}={getattr(config, name)}" for name in (*AXES.values(), "zero"))]

@@ -4,11 +4,11 @@ import inspect
 import multiprocessing
 import pickle
 import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from scripts import run_script
 
 from shared import loop, loss
 from shared.course import catalogue, stubs
@@ -41,8 +41,10 @@ def write_all(workspace, **others: str) -> None:
     write(workspace, **{exercise.name: "solution" for exercise in CHAPTER.exercises} | others)
 
 
-def python(workspace, script: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=workspace, capture_output=True, text=True, timeout=300)
+def python(workspace, code: str, **how) -> subprocess.CompletedProcess:
+    script = workspace / "script.py"
+    script.write_text(textwrap.dedent(code), encoding="utf-8")
+    return run_script(script, cwd=workspace, **how)
 
 
 def test_the_bound_function_is_plain_and_carries_the_contracts_name():
@@ -95,7 +97,7 @@ def test_mine_runs_the_learners_code_in_this_process_and_in_its_children(workspa
                     pool.apply(loop.apply_update, (None, None, 1))
                 except RuntimeError as error:
                     print("child:", error)
-    """)
+    """, fresh=True)
     # 4 of the 6 exercises stand in shared.loop, the one module that this script imports.
     assert str(CHAPTER.stub_file(workspace)) in done.stdout, done.stderr
     assert "4 of 4 parts are yours (implementation: mine)" in done.stdout

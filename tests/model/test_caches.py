@@ -23,6 +23,8 @@ FAMILIES = {
     "ALiBi": replace(CONFIG, position="alibi"),
     "relative": replace(CONFIG, position="relative"),
     "window": replace(CONFIG, sliding_window=WINDOW),
+    "ALiBi, window": replace(CONFIG, position="alibi", sliding_window=WINDOW),
+    "relative, window": replace(CONFIG, position="relative", sliding_window=WINDOW),
     "mixed windows": replace(CONFIG, sliding_window=WINDOW, layer_types=("full_attention", "sliding_attention", "sliding_attention")),
     "mixed windows, eager": replace(
         CONFIG, sliding_window=WINDOW, layer_types=("sliding_attention", "full_attention", "full_attention"), attention="eager"
@@ -76,7 +78,7 @@ def test_a_preallocated_cache_gives_the_logits_of_the_whole_sequence(config, cut
 
 
 @pytest.mark.parametrize("cuts", [(1,) * 19, (3, 2, 3, 1, 3, 3, 1, 3), (1, 3) * 4 + (3,)])
-@pytest.mark.parametrize("name", ["window", "mixed windows", "mixed windows, eager"])
+@pytest.mark.parametrize("name", ["window", "ALiBi, window", "relative, window", "mixed windows", "mixed windows, eager"])
 def test_a_ring_of_a_sliding_window_gives_the_logits_of_the_whole_sequence(name, cuts):
     config = FAMILIES[name]
     model = TransformerModel(config).double().eval()

@@ -12,7 +12,7 @@ from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.loss_scale import LossScaler
 from shared.optim.updater import Update
-from shared.parallel.parallelize import apply_parallel
+from shared.parallel.parallelize import AXES, apply_parallel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.mesh import Mesh
@@ -25,16 +25,16 @@ class LayoutRun:
     def __init__(
         self, world: Communicator, layout: ParallelConfig, config=SMALL, optimizer: OptimizerConfig = MUON,
         objective=next_token_objective, microbatches: int = MICROBATCHES, batches=batch_of, computed_in: torch.dtype | None = None,
-        seed: int = 0, scaler: LossScaler | None = None, **settings,
+        seed: int = 0, scaler: LossScaler | None = None, axes=AXES, prepare=lambda model: model, **settings,
     ):  # fmt: skip
         self.world, self.mesh, self.config = world, Mesh(layout, world), config
         self.objective, self.microbatches, self.batches = objective, microbatches, batches
-        self.plain = build(config, **settings)
+        self.plain = prepare(build(config, **settings))
         if seed:
             with torch.no_grad():
                 for parameter in self.plain.parameters():
                     parameter.fill_(float(seed))
-        self.parallel = apply_parallel(self.plain, self.mesh, optimizer, computed_in)
+        self.parallel = apply_parallel(self.plain, self.mesh, optimizer, computed_in, axes=axes)
         self.optimizer = build_optimizer(self.parallel.optim_params, optimizer, self.parallel.routes)
         self.update = Update(1.0, scaler, self.parallel.grad_norm)
         self.accumulate = scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients
@@ -53,10 +53,11 @@ class LayoutRun:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Of the last step, of the mean loss, clipped; whole on every rank."""
-        return {name: whole_gradient(shard) for name, shard in self.parallel.optim_params.named_parameters()}
+        return {name: whole_gradient(shard) for name, shard in self.parallel.state.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.parallel.whole_weights()}
+        """Whole on every rank that holds a part of them; a pipeline's rank has its stage's alone."""
+        return {name: tensor.clone() for name, tensor in self.parallel.whole_weights() if tensor is not None}
 
     def saver(self, folder: Path, **settings) -> RankSaver:
         return self.parallel.saver(folder, **settings)

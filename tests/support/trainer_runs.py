@@ -1,12 +1,11 @@
 """A tiny run of the trainer for its tests: its settings, and the trainer as its user starts it."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import jinja2
 import yaml
+from scripts import run_script
 
 from shared.course.paths import CHECKOUT
 from shared.trainer.settings import merged
@@ -41,8 +40,5 @@ def settings_file(folder: Path, prepared: Path, **changes) -> Path:
     return path
 
 
-def train(*words, **options) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(TRAIN), *map(str, words)], env=environment, capture_output=True, text=True, timeout=600, **options
-    )
+def train(*words, **how) -> subprocess.CompletedProcess:
+    return run_script(TRAIN, *words, cwd=Path.cwd(), **how)

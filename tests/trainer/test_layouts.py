@@ -192,7 +192,7 @@ def test_ctrl_c_is_the_ranks_to_answer_and_has_the_code_of_one_process(monkeypat
 def test_a_rank_without_a_gpu_of_its_own_says_so_whichever_it_is(tmp_path):
     file = settings_file(tmp_path, tmp_path / "prepared", engine={"device": "cuda"}, parallel={"data_parallel": 2})
     place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(TRAIN), str(file)], env=os.environ | place, capture_output=True, text=True, timeout=TIMEOUT)
+    done = train(file, **place)
     assert done.returncode == 1 and "Rank 1 of this machine has no GPU of its own" in done.stderr and "Traceback" not in done.stderr
 
 

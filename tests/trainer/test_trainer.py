@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interrupted import interrupted
 from rich.console import Console
 from safetensors.torch import load_file
 from trainer_runs import TRAIN, settings_file, train
@@ -32,7 +31,7 @@ def prepared(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, prepared):
     folder = tmp_path_factory.mktemp("finished")
-    done = train(settings_file(folder, prepared))
+    done = train(settings_file(folder, prepared), fresh=True)
     assert done.returncode == 0, done.stderr + done.stdout
     return folder, done.stdout
 
@@ -119,7 +118,7 @@ def test_the_exported_model_generates_the_same_tokens_in_transformers(finished):
 
 def test_a_run_that_was_interrupted_goes_on_to_the_same_weights(tmp_path, finished, prepared):
     path = settings_file(tmp_path, prepared, engine={"log_every": 1})
-    left = interrupted(r"step\s+3 of 6", TRAIN, path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    left = train(path, interrupt_after=r"step\s+3 of 6")
     assert left.returncode == 130 and "The same command goes on from step 3" in left.stdout, left.stderr + left.stdout
     assert not (tmp_path / "run" / "report.html").exists()
     again = train(path)

@@ -1,4 +1,4 @@
-"""Chapter 02. Load and save pretrained weights: a folder with `config.json` and safetensors, as transformers reads and writes it.
+"""Chapter 02. Load and save pretrained weights as a Hugging Face checkpoint: `config.json` and safetensors, as transformers does.
 
 What does not fit is refused before a weight is read: the names and shapes in the files are held against those that the
 configuration asks for, and everything missing, extra or misshapen is named.
@@ -164,12 +164,14 @@ def save_pretrained(
         max_shard_bytes: the weights are split into files of at most this size.
 
     Raises:
-        ValueError: no format can describe the model, part of it is absent, or it has parameters or buffers that the format does not name.
+        ValueError: no format can describe the model, part of it is absent or sharded, or it has parameters or buffers that the format does not name.
     """
     folder = Path(folder)
     known, raw = write_config(model.config, model_type)
     parameters = {name: parameter.detach() for name, parameter in logical_parameters(model).items()}
     stored = {entry.name: entry for entry in known.tensors(model.config)}
+    if sharded := sorted(name for name, parameter in logical_parameters(model).items() if hasattr(parameter, "sharding")):
+        raise ValueError(f"This process holds only a part of {listed(set(sharded))}, which is sharded: save a model with the full weights.")
     if absent := {name for entry in stored.values() for name in entry.ours} - set(parameters):
         raise ValueError(f"Only a whole model can be saved in this format; this one lacks {listed(absent)}.")
     if extra := not_in_format(stored.values(), model):
