@@ -1,4 +1,4 @@
-"""Chapter 01. Sampling: from logits to text, one token at a time.
+"""Chapter 01. Sampling and generation: from logits to text, one token at a time.
 
 Dividing logits by a temperature sharpens (below 1) or flattens (above 1) the distribution; top-k cuts its tail
 (Fan et al. 2018, section 5.4). Generation here runs the whole context through the model at each step; the cache that

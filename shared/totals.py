@@ -1,4 +1,4 @@
-"""Chapter 01. Totals of a pass over data: loss sum, token count, and metric sums, to be divided once at the end.
+"""Chapter 01. Totals of a pass over data (loss reduction): loss sum, token count, and metric sums, to be divided once at the end.
 
 Sums are kept, never means: sums of micro-batches, of ranks and of pipeline stages add, means do not. Whoever wants
 an average divides once, at the end, by the number of tokens that counted.

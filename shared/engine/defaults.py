@@ -1,4 +1,4 @@
-"""Chapter 04. The callbacks that a configuration asks for, in the order in which they are told.
+"""Chapter 04. Default callbacks of an engine configuration, in the order in which they are called.
 
 What measures comes before what shows, so that a tracker's metrics are complete; what may stop the run comes first of all.
 """

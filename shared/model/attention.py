@@ -1,4 +1,4 @@
-"""Chapter 02. Attention: each position asks all others a question and takes a weighted mean of their answers.
+"""Chapter 02. Attention with several heads, grouped-query (GQA) or not, eager or by SDPA: a weighted mean of values.
 
     weights = softmax(Q K^T * scale), out = weights V          (Vaswani et al. 2017, equation 1)
 

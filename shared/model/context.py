@@ -16,7 +16,7 @@ from shared.model.rope import RopeTables
 
 
 class KeyValueCache:
-    """Keys and values of past positions, for generation. Chapter 12 derives its caches from this.
+    """The KV cache: keys and values of past positions, for generation. Chapter 12 derives its caches from this.
 
     length: positions before this forward pass. Generation raises it when the pass is done.
     """

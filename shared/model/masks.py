@@ -1,4 +1,4 @@
-"""Chapter 02. Attention masks as data: small rules for which key a query may look at, combined with & and |.
+"""Chapter 02. Attention masks as data: causal, sliding window and document mask as small rules, combined with & and |.
 
 A rule answers for query i and key j, counted from the start of the whole sequence: Causal() & Window(128) is Mistral,
 Causal() | Prefix(n) a prefix language model, Causal() & Documents(ids) a packed batch. Rules become tensors once per forward

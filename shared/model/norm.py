@@ -1,4 +1,4 @@
-"""Chapter 02. Normalisation: keep each position's vector at a length that the next layer can count on.
+"""Chapter 02. RMSNorm and layer norm: keep each position's vector at a length that the next layer can count on.
 
 LayerNorm (Ba et al. 2016) subtracts the mean and divides by the standard deviation. RMSNorm (Zhang and Sennrich 2019)
 divides by the root mean square and leaves the mean alone: x / sqrt(mean(x^2) + eps) * weight. Both compute in float32,

@@ -129,7 +129,7 @@ class TransformerModel(nn.Module):
             raise ValueError(f"{', '.join(given)} given to a model without an encoder: architecture is {self.config.architecture!r}.")
 
     def tie_weights(self) -> None:
-        """Make the head's weight the token embedding, where both are here and the configuration ties them."""
+        """Tied embeddings: make the head's weight the token embedding, where both are here and the configuration ties them."""
         if self.config.tie_word_embeddings and self.embedding is not None and self.head is not None:
             self.head.linear.weight = self.embedding.tokens.weight
 

@@ -1,4 +1,4 @@
-"""Chapter 05. From a configuration and a model to one optimizer over all of it.
+"""Chapter 05. Build an optimizer from a configuration and a model: one over all of it.
 
 What was asked for either takes effect or is refused: a pattern that matches nothing, a choice that the rule cannot make.
 """

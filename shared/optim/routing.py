@@ -1,4 +1,4 @@
-"""Chapter 05. Which parameter is updated by which rule, and which ones decay: read off each parameter's role.
+"""Chapter 05. Parameter groups: which parameter is updated by which rule, and which have weight decay, read off each parameter's role.
 
 Muon is for the matrices inside a model, experts included. Embeddings and the head are tables whose rows are looked up one at a time;
 norms and biases are vectors. All of those go to AdamW. Decay pulls matrices and embeddings towards 0, where it acts against rows

@@ -32,7 +32,7 @@ class DataConfig:
         prepare: sources, cleaning, tokenizer.
         prepared: the folder in which prepared text is kept, for every run that asks for the same.
         seq: tokens that a row predicts.
-        batch_size: rows in a step, over all micro-batches.
+        batch_size: the global batch size: rows in a step, over all micro-batches and ranks.
         micro_batch_size: rows in one forward and backward of a rank; where its share of the batch is smaller, the share.
         fim: how often a document's middle is moved to its end.
         strategy: how documents are packed into rows.

@@ -1,4 +1,4 @@
-"""Chapter 04. Saving so that a crash at any moment leaves the old state or the new one, never half of one.
+"""Chapter 04. Atomic save: a crash at any moment leaves the old state or the new one, never half of one.
 
 A file system promises one thing that is atomic: renaming to a free name. So a checkpoint is written under another name beside
 its place, forced onto the disk, and renamed at the end. What a killed process leaves behind has a name that no reader looks for.

@@ -1,4 +1,4 @@
-"""Chapter 04. An optimizer's state by parameter name.
+"""Chapter 04. Optimizer state by parameter name.
 
 PyTorch numbers parameters by their order in the groups. A name survives what a number does not: another order, another grouping, a
 layout in which this process holds only some of the parameters.

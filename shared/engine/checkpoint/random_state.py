@@ -1,4 +1,4 @@
-"""Chapter 04. The states of the generators that a step may draw from, so that a resumed run draws the same numbers.
+"""Chapter 04. Random state (RNG state) of all generators that a step may draw from, so that a resumed run draws the same numbers.
 
 Initial weights and the order of the data do not depend on them: those are functions of a seed and a name or a sample's number.
 What is left is dropout, and code of the reader's that draws from Python's or NumPy's generator.

@@ -1,4 +1,4 @@
-"""Chapter 04. Saving while training goes on, and finding what was saved.
+"""Chapter 04. The checkpointer: asynchronous checkpoints, written while training continues, and the search for the newest intact one.
 
 The next step changes the weights in place, so what a thread writes must be a copy. Copying memory is fast and happens between two
 steps; writing, hashing and forcing onto the disk is slow and happens on the thread.

@@ -1,4 +1,4 @@
-"""Chapter 04. Going on where a run stopped, to the same weights bit for bit.
+"""Chapter 04. Resume: the training state of a run, taken and restored, to the same weights bit for bit.
 
 A training step is a function of the weights, the optimizer's state, the position in the data, the random numbers that dropout
 will draw, and the state of whatever else changes from step to step (a loss scale, the patience of early stopping). `Snapshot` holds

@@ -1,4 +1,4 @@
-"""Chapter 04. Catching the batch that broke a run, while the weights are still good.
+"""Chapter 04. Anomaly detection, NaN and loss spike: catching the batch that broke a run, while the weights are still good.
 
 A step whose loss or gradient is not finite must not reach the optimizer: one NaN in the weights and everything since the last
 checkpoint is lost. So both are looked at before it steps. A finite loss far above the recent ones is caught too; "far" is measured

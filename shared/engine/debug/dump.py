@@ -1,4 +1,4 @@
-"""Chapter 04. The model dump: every weight, gradient and activation by name, in numbers that fit on a page.
+"""Chapter 04. The model dump (tensor dump with statistics): every weight, gradient and activation by name, in numbers that fit on a page.
 
 A loss curve says that a run is ill; a dump says where. It holds, for each tensor, the statistics of `activation_statistics` and a
 histogram of magnitudes. Activations are seen by forward hooks, which are there for one step, return nothing and draw no random

@@ -1,4 +1,4 @@
-"""Chapter 04. How much arithmetic a token costs, and what share of the machine's peak a run reaches.
+"""Chapter 04. FLOPs per token: how much arithmetic a token costs.
 
 A matrix of n numbers that a token passes costs 2n operations forward (a product and a sum each) and 4n backward: 6n. Attention
 adds the two products that have no weights, of queries with keys and of attention weights with values. What is left, norms,

@@ -1,4 +1,4 @@
-"""Chapter 04. The length of the whole gradient: one number that says whether training is healthy.
+"""Chapter 04. Gradient norm, the length of the whole gradient: one number that says whether training is healthy.
 
     norm = sqrt(sum over all tensors of sum(g ** 2))
 

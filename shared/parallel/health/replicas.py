@@ -1,4 +1,4 @@
-"""Chapter 06. Replicas stay replicas: ranks that should hold the same weights say so, every so many steps.
+"""Chapter 06. Replica consistency check, against silent data corruption: ranks compare weights that should be the same.
 
 Ranks that add up the same gradients take the same steps, bit for bit. Where one does not (a forgotten parameter, a random number, a
 broken memory chip), nothing fails: each rank trains a model of its own, and every step adds up gradients of different models. So each rank
