@@ -51,11 +51,6 @@ class Holders:
         region = self.by_rank[self.rank].get(name)
         return len(self.ranks[name, region]) if region else 1
 
-    def peers(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold just what this rank holds of a tensor, this one among them; none where it holds nothing."""
-        region = self.by_rank[self.rank].get(name)
-        return tuple(self.ranks[name, region]) if region else ()
-
     def writers(self) -> dict[tuple[str, Region], int]:
         """Which rank writes which part into a checkpoint: of several that hold the same, the one that has least to write so far."""
         load = [0] * self.size

@@ -33,10 +33,10 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
     said = dict(word.removeprefix("--").split("=", 1) for word in words[1:] if "=" in word)
     try:
         config = parse_layout(layout, ParallelConfig(backend=said.get("parallel.backend", "course")))
+        require_built(config)
         written = read_settings(Path(words[0]))
         backend = said.get("parallel.backend") or (written.get("parallel") or {}).get("backend", "course")
         config = replace(config, backend=backend)
-        require_built(config)
     except ValueError as error:
         raise CourseError(str(error)) from error
     words = [*words, *(f"parallel.{name}={getattr(config, name)}" for name in (*AXES.values(), "zero"))]

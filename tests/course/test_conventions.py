@@ -50,7 +50,7 @@ def floor_or_none(module: str) -> int | None:
 
 
 @by_name
-def test_a_floor_imports_downwards_only(path):
+def test_a_floor_imports_only_lower_floors(path):
     own = floor_of(catalogue.module_name(path))
     imported = imported_modules(ast.parse(path.read_text(encoding="utf-8")))
     assert not {name for name in imported if not name.startswith("shared")}
@@ -121,7 +121,7 @@ def functions(path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
 
 
-def test_no_body_stands_twice():
+def test_no_function_body_is_duplicated():
     """A body in `solutions/` must not also stand in the core, under whatever name."""
     bodies = {}
     for path in [*CORE, *(chapter.solution_file for chapter in CHAPTERS)]:
@@ -169,5 +169,5 @@ def test_docstrings_open_with_a_sentence_and_avoid_banned_phrases(path):
 
 
 @by_name
-def test_rooms_are_small(path):
+def test_modules_have_at_most_300_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 300

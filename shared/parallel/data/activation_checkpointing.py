@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shared.course.binding import exercise
-from shared.model.attention import AttentionContext
+from shared.model.context import AttentionContext
 from shared.parallel.data.random_numbers import random_state_of
 
 aten = torch.ops.aten

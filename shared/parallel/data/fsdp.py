@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.model.attention import AttentionContext
+from shared.model.context import AttentionContext
 from shared.model.init import local_initial_value
 from shared.parallel.data.engine import DataEngine
 from shared.parallel.data.flat import FlatParam, Unit, slots_of, slots_within
