@@ -41,7 +41,8 @@ class PrepareConfig:
     """What to prepare and how.
 
     Args:
-        sources: where the text comes from, one after the other; with a weight each, a mixture by tokens.
+        sources: where the text comes from, one after the other. With a weight each, such as [{path: code, weight: 7},
+            {path: prose, weight: 3}], a mixture: 70 and 30 % of the training tokens.
         cleaning: which stages clean it.
         held_out_share: share of the documents that is held out for evaluation, chosen by their names.
         tokenizer: a tokenizer.json, or a folder with one, to use; null to train one.

@@ -9,7 +9,7 @@ from shared.engine.callbacks import Callback, Metrics
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
 
-# metric -> how it is told. A metric that a run does not measure is left out.
+# metric -> how it is printed. A metric that a run does not measure is left out.
 TOLD = {
     "train/loss": "loss {:.3f}",
     "validation/loss": "held out {:.3f}",
