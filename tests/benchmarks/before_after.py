@@ -5,10 +5,10 @@
     python tests/benchmarks/before_after.py ../before --model large --steps 2     the LLaMA of step_speed.py
     python tests/benchmarks/before_after.py . --rows one                          the control: 1.00
 
-A contender is the trainer as its own checkout builds it: `RuntimeEngine` with its default callbacks, packed rows, clipping, fused AdamW, a
-log every 10 steps. Its ranks are processes of one thread each that import from their checkout alone. With the small model, what surrounds the
-products (norms, callbacks, waits of the host) is a large part of a step. CPU time is of all threads of the busiest rank, steadier than the
-clock where other work runs too.
+A contender is the trainer as its own checkout builds it: `RuntimeEngine` with its default callbacks, packed rows, clipping, fused AdamW,
+a log every 10 steps. Its ranks are processes of one thread each that import from their checkout alone. With the small model, what
+surrounds the products (norms, callbacks, waits of the host) is a large part of a step. CPU time is of all threads of the busiest rank,
+steadier than the clock where other work runs too.
 """
 
 import argparse

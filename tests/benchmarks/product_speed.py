@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python tests/benchmarks/product_speed.py
 
-CPU time of one thread, which other work on the machine hardly changes; both in turn in one process. On an AMD
-processor MKL leaves AVX-512 unused, oneDNN does not. `torch.ops.mkldnn._linear_pointwise` is PyTorch's private door to oneDNN's product.
+CPU time of one thread, which other work on the machine hardly changes; both in turn in one process. On an AMD processor MKL leaves AVX-512
+unused, oneDNN does not. `torch.ops.mkldnn._linear_pointwise` is PyTorch's private door to oneDNN's product.
 """
 
 import statistics
@@ -34,7 +34,8 @@ def main() -> None:
     torch.set_num_threads(1)
     inner = PEERS["llama"].intermediate_size
     table = Table("layer", "product", "MKL, GFLOP/s", "oneDNN, GFLOP/s", "ratio (95 %)", title=f"one thread, torch {torch.__version__}")
-    for layer, rows, columns in (("q, k, v, o", HIDDEN, HIDDEN), ("gate, up", HIDDEN, inner), ("down", inner, HIDDEN), ("head", HIDDEN, VOCAB)):
+    layers = {"q, k, v, o": (HIDDEN, HIDDEN), "gate, up": (HIDDEN, inner), "down": (inner, HIDDEN), "head": (HIDDEN, VOCAB)}
+    for layer, (rows, columns) in layers.items():
         x, weight, gradient = torch.randn(TOKENS, rows), torch.randn(columns, rows), torch.randn(TOKENS, columns)
         for name, a, b in (("forward", x, weight.T), ("of x", gradient, weight), ("of the weight", gradient.T, x)):
             torch.testing.assert_close(onednn(a, b), torch.mm(a, b), rtol=1e-4, atol=1e-2)
