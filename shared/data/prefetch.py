@@ -1,6 +1,7 @@
 """Chapter 03. Prefetching in a thread: while the model computes, the next batches are made.
 
-An error in the thread is raised where the values are taken. When the consumer stops, by `break` or by an error, the thread stops too.
+An error in the thread is raised where the values are consumed, and ending the consumption, by `break` or by an error, stops the
+thread.
 """
 
 import queue

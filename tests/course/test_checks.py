@@ -133,7 +133,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
-def test_a_wrong_answer_is_told_what_is_wrong(answer, tmp_path):
+def test_a_wrong_answer_is_explained(answer, tmp_path):
     body, told = HOSTILE[answer]
     learner = Learner(tmp_path)
     learner.write("cross_entropy", body)

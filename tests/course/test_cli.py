@@ -83,7 +83,7 @@ def test_the_solutions_pass_and_leave_no_trace(learner):
     assert not learner.progress.folder.exists()
 
 
-def test_a_wrong_answer_is_told_as_a_notebook_tells_it(learner):
+def test_course_check_reports_a_wrong_answer_as_a_notebook_does(learner):
     mutant = mutants_of(FIRST)[0]
     body = mutant.body_file().text("cross_entropy")
     learner.path.write_text(learner.text.replace(learner.function("cross_entropy"), body), encoding="utf-8")
@@ -186,7 +186,7 @@ def test_what_an_answer_prints_is_shown_harmless(learner):
     assert r"\x1b[2Jhello" in shown and "\x1b" not in shown and shown.count("many") < 20
 
 
-def test_progress_that_cannot_be_kept_is_said_in_one_line(learner):
+def test_unwritable_progress_is_reported_in_one_line(learner):
     learner.write("cross_entropy")
     learner.progress.folder.symlink_to(learner.folder / "nowhere")  # cannot be written, whoever runs the tests
     checked = learner.course("check", FIRST)
@@ -203,7 +203,7 @@ def test_a_damaged_record_is_refused_before_anything_runs(learner):
         assert refused.exit_code == 64 and "Delete it" in refused.stderr and not refused.stdout
 
 
-def test_an_edited_core_is_said_in_one_line(learner, monkeypatch):
+def test_an_edited_core_is_reported_in_one_line(learner, monkeypatch):
     files = released.guarded_files() | {"shared/loop.py": "another", "shared/gone.py": "missing"}
     monkeypatch.setattr(released, "recorded", lambda: {"files": files, "stubs": {}})
     assert learner.course("check", FIRST).stdout.splitlines()[0] == "Not as released: shared/gone.py and 1 other file (`course doctor`)."
@@ -236,7 +236,7 @@ def test_a_check_that_fails_itself_is_not_held_against_the_answer(tmp_path, monk
     assert "in broken" in (tmp_path / "output.txt").read_text()
 
 
-def test_a_check_that_is_missing_is_said(learner, monkeypatch):
+def test_a_missing_check_is_reported(learner, monkeypatch):
     monkeypatch.setattr(running, "CHECKOUT", learner.folder)
     learner.write("cross_entropy")
     refused = learner.course("check", FIRST)

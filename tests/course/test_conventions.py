@@ -1,6 +1,7 @@
 """The house rules that a reader relies on: floors import downwards, bodies stand once, stubs are the contracts."""
 
 import ast
+import re
 
 import pytest
 from children import in_child
@@ -49,7 +50,7 @@ def floor_or_none(module: str) -> int | None:
 
 
 @by_name
-def test_a_floor_imports_downwards_only(path):
+def test_a_floor_imports_only_lower_floors(path):
     own = floor_of(catalogue.module_name(path))
     imported = imported_modules(ast.parse(path.read_text(encoding="utf-8")))
     assert not {name for name in imported if not name.startswith("shared")}
@@ -120,7 +121,7 @@ def functions(path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
 
 
-def test_no_body_stands_twice():
+def test_no_function_body_is_duplicated():
     """A body in `solutions/` must not also stand in the core, under whatever name."""
     bodies = {}
     for path in [*CORE, *(chapter.solution_file for chapter in CHAPTERS)]:
@@ -154,6 +155,19 @@ def test_a_fresh_stub_file_loads_and_is_unattempted(chapter, tmp_path):
         assert body not in path.read_text(encoding="utf-8")
 
 
+BANNED = ("let go", "whoever", "something to do meanwhile", "for ever", "anew")  # phrases that sound translated
+
+
 @by_name
-def test_rooms_are_small(path):
+def test_docstrings_open_with_a_sentence_and_avoid_banned_phrases(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    first = ast.get_docstring(tree).split("\n\n")[0].removeprefix(f"Chapter {floor_of(catalogue.module_name(path)):02}.").strip()
+    assert len(first.split()) >= 3 and first.endswith((".", ":", "!", "?")), f"{path} opens with {first!r}"
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    text = " ".join(" ".join((ast.get_docstring(node) or "").lower().split()) for node in nodes)
+    assert not [phrase for phrase in BANNED if re.search(rf"\b{phrase}\b", text)]
+
+
+@by_name
+def test_modules_have_at_most_300_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 300

@@ -90,7 +90,7 @@ def test_status_follows_the_file_and_the_record(learner):
     assert set(states()[: len(learner.chapter.exercises)]) == {status.UNREADABLE} and learner.course("next").exit_code == 64
 
 
-def test_next_goes_on_behind_the_last_exercise_and_ends():
+def test_course_next_after_the_last_exercise():
     found = [status.ExerciseStatus(e, status.UNTOUCHED, 0) for e in catalogue.find_chapter("01").exercises]
     assert status.next_open(found) == found[0].exercise
     assert status.next_open(found, after=found[-1].exercise) == found[0].exercise

@@ -129,7 +129,7 @@ def test_readme_names_every_folder_of_the_core():
 
 
 @by_chapter
-def test_the_chapters_page_lists_its_exercises_and_rooms(chapter):
+def test_the_chapters_page_lists_its_exercises_and_modules(chapter):
     folder = CHECKOUT / "chapters" / chapter.slug
     text = (folder / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \| (\d+) \| (\d) \|$", text, re.M)

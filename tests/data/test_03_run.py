@@ -101,7 +101,7 @@ def test_a_training_that_diverges_stops_where_it_does(tmp_path, raw, script, mon
     assert "The loss is nan at step" in said and "with a smaller learning rate" in said
 
 
-def test_a_mistyped_folder_is_said_before_the_hub_is_asked(tmp_path, script, monkeypatch, capsys):
+def test_a_mistyped_data_folder_is_reported_before_the_hub_is_asked(tmp_path, script, monkeypatch, capsys):
     def not_reached(*_, **__):
         assert "There is no file or folder missing_folder here, so it is taken for a dataset" in capsys.readouterr().out.replace("\n", " ")
         raise OSError("Couldn't reach 'missing_folder' on the Hub.")

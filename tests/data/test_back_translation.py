@@ -70,7 +70,7 @@ def test_each_target_gets_a_tagged_source_and_stays_as_it_is():
     assert back_translate(["b a"], lambda texts: ["x"], tag="").pairs == [Pair("x", "b a", True)]
 
 
-def test_what_gives_no_pair_is_told():
+def test_sentences_without_a_back_translation_are_reported():
     made = back_translate(["one", "two", "three"], lambda texts: ["", "two ", "3"])
     assert made.pairs == [Pair(f"{TAG} 3", "three", True)]
     assert made.dropped == [("one", "the translation is empty"), ("two", "the translation is the text itself")]

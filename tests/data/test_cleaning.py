@@ -56,7 +56,7 @@ def test_length_counts_bytes_and_keeps_both_ends():
     assert reasons == ["shorter than 4 bytes", None, None, "longer than 6 bytes"]
 
 
-def test_languages_are_told_apart():
+def test_language_detection_tells_languages_apart():
     stage = Language(("en", "fr"), min_probability=0.5)
     german = "Das Haus steht am Ende der Straße, und niemand, den wir kennen, ist nachts dort gewesen."
     french = "La maison se trouve au bout de la rue, et personne que nous connaissons n'y est allé la nuit."
@@ -123,7 +123,7 @@ def pairs():
         yield made_of(words), made_of(others)
 
 
-def test_runs_of_words_are_those_of_a_plain_count():
+def test_ngram_hashes_equal_a_plain_count():
     draw = random.Random(0)
     for text in ("", "one", "One, two; THREE", made_of(draw.choices(WORDS[:20], k=300)), "x_1 é.日本 b\n" * 3, "a a a a a a a"):
         words = re.findall(rb"[A-Za-z0-9_\x80-\xff]+", text.encode().lower())
@@ -230,7 +230,7 @@ def test_workers_change_nothing():
     assert alone.report == together.report and len(alone.report.stages) == 5
 
 
-def test_cleaning_goes_on_where_another_stood():
+def test_cleaning_resumes_where_another_stopped():
     documents = documents_of(TEXTS)
     whole = Cleaner(CleaningConfig())
     expected = [document.name for document in whole.clean(documents)]

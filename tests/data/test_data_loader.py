@@ -199,7 +199,7 @@ def test_an_error_in_the_thread_comes_out_where_the_batches_are_taken(store):
         next(iter(PackedLoader(store, seq=SEQ, batch_size=2, transform=fails)))
 
 
-def test_whoever_stops_early_leaves_no_thread_behind(store):
+def test_stopping_the_data_loader_early_leaves_no_thread(store):
     before = set(threading.enumerate())
     for _ in PackedLoader(store, seq=SEQ, batch_size=2):
         assert len(set(threading.enumerate()) - before) == 1

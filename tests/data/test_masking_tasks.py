@@ -58,7 +58,7 @@ def test_a_masking_without_effect_is_refused(options, said):
 
 
 @pytest.mark.parametrize(("inputs", "raw", "targets"), [(512, 568, 114), (1024, 1137, 229), (256, 284, 58)])
-def test_lengths_are_those_of_t5(inputs, raw, targets):
+def test_span_corruption_input_and_target_lengths_equal_t5(inputs, raw, targets):
     """T5's own helper (`compute_input_and_target_lengths`) gives these; they were recorded from a run of it."""
     config = SpanConfig()
     assert config.raw_length(inputs) == raw

@@ -119,7 +119,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("after", [2, 9, 11, 12, 13, 14, 18])
-def test_a_preparation_that_dies_at_any_file_goes_on_to_the_same_bytes(raw, prepared, tmp_path, monkeypatch, after):
+def test_preparation_that_dies_at_any_file_resumes_to_the_same_bytes(raw, prepared, tmp_path, monkeypatch, after):
     written = []
 
     def dies(path, content):
@@ -145,7 +145,7 @@ def test_a_preparation_that_dies_at_any_file_goes_on_to_the_same_bytes(raw, prep
     assert all(kept[name] == entry for name, entry in before.items() if name in kept), "what was whole was not made again"
 
 
-def test_a_killed_preparation_goes_on_after_its_last_whole_part(raw, prepared, tmp_path):
+def test_a_killed_preparation_resumes_after_its_last_complete_part(raw, prepared, tmp_path):
     code = (
         "import sys; from pathlib import Path; from test_prepare import config_of; from shared.data import clean_shards, prepare;"
         "whole = clean_shards.write_atomically; waits = lambda name: name == '00001.json' and sys.stdin.read();"  # until it is killed
@@ -225,7 +225,7 @@ def test_several_sources_are_one_text_without_repetition(raw, tmp_path):
     assert done.report.documents_out == 121
 
 
-def test_nothing_left_is_said_in_a_sentence_with_the_reasons(raw, tmp_path):
+def test_an_empty_corpus_after_cleaning_is_refused_with_the_reasons(raw, tmp_path):
     wanted = "left no text to train on: of 122 documents, 0 were kept. Dropped: 122 shorter than 1000000 bytes"
     with pytest.raises(CourseError, match=wanted) as said:
         prepare(config_of(raw, cleaning=CleaningConfig(min_bytes=10**6)), tmp_path)
@@ -244,7 +244,7 @@ def test_where_nothing_can_be_read_each_file_is_named_with_its_reason(tmp_path):
     assert "Cleaning" not in str(said.value) and "held_out_share" not in str(said.value)
 
 
-def test_a_side_without_text_is_said_with_the_share_to_change(tmp_path):
+def test_an_empty_split_is_refused_with_the_share_to_change(tmp_path):
     (tmp_path / "only.txt").write_text("x" * 70)
     config = replace(config_of(tmp_path / "only.txt"), held_out_share=0.001)
     wanted = "^Of 1 document that cleaning kept, nothing is left to hold out: .* a larger held_out_share than 0.001"

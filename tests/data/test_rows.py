@@ -91,7 +91,7 @@ def test_a_mixture_keeps_its_shares_of_the_tokens_at_every_moment(store, other):
         assert abs(given["a"]["tokens"] - predicted * 5 / 7) < SEQ
 
 
-def test_a_mixtures_rows_are_those_of_its_stores_and_the_order_of_names_is_nothing(store, other):
+def test_a_mixture_serves_its_stores_rows_in_any_order_of_names(store, other):
     mixed = rows_of(MixedLoader({"a": store, "b": other}, {"a": 0.7, "b": 0.3}, seq=SEQ, batch_size=10), 4)
     turned = rows_of(MixedLoader({"b": other, "a": store}, {"b": 3, "a": 7}, seq=SEQ, batch_size=10), 4)
     assert torch.equal(mixed, turned)
@@ -100,7 +100,7 @@ def test_a_mixtures_rows_are_those_of_its_stores_and_the_order_of_names_is_nothi
 
 
 @pytest.mark.parametrize("weights", [(7, 3), (1, 3, 6), (1, 1, 1)], ids=str)
-def test_ties_are_those_of_exact_arithmetic_and_go_by_name(store, weights):
+def test_mixture_ties_follow_exact_arithmetic_and_then_names(store, weights):
     names, given, exact = "abc"[: len(weights)], dict.fromkeys("abc", 0), []
     alone = PackedRows(store, SEQ, 0)
     indices = {name: iter(alone.next_indices(alone.initial_state(), 60)[0]) for name in names}
@@ -114,7 +114,7 @@ def test_ties_are_those_of_exact_arithmetic_and_go_by_name(store, weights):
     assert [index.source for index in indices] == exact
 
 
-def test_a_mixtures_transform_and_slack_are_those_of_its_stores_rows(store, other):
+def test_a_mixtures_transform_and_slack_equal_its_stores(store, other):
     options = {"transform": lambda ids, _: ids[::-1], "slack": 9}
     mixed = MixedLoader({"a": store, "b": other}, {"a": 1, "b": 1}, seq=SEQ, batch_size=2, **options).dataset
     alone = {"a": PackedRows(store, SEQ, 0, **options), "b": PackedRows(other, SEQ, 0, **options)}

@@ -40,7 +40,7 @@ def test_a_run_leaves_its_checkpoints_its_figures_and_its_plot(tmp_path, text_fi
     assert re.search(r"held-out bits per byte │\s+([\d.]+)", again.stdout)[1] == re.search(r"held-out bits per byte │\s+([\d.]+)", done.stdout)[1]
 
 
-def test_a_run_that_is_interrupted_goes_on_to_the_same_weights(tmp_path, text_file):
+def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, text_file):
     """Asked to leave at its first log; the second start does the rest."""
     more = ["--data", text_file, "--steps", 300, "--engine.output"]
     first = start(*more, tmp_path / "left", cwd=tmp_path, interrupt_after="step")

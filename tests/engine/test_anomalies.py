@@ -97,7 +97,7 @@ def test_a_folder_or_a_model_that_does_not_fit_is_refused(tmp_path):
             replay(folder, TransformerModel(other), objective)
 
 
-def test_a_spike_is_saved_and_the_run_goes_on_as_it_would_have(tmp_path):
+def test_a_loss_spike_is_saved_and_changes_nothing_in_the_run(tmp_path):
     """With dropout: looking at the batch must draw no random numbers."""
     plain = engine_of(tmp_path / "plain", [], lr=1e-3).fit(Spoilt(14, factor=30.0), steps=18)
     watched = engine_of(tmp_path / "watched", [CatchAnomalies(window=16)], lr=1e-3).fit(Spoilt(14, factor=30.0), steps=18)
@@ -110,7 +110,7 @@ def test_a_spike_is_saved_and_the_run_goes_on_as_it_would_have(tmp_path):
     assert len(told) == 1 and told[0].startswith("Step 14: loss spike, ") and told[0].endswith(f"Its batch is in {folder}.")
 
 
-def test_a_run_may_go_on_past_losses_that_are_not_finite(tmp_path):
+def test_a_run_may_continue_past_non_finite_losses(tmp_path):
     """As under dynamic loss scaling, whose updater skips the step; only `keep` batches are saved, every one is told."""
 
     def skip(model, optimizer, token_count):

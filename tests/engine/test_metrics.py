@@ -179,7 +179,7 @@ def length(tensors):
     return torch.nn.utils.get_total_norm(list(tensors)).item()
 
 
-def test_norms_are_those_of_torch_whole_and_by_role(tmp_path):
+def test_norm_metrics_equal_torch_for_the_model_and_each_role(tmp_path):
     watch, recorder = Watch(), Recorder()
     engine = make_engine(tmp_path, [watch, Norms(), recorder]).fit(Loader(), steps=2)
     metrics = {name: value for name, value in recorder.logs[2].items() if name.startswith("norm/")}
@@ -225,7 +225,7 @@ def test_norms_touch_nothing_in_steps_that_are_not_logged(tmp_path):
     assert [step for step, is_whole in counted if is_whole] == list(range(7))  # the whole gradient's norm: once a step
 
 
-def test_watching_changes_no_weight(tmp_path):
+def test_metrics_callbacks_change_no_weight(tmp_path):
     plain = make_engine(tmp_path / "plain", []).fit(Loader(), steps=4).model
     watched = make_engine(tmp_path / "watched", [Throughput(), Norms(), Resources(), Profile(2, 1)]).fit(Loader(), steps=4).model
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))

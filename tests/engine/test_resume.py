@@ -192,7 +192,7 @@ def test_a_parameter_that_has_not_stepped_has_no_state():
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_state_of_the_fused_step_goes_on_in_the_plain_one_and_back(saved):
+def test_optimizer_state_moves_between_fused_and_plain_steps(saved):
     """On a GPU the fused step keeps its count there; on the CPU both keep it alike."""
     model, optimizer = stepped(0, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=saved))
     fresh = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=not saved)
@@ -272,7 +272,7 @@ def test_a_run_that_forgot_something_is_another_one(forget):
     assert differing(*resumed(OPTIMIZERS["AdamW"], forget))
 
 
-def test_a_tied_weight_stands_once_in_a_snapshot():
+def test_a_tied_weight_is_stored_once_in_a_checkpoint():
     model = model_of(0)
     names = weights_of(model).keys()
     assert "embedding.tokens.weight" in names and "head.linear.weight" not in names

@@ -214,7 +214,7 @@ def test_without_a_terminal_each_log_is_a_line(tmp_path):
     assert lines == [f"step {step} of 4   loss {recorder.logs[step]['train/loss']:.3f}" for step in (1, 2, 4)]
 
 
-def test_a_terminal_gets_a_bar_that_stands_where_the_run_stands(tmp_path):
+def test_the_progress_bar_of_a_terminal_shows_the_runs_step(tmp_path):
     for steps in (2, 6):  # the second goes on from step 2
         console = Console(file=StringIO(), force_terminal=True, width=160)
         recorder = Recorder()

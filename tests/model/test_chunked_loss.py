@@ -111,7 +111,7 @@ def log_probs(model, batch, rows=None):
 
 @pytest.mark.parametrize("rows", [1, 7, None])
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_token_log_probs_are_those_of_log_softmax_in_values_and_gradients(config, rows):
+def test_token_log_probs_equal_log_softmax_in_values_and_gradients(config, rows):
     batch, weights = batch_of(3, 13), torch.randn(3, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     whole, in_chunks = TransformerModel(config).double(), TransformerModel(config).double()
     expected, found = expected_log_probs(whole(batch["input_ids"]), batch["targets"]), log_probs(in_chunks, batch, rows)

@@ -70,7 +70,7 @@ def test_experts_are_counted_by_layer_and_role():
 
 
 @pytest.mark.parametrize("chosen", [1, 3])
-def test_flops_are_those_of_the_experts_that_a_token_passes(chosen):
+def test_flops_count_only_the_active_experts(chosen):
     config = replace(SPARSE, experts=FirstExpert(4, num_experts_per_token=chosen), attention="eager")
     model, seq = TransformerModel(config, Builders(feed_forward=feed_forward)), 8
     ids = torch.arange(2 * seq).view(2, seq)

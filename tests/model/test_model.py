@@ -32,7 +32,7 @@ by_family = pytest.mark.parametrize("name", FAMILIES)
 
 
 @by_family
-def test_counts_by_formula_are_those_of_the_built_model(name):
+def test_parameter_counts_by_formula_equal_the_built_model(name):
     config = small(name, num_encoder_layers=5 if name.startswith("t5") else None)
     assert parameter_counts(config) == count_parameters(TransformerModel(config))
 
@@ -50,7 +50,7 @@ def test_counts_are_the_published_ones(name, published):
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen2-7b", "t5-v1.1-base", "gpt3-6.7b", "bert-large", "llama-3.1-70b", "bloom-176b"])
-def test_counts_are_those_of_transformers_in_full_size(name):
+def test_parameter_counts_equal_transformers_at_full_size(name):
     found, told = write_config(preset(name), None if name != "qwen2-7b" else "qwen2")
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(**told)

@@ -86,7 +86,7 @@ def test_an_initializer_draws_the_whole_of_a_parameter_that_is_cut():
     assert shapes == [(16, 16)]
 
 
-def test_parameters_that_are_one_stay_one_whoever_tied_them():
+def test_tied_parameters_stay_tied_when_allocated():
     with torch.device("meta"):
         model = TransformerModel(CONFIG)
     blocks = model.stack.blocks

@@ -174,7 +174,7 @@ def test_a_closure_is_called_with_gradients_on():
 
 @by_config
 @pytest.mark.parametrize("how", ["torch's state_dict", "by parameter names"])
-def test_a_run_goes_on_from_its_saved_state_as_if_nothing_had_been(config, how):
+def test_resuming_from_the_optimizer_state_equals_an_uninterrupted_run(config, how):
     whole, first = model_of(), model_of()
     trained(whole, build_optimizer(whole, config), 6)
     optimizer, source = build_optimizer(first, config), batches()

@@ -155,7 +155,7 @@ def test_a_parameter_that_is_not_used_gets_no_gradient():
     assert found[2] is None and all(gradient is not None for gradient in found[:2]) and weight.grad is None
 
 
-def test_random_numbers_come_from_where_they_are_asked_and_the_generators_go_on_where_they_were():
+def test_recomputation_replays_random_numbers_and_restores_the_generators():
     torch.manual_seed(1)
     state = random_state_of(torch.zeros(1))
     first = torch.rand(3)

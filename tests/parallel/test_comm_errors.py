@@ -111,7 +111,7 @@ def fail(world):
 
 
 @in_both
-def test_an_error_is_raised_here_and_says_its_rank(run):
+def test_a_ranks_error_is_raised_here_and_names_the_rank(run):
     with pytest.raises(KeyError, match="broken on purpose") as caught:
         run(fail, 2)
     assert any("on rank 1 of 2" in note for note in caught.value.__notes__)
@@ -204,7 +204,7 @@ def test_a_rank_that_could_not_connect_is_not_the_cause(monkeypatch, tmp_path):
         launch.results_of({0: (None, stopped.value), 1: (None, KeyError("the cause"))}, [0, 0], 1.0, tmp_path)
 
 
-def test_of_ranks_that_ended_the_one_that_ended_by_itself_is_named(tmp_path):
+def test_the_first_failed_rank_is_named_not_those_that_followed(tmp_path):
     with pytest.raises(CommunicationError, match="^rank 1 of 2 ended with signal SIGKILL$"):
         launch.results_of({0: None, 1: None}, [EXIT_CODE, -signal.SIGKILL], 1.0, tmp_path)
     with pytest.raises(CommunicationError, match=f"^rank 0 of 2 ended with exit code {EXIT_CODE}; rank 1"):

@@ -24,7 +24,7 @@ def found():
 
 @pytest.mark.parametrize("kind", WORLDS)
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_gets_what_the_operation_says(found, kind, case):
+def test_collectives_give_every_rank_the_expected_result(found, kind, case):
     for rank, (results, _) in enumerate(found[kind]):
         assert results[case][0] == EXPECTED[case](rank)
 

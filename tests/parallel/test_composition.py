@@ -169,7 +169,7 @@ def uninterrupted(family: str, optimizer: str) -> dict:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("family, writer", [(family, writer) for family, (*_, layouts) in FAMILIES.items() for writer in layouts])
-def test_what_a_layout_saves_every_other_goes_on_from(family, writer, optimizer, tmp_path):
+def test_every_layout_resumes_every_other_layouts_checkpoint(family, writer, optimizer, tmp_path):
     config, experts, layouts = FAMILIES[family]
     settings = {"optimizer": OPTIMIZERS[optimizer]}
     run((writer, config, experts), lambda run: run.train(2).save(tmp_path, asynchronous=False), **settings)

@@ -121,7 +121,7 @@ def test_what_travels_is_what_the_formula_says(layout, strategy, microbatches):
         assert 0 <= sum(bucket.bytes for bucket in parallel.buckets) - 8 * numbers < 8 * parallel.group.size * len(parallel.buckets)
 
 
-def test_without_buckets_each_gradient_travels_by_itself():
+def test_without_buckets_each_gradient_is_reduced_separately():
     found, parallel = run_threads(counted_naive, 2)[0]
     assert found == Counter(("all_reduce", parameter.nbytes) for parameter in parallel.model.parameters())
 

@@ -52,7 +52,7 @@ def by_torch():
 
 
 @pytest.mark.parametrize("index", range(len(GRIDS)), ids=lambda index: "x".join(map(str, GRIDS[index])))
-def test_every_rank_stands_where_torch_puts_it(by_torch, index):
+def test_mesh_coordinates_equal_torchs_device_mesh(by_torch, index):
     assert run_threads(places, torch.Size(GRIDS[index]).numel(), GRIDS[index]) == by_torch[index]
 
 

@@ -100,7 +100,7 @@ def test_a_beat_comes_through_json_and_has_what_the_ledger_has():
     assert HeartbeatMessage.of(1, CommTrace(), "").last_call() == "it has not started any operation"
 
 
-def test_where_a_rank_stands_is_a_line_of_its_own_code():
+def test_code_location_is_a_line_of_the_ranks_own_code():
     def waits_here():
         asleep.wait()
 
@@ -193,7 +193,7 @@ def kinds(world):
         (sizes, r"mismatch: rank 0 calls all_reduce #1 of world with 80,000 bytes; rank 1 calls .* 40,000 bytes|ended with signal SIGABRT"),
     ],
 )
-def test_processes_that_will_never_meet_are_told_so(function, sentence):
+def test_deadlocks_and_mismatches_of_processes_are_reported(function, sentence):
     with pytest.raises(CommunicationError, match=sentence):
         run_processes(function, 2, timeout=300, timeouts=LONG_TIMEOUTS)
 
@@ -226,14 +226,14 @@ def asleep(world):
     world.barrier()
 
 
-def test_a_rank_that_lives_and_never_comes_is_named_with_its_line():
+def test_a_hanging_rank_is_named_with_its_line():
     where = r"it has not started any operation, now in asleep \(test_faults.py, line \d+\)"
     sentence = r"rank 0 has waited \d+ s in barrier #1 of world: rank 1 is alive and has not joined: " + where
     with pytest.raises(CommunicationError, match=sentence):
         run_processes(asleep, 2, timeout=300, timeouts=Timeouts(120.0, 2.0, 0.2))
 
 
-def test_a_run_whose_rank_was_killed_goes_on_to_the_same_weights(tmp_path):
+def test_a_run_with_a_killed_rank_restarts_to_the_same_weights(tmp_path):
     """It breaks as processes and goes on as threads, beside one that never broke."""
     broken, whole = parsed([str(tmp_path / "broken"), "--fault", "kill"]), parsed([str(tmp_path / "whole")])
     model = make_model()

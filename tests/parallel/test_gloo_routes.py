@@ -45,7 +45,7 @@ def over_gloo(world):
     return results
 
 
-def test_over_gloo_the_bits_are_those_of_threads():
+def test_gloo_processes_and_threads_give_the_same_bits():
     """Threads add in rank order, and so does the gloo route between processes: an empty chunk, a group and each rank's own place
     in the whole among the cases."""
     processes, threads = run_processes(over_gloo, 3), run_threads(over_gloo, 3)

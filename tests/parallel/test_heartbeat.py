@@ -28,7 +28,7 @@ def two_hearts(monkeypatch, timeouts: Timeouts) -> tuple[Clock, Heartbeat, Heart
     return clock, *hearts
 
 
-def test_lateness_is_no_silence(monkeypatch):
+def test_a_late_heartbeat_is_not_a_lost_rank(monkeypatch):
     clock, waits, works = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=2.0, collective_timeout=60.0, heartbeat_interval=0.5))
     for tick in range(1, 140):
         clock.now = tick / 2
@@ -38,7 +38,7 @@ def test_lateness_is_no_silence(monkeypatch):
     assert works.problem is None and str(waits.problem).startswith("rank 0 has waited 60 s in barrier #0 of world: rank 1 is alive")
 
 
-def test_silence_is_counted_in_looks_so_that_whoever_slept_accuses_nobody(monkeypatch):
+def test_a_watcher_that_was_suspended_reports_no_lost_heartbeat(monkeypatch):
     clock, waits, _ = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=2.0, collective_timeout=60.0, heartbeat_interval=0.5))
     waits.send(), waits.check()
     clock.now += 30.0  # this rank's own process was asleep, or all of the machine
@@ -60,7 +60,7 @@ def test_the_last_beat_is_not_taken_back_by_one_that_was_under_way(monkeypatch):
     assert waits.last_seen[1].ended == "has finished"
 
 
-def test_the_last_word_stands_when_the_interpreter_ends(monkeypatch):
+def test_a_reported_cause_outlives_the_interpreters_exit(monkeypatch):
     """A rank that stopped says with what, and its interpreter ends soon after: the others must still find the cause."""
     _, waits, works = two_hearts(monkeypatch, Timeouts())
     works.thread.join = lambda seconds: None

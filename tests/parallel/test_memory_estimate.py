@@ -176,7 +176,7 @@ def test_cutting_halves_what_it_cuts_and_nothing_else():
     assert all(row.total == sum(vars(row).values()) for row in rows.values())
 
 
-def test_a_meter_that_counted_twice_or_never_let_go_would_be_seen():
+def test_a_memory_meter_that_counts_twice_or_never_frees_is_noticed():
     """The control of the measurement: weights and views of one storage cost nothing more, and after the backward pass nothing is kept."""
     model = TransformerModel(SMALL)
     with memory_measured.ActivationMeter(model) as meter:

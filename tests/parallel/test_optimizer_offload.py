@@ -71,7 +71,7 @@ def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):
     + [parse_layout("fsdp2", ParallelConfig(activation_checkpointing=how)) for how in ("full", "selective")],
     ids=lambda layout: f"{layout_name(layout)}, {layout.activation_checkpointing}",
 )
-def test_the_same_steps_are_taken_elsewhere(layout, optimizer):
+def test_optimizer_offload_takes_the_same_steps(layout, optimizer):
     require_equal(*(run_threads(trained, layout.ranks, layout, optimizer, elsewhere) for elsewhere in (False, True)))
 
 
@@ -82,7 +82,7 @@ def on_torchs_engine(world, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_the_same_steps_are_taken_elsewhere_on_torchs_engine(optimizer):
+def test_optimizer_offload_on_torchs_engine_takes_the_same_steps(optimizer):
     for here, there in run_processes(on_torchs_engine, 2, optimizer, timeout=300):
         require_equal(here, there)
 

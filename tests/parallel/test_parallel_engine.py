@@ -158,7 +158,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("words", LAYOUTS)
-def test_the_figures_are_those_of_one_process(runs, words):
+def test_metrics_equal_one_process(runs, words):
     folder, alone, told = runs
     assert all(largest_difference(each["weights"][words], alone) < 1e-9 for each in told)
     here, there = (read_jsonl(folder / name / "metrics.jsonl") for name in (words, "one"))
@@ -203,7 +203,7 @@ def test_one_rank_tells_the_speed_of_all_and_every_rank_compares_replicas(runs):
     assert [each["watched"] for each in runs[2]] == [[*first, "Throughput", *everywhere], [*first, *everywhere]]
 
 
-def test_each_rank_goes_on_with_its_own_random_numbers(runs):
+def test_each_rank_resumes_its_own_rng_state(runs):
     """Ranks draw different masks for dropout, and a resumed run the ones that it would have drawn."""
     folder, _, told = runs
     for whole, parts in (each["dropout"] for each in told):

@@ -57,7 +57,7 @@ def sentence_of(call) -> str:
 
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 @pytest.mark.parametrize("writer", LAYOUTS)
-def test_a_run_goes_on_in_every_other_layout_to_the_same_weights(writer, rule, tmp_path, uninterrupted):
+def test_resuming_in_another_layout_gives_the_same_weights(writer, rule, tmp_path, uninterrupted):
     optimizer, offsets = OPTIMIZERS[rule]
     run(writer, lambda run: run.train(2).save(tmp_path), optimizer)
     for offset in offsets:
@@ -139,7 +139,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_all_ranks_name_a_damaged_checkpoint_and_go_on_from_the_one_before_it(what, saved):
+def test_all_ranks_fall_back_from_a_damaged_checkpoint_to_the_previous_one(what, saved):
     file, damage, sentence = DAMAGE[what]
     damage(saved / "step-00000002" / file)
 
@@ -166,7 +166,7 @@ def test_another_model_is_refused_by_name(saved):
     assert said[0] == said[1] and "[31, 20] here and [29, 20] in the saved run" in said[0]
 
 
-def test_ranks_that_see_different_folders_are_told(saved, tmp_path_factory):
+def test_ranks_with_different_checkpoint_folders_are_refused(saved, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     said = run("dp2", lambda run: sentence_of(lambda: run.restore([saved, empty][run.world.rank])))
     assert all("Rank 1 sees the checkpoints of steps []" in each and "all ranks need the same folder" in each for each in said)

@@ -142,7 +142,7 @@ def packed() -> tuple[Tensor, Tensor, Tensor]:
     return ids, documents, (torch.arange(SEQ) - starts).expand(BATCH, SEQ)
 
 
-def test_packed_documents_are_those_of_transformers_and_of_each_alone(tmp_path):
+def test_packed_documents_equal_transformers_and_each_document_alone(tmp_path):
     oracle, model = llama(tmp_path)
     ids, documents, positions = packed()
     with torch.no_grad():

@@ -38,7 +38,7 @@ def merges_of(tokenizer: Tokenizer) -> list[tuple[int, int]]:
     return [(vocabulary[left], vocabulary[right]) for left, right in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-def test_the_merges_are_those_of_tokenizers(ours, theirs):
+def test_bpe_merges_equal_tokenizers(ours, theirs):
     assert list(ours.merges) == merges_of(theirs)
     assert len(ours.merges) == MERGES
 
@@ -58,7 +58,7 @@ def held_out() -> list[str]:
     return [document.content.decode() for document in embedded_corpus().held_out[:12]]
 
 
-def test_tiktoken_with_our_merges_encodes_alike(ours):
+def test_tiktoken_with_our_merges_gives_the_same_ids(ours):
     encoding = tiktoken_of(ours)
     for text in [STRANGE, *held_out()]:
         assert ours.encode(text) == encoding.encode_ordinary(text)
@@ -69,7 +69,7 @@ def test_words_that_are_cut_otherwise_encode_otherwise(ours):
     assert tiktoken_of(ours, pattern=r"[\s\S]+").encode_ordinary(held_out()[0]) != ours.encode(held_out()[0])
 
 
-def test_tokenizers_encodes_alike(ours, theirs):
+def test_tokenizers_gives_the_same_ids(ours, theirs):
     for text in [STRANGE, *held_out()]:
         assert ours.encode(text) == theirs.encode(text).ids
 

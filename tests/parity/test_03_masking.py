@@ -52,7 +52,7 @@ def far(left: dict[str, float], right: dict[str, float]) -> list[str]:
     return [name for name in left if abs(left[name] - right[name]) > (0.02 if name == "chosen" else 0.06)]
 
 
-def test_the_shares_are_those_of_the_collator():
+def test_masking_shares_equal_the_transformers_collator():
     assert far(of_ours(), of_theirs()) == []
 
 

@@ -103,7 +103,7 @@ def test_clipping_is_torchs(max_norm):
     assert largest_difference(model.parameters(), oracle.parameters()) < 1e-12
 
 
-def test_clipping_each_tensor_by_itself_is_something_else():
+def test_clipping_each_tensor_separately_gives_another_result():
     model, oracle = Linear(), Linear()
     for one in (model, oracle):
         squared_error(one, batch(0)).loss_sum.backward()

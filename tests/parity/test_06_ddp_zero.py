@@ -38,7 +38,7 @@ from shared.totals import add_totals
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_do_what_one_process_does(layout, optimizer):
+def test_ddp_and_zero_ranks_equal_one_process(layout, optimizer):
     """With accumulation, uneven counts, a rank without tokens, tied and frozen parameters, and clipping at once."""
     ranks, make = LAYOUTS[layout]
     require_same(train_ranks(optimizer, EVERYTHING, ranks, make), alone(optimizer, EVERYTHING, ranks))
@@ -46,7 +46,7 @@ def test_ranks_do_what_one_process_does(layout, optimizer):
 
 @pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
 @pytest.mark.parametrize("layout", ["dp2", "dp3_zero2"])
-def test_they_do_in_each_situation_by_itself(layout, situation):
+def test_ddp_and_zero_equal_one_process_with_each_feature(layout, situation):
     ranks, make = LAYOUTS[layout]
     require_same(train_ranks("adamw", situation, ranks, make), alone("adamw", situation, ranks))
 
@@ -170,7 +170,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug, options, situation", BUGS.values(), ids=BUGS)
-def test_bugs_of_others_are_noticed(bug, options, situation):
+def test_known_ddp_bugs_of_other_frameworks_are_noticed(bug, options, situation):
     make = lambda model, world, name: bug(model, world, **options, bucket_megabytes=MEGABYTES)  # noqa: E731
     with pytest.raises(AssertionError):
         require_same(train_ranks("adamw", situation, 2, make), alone("adamw", situation, 2))
@@ -221,7 +221,7 @@ def all_whole(model, world, name):
     return Zero(model, world, 2, dict(model.named_parameters()), MEGABYTES)
 
 
-def test_processes_do_what_pytorchs_engines_do():
+def test_ddp_and_zero_processes_equal_pytorchs_engines():
     cloudpickle.register_pickle_by_value(replica_runs)  # so that ranks need not find the tests' folder
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     first, second = run_processes(against_torch, 2, timeout=300)

@@ -87,7 +87,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_three_steps_in_processes_are_those_of_fully_shard_and_of_one_process(variant, ranks):
+def test_three_fsdp_steps_equal_fully_shard_and_one_process(variant, ranks):
     expected = alone(SMALL)
     for found in ranks:
         theirs, mine = found[variant]

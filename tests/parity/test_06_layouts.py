@@ -48,7 +48,7 @@ def test_two_ranks_give_what_one_process_gives(case, on_two):
 
 
 @pytest.mark.parametrize("pair", HANDED, ids=" to ".join)
-def test_each_backend_goes_on_from_the_others_checkpoints(pair, on_two):
+def test_each_backend_resumes_the_others_checkpoints(pair, on_two):
     assert all(handed[pair] < 1e-9 for _, handed in on_two)
 
 

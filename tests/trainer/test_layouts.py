@@ -65,7 +65,7 @@ def test_two_ranks_train_the_model_of_one(runs):
     assert {"all_gather over fsdp, a step", "reduce_scatter over fsdp, a step"} <= summary.keys()
 
 
-def test_one_process_goes_on_where_two_ranks_stopped(runs, tmp_path):
+def test_one_process_resumes_the_checkpoint_of_two_ranks(runs, tmp_path):
     folder, file, _ = runs
     left = shutil.copytree(folder / "run-fsdp2", tmp_path / "left")
     (newest,) = [path for path in (left / "checkpoints").iterdir() if path.name == "step-00000006"]
@@ -176,7 +176,7 @@ def test_settings_that_cannot_be_are_refused_once_and_before_anything_starts(tmp
 
 
 @pytest.mark.parametrize(("exitcode", "code"), [(75, 75), (-9, 137)])
-def test_ranks_that_failed_have_said_why_and_torchrun_says_nothing_more(monkeypatch, exitcode, code):
+def test_torchrun_adds_no_traceback_to_a_failed_ranks_message(monkeypatch, exitcode, code):
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=exitcode, error_file="<N/A>")
     monkeypatch.setattr(run, "main", Mock(side_effect=ChildFailedError("train.py", {1: failure})))
     assert start.torchrun([]) == code

@@ -52,7 +52,7 @@ def finished_run(folder, losses, weight: float, **changes) -> TrainerConfig:
     return config
 
 
-def test_the_largest_differences_to_the_same_run_alone_are_told_and_to_no_other(tmp_path):
+def test_the_largest_differences_are_reported_for_the_same_run_only(tmp_path):
     alone, two = tmp_path / "run", {"parallel": {"data_parallel": 2, "backend": "torch"}}
     finished_run(alone, [4.0, 3.0, 2.0], 2.0)
     found = compare_with_single_process(finished_run(tmp_path / "run-dp2-torch", [4.0, 3.5, 2.25], 2.5, **two))

@@ -74,7 +74,7 @@ def test_a_damaged_record_is_named(tmp_path, prepared):
         pretrain(parse_words(TrainerConfig, [str(path)]), Console(quiet=True))
 
 
-def test_without_a_configuration_the_usage_is_said(capsys):
+def test_without_a_configuration_the_usage_is_printed(capsys):
     with pytest.raises(SystemExit) as left:
         parse_words(TrainerConfig, [])
     assert left.value.code == 2 and "give a configuration first" in capsys.readouterr().err
@@ -132,7 +132,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, prepared, monkeypatch):
     assert (config.engine.output, config.data.prepared) == (tmp_path / "run", tmp_path / "prepared")
 
 
-def test_a_file_stands_on_another(tmp_path):
+def test_a_configuration_file_extends_another(tmp_path):
     (tmp_path / "below.yaml").write_text("steps: 7\nmodel: {hidden_size: 64, num_hidden_layers: 2}\nengine: {trackers: [console, jsonl]}\n")
     (tmp_path / "above.yaml").write_text("extends: below.yaml\nmodel: {hidden_size: 32}\nengine: {trackers: [jsonl]}\n")
     assert read_settings(tmp_path / "above.yaml") == {

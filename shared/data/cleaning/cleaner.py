@@ -156,7 +156,7 @@ class Cleaner:
                 stage.remember(value)
 
     def forget_remembered(self) -> None:
-        """Empty `remembered`; the stages themselves forget nothing."""
+        """Clear `remembered`; the stages keep their state."""
         for values in self.remembered.values():
             values.clear()
 
