@@ -50,9 +50,9 @@ class RuntimeEngine:
         console: where the engine speaks.
 
     Attributes for callbacks: `strategy` (ranks, norms, weights), `step` (steps done), `steps` (wanted), `totals` (of the step, reduced),
-    `token_count`, `loss` and `grad_norm` (of the step's mean loss, before clipping; fetched from the device once a step), `microbatches`, `timings`
-    (seconds by phase of the last step), `log_due` (whether the step under way will be logged), `output`, `device`, `stopped` (why
-    the run ended early), `validation` (totals of the last evaluation).
+    `token_count`, `loss` and `grad_norm` (of the step's mean loss, before clipping; fetched from the device once a step), `microbatches`,
+    `timings` (seconds by phase of the last step), `log_due` (whether the step under way will be logged), `output`, `device`, `stopped`
+    (why the run ended early), `validation` (totals of the last evaluation).
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class RuntimeEngine:
         return self.totals
 
     def update(self, model: nn.Module, optimizer: Optimizer, token_count: Tensor) -> None:
-        """Loss, count and norm come from the device together: the step's one wait of the host. The updater then finds the count on the CPU."""
+        """Copy loss, count and norm from the device together, the one device synchronization of a step; the count is on the CPU then."""
         loss_sum = self.totals.loss_sum
         wide = torch.float32 if loss_sum.device.type == "mps" else torch.float64
         values = [value.to(loss_sum.device, wide) for value in (loss_sum, token_count, self.strategy.grad_norm())]
