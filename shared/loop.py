@@ -5,7 +5,7 @@ micro-batch), the reducer (adds up what several processes hold), the updater (di
 What later chapters bring, a pipeline schedule, data parallelism, loss scaling, is another runner, reducer or updater; the
 step itself stays as it is here.
 
-Left out on purpose: progress, logging, checkpoints and devices belong to whoever calls `train`.
+Left out on purpose: progress, logging, checkpoints and devices belong to the caller of `train`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

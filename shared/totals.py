@@ -1,7 +1,7 @@
 """Chapter 01. Totals of a pass over data (loss reduction): loss sum, token count, and metric sums, to be divided once at the end.
 
-Sums are kept, never means: sums of micro-batches, of ranks and of pipeline stages add, means do not. Whoever wants
-an average divides once, at the end, by the number of tokens that counted.
+Sums are kept, never means: sums of micro-batches, of ranks and of pipeline stages add, means do not. An
+average is divided once, at the end, by the number of tokens that counted.
 """
 
 import math

@@ -55,7 +55,7 @@ def pack_documents(documents: Sequence[Tensor], seq: int) -> Batch:
         `input_ids`: the inputs; 0 on padding.
         `targets`: the token that follows in the same document; -100 on padding.
         `documents`: 0 for the first document, 1 for the second, ...; -1 on padding.
-        `positions`: 0, 1, 2, ... anew in each document; 0 on padding.
+        `positions`: 0, 1, 2, ... restarting in each document; 0 on padding.
 
     Raises:
         ValueError: a document with fewer than 2 tokens, or documents that do not fit into the row.

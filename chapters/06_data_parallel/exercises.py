@@ -51,24 +51,24 @@ def ring_all_reduce(tensor: Tensor, group: Communicator) -> None:
 
 # Gradients in buckets, while backward is at work (30 min, difficulty 4 of 5)
 def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
-    """Exchange gradients during the next backward pass: each bucket as soon as it can be.
+    """Overlap the gradient all-reduce with the next backward pass: start each bucket as soon as possible.
 
     It is called before the forward pass of a step's last micro-batch. A bucket is full once each of its parameters has its gradient of that
     pass, added to those of earlier micro-batches: it calls what was given to `parameter.register_post_accumulate_grad_hook(function)`, with
     the parameter.
 
-    Ranks may have their gradients in different orders, yet must begin the same operations in the same order. So bucket 0 starts
+    Ranks may have their gradients in different orders, yet must start the same operations in the same order. So bucket 0 starts
     first, then bucket 1, and so on: a bucket that is full waits until those before it have started, and then starts at once.
 
     A parameter that the pass did not use calls no hook. What is not full when the pass is over starts in `finish`, in order.
 
     Args:
         buckets: the same ones in the same order on every rank; no parameter is in two. `bucket.parameters` are its parameters;
-            `bucket.start()` takes their gradients as they are at that moment and begins to add them up over the ranks, without waiting.
-            It returns an operation under way, whose `wait()` completes the sums.
+            `bucket.start()` takes their gradients as they are at that moment and starts to add them over the ranks, without waiting.
+            It returns the work of that operation, whose `wait()` completes the sums.
 
     Returns:
-        finish: to be called once, without arguments, after the backward pass. Then every bucket has started once and is waited for,
+        finish: to be called once, without arguments, after the backward pass. Then every bucket has started once and was waited for,
         and no hook is left, so that later passes exchange nothing.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -84,10 +84,10 @@ def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
 
 # Who holds what under ZeRO (30 min, difficulty 3 of 5)
 def partition(sizes: Sequence[int], whole: Sequence[bool], held: Sequence[int]) -> list[list[Range]]:
-    """Share out parameters among ranks, so that ranks hold as equally many numbers as can be.
+    """Partition parameters over ranks for ZeRO, so that ranks hold as nearly equal numbers of elements as possible.
 
     First the parameters that must stay whole, the largest first: each goes to the rank that then holds the fewest numbers. The others may
-    be cut anywhere, and are cut so that they level out what is uneven: afterwards the ranks that received something of them differ
+    be cut anywhere, and are cut so that they even out the ranks' loads: afterwards the ranks that received something of them differ
     by one number at most, and a rank that received nothing holds no fewer than those.
 
     Args:
@@ -115,20 +115,20 @@ def recompute(
     upstream: Tensor,
     random_state: list[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """The backward pass of a function of which only the inputs were kept: run it again, now with a graph, and differentiate.
+    """The backward pass of activation checkpointing: run the function again from its saved inputs, now with a graph, and differentiate.
 
     Args:
         run: run(*inputs) -> output. It uses `parameters`, and it may draw random numbers, as dropout does.
-        inputs: what it was run on. Tensors of any dtype; those of whole numbers have no gradient. Inputs may have been computed from one
+        inputs: the inputs of the first run. Tensors of any dtype; integer tensors have no gradient. Inputs may have been computed from one
             another; each gets its own gradient alone.
-        parameters: the tensors that it reads beside its inputs. They may be frozen, and it may leave some of them unused.
+        parameters: the other tensors that it reads. They may be frozen, and it may leave some of them unused.
         upstream: the gradient of the loss with respect to the output, in the output's shape.
-        random_state: the generators as they were before the first run. `with random_numbers_from(random_state):` makes them so, and puts
-            them back afterwards, so that whoever draws next sees nothing of the second run.
+        random_state: the generators as they were before the first run. `with random_numbers_from(random_state):` restores them, and resets
+            them afterwards, so that the second run does not change the random numbers that are drawn next.
 
     Returns:
         The gradient of each input, then of each parameter, in their order and shapes. None for a tensor that does not require one, and
-        for one that the output does not depend on. No `.grad` is changed: whoever called backward adds the gradients up, so hooks on a
+        for one that the output does not depend on. No `.grad` is changed: autograd accumulates the returned gradients, so hooks on a
         parameter see one gradient. Gradients are recorded here even where they are switched off outside, as in a backward pass.
 
     >>> x, weight = torch.tensor([2.0]), torch.tensor([5.0], requires_grad=True)
@@ -140,19 +140,19 @@ def recompute(
 
 # FSDP: gather a unit (15 min, difficulty 2 of 5)
 def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
-    """Begin to gather a unit's weights from the ranks' shards.
+    """Start the all-gather of an FSDP unit's weights from the ranks' shards.
 
     The weights that the modules compute with are views of `whole`, made once, and autograd keeps such views for the backward pass. So the
-    numbers must come to lie in this very tensor, whose storage has 0 bytes until now.
+    weights must be gathered into this very tensor, whose storage has 0 bytes until now.
 
     Args:
-        whole: [size * n], of the dtype that is computed in. Its storage is given its bytes again, and filled.
-        shard: [n], what this rank keeps, possibly of a wider dtype: it is rounded before it travels. Left as it is.
-        group: the ranks that the unit is cut over. `group.all_gather(whole, part, asynchronous=True)` begins to fill `whole` with the
+        whole: [size * n], of the dtype that is computed in. Its storage is allocated again, and filled.
+        shard: [n], what this rank keeps, possibly of a wider dtype: it is rounded before it is sent. Left unchanged.
+        group: the ranks that the unit is sharded over. `group.all_gather(whole, part, asynchronous=True)` starts to fill `whole` with the
             ranks' parts, all of one dtype; `part` may be this rank's own place in `whole`.
 
     Returns:
-        The gathering, under way: `whole` is complete once `wait()` of it has returned. Whoever calls this has something to do meanwhile.
+        The work of the all-gather: `whole` is complete once its `wait()` has returned. The caller computes meanwhile, so do not wait here.
 
     >>> whole, shard = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
     >>> first_two = whole[:2]
@@ -169,20 +169,20 @@ def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
 def reshard_unit(
     whole: Tensor, gradients: Sequence[Tensor | None], sizes: Sequence[int], dtype: torch.dtype, group: Communicator
 ) -> tuple[Tensor, Work]:
-    """After a unit's backward pass: let its whole weights go, and begin to add up its gradients, of which each rank keeps its shard.
+    """Free a unit's unsharded weights after its backward pass, and start the reduce-scatter of its gradients.
 
     Args:
         whole: [size * n], the weights. Afterwards its storage has 0 bytes; the tensor itself, and views of it, stay.
         gradients: this rank's gradient of each parameter, in the parameter's shape, in the order in which they lie in `whole`. None for one
-            that this rank has not used: others may have, and every rank sends equally much.
+            that this rank has not used: other ranks may have, and every rank must send the same number of elements.
         sizes: how many numbers each parameter has; together at most size * n, and the rest is padding.
-        dtype: what the gradients are added in, and kept in.
-        group: the ranks that the unit is cut over. `group.reduce_scatter(part, whole, asynchronous=True)` begins to fill `part` with this
-            rank's part of the sum of all ranks' `whole`, both of one dtype; what is in `whole` afterwards is of no use.
+        dtype: the dtype in which gradients are added and kept.
+        group: the ranks that the unit is sharded over. `group.reduce_scatter(part, whole, asynchronous=True)` starts to fill `part` with
+            this rank's part of the sum of all ranks' `whole`, both of one dtype; `whole` is undefined afterwards.
 
     Returns:
-        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, and the operation under way that fills it: it is
-        complete once `wait()` has returned. The gradients are sums over tokens, so they are added and never averaged.
+        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, and the work that fills it: it is complete
+        once `wait()` has returned. The gradients are sums over tokens, so they are added and never averaged.
 
     >>> whole, gradients = torch.ones(4), [torch.tensor([[5.0], [6.0]]), None]
     >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, SingleRankCommunicator())

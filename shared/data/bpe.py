@@ -126,7 +126,7 @@ class WordCounts:
         return best if best and self.pairs[best] > 0 else None
 
     def join(self, pair: Pair, new_id: int) -> None:
-        """Join a pair in all words. Only the words that hold it are counted anew."""
+        """Join a pair in all words. Only the words that hold it are counted again."""
         for place in self.places.pop(pair):
             self.count(place, -1)
             self.words[place] = merge_pair(self.words[place], pair, new_id)

@@ -42,7 +42,7 @@ def pack_documents(documents: Sequence[Tensor], seq: int) -> Batch:
         `input_ids`: the inputs; 0 on padding.
         `targets`: the token that follows in the same document; -100 on padding.
         `documents`: 0 for the first document, 1 for the second, ...; -1 on padding.
-        `positions`: 0, 1, 2, ... anew in each document; 0 on padding.
+        `positions`: 0, 1, 2, ... restarting in each document; 0 on padding.
 
     Raises:
         ValueError: a document with fewer than 2 tokens, or documents that do not fit into the row.
@@ -114,7 +114,7 @@ def plan_rows(lengths: np.ndarray, seq: int, strategy: Literal["best_fit", "sequ
     """Rows for documents of these lengths, so that every token but a document's last is an input exactly once.
 
     The same arguments give the same plan. Documents are told apart by their place in `lengths` alone, and among pieces of one
-    length the earlier one is placed first, so whoever shuffles documents gets other neighbours. "best_fit" puts long documents
+    length the earlier one is placed first, so shuffled documents get other neighbours. "best_fit" puts long documents
     into the first rows: shuffle the rows too.
 
     Args:

@@ -1,6 +1,6 @@
 """Chapter 03. Prefetching in a thread: while the model computes, the next batches are made.
 
-What the thread raises comes out where the values are taken; and whoever stops taking them, by `break` or by an error, stops the
+An error in the thread is raised where the values are consumed, and ending the consumption, by `break` or by an error, stops the
 thread.
 """
 

@@ -1,7 +1,7 @@
 """Chapter 03. Data sources: files, folders, tables and datasets of the Hugging Face hub, streamed one document at a time.
 
 `open_source` yields documents one at a time and holds no more than one, so a source may be larger than memory. What cannot be
-read as text is never dropped in silence: whoever opens a source hears of it by name, or the source refuses.
+read as text is never dropped silently: it is reported by name, or the source raises an error.
 
 Left out on purpose: the web. A page is text only after its menus and scripts are gone, and tools for that exist (trafilatura).
 """

@@ -1,6 +1,6 @@
 """Chapter 04. Callbacks: how everything that is not the loop takes part in a run.
 
-A callback is told what happens, in the order of a step, and reads the engine; logging, trackers, early stopping, profiling, dumps and
+A callback is called at each event of a step, in order, and reads the engine; logging, trackers, early stopping, profiling, dumps and
 learning-rate schedules are all callbacks. One that changes from step to step says so in `state_dict`, and a resumed run goes on with
 that state.
 """
@@ -65,7 +65,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
 
 
 class Callbacks:

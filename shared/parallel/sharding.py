@@ -1,15 +1,15 @@
-"""Chapter 06. Sharding: which numbers of a parameter a rank holds, as a fact that stands on the parameter.
+"""Chapter 06. Sharding specs: which elements of a parameter a rank holds, as an attribute of the parameter.
 
     whole     [0 1 2 3 4 5]      box    rows 0:2, columns 3:6     [3 4 5]       what tensor and expert parallelism compute with
               [6 7 8 9 a b]                                       [9 a b]
                                  span   numbers 1:4 of that box    4 5 9        what ZeRO and FSDP store and update
 
-A box has an offset and a size in each dimension; a span is a range of flattened numbers. Shardings nest: FSDP cuts a span out of the box that
-tensor parallelism has cut out of the whole. Whoever cuts a parameter states up to three facts as attributes of it:
+A box has an offset and a size in each dimension; a span is a range of flattened numbers. Shardings nest: FSDP cuts a span out of the
+box that tensor parallelism has cut out of the whole. Code that shards a parameter sets up to three attributes of it:
 
     sharding       how this rank's numbers lie in the whole (`Sharding`); absent where the parameter is whole
     shared_over    the group over which its gradient is added; absent: the data-parallel ranks
-    partial_over   a group on each rank of which stands only a part of the gradient, which has to be added up; absent: none
+    partial_over   the group over which its gradient is partial, so that it must be all-reduced there; absent: none
 
 Optimizer, gradient norm and checkpoint read these facts, and no layout's name. Parameters of other pipeline stages are simply absent.
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from shared.parallel.comm.communicator import Communicator
 
-FACTS = ("role", "shared_over", "partial_over")  # attributes that a shard takes over from its parameter, beside its sharding
+FACTS = ("role", "shared_over", "partial_over")  # attributes that a shard copies from its parameter, in addition to its sharding
 
 Range = tuple[int, int]  # start and stop within a parameter's flattened numbers
 
@@ -93,7 +93,7 @@ class Region(NamedTuple):
         return self.sizes if self.is_box else (self.numel,)
 
     def boxes(self) -> Iterator[tuple[Box, int]]:
-        """The region as boxes of the whole, each with where it begins among the region's numbers: part of a row, whole rows, part of a row."""
+        """The region as boxes of the whole (part of a row, whole rows, part of a row), each with its offset in the region's numbers."""
         for box, first in boxes_of_span(self.sizes, self.start, self.stop):
             yield Box(tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True)), box.sizes), first - self.start
 
@@ -162,7 +162,7 @@ class Sharding:
         if len(self.parts) != self.group.size or held < numel or (spans and (overlap or ends[-1] != numel)):
             raise ValueError(
                 f"A parameter of shape {tuple(self.outer_shape)} cannot be sharded over {self.group.size} ranks as "
-                f"{[tuple(part) for part in self.parts]}: give each rank a part, so that together they hold each of its {numel} numbers once."
+                f"{[tuple(part) for part in self.parts]}: give each rank a part, so that each of its {numel} numbers is held once."
             )
 
     @property
@@ -186,7 +186,7 @@ class Sharding:
 
     @property
     def is_owned(self) -> bool:
-        """Whether this rank holds all of what is cut here, as Muon's matrices under ZeRO are held: the other ranks hold nothing, or the same."""
+        """Whether this rank has all that is sharded here, as with Muon's matrices under ZeRO: other ranks have nothing, or the same."""
         return math.prod(self.here.shape) == self.outer_shape.numel() > 0
 
     @property
@@ -277,7 +277,7 @@ def make_shard(part: Tensor, sharding: Sharding, like: nn.Parameter) -> nn.Param
 
 
 def copy_facts(source: Tensor, target: nn.Parameter) -> nn.Parameter:
-    """`target`, which takes over what is known of `source` beside its sharding."""
+    """Copy to `target` the attributes of `source` other than its sharding."""
     for fact in FACTS:
         if hasattr(source, fact):
             setattr(target, fact, getattr(source, fact))

@@ -1,6 +1,7 @@
 """The house rules that a reader relies on: floors import downwards, bodies stand once, stubs are the contracts."""
 
 import ast
+import re
 
 import pytest
 from children import in_child
@@ -152,6 +153,19 @@ def test_a_fresh_stub_file_loads_and_is_unattempted(chapter, tmp_path):
     for exercise in chapter.exercises:
         body = "\n".join(map(ast.unparse, stubs.without_docstring(solution.function(exercise.name))))
         assert body not in path.read_text(encoding="utf-8")
+
+
+BANNED = ("let go", "whoever", "something to do meanwhile", "for ever", "anew")  # phrases that sound translated
+
+
+@by_name
+def test_docstrings_open_with_a_sentence_and_avoid_banned_phrases(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    first = ast.get_docstring(tree).split("\n\n")[0].removeprefix(f"Chapter {floor_of(catalogue.module_name(path)):02}.").strip()
+    assert len(first.split()) >= 3 and first.endswith((".", ":", "!", "?")), f"{path} opens with {first!r}"
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    text = " ".join(" ".join((ast.get_docstring(node) or "").lower().split()) for node in nodes)
+    assert not [phrase for phrase in BANNED if re.search(rf"\b{phrase}\b", text)]
 
 
 @by_name

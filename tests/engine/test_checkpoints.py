@@ -95,7 +95,7 @@ def test_where_none_is_intact_the_run_is_refused(tmp_path):
     engine = resumable_engine(tmp_path).fit(Loader(), steps=10)
     for step in engine.checkpoints.steps():
         edit(engine.checkpoints.path(step) / "weights.safetensors")
-    with pytest.raises(CheckpointError, match="No checkpoint in .* is intact: remove that folder to begin anew"):
+    with pytest.raises(CheckpointError, match="No checkpoint in .* is intact: remove that folder to start over"):
         resumable_engine(tmp_path).fit(Loader(), steps=12)
 
 

@@ -101,7 +101,7 @@ class Checkpoints:
         return target
 
     def unwritten(self, step: int, reason: str) -> CheckpointError:
-        """What a save that failed is told with."""
+        """The error for a save that failed."""
         kept = f"Step {self.steps()[-1]} is still saved" if self.steps() else "Nothing is saved yet"
         return CheckpointError(
             f"The checkpoint of step {step} could not be written to {self.path(step)} ({reason}). {kept}: free space there, or choose "
@@ -154,7 +154,7 @@ class Checkpoints:
             except CheckpointError as error:
                 damaged.append(str(error))
         if damaged:
-            raise CheckpointError("\n".join([*damaged, f"No checkpoint in {self.folder} is intact: remove that folder to begin anew."]))
+            raise CheckpointError("\n".join([*damaged, f"No checkpoint in {self.folder} is intact: remove that folder to start over."]))
         return None, []
 
     def notes(self, step: int) -> dict[str, Any]:

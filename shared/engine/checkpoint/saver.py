@@ -41,7 +41,7 @@ class Saver:
         self.pending: Future[Any] | None = None
 
     def save(self, step: int, optimizer: Optimizer, parts: Mapping[str, Stateful], notes: dict[str, Any]) -> None:
-        """Begin to save the run as it is after `step` steps. Call `finished(wait=True)` first: it tells of the save before, or raises its error."""
+        """Start to save the run after `step` steps. Call `finished(wait=True)` first: it returns the earlier save, or raises its error."""
         if self.pending is not None:
             raise RuntimeError("A save is under way: call finished(wait=True) before the next.")
         write = self.writing(take_snapshot(step, self.state, optimizer, parts), notes)
@@ -82,7 +82,7 @@ class Saver:
         return math.isfinite(loss) and (best is None or loss < best[1])
 
     def restore(self, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
-        """Go on from the newest intact checkpoint. Returns its step, None where there is none, and a sentence for each damaged one.
+        """Resume from the newest intact checkpoint. Returns its step, None where there is none, and a sentence for each damaged one.
 
         Raises:
             CheckpointError: no checkpoint is intact, or the newest does not fit this run.
@@ -98,7 +98,7 @@ class Saver:
 
 
 def shared_callbacks(parts: Mapping[str, Stateful], snapshot: Snapshot) -> tuple[dict[str, Stateful], Snapshot]:
-    """Both without the callbacks that only one of them has: a run may be resumed with another tracker, which begins anew."""
+    """Both without the callbacks that only one of them has: a run may be resumed with another tracker, which starts without a state."""
     odd = {name for name in parts.keys() ^ snapshot.parts.keys() if name.startswith(CALLBACK)}
     kept = {name: state for name, state in snapshot.parts.items() if name not in odd}
     return {name: part for name, part in parts.items() if name not in odd}, replace(snapshot, parts=kept)

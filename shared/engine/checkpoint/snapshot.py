@@ -71,8 +71,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> int:
     """Put a run back to where `take_snapshot` took it.
 
-    Weights are copied into the tensors that the model has (`weights_of` names them), because the optimizer, and whoever tied two
-    layers, hold on to those. `load_optimizer_state` puts the optimizer's state back by parameter name, `set_random_state` the
+    Weights are copied into the tensors that the model has (`weights_of` names them), because the optimizer and
+    tied layers hold references to those. `load_optimizer_state` puts the optimizer's state back by parameter name, `set_random_state` the
     generators. Loading a part may draw random numbers, so the generators come last.
 
     Args:

@@ -1,11 +1,11 @@
 """Chapter 06. The distributed checkpointer: each rank writes its shards, one of them makes the folder complete.
 
-    all     write their parts into `step-XXXXXXXX.ranks`, on a thread, while training goes on
-    all     later, between two steps: has everybody written?
-    rank 0  moves the files into place, with the manifest of everybody's checksums, by one renaming
+    all     write their shards into `step-XXXXXXXX.ranks`, on a thread, while training continues
+    all     agree, between two later steps, that every rank has written
+    rank 0  moves the files into place, with a manifest of all checksums, by one atomic rename
 
-Ranks speak with each other between steps only, never from the thread. So a rank that cannot write is heard of by all, and all fail with
-the same sentence; a save that is under way when a rank dies is given up, and the checkpoint before it stands.
+Ranks communicate between steps only, never from the thread. If a rank cannot write, all ranks raise the same error. A save that is under
+way when a rank dies is discarded, and the checkpoint before it remains.
 
 Left out on purpose: machines without a folder that all of them see.
 """
@@ -66,11 +66,11 @@ class RankCheckpoints(Checkpoints):
         return replace(snapshot, optimizer=optimizer, random=self.random_state(step))
 
     def require_intact(self, folder: Path) -> None:
-        """Agreed upon before anybody reads what may be damaged."""
+        """Verify checksums on all ranks, before any rank reads a file that may be damaged."""
         self.agreed(partial(require_intact, folder, slice(self.world.rank, None, self.world.size)))
 
     def agreed(self, call: Callable[[], Result]) -> Result:
-        """What `call` returns, or on all ranks the error of the first on which it fails."""
+        """Return the result of `call`; if it fails on any rank, raise the first such error on all ranks."""
         result, problem = None, None
         try:
             result = call()
@@ -81,7 +81,7 @@ class RankCheckpoints(Checkpoints):
         return result
 
     def random_state(self, step: int) -> RandomState:
-        """This rank's own. One that was not there when the run was saved goes on with the stream that it was started with."""
+        """This rank's random state. A rank that did not exist when the run was saved keeps the state that it was started with."""
         state = json.loads((self.path(step) / STATE).read_text(encoding="utf-8"))
         of_ranks = [state["random"], *state.get(RANDOM, [])]
         if self.world.rank >= len(of_ranks):
@@ -122,7 +122,7 @@ class RankSaver(Saver):
         return partial(write_files, staging, files, problem)
 
     def own_files(self, snapshot: Snapshot) -> dict[str, Shards]:
-        """What this rank writes: by file, the numbers that no other rank writes."""
+        """The shards that this rank writes, by file: each shard is written by one rank only."""
         strategy, rank = self.strategy, self.world.rank
         weights: Shards = {}
         writers = strategy.holders.writers()
@@ -134,7 +134,7 @@ class RankSaver(Saver):
         writers = strategy.optim_holders.writers()
         for name, tensors in snapshot.optimizer.tensors.items():
             region = strategy.optim_regions[name]
-            if writers.get((name, region)) != rank:  # of a parameter that this rank holds nothing of, even the count of steps may be stale
+            if writers.get((name, region)) != rank:  # the step counter of a parameter of which this rank owns no elements may be stale
                 continue
             for key, tensor in tensors.items():
                 is_sharded = tensor.numel() == region.numel and tensor.dim() > 0
@@ -178,14 +178,14 @@ class RankSaver(Saver):
         return self.checkpoints.path(self.step)
 
     def close(self) -> None:
-        """Let this rank's files be written. A save under way is made complete where this rank is alone: others may not come any more."""
+        """Finish writing this rank's files. Only a single rank completes its save: with several, others may be gone."""
         super().close()
         if self.world.size == 1:
             with suppress(CheckpointError):  # the error that ends the run says more
                 self.finished()
 
     def complete(self, files: dict[str, dict[str, Any]]) -> list[str]:
-        """Put the ranks' files into a folder with state and manifest, whole or not at all. Returns what went wrong."""
+        """Put the ranks' files into a folder with state and manifest, atomically. Returns error messages."""
         target = self.checkpoints.path(self.step)
         staging = target.with_suffix(".ranks")
 
@@ -205,11 +205,11 @@ class RankSaver(Saver):
         return []
 
     def is_best(self, loss: float) -> bool:
-        """As rank 0 sees the folder."""
+        """Whether a loss is the best so far, decided by rank 0."""
         return self.world.gather_objects(super().is_best(loss))[0]
 
     def restore(self, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
-        """Go on from the newest intact checkpoint, whichever layout wrote it."""
+        """Resume from the newest intact checkpoint, whichever layout wrote it."""
         seen = self.world.gather_objects(self.checkpoints.steps())
         if differing := [rank for rank, steps in enumerate(seen) if steps != seen[0]]:
             raise CheckpointError(
@@ -220,7 +220,7 @@ class RankSaver(Saver):
 
 
 def empty_folder(path: Path) -> str | None:
-    """Make a folder for the ranks' files, and remove what lies there of saves that were given up. Returns what went wrong."""
+    """Make a folder for the ranks' files, and remove the leftovers of discarded saves. Returns an error message."""
     try:
         for leftover in path.parent.glob("*.ranks"):
             shutil.rmtree(leftover)
@@ -231,7 +231,7 @@ def empty_folder(path: Path) -> str | None:
 
 
 def write_files(folder: Path, files: dict[str, Shards], problem: str | None) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Returns each file's fingerprint, and what went wrong."""
+    """Write this rank's files. Returns each file's fingerprint (checksum), and an error message."""
     try:
         if problem is None:
             for name, shards in files.items():

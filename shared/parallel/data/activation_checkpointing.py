@@ -1,11 +1,11 @@
-"""Chapter 06. Activation checkpointing: keep what went into a block, and compute the block again when its gradient is wanted.
+"""Chapter 06. Activation checkpointing (recomputation): keep a block's inputs, and run the block again in the backward pass.
 
 A block's backward pass needs what its forward pass computed: some thirty tensors, where its input is one. Recomputing costs one more
 forward pass, a third of a step, and leaves one tensor per block (Chen et al. 2016, "Training deep nets with sublinear memory cost",
 section 4). Selective recomputation keeps the results of matrix products and attention, which cost the most to make again, and recomputes
 the cheap rest (Korthikanti et al. 2022, section 5, for kernels that hold no [Q, K] matrix).
 
-A model is run so through `run_block`, the growing point that a stack calls for each of its blocks (`Builders`).
+It is applied through `run_block`, the extension point that a stack calls for each of its blocks (`Builders`).
 
 Left out on purpose: segments other than a block, and moving activations to the CPU.
 """
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shared.course.binding import exercise
-from shared.model.attention import AttentionContext
+from shared.model.context import AttentionContext
 from shared.parallel.data.random_numbers import random_state_of
 
 aten = torch.ops.aten
@@ -45,20 +45,20 @@ def recompute(
     upstream: Tensor,
     random_state: list[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """The backward pass of a function of which only the inputs were kept: run it again, now with a graph, and differentiate.
+    """The backward pass of activation checkpointing: run the function again from its saved inputs, now with a graph, and differentiate.
 
     Args:
         run: run(*inputs) -> output. It uses `parameters`, and it may draw random numbers, as dropout does.
-        inputs: what it was run on. Tensors of any dtype; those of whole numbers have no gradient. Inputs may have been computed from one
+        inputs: the inputs of the first run. Tensors of any dtype; integer tensors have no gradient. Inputs may have been computed from one
             another; each gets its own gradient alone.
-        parameters: the tensors that it reads beside its inputs. They may be frozen, and it may leave some of them unused.
+        parameters: the other tensors that it reads. They may be frozen, and it may leave some of them unused.
         upstream: the gradient of the loss with respect to the output, in the output's shape.
-        random_state: the generators as they were before the first run. `with random_numbers_from(random_state):` makes them so, and puts
-            them back afterwards, so that whoever draws next sees nothing of the second run.
+        random_state: the generators as they were before the first run. `with random_numbers_from(random_state):` restores them, and resets
+            them afterwards, so that the second run does not change the random numbers that are drawn next.
 
     Returns:
         The gradient of each input, then of each parameter, in their order and shapes. None for a tensor that does not require one, and
-        for one that the output does not depend on. No `.grad` is changed: whoever called backward adds the gradients up, so hooks on a
+        for one that the output does not depend on. No `.grad` is changed: autograd accumulates the returned gradients, so hooks on a
         parameter see one gradient. Gradients are recorded here even where they are switched off outside, as in a backward pass.
 
     >>> x, weight = torch.tensor([2.0]), torch.tensor([5.0], requires_grad=True)
@@ -70,9 +70,9 @@ def recompute(
 
 
 class CheckpointedBlock(torch.autograd.Function):
-    """run(*inputs), keeping the inputs and nothing else for the backward pass.
+    """A checkpointed block: run(*inputs), with only the inputs saved for the backward pass.
 
-    Parameters are arguments too, so that their gradients reach them by the ordinary way: accumulated once, then their hooks.
+    Parameters are arguments too, so that autograd accumulates their gradients as usual, and then calls their hooks.
     """
 
     @staticmethod
@@ -93,7 +93,7 @@ RunBlock = Callable[[nn.Module, Tensor, AttentionContext], Tensor]
 
 
 def run_block_fully(inner: RunBlock, block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
-    """A `run_block` that keeps a block's inputs only. Gradients flow to its parameters and through everything that it was given."""
+    """Full activation checkpointing, as a `run_block`: only a block's inputs are kept. All inputs and parameters get their gradients."""
     if not torch.is_grad_enabled():
         return inner(block, x, context)
     tensors, context_of = differentiable_parts(context)
@@ -102,7 +102,7 @@ def run_block_fully(inner: RunBlock, block: nn.Module, x: Tensor, context: Atten
 
 
 def run_block_selectively(inner: RunBlock, block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
-    """A `run_block` that keeps the results of matrix products and attention, by PyTorch's own selective checkpoint."""
+    """Selective activation checkpointing, as a `run_block`: PyTorch's own, which keeps the results of matrix products and attention."""
     if not torch.is_grad_enabled():
         return inner(block, x, context)
     return checkpoint(inner, block, x, context, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, KEPT))
@@ -147,9 +147,9 @@ def differentiable_parts(context: AttentionContext) -> tuple[list[Tensor], Calla
 
 
 def with_autocast_of_now(run: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
-    """`run` under the mixed precision of this moment, which a backward pass knows nothing of.
+    """Wrap `run` in the current autocast state, which a backward pass does not restore.
 
-    Without autocast's cache: it would keep the block's weights in 16 bits beside the others, and without their graph.
+    Without autocast's cache: it would keep 16-bit copies of the block's weights, without their graph.
     """
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 

@@ -1,12 +1,12 @@
-"""Chapter 06. Buckets: gradients that travel together, because an operation for each of a hundred tensors is mostly waiting.
+"""Chapter 06. Gradient buckets: many gradients in one collective, because a collective for each of a hundred tensors is mostly latency.
 
     flat   [a a a a a a | b b b | c c c c]         one all-reduce for a, b and c
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2. Which parameters share a bucket is
 read off the model alone, so every rank has the same buckets in the same order, and a resumed run has them too.
 
-Left out on purpose: buckets planned anew by the order that the first step shows, as PyTorch has them. A run that is resumed would add in
-another order than one that was never stopped; and a transformer's backward pass is very nearly the reverse of its registration.
+Left out on purpose: buckets rebuilt in the order that the first step shows, as PyTorch does. A resumed run would add in another order
+than a run that was never stopped; and a transformer's backward pass is very nearly the reverse of its registration.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,12 +21,12 @@ MEBIBYTE = 2**20
 
 
 class Bucket(Protocol):
-    """Parameters whose gradients travel together.
+    """A bucket: parameters whose gradients are exchanged in one collective.
 
     parameters: in the order in which they lie in the bucket.
     results: the parameters that hold the sums afterwards, one for each; where all of it stays here, the same ones.
     used: whether this rank has brought a gradient of each, in this step.
-    bytes: of what travels, with padding.
+    bytes: the bytes that are exchanged, with padding.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -35,13 +35,13 @@ class Bucket(Protocol):
     bytes: int
 
     def start(self) -> Work:
-        """Take the gradients as they are now, and begin to add them up over the ranks; `wait()` of what it returns completes it."""
+        """Take the gradients as they are now, and start to add them over the ranks; `wait()` of the returned work completes it."""
 
 
 class SummedBucket:
-    """A bucket of which every rank wants all: one all-reduce, in place in the gradients, which become views of the bucket.
+    """A bucket for all-reduce, in place: the gradients become views of the bucket.
 
-    A gradient's own memory is free again as soon as its bucket has started, so beside the gradients there is never more than one bucket.
+    A gradient's own memory is freed as soon as its bucket has started, so at most one bucket is allocated in addition to the gradients.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Communicator):
@@ -50,14 +50,14 @@ class SummedBucket:
         self.bytes = sum(parameter.nbytes for parameter in self.parameters)
 
     def start(self) -> Work:
-        flat = torch.cat([gradient.reshape(-1) for gradient in taken(self)])
+        flat = torch.cat([gradient.reshape(-1) for gradient in take_gradients(self)])
         for parameter, part in zip(self.parameters, flat.split([each.numel() for each in self.parameters]), strict=True):
             parameter.grad = part.view(parameter.shape)
         return self.group.all_reduce(flat, asynchronous=True)
 
 
-def taken(bucket: Bucket) -> list[Tensor]:
-    """The gradients of a bucket's parameters, which give them away; zeros for those that this rank has not used: others may have."""
+def take_gradients(bucket: Bucket) -> list[Tensor]:
+    """Move the gradients out of a bucket's parameters; zeros for parameters that this rank has not used, since other ranks may have."""
     gradients = []
     for number, parameter in enumerate(bucket.parameters):
         bucket.used[number] |= parameter.grad is not None
@@ -67,7 +67,7 @@ def taken(bucket: Bucket) -> list[Tensor]:
 
 
 def plan_buckets(parameters: Iterable[nn.Parameter], megabytes: float) -> list[list[nn.Parameter]]:
-    """Parameters in buckets of at most so many MiB, of one dtype and device each; a larger parameter has one of its own.
+    """Assign parameters to buckets of at most so many MiB, of one dtype and device each; a larger parameter gets a bucket of its own.
 
     Args:
         parameters: in the order in which their gradients are expected.

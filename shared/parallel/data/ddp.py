@@ -3,10 +3,10 @@
     gradient of the loss sum over the batch = sum over ranks of (gradient of the loss sum over the rank's share)
 
 Gradients are added and never averaged; the updater divides once, by the token count of all ranks, so shares may be uneven. `DataParallel`
-exchanges them while the backward pass is still at work on earlier layers (Li et al. 2020, "PyTorch Distributed", section 3.2).
+overlaps the exchange with the backward pass of earlier layers (Li et al. 2020, "PyTorch Distributed", section 3.2).
 
 Left out on purpose: buffers (such as batch norm's), which stay each rank's own; and a wrapper around the model, which exchanges nothing
-where somebody calls the module inside. Here hooks hang on the parameters.
+where the module inside is called directly. Here the parameters have hooks.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,24 +24,24 @@ from shared.totals import Batch, Objective, Runner, Totals
 
 @exercise("06.sync_buckets")
 def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
-    """Exchange gradients during the next backward pass: each bucket as soon as it can be.
+    """Overlap the gradient all-reduce with the next backward pass: start each bucket as soon as possible.
 
     It is called before the forward pass of a step's last micro-batch. A bucket is full once each of its parameters has its gradient of that
     pass, added to those of earlier micro-batches: it calls what was given to `parameter.register_post_accumulate_grad_hook(function)`, with
     the parameter.
 
-    Ranks may have their gradients in different orders, yet must begin the same operations in the same order. So bucket 0 starts
+    Ranks may have their gradients in different orders, yet must start the same operations in the same order. So bucket 0 starts
     first, then bucket 1, and so on: a bucket that is full waits until those before it have started, and then starts at once.
 
     A parameter that the pass did not use calls no hook. What is not full when the pass is over starts in `finish`, in order.
 
     Args:
         buckets: the same ones in the same order on every rank; no parameter is in two. `bucket.parameters` are its parameters;
-            `bucket.start()` takes their gradients as they are at that moment and begins to add them up over the ranks, without waiting.
-            It returns an operation under way, whose `wait()` completes the sums.
+            `bucket.start()` takes their gradients as they are at that moment and starts to add them over the ranks, without waiting.
+            It returns the work of that operation, whose `wait()` completes the sums.
 
     Returns:
-        finish: to be called once, without arguments, after the backward pass. Then every bucket has started once and is waited for,
+        finish: to be called once, without arguments, after the backward pass. Then every bucket has started once and was waited for,
         and no hook is left, so that later passes exchange nothing.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -57,11 +57,11 @@ def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
 
 
 class NaiveDataParallel(DataEngine):
-    """DDP as one would first write it: when the backward pass is over, gradients are all-reduced one after the other.
+    """Naive DDP: after the backward pass, gradients are all-reduced one after the other.
 
     Args:
-        model: the same weights on every rank. What is not to be trained is frozen already.
-        group: the ranks that share out a batch.
+        model: the same weights on every rank, with untrained parameters frozen already.
+        group: the ranks that share a batch.
     """
 
     def __init__(self, model: nn.Module, group: Communicator):
@@ -70,7 +70,7 @@ class NaiveDataParallel(DataEngine):
         self.flags: list[bool] = [False] * len(self.trained)
 
     def finish(self) -> None:
-        """A parameter that only some ranks have used counts as 0 on the others."""
+        """All-reduce every gradient; a parameter that this rank has not used counts as 0."""
         self.flags = [parameter.grad is not None for parameter in self.trained]
         for parameter in self.trained:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
@@ -86,15 +86,15 @@ class NaiveDataParallel(DataEngine):
 
 
 class DataParallel(DataEngine):
-    """DDP in buckets, overlapped with the backward pass: a bucket is all-reduced as soon as its gradients are complete.
+    """DDP with gradient buckets, overlapped with the backward pass: a bucket is all-reduced as soon as its gradients are complete.
 
     Args:
-        model: the same weights on every rank. What is not to be trained is frozen already.
-        group: the ranks that share out a batch.
-        bucket_megabytes: how many gradients travel together. Large ones waste less on each operation, small ones start sooner.
+        model: the same weights on every rank, with untrained parameters frozen already.
+        group: the ranks that share a batch.
+        bucket_megabytes: the size of a bucket of gradients. Large buckets have less latency in all, small ones start sooner.
 
     Attributes:
-        buckets: in the order in which they start on every rank: the last layers first, as the backward pass comes by.
+        buckets: in the order in which they start on every rank: the last layers first, as in the backward pass.
     """
 
     def __init__(self, model: nn.Module, group: Communicator, bucket_megabytes: float = 25.0):
@@ -107,13 +107,13 @@ class DataParallel(DataEngine):
         return [SummedBucket(parameters, self.group) for parameters in plan]
 
     def begin(self, passes: int) -> None:
-        """Exchange gradients in the last of so many backward passes, to which those before it have been added."""
+        """Start to exchange gradients in the last of `passes` backward passes, when gradients of all of them have been accumulated."""
         self.finish_exchange()
         self.group.trace.phase = "backward"
         self.under_way = sync_buckets(self.buckets if passes == 1 else [LastPass(bucket, passes) for bucket in self.buckets])
 
     def runner(self, runner: Runner) -> Runner:
-        """The runner's own order of backward passes is left as it is: a pipeline's schedule is not torn apart."""
+        """Wrap the runner, and keep its order of backward passes, which may be a pipeline's schedule."""
 
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
             self.begin(len(microbatches))
@@ -122,14 +122,14 @@ class DataParallel(DataEngine):
         return run
 
     def finish_exchange(self) -> None:
-        """Complete what is under way, if anything is."""
+        """Complete the exchange under way, if there is one."""
         self.group.trace.phase = "after backward"
         finish, self.under_way = self.under_way, None
         if finish is not None:
             finish()
 
     def finish(self) -> None:
-        """Also where gradients came from a runner that began no exchange."""
+        """Complete the exchange of this step, also where the runner started none."""
         self.under_way = self.under_way or sync_buckets(self.buckets)
         self.finish_exchange()
 
@@ -146,7 +146,7 @@ class DataParallel(DataEngine):
 
 
 class LastPass:
-    """A bucket whose parameters call their hooks in the last of several backward passes only: it travels once for all micro-batches.
+    """A bucket that is exchanged once for all micro-batches: its parameters call their hooks in the last of several backward passes only.
 
     A parameter that some micro-batch did not use has fewer passes; its bucket starts when the step is finished.
     """
@@ -157,7 +157,7 @@ class LastPass:
 
 
 class CountedParameter:
-    """A parameter to `sync_buckets`, whose hook it calls in the last pass."""
+    """Acts as a parameter in `sync_buckets`, and calls its hook in the last pass only."""
 
     def __init__(self, parameter: nn.Parameter, passes: int):
         self.parameter, self.remaining = parameter, passes

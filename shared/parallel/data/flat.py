@@ -1,4 +1,4 @@
-"""Chapter 06. The parameters of a unit laid end to end and cut into equal shards, of which each rank keeps one.
+"""Chapter 06. FlatParam for FSDP: the parameters of a unit, flattened and concatenated, in equal shards of which each rank keeps one.
 
     parameters   a a a a a a b b b c c c c .      . is padding
     ranks        0 0 0 0 0 1 1 1 1 1 2 2 2 2 2    two ranks share b, and rank 2 holds most of c
@@ -6,7 +6,7 @@
 One operation gathers or reduces all of them, whatever their shapes, and no rank holds more than 1/n of weights, gradients and optimizer
 state between two uses (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, "PyTorch FSDP", section 3.2).
 
-Left out on purpose: cuts by rows of each matrix, as `fully_shard` makes them, which need a copy after each gathering.
+Left out on purpose: sharding each matrix by rows, as `fully_shard` does, which needs a copy after each all-gather.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from shared.parallel.sharding import Span, make_shard, split_spans
 
 @dataclass
 class Slot:
-    """A parameter of a model. name: in the model. places: the modules that hold it, and as what; a tied one has several."""
+    """A parameter of a model. name: its name in the model. places: the modules and attributes that hold it; a tied one has several."""
 
     name: str
     parameter: nn.Parameter
@@ -32,19 +32,19 @@ class Slot:
 
 @exercise("06.unshard_unit")
 def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
-    """Begin to gather a unit's weights from the ranks' shards.
+    """Start the all-gather of an FSDP unit's weights from the ranks' shards.
 
     The weights that the modules compute with are views of `whole`, made once, and autograd keeps such views for the backward pass. So the
-    numbers must come to lie in this very tensor, whose storage has 0 bytes until now.
+    weights must be gathered into this very tensor, whose storage has 0 bytes until now.
 
     Args:
-        whole: [size * n], of the dtype that is computed in. Its storage is given its bytes again, and filled.
-        shard: [n], what this rank keeps, possibly of a wider dtype: it is rounded before it travels. Left as it is.
-        group: the ranks that the unit is cut over. `group.all_gather(whole, part, asynchronous=True)` begins to fill `whole` with the
+        whole: [size * n], of the dtype that is computed in. Its storage is allocated again, and filled.
+        shard: [n], what this rank keeps, possibly of a wider dtype: it is rounded before it is sent. Left unchanged.
+        group: the ranks that the unit is sharded over. `group.all_gather(whole, part, asynchronous=True)` starts to fill `whole` with the
             ranks' parts, all of one dtype; `part` may be this rank's own place in `whole`.
 
     Returns:
-        The gathering, under way: `whole` is complete once `wait()` of it has returned. Whoever calls this has something to do meanwhile.
+        The work of the all-gather: `whole` is complete once its `wait()` has returned. The caller computes meanwhile, so do not wait here.
 
     >>> whole, shard = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
     >>> first_two = whole[:2]
@@ -62,20 +62,20 @@ def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
 def reshard_unit(
     whole: Tensor, gradients: Sequence[Tensor | None], sizes: Sequence[int], dtype: torch.dtype, group: Communicator
 ) -> tuple[Tensor, Work]:
-    """After a unit's backward pass: let its whole weights go, and begin to add up its gradients, of which each rank keeps its shard.
+    """Free a unit's unsharded weights after its backward pass, and start the reduce-scatter of its gradients.
 
     Args:
         whole: [size * n], the weights. Afterwards its storage has 0 bytes; the tensor itself, and views of it, stay.
         gradients: this rank's gradient of each parameter, in the parameter's shape, in the order in which they lie in `whole`. None for one
-            that this rank has not used: others may have, and every rank sends equally much.
+            that this rank has not used: other ranks may have, and every rank must send the same number of elements.
         sizes: how many numbers each parameter has; together at most size * n, and the rest is padding.
-        dtype: what the gradients are added in, and kept in.
-        group: the ranks that the unit is cut over. `group.reduce_scatter(part, whole, asynchronous=True)` begins to fill `part` with this
-            rank's part of the sum of all ranks' `whole`, both of one dtype; what is in `whole` afterwards is of no use.
+        dtype: the dtype in which gradients are added and kept.
+        group: the ranks that the unit is sharded over. `group.reduce_scatter(part, whole, asynchronous=True)` starts to fill `part` with
+            this rank's part of the sum of all ranks' `whole`, both of one dtype; `whole` is undefined afterwards.
 
     Returns:
-        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, and the operation under way that fills it: it is
-        complete once `wait()` has returned. The gradients are sums over tokens, so they are added and never averaged.
+        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, and the work that fills it: it is complete
+        once `wait()` has returned. The gradients are sums over tokens, so they are added and never averaged.
 
     >>> whole, gradients = torch.ones(4), [torch.tensor([[5.0], [6.0]]), None]
     >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, SingleRankCommunicator())
@@ -87,15 +87,15 @@ def reshard_unit(
     """
 
 
-class Flat:
-    """Some parameters of a unit: all of one dtype, and either all trained or all frozen. Each rank of `group` keeps an equal shard.
+class FlatParam:
+    """A flat parameter: several parameters of a unit, all of one dtype, and all trained or all frozen. Each rank of `group` has one shard.
 
     Args:
-        slots: the parameters, in the order in which they are laid end to end. Their modules get this rank's pieces in place of them.
+        slots: the parameters, in the order in which they are concatenated. In their modules this rank's shards replace them.
         group: the ranks that share them.
-        dtype: what they are gathered in; None for their own.
-        device: where the shard is to lie.
-        value_of: value_of(name, parameter) -> the whole initial value, asked for one parameter at a time.
+        dtype: the dtype in which they are gathered; None for their own.
+        device: where the shard is allocated.
+        value_of: value_of(name, parameter) -> the full initial value, called for one parameter at a time.
 
     Attributes:
         shard: [n], this rank's numbers: the weights that the optimizer steps.
@@ -140,22 +140,22 @@ class Flat:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of the whole weights, which may still be on their way; 0 between two uses."""
+        """Bytes of the unsharded weights, even while they are still being gathered; 0 between two uses."""
         return self.whole.untyped_storage().nbytes()
 
     def gather(self) -> None:
-        """Begin to gather, if that has not begun."""
+        """Start the all-gather, unless it has started."""
         if not self.gathered_bytes:
             self.gathering = unshard_unit(self.whole, self.shard, self.group)
 
     def use_whole(self) -> None:
-        """Wait for the gathering, and let the modules compute with whole weights."""
+        """Wait for the all-gather, and put the unsharded weights into the modules."""
         self.wait()
         self.put(self.wholes)
 
     def release(self) -> None:
-        """Let the whole weights go; the modules hold pieces again."""
-        self.wait()  # for one that was begun and not used: every rank has begun it, so every rank must end it
+        """Free the unsharded weights (reshard), and put the shards back into the modules."""
+        self.wait()  # also for an all-gather that was never used: every rank has started it, so every rank must complete it
         self.whole.untyped_storage().resize_(0)
         self.put(self.pieces)
 
@@ -170,7 +170,7 @@ class Flat:
                 module._parameters[attribute] = parameter
 
     def begin_reduce(self) -> Callable[[], None]:
-        """Let the weights go, and begin to add up this backward pass's gradients. What is returned waits, and adds them to the step's."""
+        """Free the weights, and start the reduce-scatter of this backward pass's gradients. Returns a function that completes it."""
         self.release()
         gradients = [parameter.grad for parameter in self.wholes]
         self.used = [before or now is not None for before, now in zip(self.used, gradients, strict=True)]
@@ -185,8 +185,8 @@ class Flat:
         return finish
 
     def add(self, gradient: Tensor) -> None:
-        """Take in a backward pass's [n] gradient: on top of the step's, or as its first. A parameter that one rank holds all of has a
-        gradient there alone; one that is spread has one on every rank, which may be empty."""
+        """Accumulate a backward pass's [n] gradient into the step's. A parameter that one rank holds alone has a gradient only there; one
+        that is sharded has a gradient on every rank, which may be empty."""
         if self.gradient is not None and any(piece.grad is not None for piece in self.pieces):
             self.gradient += gradient
             return
@@ -196,7 +196,7 @@ class Flat:
                 piece.grad = gradient[at].view(piece.shape)
 
     def close_step(self, users: Sequence[float]) -> None:
-        """The step's gradient is complete. users: how many ranks have used each parameter; what nobody has used has no gradient."""
+        """Complete the step's gradient. users: how many ranks have used each parameter; one that no rank has used gets no gradient."""
         for piece, count in zip(self.pieces, users, strict=True):
             if not count:
                 piece.grad = None
@@ -204,13 +204,13 @@ class Flat:
 
 
 class Unit:
-    """An FSDP unit, whose parameters are gathered and freed together: one `Flat`, or several where some are frozen, of another dtype, or shared
-    over other ranks.
+    """An FSDP unit, whose parameters are gathered and freed together: one `FlatParam`, or several where some are frozen, of another dtype,
+    or shared over other ranks.
 
     apart: whether parameters whose gradient is partial over other ranks get a flat of their own.
 
-    awaited: whether a forward pass has left a graph here whose backward pass is to come. open: whether one has begun to compute its
-    gradients, and they are not reduced yet.
+    awaits_backward: whether a forward pass has left a graph here whose backward pass is still to come. open: whether a backward pass has
+    begun here whose gradients are not reduced yet.
     """
 
     def __init__(
@@ -230,9 +230,9 @@ class Unit:
             kind = (parameter.requires_grad, parameter.dtype, getattr(parameter, "shared_over", group), elsewhere)
             kinds.setdefault(kind, []).append(slot)
         self.flats = [
-            Flat(kind, over, dtype if own.is_floating_point else None, device, value_of) for (_, own, over, _), kind in kinds.items()
+            FlatParam(kind, over, dtype if own.is_floating_point else None, device, value_of) for (_, own, over, _), kind in kinds.items()
         ]
-        self.awaited = self.open = False
+        self.awaits_backward = self.open = False
 
     @property
     def gathered_bytes(self) -> int:
@@ -251,7 +251,7 @@ class Unit:
             flat.release()
 
     def begin_reduce(self) -> list[Callable[[], None]]:
-        self.awaited = self.open = False
+        self.awaits_backward = self.open = False
         self.release()
         return [flat.begin_reduce() for flat in self.flats if flat.trained]
 
@@ -267,6 +267,6 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 def slots_within(slots: Sequence[Slot], module: nn.Module) -> list[Slot]:
-    """Those that only this module and the ones inside it hold."""
+    """The parameters that are held only by this module and the modules inside it."""
     inside = set(module.modules())
     return [slot for slot in slots if all(holder in inside for holder, _ in slot.places)]

@@ -1,17 +1,17 @@
-"""Chapter 06. Fully sharded data parallelism (FSDP, ZeRO-3): weights are whole only where and while they are computed with.
+"""Chapter 06. Fully sharded data parallelism (FSDP, ZeRO-3): a unit's weights are gathered for its computation only, then freed.
 
-    forward     gather unit 0, compute, let go; gather unit 1, compute, let go; ...
-    backward    gather the last unit, compute, let go and reduce-scatter its gradients; gather the one before it; ...
+    forward     gather unit 0, compute, free; gather unit 1, compute, free; ...
+    backward    gather the last unit, compute, free, and reduce-scatter its gradients; gather the one before it; ...
 
-A unit is a block; embedding, last norm and head are one together, which is whole throughout. Each rank sees its own share of the batch,
-and the numbers are those of one process: only what is held is cut (Rajbhandari et al. 2020; Zhao et al. 2023, section 3).
+A unit is a block; embedding, last norm and head together are the root unit, which stays gathered throughout. Each rank sees its own share
+of the batch, and computes what one process would: only storage is sharded (Rajbhandari et al. 2020; Zhao et al. 2023, section 3).
 
     moved per step, of P parameters:  2 P gathered and P reduced, half as much again as an all-reduce, which is one of each
 
-While a unit computes, the next one is gathered. Every micro-batch reduces its gradients, so a rank never holds more than a unit of whole
-gradients; replicas of the whole (axis dp) add their shards at the last micro-batch only.
+While a unit computes, the next one is prefetched. Every micro-batch reduces its gradients, so a rank never holds more than a unit of
+unsharded gradients; replicas (axis dp, HSDP) add their shards at the last micro-batch only.
 
-Left out on purpose: keeping whole gradients over the micro-batches, which would save P moved for each and hold P; units other than these.
+Left out on purpose: keeping unsharded gradients over the micro-batches, which would save P moved for each and hold P; other units.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,35 +23,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.model.attention import AttentionContext
+from shared.model.context import AttentionContext
 from shared.model.init import local_initial_value
 from shared.parallel.data.engine import DataEngine
-from shared.parallel.data.flat import Flat, Unit, slots_of, slots_within
+from shared.parallel.data.flat import FlatParam, Unit, slots_of, slots_within
 from shared.parallel.mesh import Mesh
 
 
 class FullySharded(DataEngine):
-    """A model whose parameters are cut over `mesh.fsdp`, in place: between two uses its modules hold this rank's pieces.
+    """FSDP: shards a model's parameters over `mesh.fsdp`, in place. Between two uses its modules hold this rank's shards.
 
     Args:
-        model: a `TransformerModel`, the same on every rank, whose parameters that are not to be trained are frozen already. One on the meta
-            device is too large for a rank: it gets its memory and its initial weights here, one parameter after the other.
+        model: a `TransformerModel`, the same on every rank, with untrained parameters frozen already. One on the meta device may be
+            too large for a rank: it is allocated and initialized here, one parameter after the other.
         mesh: `reshard_after_forward` and `prefetch` of its configuration are read.
-        dtype: what blocks are gathered in; None for the weights' own. The run then computes under autocast with that dtype, which would
-            round the same weights, and keep the rounded copies of all blocks until the backward pass. The ends of the model are gathered
-            as they are, so that the stream between the blocks is not rounded either. Gradients are added in the weights' own dtype.
-        device: of the pieces of a model on the meta device.
-        seed: of the initial weights of such a model.
+        dtype: the dtype in which blocks are gathered; None for the weights' own. The run then computes under autocast with that dtype,
+            which would round the same weights, and keep the rounded copies of all blocks until the backward pass. The root unit is gathered
+            in its own dtype, so that the residual stream is not rounded either. Gradients are added in the weights' own dtype.
+        device: where the shards of a model on the meta device are allocated.
+        seed: for the initial weights of such a model.
 
     Attributes:
-        model, optim_params: the model. Its `named_parameters` are this rank's pieces under the names of the whole.
-        root: what stands around the blocks. units: all, the root first, then the blocks in the order of the forward pass.
+        model, optim_params: the model. Its `named_parameters` are this rank's shards under the full parameters' names.
+        root: the unit of all parameters outside the blocks. units: the root first, then the blocks in the order of the forward pass.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", seed: int = 0):
         super().__init__(model, mesh.loss)
         self.mesh = mesh
-        self.keeps, self.ahead = not mesh.config.reshard_after_forward, mesh.config.prefetch
+        self.keep_unsharded, self.prefetch = not mesh.config.reshard_after_forward, mesh.config.prefetch
         stacks = [stack for stack in (model.encoder, model.stack) if stack is not None]
         blocks = [block for stack in stacks for block in stack.blocks.values()]
         slots = slots_of(model)
@@ -62,8 +62,8 @@ class FullySharded(DataEngine):
         self.units = [self.root, *(make(of_block, dtype=dtype) for of_block in of_blocks)]
         self.unit_of = dict(zip(blocks, self.units[1:], strict=True))
         self.reducing: list[Callable[[], None]] = []
-        self.flats: list[Flat] = []
-        self.keeps_always = False
+        self.flats: list[FlatParam] = []
+        self.always_unsharded = False
         for stack in stacks:
             stack.run_block = partial(self.run_block, stack.run_block)
         model.compile = partial(compile_each, blocks)
@@ -78,24 +78,24 @@ class FullySharded(DataEngine):
         self.use(self.root)
 
     def run_block(self, inner: Callable[..., Tensor], block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
-        """A `run_block`: gather, compute as it was done before (`inner`, which may recompute), let go."""
+        """A `run_block` for FSDP: gather the block's unit, compute (`inner`, possibly with activation checkpointing), free the weights."""
         unit = self.unit_of[block]
         self.use(unit)
         if torch.is_grad_enabled():
-            x = BeforeIt.apply(x, partial(self.after_backward, unit))
+            x = PostBackward.apply(x, partial(self.after_backward, unit))
         with autocast_without_cache(x.device.type):
             x = inner(block, x, context)
         if x.requires_grad and torch.is_grad_enabled():
-            unit.awaited = True
+            unit.awaits_backward = True
             x.register_hook(partial(self.before_backward, unit))
-        if not (self.keeps_always or (self.keeps and unit.awaited)):
+        if not (self.always_unsharded or (self.keep_unsharded and unit.awaits_backward)):
             unit.release()
         return x
 
     def after_forward(self, model: nn.Module, inputs: tuple, output: Any) -> None:
         results = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         for tensor in results:
-            self.root.awaited = True
+            self.root.awaits_backward = True
             tensor.register_hook(partial(self.before_backward, self.root))
         if not results:
             self.reduce_rest()
@@ -103,23 +103,23 @@ class FullySharded(DataEngine):
     # A backward pass.
 
     def before_backward(self, unit: Unit, gradient: Tensor) -> None:
-        """The gradient of what a unit has computed is there."""
+        """A unit's backward pass begins: the gradient of its output has arrived."""
         self.mesh.fsdp.trace.phase = "backward"
         unit.open = True
         self.use(unit, backward=True)
 
     def after_backward(self, unit: Unit) -> None:
-        """Everything in a unit has its gradient. Those of the unit before are waited for first, so that those of two are held at most."""
+        """All gradients of this unit are ready. Wait for the previous unit's reduce-scatter first: at most two units' gradients exist."""
         self.wait_for_gradients()
         self.reducing = unit.begin_reduce()
 
     def use(self, unit: Unit, backward: bool = False) -> None:
-        """Let a unit compute with whole weights, and begin to gather those that come next."""
+        """Unshard a unit for its computation, and prefetch the units that come next."""
         order = [self.root, *reversed(self.units[1:])] if backward else self.units
         place = order.index(unit)
         unit.gather()
-        for following in order[place + 1 : place + 1 + self.ahead]:
-            if following.awaited or not backward:
+        for following in order[place + 1 : place + 1 + self.prefetch]:
+            if following.awaits_backward or not backward:
                 following.gather()
         unit.use_whole()
 
@@ -129,19 +129,19 @@ class FullySharded(DataEngine):
         self.reducing = []
 
     def reduce_rest(self) -> None:
-        """Reduce what a backward pass has left: the root, and blocks whose input wants no gradient. Then nothing is whole on any rank."""
+        """Reduce the rest after a backward pass: the root, and blocks whose input needs no gradient. Afterwards all weights are sharded."""
         for unit in self.units:
             if unit.open:
                 self.after_backward(unit)
         self.wait_for_gradients()
         for unit in self.units:
-            if not self.keeps_always:
+            if not self.always_unsharded:
                 unit.release()
 
     # The parts of a step.
 
     def finish(self) -> None:
-        """Every backward pass has reduced its gradients; replicas now add their shards."""
+        """All-reduce the gradients' shards over the replicas, once every backward pass has reduce-scattered its gradients."""
         self.reduce_rest()
         self.flats = [flat for unit in self.units for flat in unit.flats if flat.trained]
         partly = [flat.gradient for flat in self.flats if flat.gradient is not None and flat.group is self.mesh.fsdp]
@@ -158,22 +158,22 @@ class FullySharded(DataEngine):
 
     @contextmanager
     def kept_whole(self) -> Iterator[None]:
-        """While it is open, a unit stays gathered once it was used: a forward pass for each token of a generated text gathers once in all."""
-        self.keeps_always = True
+        """A context in which units stay gathered once they were used: generation runs a forward pass for each token, and gathers once."""
+        self.always_unsharded = True
         try:
             yield
         finally:
-            self.keeps_always = False
+            self.always_unsharded = False
             self.reduce_rest()
 
     @property
     def gathered_bytes(self) -> int:
-        """Of whole weights that this rank holds at the moment."""
+        """Bytes of unsharded weights on this rank now."""
         return sum(unit.gathered_bytes for unit in self.units)
 
 
-class BeforeIt(torch.autograd.Function):
-    """The identity in front of a unit: its backward pass is the last thing of the unit's, and then calls `done`."""
+class PostBackward(torch.autograd.Function):
+    """A post-backward hook: the identity in front of a unit, whose backward pass runs last in the unit and calls `done`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, done: Callable[[], None]) -> Tensor:
@@ -187,19 +187,19 @@ class BeforeIt(torch.autograd.Function):
 
 
 def compile_each(blocks: Sequence[nn.Module], **options: Any) -> None:
-    """In place of a model's `compile`: what blocks compute is compiled, and the gathering around them stays out of it."""
+    """Compile each block (torch.compile) in place of the whole model, so that the gathering around the blocks stays outside the graph."""
     for block in blocks:
         block.compile(**options)
 
 
 def autocast_without_cache(device_type: str) -> torch.autocast:
-    """Mixed precision as it is, without the cache in which it would keep rounded copies of all units until the end of the forward pass."""
+    """The current autocast, without its cache, which would keep rounded copies of all units until the end of the forward pass."""
     dtype = torch.get_autocast_dtype(device_type)
     return torch.autocast(device_type, dtype, enabled=torch.is_autocast_enabled(device_type), cache_enabled=False)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of what a model returns: one, or several in tuples and dictionaries."""
+    """The tensors in a model's output: one, or several in tuples and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -208,7 +208,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def first_value(model: nn.Module, seed: int, name: str, parameter: nn.Parameter) -> Tensor:
-    """This rank's numbers of a parameter as the model has it, or as its name and the seed make it where it has no memory yet."""
+    """The initial value of this rank's part of a parameter: the model's own, or drawn from name and seed for one on the meta device."""
     return local_initial_value(model.logical_name(name), parameter, model.config, seed) if parameter.is_meta else parameter
 
 

@@ -1,12 +1,12 @@
-"""Chapter 06. Optimizer offload: optimizer state in the CPU's memory, and the step there too. A GPU holds weights, gradients and activations.
+"""Chapter 06. Optimizer offload (ZeRO-Offload): the optimizer's state is in the CPU's memory, and its step runs on the CPU.
 
     gradients and weights down  ->  divide, clip, step on the CPU  ->  weights up          12 bytes for each parameter, in float32
 
-AdamW's state is twice the weights, and is looked at once in a step (Ren et al. 2021, "ZeRO-Offload", section 3). With ZeRO or FSDP each
+AdamW's state is twice the weights, and is used once in a step (Ren et al. 2021, "ZeRO-Offload", section 3). With ZeRO or FSDP each
 rank takes down its shards only, so the CPUs of all ranks share the step.
 
-The weights travel both ways: whoever restores a checkpoint writes the model's, and what is stepped must be those. Left out on purpose: an
-overlap of bus and computation, and weights or gradients that live on the CPU.
+The weights are copied both ways, because restoring a checkpoint writes to the model's weights, from which a step must start. Left out on
+purpose: overlapping copies with computation, and keeping weights or gradients on the CPU.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Chapter 06. The same random numbers a second time: what dropout drew when a block was run, it must draw when the block is run again.
+"""Chapter 06. Random state for activation checkpointing: dropout must draw the same numbers when a block is run again.
 
-Chapter 04 saves every generator of a run, once in many steps. Here it is torch's alone, for every block of every step.
+Only torch's generators are saved, for every block of every step; a run's checkpoint (chapter 04) saves all generators.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def random_state_of(tensor: Tensor) -> list[Tensor]:
 
 @contextmanager
 def random_numbers_from(state: list[Tensor]) -> Iterator[None]:
-    """Within, random numbers are drawn from `state` on; afterwards, the generators are as they were before.
+    """Restore a random state (as torch.random.fork_rng): within the block numbers are drawn from `state`; afterwards generators are reset.
 
     The GPU whose state it holds is the current one, as it is in a forward and in a backward pass.
     """

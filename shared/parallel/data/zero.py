@@ -1,13 +1,13 @@
-"""Chapter 06. ZeRO: replicas need not all hold the same optimizer state, nor the same gradients; each holds a part and updates it.
+"""Chapter 06. ZeRO-1 and ZeRO-2 (stages 1 and 2): data-parallel replicas shard optimizer state and gradients, and each updates its shard.
 
     DDP        all-reduce the gradients, update everything everywhere
-    ZeRO-1     reduce-scatter the gradients, each rank updates its pieces, all-gather the weights: the same bytes, 1/n of the state
-    ZeRO-2     the same after every micro-batch, so that gradients add up in pieces too
+    ZeRO-1     reduce-scatter the gradients, each rank updates its shards, all-gather the weights: the same bytes, 1/n of the state
+    ZeRO-2     the same after every micro-batch, so that gradients are accumulated in shards too
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5.1 and 5.2. Optimizers that treat
-each number alone may be cut anywhere; Muon orthogonalises whole matrices, so each of them is whole on one rank.
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5.1 and 5.2. Parameters
+of elementwise optimizers may be split anywhere; Muon orthogonalises whole matrices, so each of them stays on one rank.
 
-Left out on purpose: weights that are cut too (stage 3, `shared.parallel.data.fsdp`).
+Left out on purpose: sharded weights (stage 3, `shared.parallel.data.fsdp`).
 """
 
 from collections import deque
@@ -18,22 +18,22 @@ from torch import Tensor, nn
 
 from shared.course.binding import exercise
 from shared.optim.routing import Route
-from shared.parallel.data.buckets import Bucket, taken
+from shared.parallel.data.buckets import Bucket, take_gradients
 from shared.parallel.comm.communicator import Communicator, Work
 from shared.parallel.data.ddp import DataParallel
 from shared.parallel.sharding import Parameters, Range, Sharding, Span, make_shard, split_spans
 from shared.parallel.comm.collectives import all_gather_v, are_equal, reduce_scatter_v
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
-AT_ONCE = 2  # buckets that may be under way: one travels while the next one fills
+MAX_UNDER_WAY = 2  # buckets: one is exchanged while the next one fills
 
 
 @exercise("06.partition")
 def partition(sizes: Sequence[int], whole: Sequence[bool], held: Sequence[int]) -> list[list[Range]]:
-    """Share out parameters among ranks, so that ranks hold as equally many numbers as can be.
+    """Partition parameters over ranks for ZeRO, so that ranks hold as nearly equal numbers of elements as possible.
 
     First the parameters that must stay whole, the largest first: each goes to the rank that then holds the fewest numbers. The others may
-    be cut anywhere, and are cut so that they level out what is uneven: afterwards the ranks that received something of them differ
+    be cut anywhere, and are cut so that they even out the ranks' loads: afterwards the ranks that received something of them differ
     by one number at most, and a rank that received nothing holds no fewer than those.
 
     Args:
@@ -55,21 +55,21 @@ def partition(sizes: Sequence[int], whole: Sequence[bool], held: Sequence[int]) 
 
 
 class Zero(DataParallel):
-    """Replicas that share out optimizer state (stage 1) and gradients too (stage 2).
+    """ZeRO: replicas that shard the optimizer state (stage 1), and the gradients too (stage 2).
 
-    A gradient is let go as soon as its bucket has started. In stage 1, gradients of several micro-batches add up first, whole on every
-    rank; in stage 2 they are exchanged after each micro-batch and add up in the pieces, for as many times the bytes.
+    A gradient is freed as soon as its bucket has started. In stage 1, gradients of several micro-batches add up first, whole on every
+    rank; in stage 2 they are exchanged after each micro-batch and add up in the shards, for as many times the bytes.
 
     Args:
-        model: the same weights on every rank. What is not to be trained is frozen already.
-        group: the ranks that share out a batch, and the pieces.
+        model: the same weights on every rank, with untrained parameters frozen already.
+        group: the ranks that share a batch, and the shards.
         stage: 1 or 2.
         whole: names of parameters that must not be cut (`muon_matrices`).
-        bucket_megabytes: how many gradients travel together. Each bucket is shared out by itself, so all ranks are busy with each.
+        bucket_megabytes: the size of a bucket of gradients. Each bucket is partitioned by itself, so all ranks are busy with each.
 
     Attributes:
         optim_params: this rank's shards of the trained parameters, under the model's names.
-        held: how many numbers each rank's pieces have.
+        held: how many elements each rank's shards have.
     """
 
     def __init__(self, model: nn.Module, group: Communicator, stage: int, whole: Collection[str] = (), bucket_megabytes: float = 25.0):
@@ -98,7 +98,7 @@ class Zero(DataParallel):
         return exchanging if self.stage == 1 else exchange_each
 
     def updater(self, updater: Updater) -> Updater:
-        """Each rank updates its shards, and then sends them to the others."""
+        """Each rank updates its shards, and all-gathers the new weights."""
 
         def update(model: nn.Module, optimizer: torch.optim.Optimizer, token_count: Tensor) -> None:
             updater(self.optim_params, optimizer, token_count)
@@ -110,7 +110,7 @@ class Zero(DataParallel):
 
 
 class SharedBucket:
-    """A bucket of which each rank wants a part: what it holds pieces of.
+    """A bucket for reduce-scatter: each rank gets the part of which it holds shards.
 
     Args:
         parameters: whole on every rank, contiguous.
@@ -118,13 +118,13 @@ class SharedBucket:
         under_way: the operations of all buckets, of which a few may be unfinished at a time; their memory is free when they are done.
 
     Attributes:
-        results: this rank's pieces, which are views of the parameters: who steps them changes the parameters' memory.
-        sizes: how many numbers each rank has of the bucket.
+        results: this rank's shards, views of the parameters: an optimizer that steps them changes the parameters' memory.
+        sizes: how many elements of the bucket each rank has.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shardings: Sequence[Sharding], group: Communicator, under_way: deque[Work]):
         if any(not parameter.is_contiguous() for parameter in parameters):
-            raise ValueError("ZeRO's pieces are views of the parameters, and one is not contiguous: make it so before it is shared out.")
+            raise ValueError("ZeRO's shards are views of the parameters, and one is not contiguous: call .contiguous() on it before.")
         self.parameters, self.group, self.under_way = tuple(parameters), group, under_way
         self.spans: list[tuple[Span, ...]] = [sharding.parts for sharding in shardings]
         self.results = [make_shard(each.here.of(p.data), each, p) for p, each in zip(parameters, shardings, strict=True)]
@@ -133,47 +133,47 @@ class SharedBucket:
         travelling = group.size * max(self.sizes) if are_equal(self.sizes) else sum(self.sizes)
         self.bytes = travelling * parameters[0].element_size()
 
-    def of_ranks(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    def parts_by_rank(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """One tensor of each parameter's shape -> for each rank its parts of them, [stop - start] each."""
         flat = [tensor.reshape(-1) for tensor in tensors]
         return [[each[slice(*spans[rank])] for each, spans in zip(flat, self.spans, strict=True)] for rank in range(self.group.size)]
 
     def start(self) -> Work:
-        return self.begun(lambda: reduce_scatter_v(self.of_ranks(taken(self)), self.group, self.add_to_shards))
+        return self.enqueue(lambda: reduce_scatter_v(self.parts_by_rank(take_gradients(self)), self.group, self.add_to_shards))
 
-    def begun(self, start: Callable[[], Work]) -> Work:
-        while len(self.under_way) >= AT_ONCE:
+    def enqueue(self, start: Callable[[], Work]) -> Work:
+        while len(self.under_way) >= MAX_UNDER_WAY:
             self.under_way.popleft().wait()
         self.under_way.append(start())
         return self.under_way[-1]
 
     def add_to_shards(self, total: Tensor) -> None:
-        """A piece without numbers keeps no gradient, so that no optimizer holds state for it or waits for other ranks."""
+        """Accumulate the reduced gradients. An empty shard gets none, so no optimizer keeps state for it or waits for other ranks."""
         for piece, part in zip(self.results, total.split([piece.numel() for piece in self.results]), strict=True):
             if piece.numel():
                 part = part.view(piece.shape)
                 piece.grad = part if piece.grad is None else piece.grad.add_(part)
 
     def gather_weights(self) -> Work:
-        """Begin to bring the updated weights of all ranks' pieces into the parameters."""
+        """Start to all-gather the updated weights of all ranks' shards into the parameters."""
         own = torch.cat([piece.detach().flatten() for piece in self.results])
-        return self.begun(lambda: all_gather_v(own, self.sizes, self.group, self.take_weights))
+        return self.enqueue(lambda: all_gather_v(own, self.sizes, self.group, self.copy_weights))
 
-    def take_weights(self, gathered: Sequence[Tensor]) -> None:
-        places = self.of_ranks([parameter.data for parameter in self.parameters])
+    def copy_weights(self, gathered: Sequence[Tensor]) -> None:
+        places = self.parts_by_rank([parameter.data for parameter in self.parameters])
         for rank, (row, parts) in enumerate(zip(gathered, places, strict=True)):
-            if rank != self.group.rank:  # its own are there, as views
+            if rank != self.group.rank:  # its own are up to date, as views
                 for place, part in zip(parts, row.split([place.numel() for place in parts]), strict=True):
                     place.copy_(part)
 
 
 def muon_matrices(routes: Iterable[Route] | None) -> set[str]:
-    """The names of the parameters that the optimizer orthogonalises, so that they must not be cut; none where it is not Muon."""
+    """The names of the matrices that Muon orthogonalises, which ZeRO must not split; none with other optimizers."""
     return {name for part in routes or () if part.rule == "muon" for name in part.names}
 
 
 def bytes_held(numbers: int, ranks: int, stage: int, weight: float = 4, gradient: float = 4, state: float = 8) -> dict[str, float]:
-    """What a rank holds at the end of a step's backward passes, by kind, apart from activations and buckets under way.
+    """Memory of a rank under ZeRO after a step's backward passes, by kind, in bytes; without activations and buckets under way.
 
     With P parameters in half precision and Adam in mixed precision (weight 2, gradient 2, state 12 bytes for each), n ranks:
     (2 + 2 + 12) P at stage 0, (2 + 2) P + 12 P / n at 1, 2 P + (2 + 12) P / n at 2, (2 + 2 + 12) P / n at 3 (Rajbhandari et al. 2020,

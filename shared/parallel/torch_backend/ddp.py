@@ -66,7 +66,7 @@ class TorchReplicas(DataEngine):
 
 
 def summed(group: Communicator, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's exchange of a bucket of gradients: an all-reduce that adds and, since it stands here, is not divided."""
+    """A DDP communication hook: all-reduces a bucket as a sum, where DDP's default divides it by the number of ranks."""
     buffer = bucket.buffer()
     start = lambda: dist.all_reduce(buffer, group=group.torch_group, async_op=True)  # noqa: E731
     traced = group.dispatch("all_reduce", buffer, start, asynchronous=True)

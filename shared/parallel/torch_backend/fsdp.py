@@ -1,6 +1,6 @@
 """Chapter 06. FSDP on PyTorch's own engine: `fully_shard`, told to add gradients and never to average.
 
-Each parameter becomes a `DTensor`, whose part on this rank is some of its rows, so a contiguous range of its numbers: a piece like those of
+Each parameter becomes a `DTensor`, whose part on this rank is some of its rows, so a contiguous range of its numbers: a span, as in
 this course's own FSDP. The optimizer is built over the pieces, which are views of the same memory, and knows nothing of DTensors.
 
 Left out on purpose: parameters on a mesh of their own, cuts along other dimensions, and moving weights to the CPU.
@@ -30,7 +30,8 @@ from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 class TorchSharded(DataEngine):
     """Weights, gradients and optimizer state cut over `mesh.fsdp`, one block after the other: `fully_shard`.
 
-    With several replicas (`mesh.dp`) each is cut alike, and parts of gradients are added over them at the last micro-batch (HSDP).
+    With several replicas (`mesh.dp`, HSDP) each is sharded in the same way, and shards of gradients are added over them at the last
+    micro-batch.
     Within a replica they are added at every micro-batch, so that no rank ever holds whole gradients of more than a block.
 
     Args:
@@ -98,7 +99,7 @@ class TorchSharded(DataEngine):
                 shard.grad = local(gradient)
 
     def updater(self, updater: Updater) -> Updater:
-        """What was gathered with no backward pass after it is let go first: the next forward pass would take it for the new weights."""
+        """Reshard units that were gathered without a backward pass: the next forward pass would take them for the new weights."""
 
         def update(model: nn.Module, optimizer: torch.optim.Optimizer, token_count: Tensor) -> None:
             for unit in self.units:
@@ -191,7 +192,7 @@ class UsedParameters:
 
 
 class Noted:
-    """A collective operation of `fully_shard` that stands in the trace: it has a place there for operations of one's own."""
+    """A custom collective for `fully_shard`, which records it in the communication trace."""
 
     def __init__(self, group: Communicator):
         self.group = group
