@@ -23,8 +23,7 @@ from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.totals import add_over
-from shared.parallel.data.engine import DataEngine, complete
+from shared.parallel.data.engine import DataEngine, add_over, complete
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
 from shared.parallel.holders import Holders
 from shared.parallel.mesh import Mesh

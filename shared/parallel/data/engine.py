@@ -6,7 +6,7 @@
     updater     around the optimizer's step
 
 Each engine serves the parameters of one group of ranks. `shared.parallel.strategy` puts several together; one alone completes a step by
-`reducer` itself.
+`reducer` itself. Totals are sums, so the totals of ranks add: one all-reduce of a small vector of float64, in which counts are exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.totals import add_with
 from shared.totals import Runner, Totals, Updater
 
 
@@ -76,6 +75,23 @@ def complete(engines: Sequence[DataEngine], totals: Totals, group: Communicator)
     for engine, counts in zip(engines, users.split([len(each) for each in flags]), strict=True):
         engine.drop_unused(counts.tolist())
     return totals
+
+
+def add_over(totals: Totals, group: Communicator) -> Totals:
+    """The totals over the ranks of a group, on each of them. One all-reduce."""
+    return add_with(totals, torch.empty(0), group)[0]
+
+
+def add_with(totals: Totals, counts: Tensor, group: Communicator) -> tuple[Totals, Tensor]:
+    """Totals and other counts [n] over the ranks of a group, in one all-reduce. The counts come back as float64 on the CPU."""
+    if group.size == 1:  # perhaps on a device that knows no float64
+        return totals, counts.double().cpu()
+    values = [totals.loss_sum, totals.token_count, *totals.metrics.values()]
+    device = totals.loss_sum.device
+    packed = torch.cat([torch.stack([value.detach().to(device, torch.float64) for value in values]), counts.to(device, torch.float64)])
+    group.all_reduce(packed)
+    loss_sum, token_count, *metrics = (total.to(value.dtype) for total, value in zip(packed[: len(values)], values, strict=True))
+    return Totals(loss_sum, token_count, dict(zip(totals.metrics, metrics, strict=True))), packed[len(values) :].cpu()
 
 
 class Subset(nn.Module):
