@@ -98,7 +98,7 @@ class RuntimeEngine:
         self.stopped: str | None = None
 
     def fit(self, train_loader: Iterable[Sequence[Batch]], val_loader: Iterable[Batch] | None = None, *, steps: int) -> "RuntimeEngine":
-        """Train until `steps` steps are done, counting those of earlier calls and of the run that this one goes on from.
+        """Train until `steps` steps are done, counting the steps of earlier calls and of the run that is resumed.
 
         Args:
             train_loader: yields each step's micro-batches. Where it has `state_dict`, its position is saved and restored.
@@ -150,7 +150,7 @@ class RuntimeEngine:
     # A step, in its order.
 
     def trained(self, train_loader: Iterable[Sequence[Batch]]) -> Iterator[None]:
-        """The loop of chapter 01, from the step where this run stands. One pass of this generator is one step."""
+        """The training loop of chapter 01, from the current step. Each iteration of this generator is one step."""
         remaining = self.steps - self.step
         if remaining <= 0:
             return
@@ -256,14 +256,14 @@ class RuntimeEngine:
         self.callbacks.tell("on_log", self, means | rates | self.callbacks.measured(self) | metrics)
 
     def stateful_parts(self, train_loader: Any) -> dict[str, Stateful]:
-        """Everything that a checkpoint holds beside weights, optimizer and generators, by name."""
+        """The other parts of a checkpoint, besides weights, optimizer and random state, by name."""
         parts: dict[str, Stateful] = {CALLBACK + name: callback for name, callback in self.callbacks.by_name().items()}
         if hasattr(train_loader, "state_dict"):
             parts["loader"] = train_loader
         return parts | {"window": self.accumulator} | self.parts
 
     def resume(self) -> None:
-        """Go on from the newest intact checkpoint, if there is one."""
+        """Resume from the newest intact checkpoint, if there is one."""
         if not self.config.checkpoint.resume:
             if self.checkpoints.steps():
                 raise CourseError(
@@ -278,7 +278,7 @@ class RuntimeEngine:
             self.console.print(f"Going on from step {step}, saved in {self.checkpoints.path(step)}.", highlight=False, soft_wrap=True)
 
     def save(self) -> None:
-        """Save the run as it stands between two steps. Callbacks hear of it when it is complete."""
+        """Save a checkpoint between two steps. Callbacks are called when it is complete."""
         self.note_saved(wait=True)
         notes: dict[str, Any] = {"steps": self.steps}
         if self.validation is not None and self.evaluated_at == self.step:
