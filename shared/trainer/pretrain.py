@@ -15,7 +15,7 @@ from rich.console import Console
 from shared.course import binding
 from shared.course.errors import CourseError
 from shared.data.mixture import shares_in_words
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
 from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback

@@ -12,7 +12,7 @@ from torch import nn
 
 from shared.data.completion import continue_ids, fill_gap, find_gaps
 from shared.engine.debug.anomalies import put_weights
-from shared.engine.engine import on_device
+from shared.devices import on_device
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.loop import evaluate
 from shared.model.counting import parameter_counts

@@ -47,7 +47,7 @@ class BrokenStep(CourseError):
 
 
 class CatchAnomalies(Callback):
-    """Non-finite and loss-spike guard. Stops before a step that is not finite; saves the batch of a loss spike and goes on. Looks at every step.
+    """Non-finite and loss-spike guard for every step: stops before a step that is not finite, and saves the batch of a loss spike.
 
     Everything lands in `anomalies/step-XXXXXXXX` of the run's folder, named by the step that the batch was for.
 
