@@ -189,7 +189,7 @@ class RuntimeEngine:
         return self.totals
 
     def update(self, model: nn.Module, optimizer: Optimizer, token_count: Tensor) -> None:
-        """Loss, count and norm come from the device together: the step's one wait of the host. The updater then finds the count on the CPU."""
+        """Copy loss, count and norm from the device together, the one device synchronization of a step; the count is then on the CPU."""
         loss_sum = self.totals.loss_sum
         wide = torch.float32 if loss_sum.device.type == "mps" else torch.float64
         values = (value.to(loss_sum.device, wide) for value in (loss_sum, token_count, self.strategy.grad_norm()))
