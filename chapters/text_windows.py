@@ -1,6 +1,6 @@
 """A dataset of text windows for chapter 03's loader, so that a run on plain bytes resumes exactly.
 
-Chapter 01's `random_batches` draws from one generator, and where that stands is not in any checkpoint. Here the n-th window is a
+Chapter 01's `random_batches` draws from one generator, whose position is not in any checkpoint. Here the n-th window is a
 function of the seed and of n.
 
 Left out on purpose: documents, packing and tokenizers. `shared.data.rows` has them.

@@ -1,7 +1,7 @@
 """Experiments that can be believed: every variant with several seeds (trials), and its spread beside its mean.
 
 A trial is one training run: a variant's settings and a seed. Its figures are kept as soon as it ends, so a comparison that was
-interrupted goes on where it stopped. Two variants are told apart only where their ranges over the seeds do not touch.
+interrupted resumes where it stopped. Two variants are distinguished only where their ranges over the seeds do not touch.
 """
 
 import json

@@ -11,6 +11,7 @@ import sys
 import torch
 
 from shared.course.errors import CourseError
+from shared.totals import Batch
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 
@@ -43,3 +44,8 @@ def keep_freed_memory() -> bool:
     never_trim = mallopt(M_TRIM_THRESHOLD, -1)
     never_map = mallopt(M_MMAP_MAX, 0)  # a mapped block would be handed back when it is freed, however large
     return bool(never_trim and never_map)
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch on a device; from pinned memory, its copy may still be under way on return."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,5 +1,7 @@
-"""Nothing in the tests reaches out: a connection to another machine is an error, whoever opens it. And what a terminal or a CI service
-says about colours and widths is not said to the programs that the tests start. Each test draws the same numbers, whichever ran before it."""
+"""What holds for every test: no network, random numbers of its own, no colours and widths from the terminal; and `--chapter NN`.
+
+A connection to another machine is an error, whichever library opens it.
+"""
 
 import os
 import random
@@ -43,12 +45,12 @@ def pytest_addoption(parser):
 
 
 def is_of_chapter(item: pytest.Item, chapter: str) -> bool:
-    """By its folder, by its file's name, or by what it is tried with: an exercise's id (06.partition) or a chapter's name (06_data_parallel)."""
-    tried_with = getattr(item, "callspec", None)
+    """By its folder, its file's name, or its parameters: an exercise's id (06.partition) or a chapter's name (06_data_parallel)."""
+    parameters = getattr(item, "callspec", None)
     return (
         item.path.parent.name == FOLDERS[chapter]
         or item.path.name.startswith(f"test_{chapter}_")
-        or bool(tried_with and re.search(rf"(^|-){chapter}[._]", tried_with.id))
+        or bool(parameters and re.search(rf"(^|-){chapter}[._]", parameters.id))
     )
 
 

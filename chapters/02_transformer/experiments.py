@@ -151,7 +151,7 @@ def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> dict[
     import torch
 
     from shared.batches import random_batches
-    from shared.data.objectives import packed_next_token_objective
+    from shared.model.chunked_loss import packed_next_token_objective
     from shared.loop import train
     from shared.model.config import ModelConfig
     from shared.model.transformer import TransformerModel
@@ -176,7 +176,7 @@ def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> dict[
 
 def held_out_bits(model: Any, texts: Any, seq: int, windows: int) -> float:
     from chapters.text_run import bits, evaluate_text
-    from shared.data.objectives import packed_next_token_objective
+    from shared.model.chunked_loss import packed_next_token_objective
 
     found, _ = bits(*evaluate_text(model, texts.held_out, seq, packed_next_token_objective, max(windows, 1)))
     return found if math.isfinite(found) else math.inf

@@ -72,7 +72,7 @@ def run(config: RunConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
     from chapters.text_run import run_on_text
     from shared.devices import keep_freed_memory
-    from shared.data.objectives import packed_next_token_objective
+    from shared.model.chunked_loss import packed_next_token_objective
     from shared.model.transformer import TransformerModel
 
     keep_freed_memory()

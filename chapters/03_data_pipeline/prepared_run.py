@@ -21,7 +21,7 @@ from shared.course.errors import CourseError
 from shared.data.completion import Gap, fill_gap, find_gaps
 from shared.data.fim import FillInMiddle, FimConfig
 from shared.data.loader import EvaluationLoader, PackedLoader
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.data.clean_shards import counted
 from shared.data.prepare import PreparedText, prepare
 from shared.data.shards import TokenStore

@@ -69,7 +69,7 @@ def run(config: RunConfig) -> None:
     from shared.devices import keep_freed_memory
     from shared.batches import sequential_batches
     from shared.data.loader import StatefulLoader
-    from shared.data.objectives import packed_next_token_objective
+    from shared.model.chunked_loss import packed_next_token_objective
     from shared.engine.engine import RuntimeEngine
     from shared.model.transformer import TransformerModel
 

@@ -184,7 +184,7 @@ def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> dict[
     import torch
 
     from shared.batches import batch_at
-    from shared.data.objectives import packed_next_token_objective
+    from shared.model.chunked_loss import packed_next_token_objective
     from shared.loop import train
     from shared.model.config import ModelConfig
     from shared.model.transformer import TransformerModel
@@ -231,7 +231,7 @@ def windows_of(stream: Any, settings: dict[str, Any], generator: Any) -> Any:
 
 def held_out_bits(model: Any, texts: Any, settings: dict[str, Any]) -> float:
     from chapters.text_run import bits, evaluate_text
-    from shared.data.objectives import packed_next_token_objective
+    from shared.model.chunked_loss import packed_next_token_objective
 
     found, _ = bits(*evaluate_text(model, texts.held_out, settings["seq"], packed_next_token_objective, settings["windows"]))
     return found if math.isfinite(found) else math.inf

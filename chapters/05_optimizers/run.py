@@ -98,7 +98,7 @@ def run(config: RunConfig) -> None:
 def train_with(config: RunConfig) -> None:
     """One run, with every part of a step that this chapter adds."""
     from chapters.text_run import run_on_text
-    from shared.data.objectives import packed_next_token_objective
+    from shared.model.chunked_loss import packed_next_token_objective
     from shared.loop import accumulate_gradients
     from shared.model.transformer import TransformerModel
     from shared.optim.build import build_optimizer

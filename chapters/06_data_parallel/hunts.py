@@ -12,7 +12,7 @@ from torch import nn
 from shared.loop import accumulate_gradients
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.ddp import NaiveDataParallel
-from shared.parallel.comm.totals import add_over
+from shared.parallel.data.engine import add_over
 from shared.parallel.comm.threads import run_threads
 from shared.totals import Totals
 

@@ -128,7 +128,7 @@ class MemoryTracker:
     Gradients are counted where they wait: as the last micro-batch begins, or, of a single one, when its backward pass is over.
 
     Args:
-        parallel: a model with a stack of blocks, spread or not.
+        parallel: a model with a stack of blocks, parallelized or not.
         optimizer: built over `parallel.optim_params`.
     """
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["compute", "communication", "idle"]
 COLORS = {"compute": figures.COMPUTE, "communication": figures.COMMUNICATION, "idle": figures.IDLE}
-STREAMS = {"compute": "compute", "idle": "compute", "communication": "link"}  # where a bar of each kind stands
+STREAMS = {"compute": "compute", "idle": "compute", "communication": "link"}  # the row of a bar of each kind
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 
 from shared.data.fim import FillInMiddle
 from shared.data.loader import EvaluationLoader, PackedLoader
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.data.prepare import prepare
 from shared.devices import pick_device
 from shared.engine.metrics.gradient_norm import global_gradient_norm

@@ -1,6 +1,6 @@
 """Floor 0. The spine of the core: the modules that train a model from text to step, in the order in which to read them.
 
-About a third of the core, read in a weekend. What is left out (masks, RoPE, formats of other libraries, cleaning, tokenizers, dumps,
+Less than a third of the core, read in a weekend. What is left out (masks, RoPE, formats of other libraries, cleaning, tokenizers, dumps,
 trackers, planning, PyTorch's engine) is called by these modules or calls them. `course map --spine` prints the list. A test holds that a
 module comes after every module of the spine that it imports, so that reading never jumps ahead.
 """

@@ -81,7 +81,7 @@ class CleanShards:
             CourseError: nothing is left to train on.
         """
         number = self.count()
-        cleaner, read = self.go_on(config, number)
+        cleaner, read = self.resume(config, number)
         reading = Reading(sources, read)
         documents: list[Document] = []
         size = 0
@@ -99,8 +99,8 @@ class CleanShards:
             number += 1
         self.finish(number, cleaner.report, sources)
 
-    def go_on(self, config: CleaningConfig, parts: int) -> tuple[Cleaner, int]:
-        """A cleaner that stands where the last whole part ended, and how many documents had been read."""
+    def resume(self, config: CleaningConfig, parts: int) -> tuple[Cleaner, int]:
+        """The cleaner as it was at the end of the last whole part, and how many documents had been read."""
         if not parts:
             return Cleaner(config), 0
         record = self.record(parts - 1)

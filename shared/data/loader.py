@@ -1,7 +1,7 @@
 """Chapter 03. The stateful dataloader: each step's micro-batches for one rank, and a position that any number of ranks can resume from.
 
 Rows are counted globally, in the order in which training sees them: step k takes rows k * batch_size and on, rank r its share of
-them. So the position is one number for all ranks, and a run that stops after n rows goes on with row n, also with other ranks,
+them. So the position is one number for all ranks, and a run that stops after n rows resumes with row n, also with other ranks,
 another batch or micro-batch size. It counts rows that were handed out, not those that the thread has made in advance.
 
 Left out on purpose: moving batches to a device, which is the engine's (chapter 04), and worker processes: rows are cut from mapped
@@ -41,7 +41,7 @@ class RowDataset(Protocol):
 
 
 class Step(NamedTuple):
-    """A step of this rank: its micro-batches, and where the dataset stands after it."""
+    """A step of this rank: its micro-batches, and the dataset's position after it."""
 
     microbatches: list[Batch]
     position: Position
@@ -52,8 +52,8 @@ class Step(NamedTuple):
 class StatefulLoader:
     """Batches from any dataset of rows.
 
-    Iterating yields a step's micro-batches, each a dict of [rows, seq] int64 tensors as `pack_documents` makes them, and goes on
-    where it stands. A last step with fewer rows is filled with rows of padding, which count nothing, so that all ranks take equally
+    Iterating yields a step's micro-batches, each a dict of [rows, seq] int64 tensors as `pack_documents` makes them, from
+    the current position on. A last step with fewer rows is filled with rows of padding, which count nothing, so that all ranks take equally
     many steps of equal shapes.
 
     Args:
@@ -149,7 +149,7 @@ class PackedLoader(StatefulLoader):
 
 
 class EvaluationLoader:
-    """Every token of a store once, packed and always alike, for evaluation: yields batches, the last one possibly smaller.
+    """Every token of a store once, packed and always in the same rows, for evaluation: yields batches, the last one possibly smaller.
 
     With several ranks, rank r takes every ranks-th row from r on, and all take equally many batches: a rank that has one row fewer
     gets one of padding. Iterating again begins again.

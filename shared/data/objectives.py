@@ -1,4 +1,4 @@
-"""Chapter 03. Training objectives for each kind of batch: next-token prediction, masked language modelling, sequence to sequence.
+"""Chapter 03. Training objectives for each kind of batch: masked language modelling, sequence to sequence; next-token prediction is chapter 02's.
 
 Each objective is chapter 02's model with chapter 02's loss; what differs is who may look at whom. In a packed row nobody looks
 into another document (`Documents`), and positions are those within a document. No objective ever holds all logits. Each says which tokens
@@ -10,21 +10,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from shared.loss import IGNORED
-from shared.model.chunked_loss import chunked_loss
-from shared.model.masks import Documents, Padding
+from shared.model.chunked_loss import apart, chunked_loss
+from shared.model.masks import Padding
 from shared.totals import Batch, Totals
-
-
-def packed_next_token_objective(model: nn.Module, batch: Batch) -> Totals:
-    """Next-token prediction in which each document of a packed row is as if it were alone.
-
-    Args:
-        model: a decoder.
-        batch: `input_ids` and `targets` [batch, seq] int64. With `documents` and `positions`, both [batch, seq] int64, the
-            rows are packed; without, each row is one text.
-    """
-    targets = batch["targets"]
-    return model(batch["input_ids"], head_fn=partial(chunked_loss, targets=targets), valid=targets != IGNORED, **apart(batch))
 
 
 def masked_language_objective(model: nn.Module, batch: Batch) -> Totals:
@@ -33,7 +21,7 @@ def masked_language_objective(model: nn.Module, batch: Batch) -> Totals:
     Args:
         model: an encoder.
         batch: `input_ids` and `targets` [batch, seq] int64, as `shared.data.masking.Masking` makes them; `documents` and
-            `positions` as above.
+            `positions` as in `packed_next_token_objective`.
     """
     targets = batch["targets"]
     return model(batch["input_ids"], head_fn=partial(loss_of_targets, targets=targets), valid=targets != IGNORED, **apart(batch))
@@ -55,13 +43,6 @@ def encoder_decoder_objective(model: nn.Module, batch: Batch) -> Totals:
         head_fn=partial(chunked_loss, targets=batch["targets"]),
         valid=batch["targets"] != IGNORED,
     )
-
-
-def apart(batch: Batch) -> dict:
-    """What keeps the documents of packed rows apart, as arguments for a model; nothing where rows were not packed."""
-    if "documents" not in batch:
-        return {}
-    return {"positions": batch["positions"], "mask": Documents(batch["documents"])}
 
 
 def loss_of_targets(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Totals:

@@ -2,7 +2,7 @@
 
 Everything lands in a folder named after the configuration and the text that it was applied to, so preparing the same again finds
 it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation, even a
-killed one, goes on after the last whole file, and ends with the same bytes.
+killed one, resumes after the last whole file, and ends with the same bytes.
 
     clean/00000.parquet ...      cleaned text, with the names of its documents (`shared.data.clean_shards`)
     tokenizer.json               trained on it, or copied from the one that was given, with the name of its end token beside it

@@ -20,7 +20,7 @@ from shared.data.shards import TokenStore
 from shared.loss import IGNORED
 from shared.totals import Batch
 
-Position = dict[str, Any]  # where a dataset of rows stands, in values that JSON can hold
+Position = dict[str, Any]  # the state of a dataset of rows, in values that JSON can hold
 Transform = Callable[[np.ndarray, np.random.Generator], np.ndarray]  # ids of one piece of text -> other ids
 
 

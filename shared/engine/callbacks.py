@@ -1,7 +1,7 @@
 """Chapter 04. Callbacks: how everything that is not the loop takes part in a run.
 
 A callback is called at each event of a step, in order, and reads the engine; logging, trackers, early stopping, profiling, dumps and
-learning-rate schedules are all callbacks. One that changes from step to step says so in `state_dict`, and a resumed run goes on with
+learning-rate schedules are all callbacks. One that changes from step to step says so in `state_dict`, and a resumed run restores
 that state.
 """
 

@@ -24,6 +24,7 @@ from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Callbacks, Metrics
 from shared.engine.checkpoint.folder import CheckpointError
 from shared.engine.config import EngineConfig
+from shared.engine.defaults import default_callbacks
 from shared.engine.shutdown import ShutdownRequest
 from shared.engine.checkpoint.snapshot import Stateful
 from shared.engine.checkpoint.saver import CALLBACK
@@ -31,7 +32,7 @@ from shared.engine.metrics.accumulator import MetricAccumulator, PhaseTimer
 from shared.engine.strategy import Strategy
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
-from shared.devices import pick_device
+from shared.devices import on_device, pick_device
 from shared.output_files import require_writable
 from shared.totals import Batch, Objective, Runner, Totals, Updater
 
@@ -44,15 +45,13 @@ class RuntimeEngine:
         optimizer: over the model's parameters, or the strategy's `optim_params`.
         config: how the run is watched, saved and ended.
         objective, runner, updater: the parts of a step, as `shared.loop.train_step` takes them; the strategy completes them over ranks.
-        callbacks: None for the usual ones that `config` asks for (`shared.engine.defaults.default_callbacks`). On ranks other than 0, those
-            with `every_rank` alone.
+        callbacks: None for those that `config` asks for (`shared.engine.defaults`). Ranks other than 0 have those with `every_rank` alone.
         parts: name -> whatever else changes from step to step and must be saved, such as a dynamic loss scale.
         console: where the engine speaks.
 
-    Attributes for callbacks: `strategy` (ranks, norms, weights), `step` (steps done), `steps` (wanted), `totals` (of the step, reduced),
-    `token_count`, `loss` and `grad_norm` (of the step's mean loss, before clipping; fetched from the device once a step), `microbatches`, `timings`
-    (seconds by phase of the last step), `log_due` (whether the step under way will be logged), `output`, `device`, `stopped` (why
-    the run ended early), `validation` (totals of the last evaluation).
+    Attributes for callbacks: `strategy`, `step` (steps done), `steps` (wanted), `totals` (of the step, reduced), `token_count`, `loss`
+    and `grad_norm` (of its mean loss, before clipping), `microbatches`, `timings` (seconds by phase of the last step), `log_due` (whether
+    the step under way will be logged), `output`, `device`, `stopped` (why the run ended early), `validation` (totals of the last one).
     """
 
     def __init__(
@@ -74,22 +73,19 @@ class RuntimeEngine:
         self.device = pick_device(config.device)
         self.strategy = model if isinstance(model, Strategy) else Strategy(model.to(self.device))
         self.model, self.optimizer = self.strategy.model, optimizer
-        self.timer = PhaseTimer(self.device)
-        self.objective = objective
+        self.timer, self.objective = PhaseTimer(self.device), objective
         self.runner = self.timer.timed("compute", self.strategy.runner(runner))
         self.reducer = self.timer.timed("reduce", self.strategy.reducer)
         self.updater = self.timer.timed("update", self.strategy.updater(updater))
         if callbacks is None:
-            from shared.engine.defaults import default_callbacks
-
             callbacks = default_callbacks(config, self.device, getattr(self.strategy.module, "config", None))
-        chosen = [*self.strategy.callbacks(), *callbacks]
-        self.callbacks = Callbacks([each for each in chosen if each.every_rank or self.strategy.rank == 0])
+        everything = [*self.strategy.callbacks(), *callbacks]
+        self.callbacks = Callbacks([each for each in everything if each.every_rank or self.strategy.rank == 0])
         self.parts = dict(parts or {})
         self.stateful: dict[str, Stateful] = {}
         self.accumulator = MetricAccumulator()
-        keep = config.checkpoint
-        self.saver = self.strategy.saver(self.output / "checkpoints", keep.keep_last, keep.keep_best, keep.asynchronous)
+        saving = config.checkpoint
+        self.saver = self.strategy.saver(self.output / "checkpoints", saving.keep_last, saving.keep_best, saving.asynchronous)
         self.checkpoints = self.saver.checkpoints
         self.shutdown = ShutdownRequest()
         self.step = self.steps = 0
@@ -102,7 +98,7 @@ class RuntimeEngine:
         self.stopped: str | None = None
 
     def fit(self, train_loader: Iterable[Sequence[Batch]], val_loader: Iterable[Batch] | None = None, *, steps: int) -> "RuntimeEngine":
-        """Train until `steps` steps are done, counting those of earlier calls and of the run that this one goes on from.
+        """Train until `steps` steps are done, counting the steps of earlier calls and of the run that is resumed.
 
         Args:
             train_loader: yields each step's micro-batches. Where it has `state_dict`, its position is saved and restored.
@@ -154,7 +150,7 @@ class RuntimeEngine:
     # A step, in its order.
 
     def trained(self, train_loader: Iterable[Sequence[Batch]]) -> Iterator[None]:
-        """The loop of chapter 01, from the step where this run stands. One pass of this generator is one step."""
+        """The training loop of chapter 01, from the current step. Each iteration of this generator is one step."""
         remaining = self.steps - self.step
         if remaining <= 0:
             return
@@ -193,13 +189,12 @@ class RuntimeEngine:
         return self.totals
 
     def update(self, model: nn.Module, optimizer: Optimizer, token_count: Tensor) -> None:
-        """Loss, count and norm come from the device together: the step's one wait of the host. The updater then finds the count on the CPU."""
+        """Copy loss, count and norm from the device together, the one device synchronization of a step; the count is then on the CPU."""
         loss_sum = self.totals.loss_sum
         wide = torch.float32 if loss_sum.device.type == "mps" else torch.float64
-        values = [value.to(loss_sum.device, wide) for value in (loss_sum, token_count, self.strategy.grad_norm())]
-        loss, count, norm = torch.stack(values).tolist()
-        self.token_count = int(count)
-        self.loss, self.grad_norm = (loss / count, norm / count) if count else (math.nan, math.nan)
+        values = (value.to(loss_sum.device, wide) for value in (loss_sum, token_count, self.strategy.grad_norm()))
+        loss, count, norm = torch.stack(list(values)).tolist()
+        self.token_count, self.loss, self.grad_norm = int(count), loss / (count or math.nan), norm / (count or math.nan)
         self.callbacks.tell("before_optimizer", self)
         self.updater(model, optimizer, torch.tensor(self.token_count))
 
@@ -261,14 +256,14 @@ class RuntimeEngine:
         self.callbacks.tell("on_log", self, means | rates | self.callbacks.measured(self) | metrics)
 
     def stateful_parts(self, train_loader: Any) -> dict[str, Stateful]:
-        """Everything that a checkpoint holds beside weights, optimizer and generators, by name."""
+        """The other parts of a checkpoint, besides weights, optimizer and random state, by name."""
         parts: dict[str, Stateful] = {CALLBACK + name: callback for name, callback in self.callbacks.by_name().items()}
         if hasattr(train_loader, "state_dict"):
             parts["loader"] = train_loader
         return parts | {"window": self.accumulator} | self.parts
 
     def resume(self) -> None:
-        """Go on from the newest intact checkpoint, if there is one."""
+        """Resume from the newest intact checkpoint, if there is one."""
         if not self.config.checkpoint.resume:
             if self.checkpoints.steps():
                 raise CourseError(
@@ -283,7 +278,7 @@ class RuntimeEngine:
             self.console.print(f"Going on from step {step}, saved in {self.checkpoints.path(step)}.", highlight=False, soft_wrap=True)
 
     def save(self) -> None:
-        """Save the run as it stands between two steps. Callbacks hear of it when it is complete."""
+        """Save a checkpoint between two steps. Callbacks are called when it is complete."""
         self.note_saved(wait=True)
         notes: dict[str, Any] = {"steps": self.steps}
         if self.validation is not None and self.evaluated_at == self.step:
@@ -303,7 +298,3 @@ class RuntimeEngine:
             return
         if folder is not None:
             self.callbacks.tell("on_save", self, folder)
-
-
-def on_device(batch: Batch, device: Any) -> Batch:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

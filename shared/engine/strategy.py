@@ -22,17 +22,17 @@ from shared.totals import Runner, Totals, Updater
 
 
 class Strategy:
-    """A run in one process.
+    """The strategy of a single process, and the base class of every distributed strategy.
 
     Attributes:
         model: what objectives call.
         module: the plain model inside it, whose names are the logical ones.
         optim_params: a module whose `named_parameters` the optimizer is built over and steps.
         grad_params: the same for the parameters at which gradients are complete after the reducer.
-        state: a module whose `state_dict` holds this rank's weights and whose `named_parameters` are `optim_params`, all under logical names:
-            what checkpoints are taken of and restored into.
-        rank, size: this process among all of the run.
-        data_rank, data_size: this process's share of a batch, and how many shares there are.
+        state: what checkpoints save and restore: a module whose `state_dict` has this rank's weights and whose `named_parameters` are
+            `optim_params`, all under logical names.
+        rank, size: this process's rank, and the world size.
+        data_rank, data_size: which share of a batch this process reads, and how many shares there are.
     """
 
     rank = data_rank = 0
@@ -45,23 +45,23 @@ class Strategy:
     # The parts of a step, as `shared.loop.train_step` takes them.
 
     def runner(self, runner: Runner) -> Runner:
-        """The runner that also exchanges gradients when they are complete."""
+        """Wrap the runner, so that gradients are exchanged over the ranks as they become complete."""
         return runner
 
     def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        """Complete the step's gradients (of the loss sum over all ranks) and totals."""
+        """Reduce the step's totals and gradients (of the loss sum) over all ranks."""
         self.measured = None
         return totals
 
     def updater(self, updater: Updater) -> Updater:
-        """The updater, called with `optim_params`; afterwards `model` computes with the new weights on every rank."""
+        """Wrap the updater, so that it steps `optim_params`; afterwards `model` has the new weights on every rank."""
         return updater
 
     # Norms.
 
     def grad_norm(self, model: nn.Module | None = None) -> Tensor:
-        """The norm of the whole gradient, [] float, the same on every rank, all of which call it: measured once a step, between reducer and
-        updater, and kept for clipping, anomalies and logging."""
+        """The global gradient norm, [] float, the same on every rank. Every rank calls it. It is measured once a step, between reducer and
+        updater, and kept for clipping, anomaly detection and logging."""
         if self.measured is None:
             self.measured = self.norms({"all": {name: p.grad for name, p in self.grad_params.named_parameters()}})["all"]
         return self.measured
@@ -80,21 +80,21 @@ class Strategy:
     # What all ranks decide together.
 
     def agree(self, reason: str | None) -> str | None:
-        """The first reason to stop that any rank has, on every rank, all of which call it at the same step."""
+        """Agree on a shutdown: returns the first reason to stop that any rank has. Every rank calls it at the same step."""
         return reason
 
     def sum(self, totals: Totals) -> Totals:
-        """The totals of an evaluation over all ranks."""
+        """Sum the totals of an evaluation over all ranks."""
         return totals
 
     # State.
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Every weight by logical name, unsharded, on rank 0; nothing on the others, all of which call it."""
+        """Gather all weights by logical name, unsharded, on rank 0; empty on the others. Every rank calls it."""
         return weights_of(self.module)
 
     def saver(self, folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True) -> Saver:
-        """What saves and restores the run in `folder`."""
+        """Make the checkpointer, which saves and restores the run in `folder`."""
         return Saver(self.state, Checkpoints(folder, keep_last, keep_best), asynchronous)
 
     def callbacks(self) -> Sequence[Callback]:
@@ -102,5 +102,5 @@ class Strategy:
         return ()
 
     def kept_whole(self) -> AbstractContextManager:
-        """While it is open, weights that are gathered stay so: for generation, which runs the model once a token."""
+        """A context in which gathered weights stay gathered: for generation, which runs the model once for each token."""
         return nullcontext()

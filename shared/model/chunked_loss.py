@@ -9,6 +9,7 @@ What is computed from logits is the head's (`shared.model.embedding.Head`): a he
 Left out on purpose: second derivatives. The gradient is computed once, with the loss.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,31 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from shared.totals import Totals
+from shared.loss import IGNORED
+from shared.model.masks import Documents
+from shared.totals import Batch, Totals
 
 CHUNK = 2**21  # logits: 8 MB in float32
 FEWEST_ROWS = 256  # fewer would leave the matrix multiplication of the head too thin
+
+
+def packed_next_token_objective(model: nn.Module, batch: Batch) -> Totals:
+    """Next-token prediction in which each document of a packed row is as if it were alone.
+
+    Args:
+        model: a decoder.
+        batch: `input_ids` and `targets` [batch, seq] int64. With `documents` and `positions`, both [batch, seq] int64, the
+            rows are packed; without, each row is one text.
+    """
+    targets = batch["targets"]
+    return model(batch["input_ids"], head_fn=partial(chunked_loss, targets=targets), valid=targets != IGNORED, **apart(batch))
+
+
+def apart(batch: Batch) -> dict:
+    """What keeps the documents of packed rows apart, as arguments for a model; nothing where rows were not packed."""
+    if "documents" not in batch:
+        return {}
+    return {"positions": batch["positions"], "mask": Documents(batch["documents"])}
 
 
 def chunked_loss(head: nn.Module, hidden_states: Tensor, targets: Tensor, rows: int | None = None) -> Totals:

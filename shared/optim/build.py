@@ -1,6 +1,6 @@
 """Chapter 05. Build an optimizer from a configuration and a model: one over all of it.
 
-What was asked for either takes effect or is refused: a pattern that matches nothing, a choice that the rule cannot make.
+Every option takes effect or raises an error, for instance a pattern that matches no parameter.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99)}
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, routes: Sequence[Route] | None = None) -> GroupedOptimizer:
-    """One optimizer over every trainable parameter of the model.
+    """Build one optimizer over every trainable parameter of the model.
 
     Args:
         routes: which rule updates which parameter, where that was decided on a larger model than this part of it: names that are not here

@@ -20,7 +20,7 @@ MATRIX_DIMENSIONS = {"matrix": (2,), "expert": (2, 3)}  # an expert may be a par
 
 @dataclass(frozen=True)
 class Route:
-    """Parameters that are treated alike: their rule, whether they decay, and their names."""
+    """A parameter group: its update rule, whether it has weight decay, and its parameters' names."""
 
     rule: str
     decays: bool
@@ -28,11 +28,11 @@ class Route:
 
 
 def route(model: nn.Module, rule: str, *, no_decay: list[str], to_adamw: list[str]) -> list[Route]:
-    """Every trainable parameter of a model once, by rule and decay.
+    """Assign every trainable parameter of a model to one parameter group, by update rule and weight decay.
 
     Args:
-        rule: adamw, lion, sgd, or muon, which leaves to AdamW what is no matrix.
-        no_decay: patterns of names, like `*.q_proj.weight`, that do not decay beside norms and biases.
+        rule: adamw, lion, sgd, or muon, which leaves parameters that are not matrices to AdamW.
+        no_decay: patterns of names, like `*.q_proj.weight`, without weight decay, in addition to norms and biases.
         to_adamw: patterns of names that Muon leaves to AdamW too.
 
     Raises:

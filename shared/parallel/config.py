@@ -37,7 +37,7 @@ class ParallelConfig:
         fully_sharded: over how many ranks each replica's weights, gradients and optimizer state are cut (FSDP, ZeRO-3).
         context_parallel: over how many ranks each sequence is cut.
         tensor_parallel: over how many ranks each matrix is cut.
-        sequence_parallel: whether the ranks that share a matrix also share out what stands between the matrices along the sequence.
+        sequence_parallel: whether tensor-parallel ranks also shard the activations between the matrices, along the sequence.
         expert_parallel: over how many of the data-parallel ranks experts are spread.
         zero: what the data-parallel replicas share out among themselves: 0 nothing, 1 the optimizer's state, 2 gradients as well.
         activation_checkpointing: which activations are computed again in the backward pass instead of kept: none; full, those of whole
@@ -83,8 +83,8 @@ class ParallelConfig:
             raise ValueError("parallel.sequence_parallel goes with tensor parallelism: give tensor_parallel 2 or more.")
         if self.zero == 2 and self.pipeline_parallel > 1:
             raise ValueError(
-                "parallel.zero 2 with pipeline_parallel: gradients would travel after every micro-batch, which a schedule does not wait for. "
-                "Use zero 1."
+                "parallel.zero 2 with pipeline_parallel: gradients would be exchanged after every micro-batch, and a schedule does not "
+                "wait for that. Use zero 1."
             )
         if self.zero and self.data_parallel == 1:
             raise ValueError(

@@ -9,6 +9,7 @@ Left out on purpose: what changes during a run. Parts are where they were when t
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.sharding import Region
@@ -41,7 +42,7 @@ class Holders:
                 if region.numel:
                     self.ranks.setdefault((name, region), []).append(rank)
 
-    @property
+    @cached_property
     def everywhere(self) -> bool:
         """Whether every rank holds all of it, so that no rank needs another one to know the whole."""
         return all(len(ranks) == self.size for ranks in self.ranks.values())

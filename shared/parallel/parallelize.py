@@ -1,11 +1,11 @@
 """Chapter 06. Parallelize: the one function that applies parallelism to a plain model, from outside and in one order.
 
     axes in their order (activation checkpointing; later pipeline, tensor, experts)  ->  weights, on the device
-        ->  data engines (FSDP, ZeRO, DDP)  ->  what stands around the optimizer's step (offload)
+        ->  data engines (FSDP, ZeRO, DDP)  ->  engines around the optimizer's step (offload)
 
-Each axis is a file of its own: it changes the plain model in place and states facts on its parameters (`shared.parallel.sharding`). Activation
-checkpointing comes first, because what shards the weights wraps around it: a block that is computed again in the backward pass must find
-its weights gathered. The model knows nothing of all this, and neither do objective, optimizer and updater.
+Each axis is a file of its own: it changes the plain model in place and sets attributes of its parameters (`shared.parallel.sharding`).
+Activation checkpointing comes first, because the engines that shard weights wrap around it: a block that is computed again in the backward
+pass must find its weights gathered. The model knows nothing of all this, and neither do objective, optimizer and updater.
 
 Left out on purpose: the axes that chapters 07 to 09 add. They are handed in, and nothing here changes for them.
 """
@@ -32,7 +32,7 @@ from shared.parallel.strategy import ParallelStrategy
 
 
 class Axis(Protocol):
-    """One way of sharding the computation itself.
+    """A parallel axis, which shards the computation itself (tensor, pipeline or expert parallelism).
 
     brings: the fields of `ParallelConfig` that it makes take effect.
     """
@@ -44,11 +44,11 @@ class Axis(Protocol):
         does not ask for it."""
 
     def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        """What stands around the step, such as a pipeline's runner; mostly the strategy itself."""
+        """Wrap the strategy, with a pipeline's runner for instance; most axes return it unchanged."""
 
 
 class ActivationCheckpointing:
-    """Blocks whose activations are computed again."""
+    """Activation checkpointing as an axis: blocks whose activations are recomputed."""
 
     brings = ()
 
@@ -78,7 +78,7 @@ def apply_parallel(
         model: a `TransformerModel` on its device, with the same weights on every rank. What is not to be trained is frozen already.
         mesh: this rank's.
         optimizer: what will be built over the result; None for one that treats each number alone, or for a model that is not trained.
-        dtype: what the run computes in under autocast (bfloat16, float16), so that blocks of sharded weights travel in it; None for float32.
+        dtype: the autocast dtype of the run (bfloat16, float16), in which sharded weights are gathered; None for float32.
         device, seed: of a model on the meta device, which gets its memory and its initial weights here; where weights are sharded, no rank
             ever has more of it than its shards and one parameter.
         axes: in the order in which they shape the model: activation checkpointing, pipeline, tensor and sequence, experts.
@@ -112,8 +112,8 @@ def routes_of(model: nn.Module, optimizer: OptimizerConfig | None) -> list[Route
 def data_engines(
     model: nn.Module, mesh: Mesh, whole: set[str], dtype: torch.dtype | None, device: torch.device | str, seed: int
 ) -> list[DataEngine]:
-    """What exchanges gradients, and shards weights or optimizer state: one engine for all parameters, or, for replicas, one for each group of
-    ranks over which gradients are added."""
+    """Make the data-parallel engines (DDP, ZeRO or FSDP): one for all parameters, or, for replicas, one for each group of ranks over which
+    gradients are added."""
     config = mesh.config
     if config.backend == "torch":
         return [torch_engine(model, mesh, whole, dtype, device, seed)]

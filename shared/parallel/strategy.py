@@ -2,7 +2,7 @@
 
     step    data engines exchange gradients  ->  sums over `partial_over`  ->  one gradient norm  ->  update  ->  engines send weights
 
-What differs between layouts stands on the parameters (`shared.parallel.sharding`), so there is no class for a combination.
+What differs between layouts are attributes of the parameters (`shared.parallel.sharding`), so no combination needs a class.
 
 Left out on purpose: which engine a layout needs; `shared.parallel.parallelize` chooses.
 """
@@ -23,8 +23,7 @@ from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.totals import add_over
-from shared.parallel.data.engine import DataEngine, complete
+from shared.parallel.data.engine import DataEngine, add_over, complete
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
 from shared.parallel.holders import Holders
 from shared.parallel.mesh import Mesh
@@ -33,7 +32,7 @@ from shared.totals import Runner, Totals, Updater
 
 
 class ParallelStrategy(Strategy):
-    """A run over the ranks of a mesh.
+    """The distributed strategy of a run over the ranks of a device mesh.
 
     Args:
         module: the plain model, shaped by the axes and sharded by the engines.
@@ -43,7 +42,8 @@ class ParallelStrategy(Strategy):
         routes: which rule updates which parameter, decided on the whole model (`shared.optim.routing`); None to decide on this rank's.
 
     Attributes:
-        weight_regions, optim_regions: logical name -> where this rank's numbers of a weight, or of an optimizer's parameter, lie in the whole.
+        weight_regions, optim_regions: logical name -> the region of the whole that this rank has of a weight, or of an optimizer's
+            parameter.
         holders: which ranks hold which weights.
         optim_holders: the same for the optimizer's parameters, and so for gradients and optimizer state.
     """
@@ -71,7 +71,7 @@ class ParallelStrategy(Strategy):
             self.optim_params = self.united([engine.optim_params for engine in around])
 
     def logical_name(self, name: str) -> str:
-        """What a parameter is called in the whole model: a pipeline's last stage holds the embedding under the head's name."""
+        """A parameter's name in the whole model: a pipeline's last stage holds the tied embedding under the head's name."""
         return self.module.logical_name(name) if isinstance(self.module, TransformerModel) else name
 
     def united(self, modules: Sequence[nn.Module]) -> nn.Module:
@@ -108,7 +108,7 @@ class ParallelStrategy(Strategy):
         return updater
 
     def partial_gradients(self) -> dict[Communicator, list[nn.Parameter]]:
-        """The parameters whose gradients must be added over a group beside the data ranks, by group.
+        """The parameters whose gradients must be all-reduced over a group other than the data ranks, by group.
 
         Raises:
             ValueError: the ranks of the group hold different parts of one, which cannot be added.
@@ -121,21 +121,21 @@ class ParallelStrategy(Strategy):
             regions = {self.optim_holders.by_rank[rank].get(name) for rank in group.members}
             if len(regions) > 1:
                 raise ValueError(
-                    f"The gradient of {name} is partial over {group.axis}, whose ranks hold different parts of it: ZeRO cuts it differently on "
-                    "each of them. Use zero: 0 or fully_sharded with this layout."
+                    f"The gradient of {name} is partial over {group.axis}, whose ranks hold different parts of it: ZeRO shards it "
+                    "differently on each of them. Use zero: 0 or fully_sharded with this layout."
                 )
             found.setdefault(group, []).append(parameter)
         return found
 
     @property
     def gathered_bytes(self) -> int:
-        """Of unsharded weights that this rank holds at the moment, beside its shards."""
+        """Bytes of unsharded weights on this rank now, without its shards."""
         return sum(engine.gathered_bytes for engine in self.engines)
 
     # Norms, decisions, sums.
 
     def norms(self, groups: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
-        """One all-reduce for all groups together; none where every rank holds everything."""
+        """Norms of several groups of tensors over all ranks, in one all-reduce; in none where every rank holds everything."""
         home = next(iter(self.optim_params.parameters()), torch.empty(0)).device
         if self.optim_holders.everywhere:
             return {key: norm.to(home) for key, norm in super().norms(groups).items()}
@@ -154,7 +154,7 @@ class ParallelStrategy(Strategy):
         return {key: squares[0, place].sqrt().to(home) for place, key in enumerate(groups) if present[place]}
 
     def agree(self, reason: str | None) -> str | None:
-        """Eight bytes travel where no rank has a reason, and the words only where one has."""
+        """Agree on a shutdown: an all-reduce of 8 bytes, and the reason is gathered only where a rank has one."""
         if self.size == 1:
             return reason
         device = next(self.module.parameters()).device
@@ -170,8 +170,8 @@ class ParallelStrategy(Strategy):
     # State.
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Every weight of the whole model by logical name, one after the other, whole on each rank that holds some of it; None on the others.
-        Every rank goes through all of them."""
+        """Gather every weight of the model by logical name, one after the other, on each rank that has some of it; None on the others.
+        Every rank must iterate to the end."""
         own = self.state.state_dict(keep_vars=True)
         for name in self.holders.shapes:
             tensor = own.get(name)

@@ -82,7 +82,7 @@ class ReportConfig:
     """What the report shows of the trained model.
 
     Args:
-        prompts: texts that the model goes on from.
+        prompts: texts that the model continues.
         completions: gaps in held-out files that the model fills, from the text on both sides.
         new_tokens: at most, for each prompt.
         temperature: of the prompts' samples; 0 takes the likeliest token. Gaps are always filled with the likeliest.
@@ -119,7 +119,7 @@ class TrainerConfig:
         schedule: how the learning rate moves; its steps are the run's.
         precision: of the matrix products; auto measures whether bfloat16 is faster here. Weights are float32.
         max_grad_norm: the longest gradient that is stepped with; null for no clipping.
-        parallel: how the run is spread over processes, which torchrun starts.
+        parallel: how the run is parallelized over processes, which torchrun starts.
         engine: how the run is watched, saved and ended.
         report: what the report shows.
     """

@@ -1,6 +1,6 @@
 """Chapter 12. Pretraining from text to a report: prepare, build, fit, evaluate.
 
-Read from the top: each function is one stage, and everything that a stage does stands in an earlier chapter's part of the core.
+Read from the top: each function is one stage, and what a stage does is in an earlier chapter's part of the core.
 """
 
 import signal
@@ -15,7 +15,7 @@ from rich.console import Console
 from shared.course import binding
 from shared.course.errors import CourseError
 from shared.data.mixture import shares_in_words
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
 from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback
@@ -84,7 +84,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
 
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
-    """Everything up to the first step: the text, the model, spread over the ranks, the optimizer, the engine with its callbacks."""
+    """Everything up to the first step: the text, the model, parallelized over the ranks, the optimizer, the engine with its callbacks."""
     mesh = Mesh(config.parallel, world or SingleRankCommunicator())
     require_writable(config.engine.output)
     device = pick_device(config.engine.device)
@@ -122,7 +122,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
 
 
 def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> TransformerModel:
-    """The model before it is spread; where weights will be cut, without memory, because no rank need have room for all of them."""
+    """The model before it is parallelized; where weights will be cut, without memory, because no rank need have room for all of them."""
     if mesh.fsdp.size > 1:
         with torch.device("meta"):
             return TransformerModel(config.model)

@@ -81,7 +81,7 @@ def require_same(saved: dict, now: dict, output: Path) -> None:
     if differing:
         raise CourseError(
             f"{output} holds a run of another configuration: {', '.join(differing[:4])}{' ...' if len(differing) > 4 else ''}. "
-            "Ask for the same to go on with it, or give another engine.output to begin a new one."
+            "Give the same to continue it, or another engine.output to begin a new one."
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from shared.data.completion import continue_ids, fill_gap, find_gaps
 from shared.engine.debug.anomalies import put_weights
-from shared.engine.engine import on_device
+from shared.devices import on_device
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.loop import evaluate
 from shared.model.counting import parameter_counts
@@ -56,7 +56,7 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         "held-out next tokens guessed right": totals.mean_metrics()["correct"],
         "gaps filled exactly": f"{sum(completion.right for completion in completions)} of {len(completions)}",
         **costs(run, metrics, time.perf_counter() - began),
-        **spread(run, memory),
+        **layout_summary(run, memory),
         **compare_with_single_process(config),
     }
     results = Results(metrics, summary, samples, completions, config.engine.output / "report.html")
@@ -79,8 +79,8 @@ def whole_model(run: "Run") -> nn.Module | None:
     return model
 
 
-def spread(run: "Run", memory: list[int]) -> dict[str, Any]:
-    """How the run was spread, what ranks said to each other in a step, and what each of them held."""
+def layout_summary(run: "Run", memory: list[int]) -> dict[str, Any]:
+    """The layout, the communication of a step, and the peak memory of each rank."""
     if len(memory) == 1:
         return {}
     peaks = ", ".join(f"{peak / GIB:.3f}" for peak in memory)

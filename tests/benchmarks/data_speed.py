@@ -168,7 +168,7 @@ def serving(console: Console) -> None:
     from shared.devices import keep_freed_memory
     from shared.data.fim import FillInMiddle, FimConfig
     from shared.data.loader import PackedLoader
-    from shared.data.objectives import packed_next_token_objective
+    from shared.model.chunked_loss import packed_next_token_objective
     from shared.data.prepare import PrepareConfig, prepare
     from shared.loop import accumulate_gradients, apply_update, keep_totals, train_step
     from shared.model.transformer import TransformerModel

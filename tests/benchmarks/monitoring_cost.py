@@ -19,7 +19,7 @@ from rich.table import Table
 from step_speed import PEERS, batches
 
 from shared.devices import keep_freed_memory
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.engine.callbacks import Callback
 from shared.engine.config import CheckpointConfig, EngineConfig
 from shared.engine.debug.anomalies import CatchAnomalies

@@ -28,7 +28,7 @@ from step_speed import BATCH, PEERS, SEQ, VOCAB
 from torch import Tensor
 
 from shared.devices import keep_freed_memory
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.loop import accumulate_gradients, apply_update, train_step
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.launch import loopback

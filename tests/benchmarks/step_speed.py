@@ -21,7 +21,7 @@ from rich.table import Table
 from side_by_side import Comparison, Contender, Round, compare
 
 from shared.devices import keep_freed_memory
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.loop import accumulate_gradients, apply_update, keep_totals, train_step
 from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts

@@ -171,3 +171,12 @@ def test_docstrings_open_with_a_sentence_and_avoid_banned_phrases(path):
 @by_name
 def test_modules_have_at_most_300_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 300
+
+
+@by_chapter
+def test_a_chapters_scripts_import_its_own_floor_and_lower_ones(chapter):
+    """Whoever stands at chapter 2 has not read chapter 3. The trainer is chapter 12's."""
+    for path in sorted((CHECKOUT / "chapters" / chapter.slug).glob("*.py")):
+        imported = imported_modules(ast.parse(path.read_text(encoding="utf-8")))
+        above = {name for name in imported if (floor_or_none(name) or 0) > int(chapter.number)}
+        assert not above, f"{path.name} of chapter {chapter.number} imports {sorted(above)}"

@@ -112,6 +112,22 @@ def test_glossary_points_to_what_exists():
         assert chapters == ", ".join(sorted(set(openings))), word
 
 
+def test_a_search_for_a_word_of_the_glossary_finds_its_file():
+    """One of a row's words is in the module's opening paragraph, or in the docstring of a symbol that the row names."""
+
+    def normal(text: str) -> str:
+        return " ".join(text.lower().replace("-", " ").split())
+
+    for words, places, _ in glossary_rows():
+        path = Path(GLOSSARY.parent, re.search(r"\]\(([^)]+)\)", places)[1]).resolve()
+        named = {name.split(".")[-1] for name in re.findall(r"`(\w[\w.]*)`", places)}
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        symbols = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in named]
+        opening = (ast.get_docstring(tree) or "").split("\n\n")[0]
+        found = normal(" ".join([opening, *(ast.get_docstring(node) or "" for node in symbols)]))
+        assert any(normal(word) in found for word in words.split(",")), f"a search for {words!r} does not find {path.name}"
+
+
 def test_glossary_has_each_word_once():
     words = [word.strip() for row in glossary_rows() for word in row[0].split(",")]
     assert len(glossary_rows()) >= 60 and len(words) == len(set(words))
@@ -121,7 +137,7 @@ def test_readme_names_every_folder_of_the_core():
     text = (CHECKOUT / "README.md").read_text(encoding="utf-8")
     block = text[text.index("\nshared/ ") :].partition("```")[0]
     rows = {line.split()[0].strip("/"): line for line in block.splitlines() if line.startswith("  ")}
-    folders = [path for path in (CHECKOUT / "shared").iterdir() if path.is_dir() and not path.name.startswith("__") and path.name != "course"]
+    folders = [path for path in (CHECKOUT / "shared").iterdir() if path.is_dir() and path.name not in ("__pycache__", "course")]
     assert {folder.name for folder in folders} == rows.keys() - {"*.py"}
     for folder in folders:
         inside = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("__")}

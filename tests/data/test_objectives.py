@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from shared.data.masking import Masking
-from shared.data.objectives import apart, encoder_decoder_objective, masked_language_objective, packed_next_token_objective
+from shared.data.objectives import encoder_decoder_objective, masked_language_objective
+from shared.model.chunked_loss import apart, packed_next_token_objective
 from shared.data.packing import pack_documents
 from shared.data.pairs import pair_batch
 from shared.loss import next_token_objective

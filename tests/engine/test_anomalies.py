@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_runs import MODEL, Loader, make_engine, printed
+from runs import MODEL, Loader, make_engine, printed
 
 from shared.course.errors import CourseError
 from shared.engine.debug.anomalies import BrokenStep, CatchAnomalies, load_batch, microbatch_losses, read_anomaly, replay

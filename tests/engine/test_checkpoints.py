@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_runs import Digits, held_out, make_engine, weights
+from runs import Loader, held_out, resumable_engine, weights
 
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
 from shared.engine.config import CheckpointConfig
 
-SCRIPT = CHECKOUT / "tests" / "support" / "engine_runs.py"
+SCRIPT = CHECKOUT / "tests" / "support" / "runs.py"
 
 
 @pytest.fixture(autouse=True)
@@ -57,12 +57,12 @@ DAMAGE = {
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, what, capsys):
     file, damage, sentence = DAMAGE[what]
-    whole = make_engine(tmp_path / "whole").fit(Digits(), steps=13)
-    engine = make_engine(tmp_path / "run").fit(Digits(), steps=10)
+    whole = resumable_engine(tmp_path / "whole").fit(Loader(), steps=13)
+    engine = resumable_engine(tmp_path / "run").fit(Loader(), steps=10)
     damage(engine.checkpoints.path(10) / file)
     with pytest.raises(CheckpointError, match=sentence):
         engine.checkpoints.load(10)
-    again = make_engine(tmp_path / "run").fit(Digits(), steps=13)
+    again = resumable_engine(tmp_path / "run").fit(Loader(), steps=13)
     said = " ".join(capsys.readouterr().out.split())
     assert "step-00000010 is damaged" in said and "Going on from step 5" in said
     assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(whole).items())
@@ -70,13 +70,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, what
 
 def test_a_save_below_a_damaged_future_is_kept(tmp_path):
     keep = CheckpointConfig(every=5, keep_last=1)
-    engine = make_engine(tmp_path, checkpoint=CheckpointConfig(every=5)).fit(Digits(), steps=10)
+    engine = resumable_engine(tmp_path, checkpoint=CheckpointConfig(every=5)).fit(Loader(), steps=10)
     edit(engine.checkpoints.path(10) / "weights.safetensors")
-    assert make_engine(tmp_path, checkpoint=keep).fit(Digits(), steps=8).checkpoints.steps() == [8]
+    assert resumable_engine(tmp_path, checkpoint=keep).fit(Loader(), steps=8).checkpoints.steps() == [8]
 
 
 def test_the_best_of_a_future_that_was_given_up_goes_with_it(tmp_path):
-    snapshot = make_engine(tmp_path / "run").fit(Digits(), steps=1).checkpoints.load(1)
+    snapshot = resumable_engine(tmp_path / "run").fit(Loader(), steps=1).checkpoints.load(1)
     checkpoints = Checkpoints(tmp_path / "kept", keep_last=1)
     for step, loss, left in ((2, 3.0, [2]), (4, 1.0, [4]), (3, 2.0, [3]), (5, 2.5, [3, 5])):
         checkpoints.save(replace(snapshot, step=step), {"validation_loss": loss})
@@ -84,31 +84,31 @@ def test_the_best_of_a_future_that_was_given_up_goes_with_it(tmp_path):
 
 
 def test_what_killed_processes_left_half_removed_or_put_aside_is_cleared_away(tmp_path):
-    engine = make_engine(tmp_path)
+    engine = resumable_engine(tmp_path)
     for name in ("step-00000001.removed", "step-00000002.old"):
         (engine.checkpoints.folder / name / "deep").mkdir(parents=True)
-    engine.fit(Digits(), steps=1)
+    engine.fit(Loader(), steps=1)
     assert [path.name for path in engine.checkpoints.folder.iterdir()] == ["step-00000001"]
 
 
 def test_where_none_is_intact_the_run_is_refused(tmp_path):
-    engine = make_engine(tmp_path).fit(Digits(), steps=10)
+    engine = resumable_engine(tmp_path).fit(Loader(), steps=10)
     for step in engine.checkpoints.steps():
         edit(engine.checkpoints.path(step) / "weights.safetensors")
     with pytest.raises(CheckpointError, match="No checkpoint in .* is intact: remove that folder to start over"):
-        make_engine(tmp_path).fit(Digits(), steps=12)
+        resumable_engine(tmp_path).fit(Loader(), steps=12)
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("shared.engine.checkpoint.folder.FORMAT", 99)
-    engine = make_engine(tmp_path).fit(Digits(), steps=1)
+    engine = resumable_engine(tmp_path).fit(Loader(), steps=1)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="format 99, and this version reads 1"):
         engine.checkpoints.load(1)
 
 
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path):
-    engine = make_engine(tmp_path).fit(Digits(), steps=3)
+    engine = resumable_engine(tmp_path).fit(Loader(), steps=3)
     for path in engine.checkpoints.path(3).iterdir():
         assert path.suffix in (".safetensors", ".json")
         if path.suffix == ".json":
@@ -121,7 +121,7 @@ def test_nothing_in_a_checkpoint_is_pickled(tmp_path):
 def test_the_output_folder_is_tried_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CourseError, match="cannot be written"):
-        make_engine(tmp_path / "file" / "run").fit(Digits(), steps=1)
+        resumable_engine(tmp_path / "file" / "run").fit(Loader(), steps=1)
 
 
 class FullDisk:
@@ -139,10 +139,10 @@ class FullDisk:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_full_disk_costs_a_checkpoint_and_no_training(tmp_path, asynchronous, capsys):
-    engine = make_engine(tmp_path, checkpoint=CheckpointConfig(every=5, asynchronous=asynchronous))
+    engine = resumable_engine(tmp_path, checkpoint=CheckpointConfig(every=5, asynchronous=asynchronous))
     engine.checkpoints.storage = FullDisk(engine.checkpoints, saves=1)
     with pytest.raises(CheckpointError, match="step 16 could not be written.*No space left on device.*Step 5 is still saved"):
-        engine.fit(Digits(), steps=16)
+        engine.fit(Loader(), steps=16)
     assert engine.step == 16 and engine.checkpoints.steps() == [5]
     assert "step 10 could not be written" in " ".join(capsys.readouterr().out.split())
     assert not list(engine.checkpoints.folder.glob("*.partial"))
@@ -183,7 +183,7 @@ def killed_and_resumed(tmp_path, kills: int, steps: int, seed: int) -> tuple[int
     steps += max(Checkpoints(tmp_path / "killed" / "checkpoints").steps(), default=0)
     run = subprocess.run([sys.executable, SCRIPT, tmp_path / "killed", str(steps)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    whole = make_engine(tmp_path / "whole", checkpoint=CheckpointConfig(every=0)).fit(Digits(), held_out(), steps=steps)
+    whole = resumable_engine(tmp_path / "whole", checkpoint=CheckpointConfig(every=0)).fit(Loader(), held_out(), steps=steps)
     killed = Checkpoints(tmp_path / "killed" / "checkpoints").load(steps).weights
     assert all(torch.equal(tensor, killed[name]) for name, tensor in weights(whole).items())
     return landed, leftovers

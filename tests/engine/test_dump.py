@@ -9,7 +9,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
-from small_runs import MODEL, Loader, batch, make_engine, printed
+from runs import MODEL, Loader, batch, make_engine, printed
 
 from shared.course.errors import CourseError
 from shared.engine.debug.anomalies import BrokenStep, CatchAnomalies

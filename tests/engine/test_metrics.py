@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_runs import MODEL, SEQ, Loader, Recorder, batch, make_engine
+from runs import MODEL, SEQ, Loader, Recorder, batch, make_engine
 
 from shared.course.errors import CourseError
 from shared.engine.metrics import throughput as monitoring

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from small_runs import MODEL, Loader, Recorder, batch, make_engine, printed
+from runs import MODEL, Loader, Recorder, batch, make_engine, printed
 
 from shared.course.errors import CourseError
 from shared.engine.metrics import throughput as monitoring

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from engine_runs import Digits, Recorder, held_out, make_engine
+from runs import Loader, Recorder, held_out, resumable_engine
 
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
@@ -15,7 +15,7 @@ from shared.engine.callbacks import Callback
 from shared.engine.early_stopping import EarlyStopping
 from shared.engine.strategy import Strategy
 
-SCRIPT = CHECKOUT / "tests" / "support" / "engine_runs.py"
+SCRIPT = CHECKOUT / "tests" / "support" / "runs.py"
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_a_callback_may_stop_the_run_which_is_saved_then(tmp_path, capsys):
             if engine.step == 3:
                 engine.stop("enough")
 
-    engine = make_engine(tmp_path, [Stop()]).fit(Digits(), held_out(), steps=10)
+    engine = resumable_engine(tmp_path, [Stop()]).fit(Loader(), held_out(), steps=10)
     assert engine.step == 3 and engine.checkpoints.steps() == [3] and engine.evaluated_at == 3
     assert "Stopped after step 3 of 10: enough." in capsys.readouterr().out
 
@@ -49,16 +49,16 @@ def test_an_error_reaches_every_callback_and_the_caller(tmp_path):
             raise KeyError("this one must not keep the others from closing")
 
     with pytest.raises((RuntimeError, KeyError)) as caught:
-        make_engine(tmp_path, [Break(), recorder]).fit(Digits(), steps=10)
-    assert recorder.told[-2:] == ["on_error", "on_end"]
+        resumable_engine(tmp_path, [Break(), recorder]).fit(Loader(), steps=10)
+    assert recorder.hooks[-2:] == ["on_error", "on_end"]
     assert "broken on purpose" in str(caught.value.__context__ or caught.value)
 
 
 def test_the_datas_end_is_a_sentence_that_counts_the_whole_run(tmp_path):
-    make_engine(tmp_path).fit(Digits(limit=7), steps=5)
+    resumable_engine(tmp_path).fit(Loader(limit=7), steps=5)
     with pytest.raises(CourseError, match="The data ended after 7 of 9 steps"):
-        make_engine(tmp_path).fit(Digits(limit=7), steps=9)
-    assert make_engine(tmp_path).checkpoints.steps()[-1] == 7, "what was trained is saved"
+        resumable_engine(tmp_path).fit(Loader(limit=7), steps=9)
+    assert resumable_engine(tmp_path).checkpoints.steps()[-1] == 7, "what was trained is saved"
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
@@ -71,18 +71,18 @@ def test_a_request_to_leave_saves_and_leaves_between_two_steps(tmp_path, name):
     rest = child.stdout.read().split("\n")
     assert child.wait() == 0 and rest[-2] == f"ended: {name}"
     done = int(next((line for line in reversed(rest) if line.isdigit()), 10))
-    assert make_engine(tmp_path).checkpoints.steps()[-1] == done < 100_000  # how soon the signal comes is the machine's affair
+    assert resumable_engine(tmp_path).checkpoints.steps()[-1] == done < 100_000  # how soon the signal comes is the machine's affair
 
 
 def test_signals_are_as_before_afterwards(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    make_engine(tmp_path).fit(Digits(), steps=1)
+    resumable_engine(tmp_path).fit(Loader(), steps=1)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_engine_runs_on_a_thread_too(tmp_path):
-    engine = make_engine(tmp_path)
-    thread = threading.Thread(target=engine.fit, args=(Digits(),), kwargs={"steps": 2})
+    engine = resumable_engine(tmp_path)
+    thread = threading.Thread(target=engine.fit, args=(Loader(),), kwargs={"steps": 2})
     thread.start()
     thread.join()
     assert engine.step == 2
@@ -90,7 +90,7 @@ def test_the_engine_runs_on_a_thread_too(tmp_path):
 
 def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
     def run():
-        return make_engine(tmp_path, [EarlyStopping(2, minimum_improvement=100.0)], evaluate_every=3).fit(Digits(), held_out(), steps=30)
+        return resumable_engine(tmp_path, [EarlyStopping(2, minimum_improvement=100.0)], evaluate_every=3).fit(Loader(), held_out(), steps=30)
 
     assert run().step == 9
     again = run()
@@ -98,10 +98,10 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path):
-    make_engine(tmp_path).fit(Digits(), held_out(), steps=4)
+    resumable_engine(tmp_path).fit(Loader(), held_out(), steps=4)
     recorder = Recorder()
-    make_engine(tmp_path, [recorder]).fit(Digits(), held_out(), steps=4)
-    assert recorder.told == ["on_start", "on_end"]
+    resumable_engine(tmp_path, [recorder]).fit(Loader(), held_out(), steps=4)
+    assert recorder.hooks == ["on_start", "on_end"]
 
 
 def test_a_run_may_be_interrupted_and_fitted_again(tmp_path):
@@ -110,7 +110,7 @@ def test_a_run_may_be_interrupted_and_fitted_again(tmp_path):
             if engine.step == 3:
                 signal.raise_signal(signal.SIGINT)
 
-    engine, loader = make_engine(tmp_path, [Interrupt()]), Digits()
+    engine, loader = resumable_engine(tmp_path, [Interrupt()]), Loader()
     assert engine.fit(loader, steps=6).stopped == "SIGINT" and engine.step == 3
     assert engine.fit(loader, steps=6).stopped is None and engine.step == 6
 
@@ -123,7 +123,7 @@ def test_what_another_process_asks_for_stops_this_one_too(tmp_path):
             self.asked += 1
             return "the other one said so" if self.asked == 3 else reason
 
-    engine = make_engine(tmp_path, strategy=Asked).fit(Digits(), steps=10)
+    engine = resumable_engine(tmp_path, strategy=Asked).fit(Loader(), steps=10)
     assert engine.step == 3 and engine.stopped == "the other one said so" and engine.checkpoints.steps() == [3]
 
 
@@ -136,5 +136,5 @@ def test_a_second_request_to_leave_ends_the_run_at_once(tmp_path):
 
     recorder = Recorder()
     with pytest.raises(KeyboardInterrupt):
-        make_engine(tmp_path, [Twice(), recorder]).fit(Digits(), steps=10)
-    assert recorder.told[-2:] == ["on_error", "on_end"] and recorder.told.count("on_step") == 2
+        resumable_engine(tmp_path, [Twice(), recorder]).fit(Loader(), steps=10)
+    assert recorder.hooks[-2:] == ["on_error", "on_end"] and recorder.hooks.count("on_step") == 2

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from small_runs import Loader, Recorder, make_engine, printed
+from runs import Loader, Recorder, make_engine, printed
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback

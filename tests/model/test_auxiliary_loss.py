@@ -7,7 +7,8 @@ import torch
 from balanced_experts import COEFFICIENT, CONFIG, BalancedExperts, balance_loss, batch_of
 from torch import Tensor, nn
 
-from shared.data.objectives import encoder_decoder_objective, masked_language_objective, packed_next_token_objective
+from shared.data.objectives import encoder_decoder_objective, masked_language_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.model.builders import Builders

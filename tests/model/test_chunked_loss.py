@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.loss import IGNORED, next_token_objective
 from shared.model.chunked_loss import chunked_loss, token_log_probs
 from shared.model.config import ModelConfig

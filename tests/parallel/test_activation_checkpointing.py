@@ -9,7 +9,7 @@ from test_fsdp import GPT2, T5
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.loss import next_token_objective
 from shared.model.builders import run_block
 from shared.parallel.data.activation_checkpointing import CheckpointedBlock, apply_activation_checkpointing, recompute, run_block_fully

@@ -5,7 +5,7 @@ import torch
 from balanced_experts import CONFIG, BalancedExperts, batch_of
 from torch import Tensor
 
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.loop import accumulate_gradients, train_step
 from shared.model.builders import Builders
 from shared.model.transformer import TransformerModel

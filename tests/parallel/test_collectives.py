@@ -13,7 +13,7 @@ from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
-from shared.parallel.comm.collectives import all_reduce_in_two, all_reduce_through_root, ring_all_reduce
+from shared.parallel.comm.collectives import ring_all_reduce
 from shared.parallel.comm.communicator import CommunicationError
 from shared.parallel.config import ParallelConfig
 from shared.parallel.planning.costs import Cost, Link, cost, cost_of_entries
@@ -25,24 +25,20 @@ from shared.parallel.data.zero import Zero
 
 simulation = import_module("chapters.06_data_parallel.simulation")
 
-ALL_REDUCES = [ring_all_reduce, all_reduce_in_two, all_reduce_through_root]
-by_all_reduce = pytest.mark.parametrize("all_reduce", ALL_REDUCES, ids=lambda function: function.__name__)
-
 
 def random(rank: int, *shape: int, dtype=torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(11 + rank), dtype=torch.float64).to(dtype)
 
 
-# Three ways to the sum.
+# Ring all-reduce.
 
 
-@by_all_reduce
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("length", [0, 1, 2, 4, 7, 30])
-def test_every_rank_holds_the_sum(all_reduce, ranks, length):
+def test_every_rank_holds_the_sum(ranks, length):
     def work(world):
         tensor = 10.0**world.rank * torch.arange(1, length + 1, dtype=torch.float64)
-        all_reduce(tensor, world)
+        ring_all_reduce(tensor, world)
         return tensor
 
     expected = sum(10.0**rank for rank in range(ranks)) * torch.arange(1, length + 1, dtype=torch.float64)
@@ -50,12 +46,11 @@ def test_every_rank_holds_the_sum(all_reduce, ranks, length):
         assert torch.equal(result, expected)
 
 
-@by_all_reduce
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_hold_the_same_bits(all_reduce, dtype):
+def test_ranks_hold_the_same_bits(dtype):
     def work(world):
         tensor = random(world.rank, 7, 5, dtype=dtype)
-        all_reduce(tensor, world)
+        ring_all_reduce(tensor, world)
         return tensor
 
     results = run_threads(work, 5)
@@ -64,11 +59,10 @@ def test_ranks_hold_the_same_bits(all_reduce, dtype):
     torch.testing.assert_close(results[0].double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.1)
 
 
-@by_all_reduce
-def test_in_a_group_that_is_not_the_world(all_reduce):
+def test_in_a_group_that_is_not_the_world():
     def work(world):
         tensor = torch.full((4,), 10.0**world.rank)
-        all_reduce(tensor, world.split("dp", [[0, 2, 3], [1, 4]]))
+        ring_all_reduce(tensor, world.split("dp", [[0, 2, 3], [1, 4]]))
         return tensor[0].item()
 
     assert run_threads(work, 5) == [1101, 10010, 1101, 1101, 10010]
@@ -99,17 +93,6 @@ def test_a_ring_of_uneven_chunks_sends_what_the_formula_says_on_average(ranks, n
     sent = measured(ring_all_reduce, ranks, numbers)
     assert sum(each.bytes for each in sent) == pytest.approx(ranks * cost("all_reduce", 8 * numbers, ranks).bytes)
     assert {each.messages for each in sent} == {2 * (ranks - 1)}
-
-
-def test_through_the_root_all_bytes_pass_one_rank():
-    def work(world):
-        all_reduce_through_root(torch.zeros(10), world)
-        entries = world.trace.entries
-        return Cost(len(entries), sum(entry.bytes for entry in entries))  # it sends and receives, one after the other
-
-    root, *others = run_threads(work, 4)
-    assert root == Cost(6, 240)
-    assert others == [Cost(2, 80)] * 3
 
 
 def test_the_halves_of_an_all_reduce_cost_what_it_costs():

@@ -10,7 +10,7 @@ from memory_table import ADAMW, LAYOUTS, ROWS, SEQ, SMALL, batch, compared, memo
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shared.course.paths import CHECKOUT
-from shared.data.objectives import packed_next_token_objective
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.loss import next_token_objective
 from shared.model.counting import parameter_counts
 from shared.model.transformer import TransformerModel

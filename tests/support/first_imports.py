@@ -1,4 +1,4 @@
-"""Import each module of the core as the first one: in a fork of its own, of one process that has imported PyTorch and nothing of the core."""
+"""Import each module of the core as the first one, in its own fork of a process that has imported PyTorch and nothing of the core."""
 
 import gc
 import importlib

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
 
-from shared.data.objectives import packed_next_token_objective  # noqa: E402
+from shared.model.chunked_loss import packed_next_token_objective# noqa: E402
 from shared.loop import accumulate_gradients, train_step  # noqa: E402
 from shared.model.config import ModelConfig  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402

@@ -122,9 +122,8 @@ def next_request() -> dict | None:
 
 def become(request: dict) -> None:
     """Turn this process into the script that was asked for."""
-    streams = ((0, os.devnull, os.O_RDONLY), (1, request["output"], os.O_WRONLY | os.O_CREAT), (2, request["errors"], os.O_WRONLY | os.O_CREAT))
-    for number, path, mode in streams:
-        handle = os.open(path, mode)
+    for number, path in enumerate((os.devnull, request["output"], request["errors"])):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY)
         os.dup2(handle, number)
         os.close(handle)
     os.chdir(request["folder"])
@@ -137,7 +136,7 @@ def become(request: dict) -> None:
 
 
 def exit_code_of(request: dict) -> int:
-    """The script's exit code, with what Python prints for it. What Python does at its end is done, except for taking modules apart: a second."""
+    """The script's exit code, with what Python prints for it. Python's own end would also take all modules apart, for a second."""
     code = 0
     try:
         become(request)

@@ -1,7 +1,7 @@
 """Chapter 03. The cleaning pipeline: every stage in order over a stream of documents, in one process or several, with the same result.
 
 Measuring is most of the work and needs the one text only, so workers do it. Judging may need what came before, so it happens here, in
-the order of the documents. What a stage remembers can be taken out and put back, which lets an interrupted cleaning go on.
+the order of the documents. What a stage remembers can be taken out and put back, so an interrupted cleaning can resume.
 """
 
 import difflib
@@ -92,7 +92,7 @@ class Cleaner:
 
     Args:
         config: which stages.
-        report: to go on counting in; None for a new one.
+        report: to continue counting in; None for a new one.
 
     Attributes:
         remembered: for each stage that remembers, by name, what it took in since the last `forget_remembered`.

@@ -47,16 +47,16 @@ class BrokenStep(CourseError):
 
 
 class CatchAnomalies(Callback):
-    """Non-finite and loss-spike guard. Stops before a step that is not finite; saves the batch of a loss spike and goes on. Looks at every step.
+    """Non-finite and loss-spike guard for every step: stops before a step that is not finite, and saves the batch of a loss spike.
 
     Everything lands in `anomalies/step-XXXXXXXX` of the run's folder, named by the step that the batch was for.
 
     Args:
-        stop_on_nonfinite: end the run before a step whose loss or gradient norm is not finite. False keeps the batch of such a loss and
-            goes on.
+        stop_on_nonfinite: end the run before a step whose loss or gradient norm is not finite. False saves the batch
+            and continues.
         spike_deviations: how many scaled median absolute deviations above the median a spike is; 0 for no spikes.
         window: how many recent losses a loss is compared with. None is judged before a quarter of them, at least 8, are there.
-        keep: how many batches are saved of a run that goes on; later ones are still reported.
+        keep: how many batches a run saves at most; later ones are still reported.
         loss_scaled: whether the loss is scaled dynamically (chapter 05). Gradients overflow then now and then, by design, and the
             updater skips their step itself; a loss that is not finite is broken all the same.
     """
@@ -121,7 +121,7 @@ class CatchAnomalies(Callback):
         )
 
     def report(self, engine: "RuntimeEngine", reason: str, metrics: Metrics) -> None:
-        """Save the batch, while there is room, tell, and go on."""
+        """Save the batch, up to `keep` of them, and report the anomaly; the run continues."""
         told = f"Step {engine.step + 1}: {reason}."
         if self.saved < self.keep:
             self.saved += 1

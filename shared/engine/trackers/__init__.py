@@ -1,7 +1,7 @@
 """Chapter 04. Trackers: where a run's metrics go. Each is a callback of its own file; all are given the same metrics.
 
 A resumed run continues in the same place and never shows a step twice with other values. A file can forget: what was written
-after the step that the run goes on from is cut. A service cannot: there the first value of a step stays.
+after the step from which the run resumes is cut. A service cannot: there the first value of a step stays.
 """
 
 import difflib

@@ -9,8 +9,8 @@ from shared.engine.callbacks import Callback, Metrics
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
 
-# metric -> how it is printed. A metric that a run does not measure is left out.
-TOLD = {
+# metric -> its format. A metric that a run does not measure is left out.
+SHOWN = {
     "train/loss": "loss {:.3f}",
     "validation/loss": "held out {:.3f}",
     "norm/gradient": "gradient norm {:.2f}",
@@ -27,15 +27,15 @@ class ConsoleTracker(Callback):
     """
 
     def __init__(self, show: dict[str, str] | None = None):
-        self.show = show or TOLD
+        self.show = show or SHOWN
         self.bar: Progress | None = None
 
     def on_start(self, engine: "RuntimeEngine") -> None:
         if not engine.console.is_terminal:
             return
-        told = TextColumn("{task.fields[told]}", markup=False)
-        self.bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), told, console=engine.console)
-        self.task = self.bar.add_task("training", total=engine.steps, completed=engine.step, told="")
+        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self.bar = Progress(*columns, TextColumn("{task.fields[values]}", markup=False), console=engine.console)
+        self.task = self.bar.add_task("training", total=engine.steps, completed=engine.step, values="")
         self.bar.start()
 
     def on_step(self, engine: "RuntimeEngine") -> None:
@@ -43,12 +43,12 @@ class ConsoleTracker(Callback):
             self.bar.update(self.task, completed=engine.step)
 
     def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
-        told = [form.format(metrics[name]) for name, form in self.show.items() if name in metrics]
+        values = [form.format(metrics[name]) for name, form in self.show.items() if name in metrics]
         if self.bar is not None:
-            self.bar.update(self.task, told=", ".join(told))
+            self.bar.update(self.task, values=", ".join(values))
         else:
             step = f"step {engine.step:>{len(str(engine.steps))}} of {engine.steps}"
-            engine.console.print("   ".join([step, *told]), markup=False, highlight=False, soft_wrap=True)
+            engine.console.print("   ".join([step, *values]), markup=False, highlight=False, soft_wrap=True)
 
     def on_end(self, engine: "RuntimeEngine") -> None:
         if self.bar is not None:

@@ -26,7 +26,7 @@ class JsonlTracker(Callback):
     Args:
         path: of the file; None for `metrics.jsonl` in the run's folder.
 
-    A resumed run cuts the lines after the step that it goes on from. A run from step 0 moves a file that is there aside, under the
+    A resumed run cuts the lines after the step from which it resumes. A run from step 0 renames a file that exists already to the
     first free name metrics.1.jsonl, metrics.2.jsonl, ...
     """
 

@@ -18,7 +18,7 @@ class TensorBoardTracker(Callback):
 
     Args:
         folder: None for `tensorboard` in the run's folder.
-        settings: what else than the engine's configuration stands on the page's text tab.
+        settings: what else than the engine's configuration is shown on the page's text tab.
 
     A resumed run writes a second file there, which begins by telling TensorBoard to drop what the first one holds of later steps.
     """

@@ -103,7 +103,7 @@ def files_of(folder: Path, name: str) -> list[Path]:
 
 
 def key_of(name: str, region: Region) -> str:
-    """How a shard is called in a file."""
+    """The key of a shard in a file."""
     box = ",".join(f"{start}:{start + size}" for start, size in zip(region.offsets, region.sizes, strict=True))
     key = name if region.sizes == region.shape else f"{name}[{box}]"
     return key if region.is_box else f"{key}[{region.start}:{region.stop}]"
@@ -133,7 +133,7 @@ def shards_in(file: Any) -> dict[str, list[StoredShard]]:
 
 
 def region_from(shape: tuple[int, ...], box: str | None, start: str | None, stop: str | None) -> Region:
-    """The region that a key names. A single range of a tensor with several dimensions is a span: of one with a single one, both are the same."""
+    """The region in a key. A single range of a tensor with several dimensions is a span; with one dimension, span and box are the same."""
     ranges = [tuple(map(int, each.split(":"))) for each in box.split(",")] if box else []
     if len(ranges) == 1 and len(shape) != 1 and start is None:
         return whole_region(shape)._replace(start=ranges[0][0], stop=ranges[0][1])

@@ -98,39 +98,3 @@ def all_gather_v(part: Tensor, sizes: Sequence[int], group: Communicator, keep: 
     received = [part.new_empty(size) for size in sizes]
     work = group.all_to_all(received, [part] * group.size, asynchronous=True)
     return DeferredWork(lambda: (work.wait(), keep(received)))
-
-
-def all_reduce_in_two(tensor: Tensor, group: Communicator) -> None:
-    """All-reduce as a reduce-scatter and an all-gather: the same bytes, with a place between the two where each rank holds one part of
-    the sum. ZeRO updates the weights there.
-
-    Args:
-        tensor: contiguous, of any shape; replaced by the sum over the ranks. What is missing to a multiple of the ranks is filled up by 0.
-    """
-    each = -(-tensor.numel() // group.size)
-    whole = tensor.new_zeros(each * group.size)
-    whole[: tensor.numel()] = tensor.view(-1)
-    part = torch.empty_like(whole[:each])
-    group.reduce_scatter(part, whole)
-    group.all_gather(whole, part)
-    tensor.view(-1).copy_(whole[: tensor.numel()])
-
-
-def all_reduce_through_root(tensor: Tensor, group: Communicator) -> None:
-    """All-reduce in the obvious way: everybody sends to rank 0, which adds up and sends the sum back to everybody.
-
-    All of it passes through one rank, which receives n - 1 tensors and sends n - 1: the more ranks, the longer it takes.
-
-    Args:
-        tensor: contiguous, of any shape; replaced by the sum over the ranks.
-    """
-    if group.rank:
-        group.send(tensor, to=0)
-        group.receive(tensor, source=0)
-        return
-    arrived = torch.empty_like(tensor)
-    for source in range(1, group.size):
-        group.receive(arrived, source)
-        tensor += arrived
-    for to in range(1, group.size):
-        group.send(tensor, to)

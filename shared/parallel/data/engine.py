@@ -6,7 +6,7 @@
     updater     around the optimizer's step
 
 Each engine serves the parameters of one group of ranks. `shared.parallel.strategy` puts several together; one alone completes a step by
-`reducer` itself.
+`reducer` itself. Totals are sums, so the totals of ranks add: one all-reduce of a small vector of float64, in which counts are exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.totals import add_with
 from shared.totals import Runner, Totals, Updater
 
 
 class DataEngine:
-    """An engine that exchanges nothing.
+    """The base class of data-parallel engines, which exchanges nothing itself.
 
     Attributes:
         model: what objectives call.
         optim_params: a module whose `named_parameters` the optimizer is built over: the model, or this rank's shards of it.
         group: the ranks over which gradients are added.
-        stored: name -> shard, of weights that are to be saved from there and not from the model's modules.
+        stored: name -> shard, for weights that checkpoints read here and not in the model's modules.
     """
 
     def __init__(self, model: nn.Module, group: Communicator):
@@ -36,39 +35,39 @@ class DataEngine:
         self.stored: Mapping[str, nn.Parameter] = {}
 
     def runner(self, runner: Runner) -> Runner:
-        """The runner that also begins the exchange of gradients."""
+        """Wrap the runner, so that it starts the exchange of gradients."""
         return runner
 
     def finish(self) -> None:
-        """Complete the exchange: gradients of `optim_params` are of the loss sum over all ranks."""
+        """Complete the exchange: gradients of `optim_params` are then those of the loss sum over all ranks."""
 
     def used(self) -> Tensor:
-        """[parameters], 1 for those that this rank has used since the last step, else 0; as long on every rank of the group."""
+        """Flags [parameters], 1 for each parameter that this rank has used since the last step; of one length on all ranks of the group."""
         return torch.empty(0)
 
     def drop_unused(self, users: Sequence[float]) -> None:
-        """Leave no gradient where no rank has used a parameter: an optimizer would let it decay. users: how many ranks have, as in `used`."""
+        """Remove the gradients of parameters that no rank has used: weight decay would change them. users: how many ranks used each."""
 
     def updater(self, updater: Updater) -> Updater:
-        """The updater, called with `optim_params`; afterwards `model` computes with the new weights."""
+        """Wrap the updater, so that it steps `optim_params`; afterwards `model` has the new weights."""
         return lambda model, optimizer, token_count: updater(self.optim_params, optimizer, token_count)
 
     def kept_whole(self) -> AbstractContextManager:
-        """While it is open, weights that were gathered stay so; nothing may be trained in it."""
+        """A context in which gathered weights stay gathered; nothing may be trained in it."""
         return nullcontext()
 
     @property
     def gathered_bytes(self) -> int:
-        """Of unsharded weights that this rank holds at the moment, beside its shards."""
+        """Bytes of unsharded weights on this rank now, without its shards."""
         return 0
 
     def reducer(self, model: nn.Module, totals: Totals) -> Totals:
-        """Complete gradients and totals over the group, where this engine is the only one."""
+        """Reduce gradients and totals over the group, where this engine is the only one."""
         return complete([self], totals, self.group)
 
 
 def complete(engines: Sequence[DataEngine], totals: Totals, group: Communicator) -> Totals:
-    """Finish the engines' exchanges. Totals are added over the group, and with them travels how many ranks have used each parameter."""
+    """Complete the engines' exchanges, and all-reduce totals together with how many ranks have used each parameter."""
     for engine in engines:
         engine.finish()
     flags = [engine.used() for engine in engines]
@@ -76,6 +75,23 @@ def complete(engines: Sequence[DataEngine], totals: Totals, group: Communicator)
     for engine, counts in zip(engines, users.split([len(each) for each in flags]), strict=True):
         engine.drop_unused(counts.tolist())
     return totals
+
+
+def add_over(totals: Totals, group: Communicator) -> Totals:
+    """All-reduce totals over a group, as one tensor."""
+    return add_with(totals, torch.empty(0), group)[0]
+
+
+def add_with(totals: Totals, counts: Tensor, group: Communicator) -> tuple[Totals, Tensor]:
+    """All-reduce totals and other counts [n] over a group, as one tensor. The counts are returned as float64 on the CPU."""
+    if group.size == 1:  # its device may not support float64
+        return totals, counts.double().cpu()
+    values = [totals.loss_sum, totals.token_count, *totals.metrics.values()]
+    device = totals.loss_sum.device
+    packed = torch.cat([torch.stack([value.detach().to(device, torch.float64) for value in values]), counts.to(device, torch.float64)])
+    group.all_reduce(packed)
+    loss_sum, token_count, *metrics = (total.to(value.dtype) for total, value in zip(packed[: len(values)], values, strict=True))
+    return Totals(loss_sum, token_count, dict(zip(totals.metrics, metrics, strict=True))), packed[len(values) :].cpu()
 
 
 class Subset(nn.Module):

@@ -1,4 +1,4 @@
-"""Chapter 06. ZeRO stages 1 and 2: data-parallel replicas shard optimizer state and gradients, and each updates its shard.
+"""Chapter 06. ZeRO-1 and ZeRO-2 (stages 1 and 2): data-parallel replicas shard optimizer state and gradients, and each updates its shard.
 
     DDP        all-reduce the gradients, update everything everywhere
     ZeRO-1     reduce-scatter the gradients, each rank updates its shards, all-gather the weights: the same bytes, 1/n of the state
