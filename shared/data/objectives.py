@@ -1,4 +1,4 @@
-"""Chapter 03. Training objectives for each kind of batch: masked language modelling, sequence to sequence; next-token prediction is chapter 02's.
+"""Chapter 03. Training objectives for each kind of batch: masked language modelling, sequence to sequence.
 
 Each objective is chapter 02's model with chapter 02's loss; what differs is who may look at whom. In a packed row nobody looks
 into another document (`Documents`), and positions are those within a document. No objective ever holds all logits. Each says which tokens

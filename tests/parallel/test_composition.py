@@ -140,7 +140,11 @@ class OneEnd(PipelineStandIn):
 
 @pytest.mark.parametrize(
     "axis, case",
-    [(WholeGradientOfTheNorm(), ("tp2", CONFIG, False)), (ExpertsOfAllRanks(), ("dp2_ep2", CONFIG, True)), (OneEnd(), ("pp2", TIED, False))],
+    [
+        (WholeGradientOfTheNorm(), ("tp2", CONFIG, False)),
+        (ExpertsOfAllRanks(), ("dp2_ep2", CONFIG, True)),
+        (OneEnd(), ("pp2", TIED, False)),
+    ],
 )
 def test_a_fact_that_is_not_stated_is_seen(axis, case):
     def work(world):

@@ -1,5 +1,5 @@
-"""Measure how far stand-ins for the axes of chapters 07 to 09 are from one process, around every data engine, and print the table of chapter
-06's page: float64, three steps, ranks as threads.
+"""Measure how far stand-ins for the axes of chapters 07 to 09 are from one process, around every data engine, and print the table of
+chapter 06's page: float64, three steps, ranks as threads.
 
 python tests/parity/composition_table.py            AdamW, or Muon
 python tests/parity/composition_table.py sgd        SGD, which amplifies no rounding

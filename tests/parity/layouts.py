@@ -53,10 +53,13 @@ FEATURES = {  # settings of a `LayoutRun`; `activation_checkpointing` is the lay
 EXACT = [name for name in FEATURES if name not in ("bfloat16", "float16")]
 
 
-def trained(world: Communicator, layout: ParallelConfig, activation_checkpointing: str = "none", loss_scale: float = 0.0, **settings) -> Told:
+def trained(
+    world: Communicator, layout: ParallelConfig, activation_checkpointing: str = "none", loss_scale: float = 0.0, **settings
+) -> Told:
     """Three steps, and what they gave. loss_scale: the first one; 0 for none."""
     scaler = LossScaler(LossScaleConfig(loss_scale)) if loss_scale else None
-    run = LayoutRun(world, replace(layout, activation_checkpointing=activation_checkpointing, bucket_megabytes=0.02), scaler=scaler, **settings)
+    layout = replace(layout, activation_checkpointing=activation_checkpointing, bucket_megabytes=0.02)
+    run = LayoutRun(world, layout, scaler=scaler, **settings)
     for _ in range(STEPS):
         run.train(1)
         run.told.note(run.totals, run.update.gradient_norm, run.gradients())
@@ -67,7 +70,8 @@ def trained(world: Communicator, layout: ParallelConfig, activation_checkpointin
 def references(features=FEATURES) -> dict[str, Told]:
     """One process, without recomputation or anything else of this chapter."""
     one_rank = SingleRankCommunicator()
-    return {feature: trained(one_rank, ParallelConfig(), **FEATURES[feature] | {"activation_checkpointing": "none"}) for feature in features}
+    kept = {"activation_checkpointing": "none"}
+    return {feature: trained(one_rank, ParallelConfig(), **FEATURES[feature] | kept) for feature in features}
 
 
 def rounding(precision: str) -> Difference:

@@ -26,7 +26,7 @@ def compiled(world, cases, backend):
         torch.compiler.reset()
         run = LayoutRun(world, replace(layout_of(words), activation_checkpointing=recompute), optimizer=ADAMW)
         run.parallel.model.compile(backend=backend)
-        if run.strategy.mesh.fsdp.size > 1:
+        if run.mesh.fsdp.size > 1:
             assert all(block._compiled_call_impl is not None for block in run.plain.stack.blocks.values())
         captured = torch._dynamo.utils.counters["stats"]
         captured.clear()

@@ -1,4 +1,4 @@
-"""Stand-ins for the axes of chapters 07 to 09, as small as they can be and right: they show that floor 6 carries axes that it does not know.
+"""Stand-ins for the axes of chapters 07 to 09, as small as can be and right: they show that floor 6 carries axes that it does not know.
 
 Tensor: the feed-forward layer's matrices cut over tp (columns, then rows), its norm's gradient partial. Pipeline: two stages, one
 micro-batch after the other, perhaps a tied embedding at both ends. Expert: one matrix for each rank of ep, rows of all ranks through each.
@@ -178,7 +178,7 @@ class OwnRows(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """x plus all experts' answers, each times a weight that x itself decides: a matrix [experts, out, in] in place of a feed-forward layer."""
+    """A feed-forward layer plus all experts' answers, each times a weight that x itself decides: matrices [experts, out, in]."""
 
     def __init__(self, inner: nn.Module, size: int, count: int, dtype: torch.dtype):
         super().__init__()

@@ -164,7 +164,8 @@ def save_pretrained(
         max_shard_bytes: the weights are split into files of at most this size.
 
     Raises:
-        ValueError: no format can describe the model, part of it is absent or sharded, or it has parameters or buffers that the format does not name.
+        ValueError: no format can describe the model, part of it is absent or sharded, or it has parameters or buffers that the format
+            does not name.
     """
     folder = Path(folder)
     known, raw = write_config(model.config, model_type)

@@ -1,8 +1,8 @@
 """Chapter 06. Sharded checkpoint files: each rank writes its shards, and reads what it needs, whichever layout wrote it.
 
-    weights-rank-00001.safetensors     `stack.blocks.0.feed_forward.up_proj.weight[512:1024]`          a span: numbers 512 to 1023, flattened
-                                       `stack.blocks.0.attention.o_proj.weight[0:24,12:24]`             a box: columns 12 to 23 of all rows
-                                       `stack.blocks.0.attention.o_proj.weight[0:24,12:24][100:200]`    a span of a box
+    weights-rank-00001.safetensors     `blocks.0.feed_forward.up_proj.weight[512:1024]`          a span: numbers 512 to 1023, flattened
+                                       `blocks.0.attention.o_proj.weight[0:24,12:24]`             a box: columns 12 to 23 of all rows
+                                       `blocks.0.attention.o_proj.weight[0:24,12:24][100:200]`    a span of a box
 
 A key without a region is a whole tensor in its shape, so what one process writes (chapter 04) is the simplest case, and every layout reads
 every other's. Nothing is ever put together on one rank: regions are intersected as boxes, and only the rows that are wanted are read out of
