@@ -38,7 +38,7 @@ class Checkout:
         paths = {"PYTHONPATH": f"{checkout}:{checkout / 'tests' / 'benchmarks'}", "OMP_NUM_THREADS": "1"}
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, str(checkout), "--serve", self.folder.name, str(rank), row, model, str(steps)],
+                [sys.executable, "-P", __file__, str(checkout), "--serve", self.folder.name, str(rank), row, model, str(steps)],
                 cwd=checkout, env=os.environ | paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )
             for rank in range(ranks)
@@ -102,18 +102,19 @@ def joined(folder: Path, rank: int):
 
     os.environ["GLOO_SOCKET_IFNAME"] = found("loopback", "shared.parallel.comm.launch", "shared.parallel.launch")()
     join_world = found("join_world", "shared.parallel.comm.processes", "shared.parallel.processes")
-    timeouts = found("Timeouts", "shared.parallel.health.heartbeat", "shared.parallel.heartbeat")()
+    timeouts = found("Timeouts Patience", "shared.parallel.health.heartbeat", "shared.parallel.heartbeat")()
     return join_world(rank, 2, f"file://{folder}/meeting", torch.device("cpu"), timeouts)
 
 
-def found(name: str, *modules: str):
-    """What the first of these modules that the checkout has calls `name`: files have moved since."""
+def found(names: str, *modules: str):
+    """The first of these names in the first of these modules that the checkout has: both have changed since."""
     for module in modules:
         try:
-            return getattr(import_module(module), name)
+            there = import_module(module)
         except ModuleNotFoundError:
             continue
-    raise ModuleNotFoundError(f"{name} in none of {modules}")
+        return next(getattr(there, name) for name in names.split() if hasattr(there, name))
+    raise ModuleNotFoundError(f"{names} in none of {modules}")
 
 
 def main() -> None:

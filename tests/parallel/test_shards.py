@@ -53,7 +53,7 @@ def test_what_was_cut_is_gathered_again(ranges, dtype):
     "ranges", [[(0, 4), (4, 10)], [(0, 4), (4, 7), (7, 9)], [(0, 5), (4, 7), (7, 10)], [(0, 4), (5, 7), (7, 10)], [(1, 4), (4, 7), (7, 10)]]
 )
 def test_ranges_that_do_not_make_the_whole_are_refused(ranges):
-    with pytest.raises(ValueError, match="each of its 10 numbers once"):
+    with pytest.raises(ValueError, match=r"each of its 10 numbers\b.*\bonce"):
         run_threads(lambda world: split_spans(torch.empty(2, 5), ranges, world), 3)
 
 
