@@ -1,4 +1,4 @@
-"""Chapter 02. RoPE, rotary position embedding: queries and keys are turned by angles that grow with the position.
+"""Chapter 02. RoPE, rotary embedding of positions: queries and keys are turned by angles that grow with the position.
 
 A pair of dimensions (x1, x2) at position p is rotated by p * frequency (Su et al. 2021, section 3.4.2). The product of a
 query and a key then depends on the difference of their positions only. Dimension i is paired with i + d/2 ("half-rotated",

@@ -1,4 +1,4 @@
-"""Chapter 05. Learning-rate schedules (warm-up; constant, linear, cosine or WSD): a function from the step's number to a factor.
+"""Chapter 05. Learning rate schedules (a scheduler: warm-up; constant, linear, cosine or WSD): from the step's number to a factor.
 
 A warm-up starts small, because the first gradients say little about the following ones and AdamW's running means are empty. A decay
 ends small, because a large step around a minimum cannot settle in it. The factor multiplies each group's own learning rate, and is 1 at

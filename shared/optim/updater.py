@@ -1,7 +1,7 @@
 """Chapter 05. The updater of a real run: gradient clipping, unscaling, and skipped steps where float16 gradients overflow.
 
-Chapter 01's updater divides by the token count and steps. This one divides by the token count and by the loss scale and clips, all in one
-multiplication, so it passes over the gradients once to measure and once to scale them.
+Chapter 01's updater divides by the token count and steps. This one folds token count, loss scale and clip factor into one
+multiplication: one pass over the gradients measures their norm, a second one scales them.
 
 One bad batch can have a gradient a hundred times the usual. With clipping, no step's gradient is longer than `max_norm`, which is measured
 over all parameters together (Pascanu et al. 2013, section 3.2), so the gradient keeps its direction.

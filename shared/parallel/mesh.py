@@ -2,12 +2,12 @@
 
     rank = (((pp * DP + dp) * FSDP + fsdp) * CP + cp) * TP + tp          from outside in: pp, dp, fsdp, cp, tp
 
-Neighbours in rank differ in the innermost axis, which talks most: ranks of one machine stand together. Each rank is in one group along each
-axis. A batch is shared over the data axis, dp and fsdp taken together. Losses, token counts and gradients add over the data axis and over
-cp, whose ranks see parts of the same rows.
+Consecutive ranks differ in the innermost axis, which communicates most, so that its ranks are on one machine. Each rank is in one group
+along each axis. A batch is shared over the data axis, dp and fsdp taken together. Losses, token counts and gradients add over the data
+axis and over cp, whose ranks see parts of the same rows.
 
-Experts (chapter 09) are spread over the data axis in another way: ep are neighbours that hold different experts, edp those that hold the
-same ones.
+Experts (chapter 09) are spread over the data axis in another way: along ep, consecutive ranks hold different experts;
+along edp, ranks hold copies of the same ones.
 """
 
 from collections.abc import Sequence

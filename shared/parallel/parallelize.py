@@ -1,4 +1,4 @@
-"""Chapter 06. Parallelize: the one function that applies parallelism to a plain model, from outside and in one order.
+"""Chapter 06. Parallelize: the one function that applies parallelism to a plain model, from outside the model, in a fixed order.
 
     axes in their order (activation checkpointing; later pipeline, tensor, experts)  ->  weights, on the device
         ->  data engines (FSDP, ZeRO, DDP)  ->  engines around the optimizer's step (offload)
@@ -7,7 +7,7 @@ Each axis is a file of its own: it changes the plain model in place and sets att
 Activation checkpointing comes first, because the engines that shard weights wrap around it: a block that is computed again in the backward
 pass must find its weights gathered. The model knows nothing of all this, and neither do objective, optimizer and updater.
 
-Left out on purpose: the axes that chapters 07 to 09 add. They are handed in, and nothing here changes for them.
+Left out on purpose: the axes that chapters 07 to 09 add. They are passed in as arguments, so that this file does not change.
 """
 
 from collections.abc import Sequence

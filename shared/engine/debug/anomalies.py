@@ -1,7 +1,7 @@
-"""Chapter 04. Anomaly detection, NaN and loss spike: catching the batch that broke a run, while the weights are still good.
+"""Chapter 04. Anomaly detection (NaN, loss spike): catch the batch that would break a run before it reaches the weights.
 
 A step whose loss or gradient is not finite must not reach the optimizer: one NaN in the weights and everything since the last
-checkpoint is lost. So both are looked at before it steps. A finite loss far above the recent ones is caught too; "far" is measured
+checkpoint is lost. So both are checked before the optimizer steps. A finite loss far above the recent ones is caught too; "far" is measured
 in median absolute deviations, which the spikes themselves do not widen as they would a standard deviation:
 
     loss > median + deviations * 1.4826 * MAD       (1.4826 makes the MAD of a normal distribution its standard deviation)

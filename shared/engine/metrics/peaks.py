@@ -3,8 +3,8 @@
     MFU = FLOPs per token * tokens per second / peak FLOP/s       (Chowdhery et al. 2022, PaLM, section 4.1)
 
 A wrong peak makes every utilisation wrong by the same factor, which is easily missed. So there is one table, for dense products (without
-the doubling for 2:4 sparsity) that accumulate in float32, as in training; a device that is not in it is an error, not a guess. No vendor
-publishes such a number for a CPU, which changes its clock with the load: there it is measured.
+the doubling for 2:4 sparsity) that accumulate in float32, as in training; a device that is not in it is an error, not a guess. Vendors
+publish no such number for CPUs, whose clock varies with the load, so a CPU's peak is measured.
 
 Left out on purpose: memory bandwidth, the other roof of the roofline.
 """

@@ -1,4 +1,4 @@
-"""Chapter 02. Load and save pretrained weights as a Hugging Face checkpoint: `config.json` and safetensors, as transformers does.
+"""Chapter 02. Load and save pretrained weights: convert from and to a Hugging Face checkpoint (state dict, `config.json`).
 
 What does not fit is refused before a weight is read: the names and shapes in the files are held against those that the
 configuration asks for, and everything missing, extra or misshapen is named.

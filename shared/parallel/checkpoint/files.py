@@ -1,15 +1,15 @@
-"""Chapter 06. Sharded checkpoint files: each rank writes its shards, and reads what it needs, whichever layout wrote it.
+"""Chapter 06. Sharded checkpoint files and resharding: each rank writes its shards, and a run in another layout reads what it needs.
 
     weights-rank-00001.safetensors     `blocks.0.feed_forward.up_proj.weight[512:1024]`          a span: numbers 512 to 1023, flattened
                                        `blocks.0.attention.o_proj.weight[0:24,12:24]`             a box: columns 12 to 23 of all rows
                                        `blocks.0.attention.o_proj.weight[0:24,12:24][100:200]`    a span of a box
 
-A key without a region is a whole tensor in its shape, so what one process writes (chapter 04) is the simplest case, and every layout reads
-every other's. Nothing is ever put together on one rank: regions are intersected as boxes, and only the rows that are wanted are read out of
-the mapped files.
+A key without a region is a whole tensor in its shape, so what one process writes (chapter 04) is the simplest case, and any layout can
+read a checkpoint of any other. No rank ever assembles a full tensor: regions are intersected as boxes, and only the rows that are needed
+are read from the memory-mapped files.
 
-Left out on purpose: `torch.distributed.checkpoint`. A shard there is a box, one per file and name, and a span of flattened numbers is none;
-its plans travel by `torch.distributed` alone, so it knows no ranks that are threads.
+Left out on purpose: `torch.distributed.checkpoint`. There a shard must be a box, one per file and name, so a flattened span cannot be
+expressed; and it exchanges its plans over `torch.distributed`, which does not work for ranks that are threads.
 """
 
 import json

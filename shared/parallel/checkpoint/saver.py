@@ -1,4 +1,4 @@
-"""Chapter 06. The distributed checkpointer: each rank writes its shards, one of them makes the folder complete.
+"""Chapter 06. The distributed checkpointer: each rank writes its shards, and rank 0 commits the folder.
 
     all     write their shards into `step-XXXXXXXX.ranks`, on a thread, while training continues
     all     agree, between two later steps, that every rank has written
@@ -7,7 +7,7 @@
 Ranks communicate between steps only, never from the thread. If a rank cannot write, all ranks raise the same error. A save that is under
 way when a rank dies is discarded, and the checkpoint before it remains.
 
-Left out on purpose: machines without a folder that all of them see.
+Left out on purpose: machines without a shared file system.
 """
 
 import json

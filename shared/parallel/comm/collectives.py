@@ -2,8 +2,8 @@
 
     all-reduce = reduce-scatter, after which each rank holds one chunk of the sum, then all-gather, after which each holds all chunks
 
-Ring all-reduce: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Every rank sends about
-twice the tensor, however many ranks there are.
+Ring all-reduce: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Each rank sends about
+twice the tensor's size, regardless of the number of ranks.
 
 `reduce_scatter_v` and `all_gather_v` take a size per rank, as MPI's Reduce_scatter and Allgatherv do: Muon needs whole matrices, which do
 not divide into equal shards. Sizes that differ by one at most are padded; otherwise an all-to-all carries just the numbers needed.

@@ -1,8 +1,8 @@
 """Chapter 06. Collective operations of a process group: all-reduce, all-gather, reduce-scatter, ... in threads and in processes.
 
 A rank is one of several processes, or threads, that train one model together. A `Communicator` is one rank's end of a group of ranks: the
-whole world, or one axis of the mesh. Every rank of the group must make the same calls in the same order; an error names a rank that does
-not. Every call is recorded in the rank's `CommTrace`.
+whole world, or one axis of the mesh. Every rank of the group must make the same calls in the same order; if a rank does not, the error
+names it. Every call is recorded in the rank's `CommTrace`.
 
 Left out on purpose: how bytes travel. `shared.parallel.comm.threads` copies them within one process, and
 `shared.parallel.comm.processes` hands them to gloo or NCCL.

@@ -1,6 +1,6 @@
 """Chapter 06. Activation checkpointing (recomputation): keep a block's inputs, and run the block again in the backward pass.
 
-A block's backward pass needs what its forward pass computed: some thirty tensors, where its input is one. Recomputing costs one more
+A block's backward pass needs what its forward pass computed: about thirty tensors, whereas its input is one. Recomputing costs one more
 forward pass, a third of a step, and leaves one tensor per block (Chen et al. 2016, "Training deep nets with sublinear memory cost",
 section 4). Selective recomputation keeps the results of matrix products and attention, which cost the most to make again, and recomputes
 the cheap rest (Korthikanti et al. 2022, section 5, for kernels that hold no [Q, K] matrix).

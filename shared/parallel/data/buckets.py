@@ -1,12 +1,12 @@
-"""Chapter 06. Gradient buckets: many gradients in one collective, because a collective for each of a hundred tensors is mostly latency.
+"""Chapter 06. Gradient buckets (DDP buckets): many gradients in one collective, because one for each of a hundred tensors is mostly latency.
 
     flat   [a a a a a a | b b b | c c c c]         one all-reduce for a, b and c
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2. Which parameters share a bucket is
 read off the model alone, so every rank has the same buckets in the same order, and a resumed run has them too.
 
-Left out on purpose: buckets rebuilt in the order that the first step shows, as PyTorch does. A resumed run would add in another order
-than a run that was never stopped; and a transformer's backward pass is very nearly the reverse of its registration.
+Left out on purpose: buckets rebuilt in the order that the first step shows, as PyTorch does. A resumed run would then sum in a different
+order from an uninterrupted one; besides, a transformer's gradients become ready in nearly the reverse of parameter registration order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ class Bucket(Protocol):
     """A bucket: parameters whose gradients are exchanged in one collective.
 
     parameters: in the order in which they lie in the bucket.
-    results: the parameters that hold the sums afterwards, one for each; where all of it stays here, the same ones.
+    results: the parameters that receive the reduced gradients, one for each; the same objects if nothing is sharded.
     used: whether this rank has brought a gradient of each, in this step.
     bytes: the bytes that are exchanged, with padding.
     """

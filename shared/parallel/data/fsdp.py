@@ -11,7 +11,8 @@ of the batch, and computes what one process would: only storage is sharded (Rajb
 While a unit computes, the next one is prefetched. Every micro-batch reduces its gradients, so a rank never holds more than a unit of
 unsharded gradients; replicas (axis dp, HSDP) add their shards at the last micro-batch only.
 
-Left out on purpose: keeping unsharded gradients over the micro-batches, which would save P moved for each and hold P; other units.
+Left out on purpose: keeping unsharded gradients across micro-batches (it saves communicating P elements for each,
+and costs P elements of memory); units other than a block.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -3,11 +3,12 @@
     between two steps    weights + optimizer state
     within a step        + gradients + what the forward pass keeps for the backward pass (+ weights that fsdp has gathered)
 
-Of weights, gradients and state each rank holds all or an n-th (Rajbhandari et al. 2020; `shared.parallel.data.zero.bytes_held`).
-Activations follow Korthikanti et al. 2022, section 4.1, which counts what each operation keeps, for this model's own operations: norms and
-linear layers keep their inputs, attention keeps queries, keys, values and its result. Chapter 06's `memory_measured.py` measures the same.
+Each rank holds either all or 1/n of the weights, gradients and optimizer state (Rajbhandari et al. 2020;
+`shared.parallel.data.zero.bytes_held`). Activations follow Korthikanti et al. 2022, section 4.1, which counts what each operation keeps,
+for this model's own operations: norms and linear layers keep their inputs, attention keeps queries, keys, values and its result. Chapter
+06's `memory_measured.py` measures the same.
 
-Left out on purpose: what lives for moments (buckets under way, the gradients of activations, what an operation needs for itself), what the
+Left out on purpose: short-lived buffers (buckets under way, the gradients of activations, what an operation needs for itself), what the
 allocator keeps in reserve, and blocks other than those of a decoder without dropout.
 """
 

@@ -1,6 +1,6 @@
-"""Chapter 06. FSDP on PyTorch's own engine: `fully_shard`, told to add gradients and never to average.
+"""Chapter 06. FSDP on PyTorch's own engine: `fully_shard`, configured to sum gradients instead of averaging them.
 
-Each parameter becomes a `DTensor`, whose part on this rank is some of its rows, so a contiguous range of its numbers: a span, as in
+Each parameter becomes a `DTensor`, whose local shard is a block of rows, that is, a contiguous range of its elements: a span, as in
 this course's own FSDP. The optimizer is built over the pieces, which are views of the same memory, and knows nothing of DTensors.
 
 Left out on purpose: parameters on a mesh of their own, cuts along other dimensions, and moving weights to the CPU.
