@@ -10,7 +10,7 @@ import tokenizers
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from shared.data import shards
+from shared import output_files
 from shared.data.shards import ENDING, Shard, ShardError, TokenStore, write_shard
 from shared.data.tokenizer import END, TextTokenizer, TokenizerError, special_names
 
@@ -196,7 +196,7 @@ def test_a_shard_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     def die(_):
         raise Died
 
-    monkeypatch.setattr(shards.os, "fsync", die)
+    monkeypatch.setattr(output_files.os, "fsync", die)
     with pytest.raises(Died):
         write_shard(tmp_path / f"0{ENDING}", [[1]], [1], "one", 300)
     assert not list(tmp_path.glob(f"*{ENDING}"))

@@ -19,7 +19,8 @@ from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import parse_layout
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.holders import Holders
-from shared.parallel.sharding import whole_region
+from shared.parallel.checkpoint.files import ShardFiles, key_of, write_shards
+from shared.parallel.sharding import Box, Region, whole_region
 
 LAYOUTS = ("one", "dp2", "dp3_zero1", "dp2_zero2", "fsdp2", "fsdp3", "dp2_fsdp2")
 OPTIMIZERS = {"muon": (MUON, (0, 1, 3)), "adamw": (ADAMW, (2, 4, 5, 6))}  # with which of the layouts after the writer's to go on
@@ -253,3 +254,29 @@ def test_what_all_hold_is_shared_out_evenly():
 def written_by(held) -> list[list[str]]:
     writers = run_threads(lambda world: Holders(held[world.rank], world).writers(), len(held))[0]
     return [sorted(name for (name, _), writer in writers.items() if writer == rank) for rank in range(len(held))]
+
+
+@pytest.mark.parametrize(
+    "region, key",
+    [
+        (Region((4, 6), (0, 0), (4, 6), 0, 24), "w"),
+        (Region((4, 6), (0, 0), (4, 6), 5, 17), "w[5:17]"),
+        (Region((4, 6), (0, 3), (4, 3), 0, 12), "w[0:4,3:6]"),
+        (Region((4, 6), (0, 3), (4, 3), 2, 7), "w[0:4,3:6][2:7]"),
+        (Region((6,), (2,), (3,), 0, 3), "w[2:5]"),
+        (Region((6,), (2,), (3,), 1, 3), "w[2:5][1:3]"),
+        (Region((), (), (), 0, 1), "w"),
+    ],
+)
+def test_a_shards_key_says_where_its_numbers_lie(region, key, tmp_path):
+    """And what is written under it is read where it belongs, by a region that overlaps it."""
+    whole = torch.arange(float(torch.Size(region.shape).numel())).reshape(region.shape)
+    part = Box(region.offsets, region.sizes).of(whole).reshape(-1)[region.start : region.stop]
+    rest = [(box, first) for box, first in region.boxes()]
+    assert key_of("w", region) == key and torch.equal(torch.cat([box.of(whole).reshape(-1) for box, _ in rest]), part)
+    write_shards(tmp_path / "weights.safetensors", {("w", region): part})
+    found = ShardFiles({"w": region}, {}, []).read(tmp_path, "weights")
+    assert torch.equal(found["w"].reshape(-1), part) and found["w"].shape == region.local_shape
+    if not region.is_whole:
+        with pytest.raises(CheckpointError, match="numbers are in none of its files"):
+            ShardFiles({"w": whole_region(region.shape)}, {}, []).read(tmp_path, "weights")

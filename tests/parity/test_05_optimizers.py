@@ -129,6 +129,8 @@ def test_a_part_of_a_matrix_has_another_orthogonalisation():
 class Threads:
     """Two threads that hold the rows of a matrix; each gathers by waiting for the other."""
 
+    needs_gathering = True
+
     def __init__(self, shape, rank: int, board: list, barrier: threading.Barrier):
         self.shape, self.rank, self.board, self.barrier = torch.Size(shape), rank, board, barrier
 
@@ -139,7 +141,7 @@ class Threads:
         self.barrier.wait()
         return whole
 
-    def cut(self, whole):
+    def local(self, whole):
         return whole.chunk(2)[self.rank]
 
 
