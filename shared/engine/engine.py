@@ -50,7 +50,7 @@ class RuntimeEngine:
         console: where the engine speaks.
 
     Attributes for callbacks: `strategy`, `step` (steps done), `steps` (wanted), `totals` (of the step, reduced), `token_count`, `loss`
-    and `grad_norm` (of its mean loss, before clipping), `microbatches`, `timings` (seconds by phase of the last step), `log_due` (whether
+    and `grad_norm` (of its mean loss, before clipping; times a loss scale), `microbatches`, `timings` (seconds by phase of the last step), `log_due` (whether
     the step under way will be logged), `output`, `device`, `stopped` (why the run ended early), `validation` (totals of the last one).
     """
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 
+import torch
+
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.sharding import Region
 
@@ -21,15 +23,19 @@ class Holders:
     Args:
         regions: name -> where this rank's numbers of that tensor lie in the whole.
         world: all ranks.
+        dtypes: name -> dtype, for what is to be sent between ranks.
 
     Attributes:
         by_rank: for each rank its regions by name, without empty ones.
         ranks: (name, region) -> the ranks that hold exactly that, ascending.
         shapes: name -> shape of the whole, of every name that any rank has.
+        dtypes: name -> dtype, of those whose dtype was given.
     """
 
-    def __init__(self, regions: Mapping[str, Region], world: Communicator):
+    def __init__(self, regions: Mapping[str, Region], world: Communicator, dtypes: Mapping[str, torch.dtype] | None = None):
         everyone = world.gather_objects([[name, *region] for name, region in regions.items()])
+        told = world.gather_objects({name: str(dtype).removeprefix("torch.") for name, dtype in (dtypes or {}).items()})
+        self.dtypes: dict[str, torch.dtype] = {name: getattr(torch, dtype) for each in told for name, dtype in each.items()}
         self.rank, self.size = world.rank, world.size
         self.by_rank: list[dict[str, Region]] = []
         self.ranks: dict[tuple[str, Region], list[int]] = {}
@@ -52,6 +58,7 @@ class Holders:
         region = self.by_rank[self.rank].get(name)
         return len(self.ranks[name, region]) if region else 1
 
+    @cached_property
     def writers(self) -> dict[tuple[str, Region], int]:
         """Which rank writes which part into a checkpoint: of several that hold the same, the one that has least to write so far."""
         load = [0] * self.size

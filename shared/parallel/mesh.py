@@ -31,7 +31,7 @@ class Mesh:
         data: dp and fsdp together: `data.rank` is this rank's share of a batch, of `data.size`.
         loss: data and cp together: over these, losses and gradients add.
         replicas: dp and cp together: over these, gradients of fully sharded parameters add.
-        ep, edp: the data axis as neighbours that hold different experts, and as ranks that hold the same ones.
+        ep, edp: the data axis as neighbours that hold different experts, and as ranks that hold the same ones, with cp.
 
     Raises:
         ValueError: the degrees need another number of ranks than there are.
@@ -59,7 +59,8 @@ class Mesh:
 
     def groups_of_experts(self, grid: Tensor, degree: int) -> tuple[Communicator, Communicator]:
         if degree == 1:
-            return self.world.split("ep", grid.flatten()[:, None].tolist()), self.data
-        rows = grid.permute(0, 3, 4, 1, 2).flatten(3).flatten(0, 2)  # [others, data]
-        rows = rows.unflatten(1, (-1, degree))  # [others, edp, ep]
-        return self.world.split("ep", rows.flatten(0, 1).tolist()), self.world.split("edp", rows.mT.flatten(0, 1).tolist())
+            return self.world.split("ep", grid.flatten()[:, None].tolist()), self.loss
+        rows = grid.permute(0, 4, 1, 2, 3).flatten(2, 3).flatten(0, 1)  # [others, data, cp]
+        rows = rows.unflatten(1, (-1, degree))  # [others, edp, ep, cp]
+        same, other = rows.permute(0, 2, 1, 3).flatten(2).flatten(0, 1), rows.permute(0, 1, 3, 2).flatten(0, 2)
+        return self.world.split("ep", other.tolist()), self.world.split("edp", same.tolist())

@@ -126,7 +126,7 @@ def data_engines(
     for group, names in groups.items():
         part = model if len(groups) == 1 else Subset(model, names)
         if config.zero:
-            engines.append(Zero(part, group, config.zero, whole, config.bucket_megabytes))
+            engines.append(Zero(part, group, config.zero, whole, config.bucket_megabytes, alone=len(groups) == 1))
         else:
             engines.append(DataParallel(part, group, config.bucket_megabytes))
     return engines
@@ -139,6 +139,8 @@ def torch_engine(
     from shared.parallel.torch_backend.ddp import TorchReplicas, TorchZero
     from shared.parallel.torch_backend.fsdp import TorchSharded
 
+    if mesh.cp.size > 1:
+        raise ValueError("parallel.backend torch adds gradients over the data ranks, and not over context_parallel: use backend course.")
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "shared_over"):
             raise ValueError(f"parallel.backend torch adds every gradient over all data ranks, and {name} has others: use backend course.")
@@ -149,7 +151,7 @@ def torch_engine(
 
 def offload_optimizer(strategy: ParallelStrategy, home: torch.device | str = "cpu") -> ParallelStrategy:
     """The strategy with its optimizer's parameters, and so their state, at `home`; itself where they are there already."""
-    if {parameter.device for parameter in strategy.optim_params.parameters()} == {torch.device(home)}:
+    if next(strategy.module.parameters()).device == torch.device(home):  # the same on every rank, also one without a trained parameter
         return strategy
     offload = OffloadedOptimizer(strategy.module, strategy.optim_params, home)
     return ParallelStrategy(strategy.module, strategy.mesh, strategy.engines, [offload], strategy.routes)

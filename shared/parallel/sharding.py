@@ -155,11 +155,11 @@ class Sharding:
     device: torch.device | None = None
 
     def __post_init__(self):
-        numel, held = self.outer_shape.numel(), sum(math.prod(part.shape) for part in dict.fromkeys(self.parts))
+        numel, held = self.outer_shape.numel(), sum(math.prod(part.shape) for part in dict.fromkeys(self.parts))  # copies count once
         spans = sorted(part for part in self.parts if isinstance(part, Span) and part.start != part.stop)
         ends = [0, *(span.stop for span in spans)]
         overlap = bool(spans) and [span.start for span in spans] != ends[:-1]
-        if len(self.parts) != self.group.size or held < numel or (spans and (overlap or ends[-1] != numel)):
+        if len(self.parts) != self.group.size or held != numel or (spans and (overlap or ends[-1] != numel)):
             raise ValueError(
                 f"A parameter of shape {tuple(self.outer_shape)} cannot be sharded over {self.group.size} ranks as "
                 f"{[tuple(part) for part in self.parts]}: give each rank a part, so that each of its {numel} numbers is held once."
@@ -191,7 +191,10 @@ class Sharding:
 
     @property
     def needs_gathering(self) -> bool:
-        """Whether the whole takes other ranks."""
+        """Whether what is done matrix by matrix takes other ranks: not where only a stack of matrices, such as experts, is shared out."""
+        region = self.region
+        if len(self.shape) > 2 and region.is_box and region.sizes[-2:] == tuple(self.shape[-2:]):
+            return False
         return not self.is_owned or (self.outer is not None and self.outer.needs_gathering)
 
     @property

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from shared.engine.callbacks import Callback
-from shared.engine.checkpoint.snapshot import weights_of
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.engine.strategy import Strategy
 from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.data.engine import DataEngine, add_over, complete
+from shared.parallel.data.engine import DataEngine, Subset, add_over, complete
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
 from shared.parallel.holders import Holders
 from shared.parallel.mesh import Mesh
@@ -60,12 +59,17 @@ class ParallelStrategy(Strategy):
         self.mesh, self.engines, self.around, self.routes = mesh, tuple(engines), tuple(around), routes
         self.rank, self.size = mesh.world.rank, mesh.world.size
         self.data_rank, self.data_size = mesh.data.rank, mesh.data.size
-        self.model = engines[0].model if len(engines) == 1 else module
+        wrappers = [engine.model for engine in engines if engine.model is not module and not isinstance(engine.model, Subset)]
+        if len(wrappers) > 1:
+            raise ValueError("Two engines wrap the model, and objectives can call one of them only: use backend course.")
+        self.model = wrappers[0] if wrappers else module
         self.optim_params = self.grad_params = self.united([engine.optim_params for engine in engines] or [module])
         self.state = LocalState(self)
         self.weight_regions = {name: region_of(tensor) for name, tensor in self.state.state_dict(keep_vars=True).items()}
         self.optim_regions = {name: region_of(parameter) for name, parameter in self.state.named_parameters()}
-        self.holders, self.optim_holders = Holders(self.weight_regions, mesh.world), Holders(self.optim_regions, mesh.world)
+        weights = self.state.state_dict(keep_vars=True)
+        self.holders = Holders(self.weight_regions, mesh.world, {name: tensor.dtype for name, tensor in weights.items()})
+        self.optim_holders = Holders(self.optim_regions, mesh.world)
         self.partial = self.partial_gradients()
         if around:
             self.optim_params = self.united([engine.optim_params for engine in around])
@@ -92,12 +96,7 @@ class ParallelStrategy(Strategy):
         self.measured = None
         totals = complete(self.engines, totals, self.mesh.loss)
         for group, parameters in self.partial.items():
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            if gradients:
-                flat = torch.cat([gradient.flatten() for gradient in gradients])
-                group.all_reduce(flat)
-                for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-                    gradient.copy_(part.view(gradient.shape))
+            add_partial(parameters, group)
         return totals
 
     def updater(self, updater: Updater) -> Updater:
@@ -116,7 +115,7 @@ class ParallelStrategy(Strategy):
         found: dict[Communicator, list[nn.Parameter]] = {}
         for name, parameter in self.state.named_parameters():
             group = getattr(parameter, "partial_over", None)
-            if group is None or group.size == 1:
+            if group is None or group.size == 1 or not parameter.requires_grad:
                 continue
             regions = {self.optim_holders.by_rank[rank].get(name) for rank in group.members}
             if len(regions) > 1:
@@ -136,10 +135,10 @@ class ParallelStrategy(Strategy):
 
     def norms(self, groups: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
         """Norms of several groups of tensors over all ranks, in one all-reduce; in none where every rank holds everything."""
-        home = next(iter(self.optim_params.parameters()), torch.empty(0)).device
+        device = next(self.module.parameters()).device
+        home = next(iter(self.optim_params.parameters()), next(self.module.parameters())).device
         if self.optim_holders.everywhere:
             return {key: norm.to(home) for key, norm in super().norms(groups).items()}
-        device = next(iter(self.grad_params.parameters()), torch.empty(0)).device
         squares = torch.zeros(2, len(groups), dtype=torch.float64, device=device)  # second row: whether a rank has something of the group
         for place, named in enumerate(groups.values()):
             by_copies: dict[int, list[Tensor]] = {}
@@ -150,7 +149,7 @@ class ParallelStrategy(Strategy):
             for copies, tensors in by_copies.items():
                 squares[0, place] += global_gradient_norm(tensors).to(device, torch.float64).square() / copies
         self.mesh.world.all_reduce(squares)
-        present = squares[1].tolist()
+        present = squares[1].tolist() if len(groups) > 1 else [1.0]  # a single group needs no wait of the host
         return {key: squares[0, place].sqrt().to(home) for place, key in enumerate(groups) if present[place]}
 
     def agree(self, reason: str | None) -> str | None:
@@ -186,10 +185,10 @@ class ParallelStrategy(Strategy):
                 world.send(tensor.contiguous(), to=0)
             if self.rank == 0:
                 if owner:
-                    like = next(self.module.parameters())
-                    tensor = torch.empty(self.holders.shapes[name], dtype=like.dtype, device=like.device)
+                    device = next(self.module.parameters()).device
+                    tensor = torch.empty(self.holders.shapes[name], dtype=self.holders.dtypes[name], device=device)
                     world.receive(tensor, source=owner)
-                found[name] = tensor.cpu()
+                found[name] = tensor.to("cpu", copy=True)
         return found
 
     def saver(self, folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True) -> RankSaver:
@@ -233,3 +232,14 @@ def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
 
+
+def add_partial(parameters: Sequence[nn.Parameter], group: Communicator) -> None:
+    """Sum over a group the gradients of which each rank has a part. One that some rank has not used counts as 0 there; one that no rank has
+    used stays None."""
+    flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+    gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    flat = torch.cat([*(gradient.flatten() for gradient in gradients), flags.to(gradients[0])])
+    group.all_reduce(flat)
+    *parts, users = flat.split([*(gradient.numel() for gradient in gradients), len(parameters)])
+    for parameter, part, count in zip(parameters, parts, users.tolist(), strict=True):
+        parameter.grad = part.view(parameter.shape) if count else None

@@ -19,12 +19,16 @@ Config = TypeVar("Config")
 
 RENAMED = {  # keys of older files -> their names now
     "max_gradient_norm": "max_grad_norm",
-    "parallel.recompute": "parallel.activation_checkpointing (none, full, selective)",
+    "parallel.recompute": "parallel.activation_checkpointing (none, full, selective; blocks is full now)",
     "parallel.timeout": "parallel.heartbeat_timeout",
     "parallel.longest_wait": "parallel.collective_timeout",
     "data.prepare.cleaning.shortest": "data.prepare.cleaning.min_bytes",
     "data.prepare.cleaning.longest": "data.prepare.cleaning.max_bytes",
     "data.prepare.cleaning.certainty": "data.prepare.cleaning.min_probability",
+}
+RENAMED_VALUES = {  # values of older files -> what they are called now
+    "parallel.activation_checkpointing": {"blocks": "full"},
+    "model.attention": {"naive": "eager", "fused": "sdpa"},
 }
 USAGE = "%(prog)s CONFIG.yaml [key=value ...]"
 
@@ -117,9 +121,15 @@ def parse_text(config_class: type[Config], text: str) -> Config:
 
 def configuration(parser: OptionParser, config_class: type[Config], text: str, options: list[str]) -> Config:
     settings = without_empty_sections(config_class, yaml.safe_load(text))
-    for key in [*keys_of(settings), *(option.removeprefix("--").split("=", 1)[0] for option in options)]:
+    changes = dict(option.removeprefix("--").split("=", 1) for option in options if "=" in option)
+    for key in [*keys_of(settings), *changes]:
         if key in RENAMED:
             parser.error(f"{key} is an older name: say {RENAMED[key]}.")
+    for key, renamed in RENAMED_VALUES.items():
+        section, name = key.split(".")
+        value = changes.get(key, (settings.get(section) or {}).get(name))
+        if value in renamed:
+            parser.error(f"{key} {value} is an older name: say {renamed[value]}.")
     values = parser.parse_args([f"--settings={yaml.safe_dump(settings)}", *options])
     try:
         require_values(config_class, vars(values))

@@ -10,6 +10,8 @@ from sharded_runs import ADAMW, MUON, STEPS, batch_of
 from stand_in_axes import ExpertStandIn, PipelineStandIn, TensorStandIn, stand_ins, with_experts
 
 from shared.engine.checkpoint.folder import CheckpointError
+from shared.loop import accumulate_gradients
+from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.init import initialize
@@ -22,6 +24,7 @@ from shared.parallel.config import parse_layout
 from shared.parallel.health.replicas import ReplicasDiffer, require_equal
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
+from shared.parallel.strategy import ParallelStrategy, add_partial
 
 CONFIG = ModelConfig(vocab_size=31, hidden_size=20, num_hidden_layers=3, num_attention_heads=2, intermediate_size=18, initializer_range=0.1)
 TIED = ModelConfig(**vars(CONFIG) | {"tie_word_embeddings": True})
@@ -31,7 +34,7 @@ DENSE = {
     "pipeline": ("pp2", "pp2_dp2", "pp2_dp2_zero1", "pp2_fsdp2"),
 }
 TIED_ENDS = ("pp2", "pp2_dp2", "pp2_fsdp2")
-EXPERTS = ("dp2_ep2", "dp4_ep2", "dp4_zero1_ep2", "fsdp4_ep2")
+EXPERTS = ("dp2_ep2", "dp4_ep2", "dp4_zero1_ep2", "fsdp4_ep2", "dp2_fsdp2_ep2")
 PRODUCTS = ("pp2_fsdp2_tp2", "pp2_dp2_ep2", "pp2_dp2_tp2_zero1")
 CASES = [(layout, CONFIG, False) for layouts in DENSE.values() for layout in layouts]
 CASES += [(layout, TIED, False) for layout in TIED_ENDS] + [(layout, CONFIG, True) for layout in EXPERTS]
@@ -184,13 +187,13 @@ def test_every_layout_resumes_every_other_layouts_checkpoint(family, writer, opt
         assert largest_difference(merged, uninterrupted(family, optimizer)) < 1e-9, f"{writer} to {reader}"
 
 
-def test_a_part_that_no_rank_would_write_is_refused_before_anything_is_saved(tmp_path):
+@pytest.mark.parametrize("table", ["holders", "optim_holders"])
+def test_a_part_that_no_rank_would_write_is_refused_before_anything_is_saved(table, tmp_path):
     """As where a rank takes its shard for a copy of another one's."""
 
     def work(run):
-        weights = run.parallel.weight_regions
         name = "stack.blocks.1.feed_forward.down_proj.weight"
-        run.parallel.holders.ranks.pop((name, weights[name]), None)
+        getattr(run.parallel, table).ranks.pop((name, run.parallel.weight_regions[name]), None)
         run.save(tmp_path)
 
     with pytest.raises(ValueError, match=r"hold 180 of the 360 numbers of stack.blocks.1.feed_forward.down_proj.weight \[20, 18\]"):
@@ -301,3 +304,45 @@ def test_weights_are_gathered_once_for_many_forward_passes_while_they_are_kept()
     (once, held, results), _ = run_threads(passes, 2, True)
     assert often == 6 * 4 and once == 2 * 4  # root and three blocks, in five passes kept and in one after
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_replicas_that_use_different_blocks_exchange_all_the_same():
+    """Under HSDP, one replica skips a block in this step: its shards of that gradient count as 0."""
+
+    def work(world):
+        model = TransformerModel(CONFIG).double()
+        parallel = apply_parallel(model, Mesh(parse_layout("dp2_fsdp2"), world), SGD)
+        if parallel.mesh.dp.rank == 1:
+            inner = model.stack.run_block
+            model.stack.run_block = lambda block, x, context: x if block is model.stack.blocks["1"] else inner(block, x, context)
+        batch = batch_of(0, 0)
+        totals = parallel.runner(accumulate_gradients)(parallel.model, [batch], next_token_objective)
+        parallel.reducer(parallel.model, totals)
+        return float(parallel.grad_norm()), sum(p.grad is not None for p in parallel.optim_params.parameters())
+
+    found = run_threads(work, 4)
+    assert len({norm for norm, _ in found}) == 1 and found[0][0] > 0 and all(count for _, count in found)
+
+
+def test_a_partial_gradient_that_one_rank_lacks_counts_as_zero_there():
+    def work(world):
+        first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        if world.rank == 0:
+            first.grad = torch.tensor([1.0, 2.0])
+        add_partial([first, second], world)
+        return first.grad.tolist(), second.grad
+
+    assert run_threads(work, 2) == [([1.0, 2.0], None)] * 2
+
+
+def test_what_is_gathered_keeps_its_dtype_and_is_a_copy():
+    def work(world):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).bfloat16()
+        strategy = ParallelStrategy(model, Mesh(parse_layout("dp2"), world), [])
+        full = strategy.full_weights()
+        with torch.no_grad():
+            model[0].weight.zero_()
+        return {name: (tensor.dtype, tensor.abs().sum().item() > 0) for name, tensor in full.items()}
+
+    first, other = run_threads(work, 2)
+    assert not other and first["0.weight"] == (torch.bfloat16, True) and first["1.num_batches_tracked"][0] == torch.int64

@@ -84,6 +84,11 @@ def test_experts_are_spread_over_neighbours_of_the_data_axis():
     for rank, (data, ep, edp) in enumerate(run_threads(groups, 16)):
         place = data.index(rank)
         assert ep == (data[place // 2 * 2], data[place // 2 * 2 + 1]) and edp == (data[place % 2], data[place % 2 + 2])
+    def with_context(world):
+        mesh = Mesh(degrees((1, 2, 1, 2, 1), expert_parallel=2), world)
+        return mesh.ep.members, mesh.edp.members
+
+    assert run_threads(with_context, 4) == [((0, 2), (0, 1)), ((1, 3), (0, 1)), ((0, 2), (2, 3)), ((1, 3), (2, 3))]
     mesh = Mesh(ParallelConfig(), SingleRankCommunicator())
     assert mesh.ep.size == 1 and mesh.edp is mesh.data
 

@@ -149,6 +149,7 @@ def test_a_checksum_sees_rows_that_changed_places_and_any_shape():
     tensor = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     assert checksum(tensor) != checksum(tensor[[1, 0, 2, 3]])
     assert checksum(torch.tensor(0.0)) != checksum(torch.tensor(-0.0)), "bits are compared, not numbers"
+    assert checksum(torch.arange(9.0)[1:]) == checksum(torch.arange(1.0, 9.0)), "a shard may begin between two whole numbers of 8 bytes"
     assert checksum(torch.zeros(0)) == 0 and checksum(torch.full((2, 2), torch.nan)).dtype == torch.int64
 
 

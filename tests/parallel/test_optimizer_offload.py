@@ -19,6 +19,8 @@ from shared.optim.config import OptimizerConfig
 from shared.optim.loss_scale import LossScaler
 from shared.optim.updater import Update
 from shared.parallel.parallelize import apply_parallel, offload_optimizer
+from shared.parallel.data.offload import copy_of
+from shared.parallel.sharding import make_shard, split_spans
 from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import ParallelConfig, layout_name, parse_layout
@@ -169,3 +171,11 @@ def plain_update(model, optimizer, token_count):
     for parameter in model.parameters():
         parameter.grad /= token_count
     optimizer.step()
+
+
+
+def test_a_copy_is_gathered_where_its_shard_is():
+    """There ranks can talk; the copy's own device may be the CPU of a run over NCCL."""
+    parameter = nn.Parameter(torch.zeros(2, 5))
+    shard = make_shard(parameter.data, split_spans(parameter, [(0, 10)], SingleRankCommunicator()), parameter)
+    assert copy_of(shard, ELSEWHERE).sharding.device == shard.device

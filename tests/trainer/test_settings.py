@@ -42,6 +42,9 @@ def prepared(tmp_path_factory):
         (["parallel.heartbeat_timeout=.inf"], "at most collective_timeout, which must be finite"),
         (["data.prepare.sources=[{path: x, limit: 0}]"], "limit is 0: give at least 1 document"),
         (["parallel.recompute=blocks"], "parallel.recompute is an older name: say parallel.activation_checkpointing"),
+        (["parallel.activation_checkpointing=blocks"], "parallel.activation_checkpointing blocks is an older name: say full."),
+        (["model.attention=naive"], "model.attention naive is an older name: say eager."),
+        (["model.attention=fused"], "say sdpa."),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, words, sentence):

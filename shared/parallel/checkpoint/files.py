@@ -148,17 +148,17 @@ def read_region(folder: Path, entry: str, shards: Sequence[StoredShard], wanted:
     """The numbers of a region, from the stored shards that overlap it."""
     first = shards[0].file.get_slice(shards[0].key)
     flat = torch.empty(wanted.numel, dtype=(first[:0] if first.get_shape() else shards[0].file.get_tensor(shards[0].key)).dtype)
-    filled = 0
+    filled = torch.zeros(wanted.numel, dtype=torch.bool)
     for region, shard in {shard.region: shard for shard in shards}.items():
         for stored, at in region.boxes():
             for box, place in wanted.boxes():
                 common = intersection(stored, box)
                 if common is not None:
-                    target = flat[place : place + math.prod(box.sizes)].view(box.sizes)
-                    within(common, box).of(target).copy_(read_box(shard, stored, at, within(common, stored)))
-                    filled += math.prod(common.sizes)
-    if filled != wanted.numel:
-        raise CheckpointError(f"The checkpoint {folder} is damaged: of {entry}, {wanted.numel - filled} numbers are in none of its files.")
+                    here, target = slice(place, place + math.prod(box.sizes)), within(common, box)
+                    target.of(flat[here].view(box.sizes)).copy_(read_box(shard, stored, at, within(common, stored)))
+                    target.of(filled[here].view(box.sizes)).fill_(True)
+    if missing := int((~filled).sum()):
+        raise CheckpointError(f"The checkpoint {folder} is damaged: of {entry}, {missing} numbers are in none of its files.")
     return flat.view(wanted.local_shape)
 
 

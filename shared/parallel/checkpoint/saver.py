@@ -125,13 +125,13 @@ class RankSaver(Saver):
         """The shards that this rank writes, by file: each shard is written by one rank only."""
         strategy, rank = self.strategy, self.world.rank
         weights: Shards = {}
-        writers = strategy.holders.writers()
+        writers = strategy.holders.writers
         for name, tensor in snapshot.weights.items():
             part = name, strategy.weight_regions[name]
             if writers.get(part) == rank:
                 weights[part] = tensor.detach()
         optimizer: Shards = {}
-        writers = strategy.optim_holders.writers()
+        writers = strategy.optim_holders.writers
         for name, tensors in snapshot.optimizer.tensors.items():
             region = strategy.optim_regions[name]
             if writers.get((name, region)) != rank:  # the step counter of a parameter of which this rank owns no elements may be stale

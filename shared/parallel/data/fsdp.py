@@ -145,6 +145,10 @@ class FullySharded(DataEngine):
         """All-reduce the gradients' shards over the replicas, once every backward pass has reduce-scattered its gradients."""
         self.reduce_rest()
         self.flats = [flat for unit in self.units for flat in unit.flats if flat.trained]
+        if self.mesh.replicas.size > 1:
+            for flat in self.flats:
+                if flat.gradient is None and flat.group is self.mesh.fsdp:  # another replica may have used it
+                    flat.add(torch.zeros_like(flat.shard))
         partly = [flat.gradient for flat in self.flats if flat.gradient is not None and flat.group is self.mesh.fsdp]
         for work in [self.mesh.replicas.all_reduce(gradient, asynchronous=True) for gradient in partly]:
             work.wait()
