@@ -111,15 +111,12 @@ def boxes_of_span(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple
     row = math.prod(sizes[1:])
     first, last = -(-start // row), stop // row  # the rows that are whole
     if first > last:  # within one row
-        parts = [(last, start, stop)]
-    else:
-        parts = [(first - 1, start, first * row), (last, last * row, stop)]
-    for number, begin, end in parts[:1]:
-        yield from in_row(sizes, number, begin, end, row)
+        yield from in_row(sizes, last, start, stop, row)
+        return
+    yield from in_row(sizes, first - 1, start, first * row, row)
     if first < last:
         yield Box((first, *(0,) * (len(sizes) - 1)), (last - first, *sizes[1:])), first * row
-    for number, begin, end in parts[1:]:
-        yield from in_row(sizes, number, begin, end, row)
+    yield from in_row(sizes, last, last * row, stop, row)
 
 
 def in_row(sizes: Sequence[int], number: int, start: int, stop: int, row: int) -> Iterator[tuple[Box, int]]:
