@@ -5,9 +5,8 @@
     replay([world.take_actions()] * 4, Link(latency=2e-5, bandwidth=1e10))
 
 Where every core computes there is nothing to hide communication behind, and wall times show no overlap. So the real code runs once, in one
-process, with a fake process group: its operations take no time and carry nothing (an all-gather returns n copies of the rank's own shard),
-so the loss means nothing, but shapes and the order of operations are right. The replay then gives each rank one compute stream, and the
-link carries one operation at a time:
+process, with a fake process group, whose operations take no time and carry nothing: the loss means nothing, but shapes and the order of
+operations are right. The replay then gives each rank one compute stream, and the link carries one operation at a time:
 
     an operation starts   once every rank has begun it and the one before it is over
     it takes              latency * messages + bytes / bandwidth        (`shared.parallel.planning.costs`)
