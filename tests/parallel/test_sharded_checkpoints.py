@@ -280,3 +280,10 @@ def test_a_shards_key_says_where_its_numbers_lie(region, key, tmp_path):
     if not region.is_whole:
         with pytest.raises(CheckpointError, match="numbers are in none of its files"):
             ShardFiles({"w": whole_region(region.shape)}, {}, []).read(tmp_path, "weights")
+
+
+def test_boxes_that_overlap_and_leave_a_gap_are_damage_although_their_sizes_add_up(tmp_path):
+    rows = [Region((4, 2), (start, 0), (2, 2), 0, 4) for start in (0, 1)]
+    write_shards(tmp_path / "weights.safetensors", {("w", region): torch.ones(2, 2) for region in rows})
+    with pytest.raises(CheckpointError, match="of w, 2 numbers are in none of its files"):
+        ShardFiles({"w": whole_region((4, 2))}, {}, []).read(tmp_path, "weights")

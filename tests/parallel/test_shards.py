@@ -285,3 +285,11 @@ def test_ranks_that_hold_too_little_of_a_parameter_may_not_save_it():
 
 def test_a_parameter_without_sharding_is_whole():
     assert sharding_of(nn.Parameter(torch.zeros(2))) is None and region_of(torch.zeros(2, 3)) == whole_region((2, 3))
+
+
+def test_a_stack_of_matrices_that_are_whole_here_needs_no_gathering():
+    """Muon orthogonalises each expert by itself: only a matrix that is cut takes other ranks."""
+    stack = torch.empty(6, 3, 3)
+    assert not split_dimension(stack, 0, FirstOfThree()).needs_gathering
+    assert split_dimension(stack, 1, FirstOfThree()).needs_gathering
+    assert split_dimension(torch.empty(6, 3), 0, FirstOfThree()).needs_gathering
