@@ -107,26 +107,29 @@ class FolderLock:
             raise FolderInUse(lost)
 
     def take(self) -> None:
-        """Open the file, get the lock, and write who holds it."""
+        """Get the lock, and write who holds it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            carried = self.granted(handle)
-            if not same_file(self.path, handle):
-                raise FolderInUse(self.sentence(None))  # its holder removed it between our two calls: another process may have a new one
-            holder = self.holder()
-            if holder and not (carried and holder["boot"] == boot()):
-                self.wait_until_stale(holder)
-            self.content = json.dumps(myself())
-            os.pwrite(handle, self.content.encode(), 0)
-            os.ftruncate(handle, len(self.content.encode()))
-            os.fsync(handle)
-        except BaseException:
-            os.close(handle)
-            raise
+        while True:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                carried = self.granted(handle)
+                if not same_file(self.path, handle):  # its holder removed it between our two calls
+                    os.close(handle)
+                    continue
+                holder = self.holder()
+                if holder and not (carried and holder["boot"] == boot()):
+                    self.wait_until_stale(holder)
+                content = json.dumps(myself())
+                os.pwrite(handle, content.encode(), 0)
+                os.ftruncate(handle, len(content.encode()))
+                os.fsync(handle)
+            except BaseException:
+                os.close(handle)
+                raise
+            break
         if self.handle is not None:
             os.close(self.handle)
-        self.handle = handle
+        self.handle, self.content = handle, content
 
     def granted(self, handle: int) -> bool:
         """Whether the kernel gave us the lock; False where the file system has none."""
