@@ -180,7 +180,7 @@ def compared(row: str, kills: int, seed: int, torchrun: bool, scratch: Path) -> 
         shutil.rmtree(each, ignore_errors=True)
         each.mkdir()
     began = time.monotonic()
-    found = (under_torchrun if torchrun else in_processes)(folder, row, kills, random.Random(seed))
+    found = (under_torchrun if torchrun else in_processes)(folder, row, kills, random.Random(f"{seed} {row} {torchrun}"))
     found.seconds = time.monotonic() - began
     if (folder / "digest.json").exists():
         ended = json.loads((folder / "digest.json").read_text())
