@@ -25,10 +25,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shared.engine.checkpoint.atomic import atomic_save, force_to_disk
-from shared.engine.checkpoint.folder import MANIFEST, STATE, CheckpointError, Checkpoints, fingerprint, reason_of, require_intact, state_of
+from shared.course.errors import CourseError
+from shared.engine.checkpoint.folder import MANIFEST, STATE, Checkpoints, fingerprint, reason_of, require_intact, state_of
 from shared.engine.checkpoint.random_state import RandomState, get_random_state
 from shared.engine.checkpoint.saver import Saver
 from shared.engine.checkpoint.snapshot import Snapshot, Stateful
+from shared.engine.checkpoint.soundness import RANDOM_STATE, CheckpointError, DamagedCheckpoint, Described, misfit
 from shared.parallel.checkpoint.files import ShardFiles, rank_file, write_shards
 from shared.parallel.sharding import Region, whole_region
 
@@ -62,32 +64,34 @@ class RankCheckpoints(Checkpoints):
             for group in snapshot.optimizer.groups
         ]
         values = {name: of_name for name, of_name in values.items() if name in held or name not in everywhere}
-        optimizer = replace(snapshot.optimizer, values=values, groups=groups)
-        return replace(snapshot, optimizer=optimizer, random=self.random_state(step))
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, values=values, groups=groups))
 
     def require_intact(self, folder: Path) -> None:
         """Verify checksums on all ranks, before any rank reads a file that may be damaged."""
         self.agreed(partial(require_intact, folder, slice(self.world.rank, None, self.world.size)))
 
     def agreed(self, call: Callable[[], Result]) -> Result:
-        """Return the result of `call`; if it fails on any rank, raise the first such error on all ranks."""
+        """Return the result of `call`; if it fails on any rank, raise the first such error on all ranks. Damage comes before all else: what
+        is damaged fits no run."""
         result, problem = None, None
         try:
             result = call()
-        except CheckpointError as error:
-            problem = str(error)
+        except CourseError as error:
+            problem = [str(error), isinstance(error, DamagedCheckpoint)]
         if problems := [each for each in self.world.gather_objects(problem) if each]:
-            raise CheckpointError(problems[0])
+            sentence, is_damage = max(problems, key=lambda each: each[1])
+            raise (DamagedCheckpoint if is_damage else CheckpointError)(sentence)
         return result
 
-    def random_state(self, step: int) -> RandomState:
+    def random_state(self, folder: Path, state: dict[str, Any]) -> RandomState:
         """This rank's random state. A rank that did not exist when the run was saved keeps the state that it was started with."""
-        state = json.loads((self.path(step) / STATE).read_text(encoding="utf-8"))
+        if wrong := misfit(state.get(RANDOM, []), [RANDOM_STATE], RANDOM):
+            raise DamagedCheckpoint.of(folder, f"{wrong}.")
         of_ranks = [state["random"], *state.get(RANDOM, [])]
         if self.world.rank >= len(of_ranks):
             return get_random_state()
         name = Path(rank_file("random", self.world.rank, len(of_ranks))).stem
-        return RandomState(self.storage.read(self.path(step), name), **of_ranks[self.world.rank])
+        return self.usable(folder, name, state, of_ranks[self.world.rank])
 
 
 class RankSaver(Saver):
@@ -115,7 +119,7 @@ class RankSaver(Saver):
     def writing(self, snapshot: Snapshot, notes: dict[str, Any]) -> Callable[[], Any]:
         self.step, staging = snapshot.step, self.checkpoints.path(snapshot.step).with_suffix(".ranks")
         files = self.own_files(snapshot)
-        self.common = self.common_state(snapshot, notes)
+        self.common = self.common_state(snapshot, notes, files)
         problem = self.world.gather_objects(empty_folder(staging) if self.world.rank == 0 else None)[0]
         if self.asynchronous:
             files = {file: {at: tensor.to("cpu", copy=True) for at, tensor in shards.items()} for file, shards in files.items()}
@@ -143,19 +147,25 @@ class RankSaver(Saver):
         files = {"weights": weights, "optimizer": optimizer, "random": random}
         return {rank_file(file, rank, self.world.size): shards for file, shards in files.items()}
 
-    def common_state(self, snapshot: Snapshot, notes: dict[str, Any]) -> str:
-        """The text of `state.json`: what is the same on all ranks from rank 0, what differs from those that have it."""
+    def common_state(self, snapshot: Snapshot, notes: dict[str, Any], files: Mapping[str, Shards]) -> str:
+        """The text of `state.json`: what is the same on all ranks from rank 0, what differs from those that have it. files: as `own_files`
+        gives them."""
         held = self.strategy.optim_regions
         values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if held[name].numel}
         random = {key: value for key, value in asdict(snapshot.random).items() if key != "torch"}
-        everyone = self.world.gather_objects([values, random, [group["names"] for group in snapshot.optimizer.groups]])
-        merged = {name: of_name for values, _, _ in reversed(everyone) for name, of_name in values.items()}
+        own = [values, random, [group["names"] for group in snapshot.optimizer.groups], contents_of(files)]
+        everyone = self.world.gather_objects(own)
+        merged = {name: of_name for values, *_ in reversed(everyone) for name, of_name in values.items()}
         groups = []
         for number, group in enumerate(snapshot.optimizer.groups):
-            names = dict.fromkeys(name for _, _, of_groups in everyone for name in of_groups[number])
+            names = dict.fromkeys(name for _, _, of_groups, _ in everyone for name in of_groups[number])
             groups.append(group | {"names": list(names)})
+        contents: dict[str, Described] = {}
+        for *_, of_rank in everyone:
+            for name, tensors in of_rank.items():
+                contents.setdefault(name, {}).update(tensors)
         snapshot = replace(snapshot, optimizer=replace(snapshot.optimizer, values=merged, groups=groups))
-        return json.dumps(state_of(snapshot, notes) | {RANDOM: [random for _, random, _ in everyone[1:]]})
+        return json.dumps(state_of(snapshot, notes, contents) | {RANDOM: [random for _, random, *_ in everyone[1:]]})
 
     def finished(self, wait: bool = False) -> Path | None:
         """The checkpoint that was completed since the last call, if any. Every rank calls it between two steps."""
@@ -217,6 +227,18 @@ class RankSaver(Saver):
                 f"{seen[0]}: all ranks need the same folder, on storage that all machines share."
             )
         return super().restore(optimizer, parts)
+
+
+def contents_of(files: Mapping[str, Shards]) -> dict[str, Described]:
+    """This rank's share of the table of contents: by set of tensors, dtype and shape of the whole of each of which it writes a shard. Its
+    random state is a set of its own."""
+    found: dict[str, Described] = {}
+    for file, shards in files.items():
+        name = Path(file).stem
+        tensors = found.setdefault(name if name.startswith("random") else name.split("-")[0], {})
+        for (entry, region), tensor in shards.items():
+            tensors[entry] = [str(tensor.dtype).removeprefix("torch."), list(region.shape)]
+    return found
 
 
 def empty_folder(path: Path) -> str | None:
