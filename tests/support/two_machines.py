@@ -242,7 +242,7 @@ class Machines:
     """Machines on one switch; a context manager that gives them in order.
 
     Args:
-        scratch: an empty folder for what they keep.
+        scratch: a folder for what they keep; machines that are made in it later find that again.
         shared: whether `folder` is one for all, as on a network file system, or one of each machine.
         hosts: what /etc/hosts says about names; a key of `HOSTS`.
     """
@@ -251,7 +251,7 @@ class Machines:
         if reason := reason_against():
             pytest.skip(reason)
         self.scratch, self.shared, self.jobs, self.machines = scratch, shared, [], []
-        (scratch / "run").mkdir(parents=True)
+        (scratch / "run").mkdir(parents=True, exist_ok=True)
         lines = {name: f"10.77.0.{number} {name}\n" for number, name in enumerate(names, start=1)}
         for name in names:
             others = "".join(line for other, line in lines.items() if other != name)
