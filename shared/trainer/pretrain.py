@@ -16,7 +16,7 @@ from shared.course import binding
 from shared.course.errors import CourseError
 from shared.data.mixture import shares_in_words
 from shared.model.chunked_loss import packed_next_token_objective
-from shared.data.prepare import PreparedText, prepare
+from shared.data.prepare import PreparedText, open_prepared, prepare
 from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
@@ -34,6 +34,7 @@ from shared.output_files import require_writable
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.config import layout_name
+from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.mesh import Mesh
 from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
@@ -71,6 +72,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
     """
     world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
+    require_agreement(world, "configuration", config)  # first of all: what follows has ranks meet as the configuration says
     try:
         run = build(config, console, world)
     except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
@@ -91,12 +93,13 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     if device.type == "cpu":
         keep_freed_memory()
     began = time.perf_counter()
-    text = first_on_rank_0(mesh.world, lambda: prepare(config.data.prepare, config.data.prepared, console))
+    text = prepared_text(config, mesh.world, console)
     preparation_seconds = time.perf_counter() - began
     config = resolved(config, text, device, mesh.world)
     if config.report.export:
         write_config(config.model)  # refuses a model that no format can hold, now rather than after the last step
-    first_on_rank_0(mesh.world, lambda: mesh.world.rank or provenance.keep_record(config, config.engine.output))
+    leads = ranks_that_share(mesh.world, config.engine.output)[0] == mesh.world.rank
+    agreed(mesh.world, lambda: leads and provenance.keep_record(config, config.engine.output))
 
     torch.manual_seed(config.seed + mesh.data.rank)
     dtype = None if config.precision == "float32" else getattr(torch, config.precision)
@@ -119,6 +122,23 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
             f"{mesh.world.size} ranks, layout {layout_name(config.parallel)}, backend {config.parallel.backend}.", highlight=False
         )
     return Run(config, text, engine, strategy, costs, traffic, preparation_seconds)
+
+
+def prepared_text(config: TrainerConfig, world: Communicator, console: Console) -> PreparedText:
+    """The text: prepared by one rank of those that share `data.prepared`, opened by the others, and then compared over all ranks.
+
+    Raises:
+        CourseError: on every rank: it cannot be prepared or opened on one of them, or machines that share no folder have different text.
+    """
+    folder = config.data.prepared
+    first = ranks_that_share(world, folder)[0]
+    text = agreed(world, lambda: prepare(config.data.prepare, folder, console) if world.rank == first else None)
+    made = world.gather_objects(text and text.folder.name)[first]
+    text = agreed(world, lambda: text or open_prepared(folder / made, config.data.prepare))
+    stores = {"training": text.training, "held_out": text.held_out}
+    facts = {side: {"documents": len(store), "tokens": store.token_count, "sha256": store.fingerprint} for side, store in stores.items()}
+    require_agreement(world, "text", facts | {"tokenizer": text.tokenizer.identity, "end_token": text.tokenizer.end})
+    return text
 
 
 def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> TransformerModel:
