@@ -32,7 +32,8 @@ def main(words: list[str]) -> None:
 
     config = parse_words(TrainerConfig, words)
     try:
-        world, _ = from_torchrun(config.parallel.heartbeat_timeout, config.engine.device, config.parallel.collective_timeout)
+        parallel = config.parallel
+        world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
     except RanksDisagree:
         raise
     except CourseError as error:  # of this rank alone, where a machine has fewer GPUs than ranks: nobody else tells

@@ -5,9 +5,9 @@ Read from the top: each function is one stage, and what a stage does is in an ea
 
 import signal
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -21,6 +21,7 @@ from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
+from shared.folder_lock import FolderLock
 from shared.loop import accumulate_gradients
 from shared.model.counting import parameter_counts
 from shared.model.hf.registry import write_config
@@ -44,7 +45,6 @@ from shared.trainer.loaders import evaluation_loader, loaders
 from shared.trainer.report import Results
 from shared.trainer.results import evaluate_and_report
 
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -73,22 +73,32 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
     world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
     require_agreement(world, "configuration", config)  # first of all: what follows has ranks meet as the configuration says
-    try:
-        run = build(config, console, world)
-    except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
-        raise CourseError(str(error)) from error
-    loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
-    engine = run.engine.fit(loader, held_out, steps=config.steps)
-    if engine.step < config.steps and engine.leaving:
-        console.print(f"The same command goes on from step {engine.step}.", highlight=False)
-        raise SystemExit(128 + signal.Signals[engine.stopped])
-    return evaluate_and_report(run, console)
+    with ExitStack() as held:  # from before the first file of the run to after the last
+        leads = ranks_that_share(world, config.engine.output)[0] == world.rank
+        agreed(world, lambda: hold_folder(config.engine.output, held, leads, console))
+        try:
+            run = build(config, console, world)
+        except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
+            raise CourseError(str(error)) from error
+        loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
+        engine = run.engine.fit(loader, held_out, steps=config.steps)
+        if engine.step < config.steps and engine.leaving:
+            console.print(f"The same command goes on from step {engine.step}.", highlight=False)
+            raise SystemExit(128 + signal.Signals[engine.stopped])
+        return evaluate_and_report(run, console)
+
+
+def hold_folder(output: Path, held: ExitStack, leads: bool, console: Console) -> None:
+    """Refuse a folder that cannot be written to, on each rank, and on one rank of those that share it one that another run is in; lock it
+    until `held` closes."""
+    require_writable(output)
+    if leads:
+        held.enter_context(FolderLock(output, say=lambda sentence: console.print(sentence, markup=False, highlight=False)))
 
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
     """Everything up to the first step: the text, the model, parallelized over the ranks, the optimizer, the engine with its callbacks."""
     mesh = Mesh(config.parallel, world or SingleRankCommunicator())
-    require_writable(config.engine.output)
     device = pick_device(config.engine.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -147,21 +157,6 @@ def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> Tran
         with torch.device("meta"):
             return TransformerModel(config.model)
     return TransformerModel(config.model, seed=config.seed).to(device)
-
-
-def first_on_rank_0(world: Communicator, work: Callable[[], Result]) -> Result:
-    """What `work` returns, done on rank 0 before the others, who find what it left. Where it fails on one rank, it fails on all."""
-    result, problem = None, None
-    for turn in (True, False):
-        if turn == (world.rank == 0) and problem is None:
-            try:
-                result = work()
-            except CourseError as error:
-                problem = str(error)
-        problem = next((each for each in world.gather_objects(problem) if each), None)
-    if problem is not None:
-        raise CourseError(problem)
-    return result
 
 
 def resolved(config: TrainerConfig, text: PreparedText, device: torch.device, world: Communicator) -> TrainerConfig:
