@@ -46,7 +46,6 @@ from shared.trainer.report import Results
 from shared.trainer.results import evaluate_and_report
 
 
-
 @dataclass
 class Run:
     """A run that is ready to be fitted, as one rank sees it."""
