@@ -26,7 +26,8 @@ class OptionParser(ArgumentParser):
         unknown = re.search(r"(?i)(?:option|unrecognized arguments:|key) '?(?:--)?([\w.]+)", message)
         known = {action.dest for action in self._actions} | {action.dest.split(".")[-1] for action in self._actions}
         nearest = difflib.get_close_matches(unknown[1], known - {"help"}, n=1) if unknown and unknown[1] not in known else []
-        super().error(message + (f"\n  Did you mean {nearest[0]!r}?" if nearest else ""), *args, **kwargs)
+        offered = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}{offered}\nAll options: {self.prog} --help\n")
 
 
 def parse(config_class: type[Config], defaults: Path, arguments: list[str] | None = None) -> Config:

@@ -63,24 +63,33 @@ def refused(done: subprocess.CompletedProcess, said: str) -> bool:
 
 
 class Server:
-    """The process that forks. It ends with the tests: nobody writes to it any more."""
+    """The process that forks. It ends with the tests: nobody writes to it any more.
 
-    def __init__(self):
+    Args:
+        program: what it runs, a file that calls `next_request`, with words. `tests/hostile/hostile.py --serve` has imported the trainer.
+
+    Attributes:
+        processor_seconds: of the request that ended last, without what it started.
+    """
+
+    def __init__(self, *program: str):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-        self.process = subprocess.Popen([sys.executable, __file__], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        self.process = subprocess.Popen([sys.executable, *program], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        self.processor_seconds = 0.0
         atexit.register(self.end)
 
     @staticmethod
     @cache
-    def started() -> "Server":
-        return Server()
+    def started(*program: str) -> "Server":
+        return Server(*(program or [__file__]))
 
     def run(self, request: dict) -> int:
         print(json.dumps(request), file=self.process.stdin, flush=True)
         if not select.select([self.process.stdout], [], [], TIMEOUT)[0]:
             self.end()
             raise subprocess.TimeoutExpired(request["command"], TIMEOUT)
-        return int(self.process.stdout.readline())
+        code, self.processor_seconds = map(float, self.process.stdout.readline().split())
+        return int(code)
 
     def end(self) -> None:
         Server.started.cache_clear()
@@ -116,7 +125,8 @@ def next_request() -> dict | None:
     while line := sys.stdin.readline():
         if not (child := os.fork()):
             return json.loads(line)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        _, status, used = os.wait4(child, 0)
+        print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, flush=True)
     return None
 
 

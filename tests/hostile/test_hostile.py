@@ -1,0 +1,47 @@
+"""Every row of the hostile table (tests/hostile/rows) ends as it says, with a sentence and without a traceback."""
+
+import hostile
+import pytest
+from hostile import Row, call, trainer
+
+ROWS = {f"{theme}: {row.name}": row for theme, rows in hostile.themes().items() for row in rows}
+
+
+def test_no_two_rows_have_one_name():
+    assert len(ROWS) == sum(map(len, hostile.themes().values()))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_hostile_input_ends_with_its_sentence(name, tmp_path):
+    ended = hostile.run(ROWS[name], tmp_path)
+    assert not ended.problems, f"{'; '.join(ended.problems)}\n{ended.output[-2000:]}\n{ended.errors[-4000:]}"
+
+
+def hangs():
+    while True:
+        pass
+
+
+def raises():
+    raise KeyError("a bug")
+
+
+def spoils():
+    from pathlib import Path
+
+    next(Path("run/checkpoints").rglob("*.json")).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (Row("", call(hangs), seconds=1.0), "did not end within 1 s"),
+        (Row("", call(raises), code=1), "a traceback"),
+        (Row("", call(spoils), code=0, trained=True), "the run's checkpoints are not what they were"),
+        (Row("", trainer("steps=0"), "a sentence that nobody says"), "does not say"),
+        (Row("", trainer("steps=0"), code=0), "its exit code is 2 and not 0"),
+    ],
+)
+def test_the_table_would_notice(row, problem, tmp_path):
+    """What each row is held to is held: a hang, a traceback, a lost checkpoint, another sentence, another exit code."""
+    assert problem in " ".join(hostile.run(row, tmp_path).problems)

@@ -1,0 +1,338 @@
+"""Several machines on one: Linux namespaces (network, mounts, hostname, processes), joined by a switch; torchrun on each of them.
+
+    with Machines(tmp_path, shared=False) as (a, b):                two machines, named a and b
+        jobs = torchrun([a, b], ["script.py", str(a.folder)])       the same command on each, as a user types it
+        jobs[0].wait_for("step 3", 60)
+        b.cut()                                                     its packets are lost, without a word
+        codes = [job.wait(60) for job in jobs]
+
+Each machine has a hostname, an /etc/hosts, an address (10.77.0.1, 10.77.0.2, ...; also IPv6), a copy of the project under the project's own
+path, and a folder `folder`, which is its own or shared by all. It sees its own processes only.
+
+Nothing is left over, whatever happens: namespaces have no names, so all of them, with their mounts, devices and processes, end with the
+first process of each, which ends when the pipe to this process breaks. Where the system allows no namespaces, the test is skipped.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.course.paths import CHECKOUT
+
+NAMESPACES = ["--net", "--mount", "--uts", "--pid"]
+UNSHARE = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
+OTHERS = re.compile("MASTER_|RANK|LOCAL_|WORLD_|GROUP_|GLOO_|NCCL_|TORCH")  # variables that a test must not inherit
+ROOT = os.geteuid() == 0
+SETUP = """set -e
+ip link set lo up
+hostname "$NAME"
+mkdir -p "$SCRATCH/upper-$NAME"
+mount -t tmpfs none "$SCRATCH/upper-$NAME"
+mkdir "$SCRATCH/upper-$NAME/changed" "$SCRATCH/upper-$NAME/work"
+mount -t overlay none -o "lowerdir=$PROJECT,upperdir=$SCRATCH/upper-$NAME/changed,workdir=$SCRATCH/upper-$NAME/work" "$PROJECT"
+mount --bind "$SCRATCH/$NAME" "$SCRATCH/run"
+mount --bind "$SCRATCH/hosts-$NAME" /etc/hosts
+mount --bind /dev/null /etc/resolv.conf
+echo ready
+exec cat
+"""
+SWITCH = """set -e
+ip link set lo up
+ip link add switch type bridge stp_state 0 mcast_snooping 0
+ip link set switch up
+echo ready
+exec cat
+"""
+# What a machine knows about its own name: Debian's default; nothing at all; a network with names that lead to the right addresses.
+HOSTS = {"debian": "127.0.1.1 {own}\n", "nowhere": "", "right": "{all}"}
+
+
+class Unsupported(Exception):
+    """Namespaces cannot be made here; the message has the reason."""
+
+
+class Namespaces:
+    """The first process of new namespaces; with it, everything in them ends."""
+
+    def __init__(self, script: str, before: Sequence[str] = (), **variables: str):
+        command = [*before, *UNSHARE, "sh", "-c", script]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=os.environ | variables, text=True, **pipes)
+        if self.process.stdout.readline() != "ready\n":
+            raise Unsupported(self.process.communicate()[1].strip() or "namespaces cannot be made")
+        self.first = psutil.Process(self.process.pid).children(recursive=True)[-1].pid
+
+    def enter(self, *namespaces: str) -> list[str]:
+        """The start of a command that runs inside."""
+        user = [] if ROOT else ["--user", "--preserve-credentials"]
+        return ["nsenter", "--target", str(self.first), *user, *namespaces, "--"]
+
+    def ip(self, *words: str, tool: str = "ip") -> None:
+        subprocess.run([*self.enter("--net"), tool, *words], check=True, capture_output=True, text=True)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Job:
+    """A command on a machine.
+
+    Attributes:
+        lines: (time, line) of standard output and standard error, with the time of `time.monotonic`.
+        ended: when it ended; None before.
+    """
+
+    def __init__(self, machine: "Machine", words: Sequence[str], environment: dict[str, str]):
+        self.machine, self.lines, self.ended, self.started = machine, [], None, time.monotonic()
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        command = [*machine.space.enter(*NAMESPACES), "env", f"--chdir={CHECKOUT}", *words]
+        self.process = subprocess.Popen(command, env=environment, text=True, errors="replace", **pipes)
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+    def watch(self) -> None:
+        self.process.wait()
+        self.ended = time.monotonic()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(line for _, line in self.lines)
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end, and return its exit code; minus the signal that ended it.
+
+        Raises:
+            AssertionError: it runs for longer than `timeout` seconds from now.
+        """
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"on {self.machine.name}, still running after {timeout} s:\n{self.output}") from None
+        self.reader.join(10)  # processes that it left behind may hold the pipe
+        return code
+
+    def when(self, pattern: str, since: float = 0.0) -> float | None:
+        """The time of the first line that matches, of those from the time `since`."""
+        return next((at for at, line in list(self.lines) if at >= since and re.search(pattern, line)), None)
+
+    def wait_for(self, pattern: str, timeout: float, since: float = 0.0) -> float:
+        """The time of the first line that matches, waited for.
+
+        Raises:
+            AssertionError: there is none within `timeout` seconds from now, or the command has ended without one.
+        """
+        deadline = time.monotonic() + timeout
+        while (at := self.when(pattern, since)) is None:
+            if time.monotonic() > deadline or not (self.reader.is_alive() or self.when(pattern, since)):
+                raise AssertionError(f"on {self.machine.name}, no {pattern!r} within {timeout} s:\n{self.output}")
+            time.sleep(0.02)
+        return at
+
+
+class Machine:
+    """One of the machines.
+
+    Attributes:
+        name: also its hostname. address: its IPv4 address. address6: its IPv6 address.
+        folder: the path, on this machine, of the folder for runs. The path is the same on all machines; whether the folder is, `shared` says.
+        kept: where this process finds that folder, also when the machine is gone.
+        path_of: path on this machine -> path by which this process can read and write the file while the machine runs.
+    """
+
+    def __init__(self, network: "Machines", number: int, name: str):
+        self.network, self.name, self.port = network, name, f"port{number}"
+        self.address, self.address6 = f"10.77.0.{number}", f"fd77::{number}"
+        self.folder = network.scratch / "run"
+        self.kept = self.folder if network.shared else network.scratch / name
+        self.kept.mkdir(exist_ok=True)
+        variables = {"NAME": name, "SCRATCH": str(network.scratch), "PROJECT": str(CHECKOUT)}
+        script = SETUP.replace('mount --bind "$SCRATCH/$NAME" "$SCRATCH/run"\n', "") if network.shared else SETUP
+        before = [] if ROOT else network.switch.enter("--net")
+        self.space = Namespaces(script, before, **variables)
+        network.switch.ip("link", "add", self.port, "type", "veth", "peer", "name", "eth0", "netns", str(self.space.first))
+        network.switch.ip("link", "set", self.port, "master", "switch", "up")
+        for address in (f"{self.address}/24", f"{self.address6}/64"):
+            self.space.ip("address", "add", address, "dev", "eth0", *(["nodad"] if ":" in address else []))
+        self.space.ip("link", "set", "eth0", "up")
+
+    def start(self, words: Sequence[object], **environment: str) -> Job:
+        """Start a command in the copy of the project, with the project's Python path."""
+        kept = {name: value for name, value in os.environ.items() if not OTHERS.match(name)}
+        kept |= {"PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
+        job = Job(self, [str(word) for word in words], kept)
+        self.network.jobs.append(job)
+        return job
+
+    def run(self, *words: object, timeout: float = 120, **environment: str) -> tuple[int, str]:
+        """Run a command to its end. Returns its exit code and its output."""
+        job = self.start(words, **environment)
+        return job.wait(timeout), job.output
+
+    def path_of(self, path: Path) -> Path:
+        return Path(f"/proc/{self.space.first}/root{path}")
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run here, but the first one, which only holds the machine."""
+        own, found = os.readlink(f"/proc/{self.space.first}/ns/pid"), []
+        for process in psutil.process_iter():
+            try:
+                if process.pid != self.space.first and os.readlink(f"/proc/{process.pid}/ns/pid") == own:
+                    found.append(process)
+            except OSError:  # ended meanwhile
+                pass
+        return found
+
+    def rank(self, rank: int) -> psutil.Process:
+        """The process of a rank that torchrun started here; of a rank's own children, none."""
+        for process in self.processes():
+            try:
+                if process.environ().get("RANK") == str(rank) and "RANK" not in process.parent().environ():
+                    return process
+            except (psutil.Error, AttributeError):
+                pass
+        raise AssertionError(f"rank {rank} does not run on {self.name}")
+
+    # What can happen to a machine.
+
+    def cut(self) -> None:
+        """From now on its packets are lost, in both directions; nobody is notified, as where a switch fails."""
+        self.network.switch.ip("link", "set", self.port, "nomaster")
+
+    def mend(self) -> None:
+        self.network.switch.ip("link", "set", self.port, "master", "switch")
+
+    def slow(self, rate: str = "10mbit") -> None:
+        """Limit what it sends and what it receives, as `tc` writes a rate."""
+        for space, device in ((self.network.switch, self.port), (self.space, "eth0")):
+            space.ip(*f"qdisc replace dev {device} root tbf rate {rate} burst 32kbit latency 400ms".split(), tool="tc")
+
+    def stop(self) -> None:
+        """All of its processes hang (SIGSTOP); its kernel still acknowledges what it is sent."""
+        for process in self.processes():
+            process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        for process in self.processes():
+            process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Its power is gone: its processes end, and the others hear nothing of it."""
+        self.cut()
+        self.space.end()
+
+
+class Machines:
+    """Machines on one switch; a context manager that gives them in order.
+
+    Args:
+        scratch: an empty folder for what they keep.
+        shared: whether `folder` is one for all, as on a network file system, or one of each machine.
+        hosts: what /etc/hosts says about names; a key of `HOSTS`, or text in which `{own}` and `{all}` are filled in.
+    """
+
+    def __init__(self, scratch: Path, names: Sequence[str] = ("a", "b"), shared: bool = True, hosts: str = "debian"):
+        if reason := reason_against():
+            pytest.skip(reason)
+        self.scratch, self.shared, self.jobs, self.machines = scratch, shared, [], []
+        (scratch / "run").mkdir(parents=True)
+        everyone = "".join(f"10.77.0.{number} {name}\n" for number, name in enumerate(names, start=1))
+        for name in names:
+            known = HOSTS.get(hosts, hosts).replace("{own}", name).replace("{all}", everyone)
+            (scratch / f"hosts-{name}").write_text(f"127.0.0.1 localhost\n::1 localhost\n{known}")
+        self.switch = Namespaces(SWITCH, before=[] if ROOT else ["unshare", "--user", "--map-root-user"])
+        try:
+            for number, name in enumerate(names, start=1):
+                self.machines.append(Machine(self, number, name))
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> list[Machine]:
+        return self.machines
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        for space in [*(machine.space for machine in self.machines), self.switch]:
+            space.end()
+        for job in self.jobs:
+            job.process.wait()
+            job.reader.join()
+            job.process.stdout.close()
+
+
+@cache
+def reason_against() -> str:
+    """Why machines cannot be made here; empty where they can."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="machines-") as scratch:
+            switch = Namespaces(SWITCH, before=[] if ROOT else ["unshare", "--user", "--map-root-user"])
+            try:
+                for folder in ("run", "a"):
+                    Path(scratch, folder).mkdir()
+                Path(scratch, "hosts-a").touch()
+                before = [] if ROOT else switch.enter("--net")
+                Namespaces(SETUP, before, NAME="a", SCRATCH=scratch, PROJECT=str(CHECKOUT)).end()
+            finally:
+                switch.end()
+    except (Unsupported, OSError) as error:
+        return f"this system makes no namespaces that stand for machines: {error}"
+    return ""
+
+
+def torchrun(
+    machines: Sequence[Machine],
+    words: Sequence[object],
+    rendezvous: str = "static",
+    per_node: int = 1,
+    options: Sequence[object] = (),
+    master: str | None = None,
+    local_addr: bool = True,
+    **environment: str,
+) -> list[Job]:
+    """The same command on each machine, under torchrun, which meets on the first one.
+
+    Args:
+        words: a script and its words.
+        rendezvous: static (each has `--node-rank`) or c10d.
+        per_node: ranks on each machine.
+        options: of torchrun, such as `--max-restarts 1`.
+        master: how the first machine is called (`--master-addr`, `--rdzv-endpoint`); its address, if not given.
+        local_addr: whether each passes its own address as `--local-addr`.
+    """
+    return [
+        machine.start([*command_of(machines, number, rendezvous, per_node, master, local_addr), *options, *words], **environment)
+        for number, machine in enumerate(machines)
+    ]
+
+
+def command_of(
+    machines: Sequence[Machine], number: int, rendezvous: str, per_node: int = 1, master: str | None = None, local_addr: bool = True
+) -> Iterator[str]:
+    """torchrun's own part of the command on machine `number`, counted from 0."""
+    master = master or machines[0].address
+    yield from (sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(machines)), "--nproc-per-node", str(per_node))
+    if rendezvous == "static":
+        yield from ("--node-rank", str(number), "--master-addr", master, "--master-port", "29400")
+    else:
+        yield from ("--rdzv-backend", "c10d", "--rdzv-id", "machines", "--rdzv-endpoint", f"{master}:29400")
+    if local_addr:
+        yield from ("--local-addr", machines[number].address)
