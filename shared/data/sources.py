@@ -58,7 +58,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if not self.path.strip() or "\0" in self.path:
-            raise ValueError(f"The path of a source is {self.path!r}: give a file, a folder, the name of a hub dataset, or embedded.")
+            raise ValueError(f"prepare.sources has the path {self.path!r}: give a file, a folder, the name of a hub dataset, or embedded.")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}: give at least 1 document, or null for all.")
         if self.weight is not None and not 0 < self.weight < float("inf"):
@@ -157,7 +157,8 @@ def find(text: str) -> tuple[Path, int]:
         return path, 0
     except (OSError, RuntimeError) as error:  # RuntimeError: an unknown user after ~
         shown = text if len(text) <= 100 else f"{text[:100]}..."
-        raise CorpusError(f"{shown} cannot be opened ({getattr(error, 'strerror', error)}): give another file or folder.") from None
+        reason = str(getattr(error, "strerror", error)).rstrip(".")
+        raise CorpusError(f"{shown} cannot be opened ({reason}): give another file or folder.") from None
 
 
 def existing(text: str) -> Path:
@@ -191,7 +192,7 @@ def files_of(folder: Path, suffixes: tuple[str, ...] = (), skip: Skip | None = N
     found: list[Path] = []
 
     def refuse_closed(error: OSError) -> None:
-        raise CorpusError(f"The folder {error.filename} cannot be read ({error.strerror}): allow it, or give another folder.") from None
+        raise CorpusError(f"The folder {error.filename} cannot be read ({error.strerror}): make it readable, or give another folder.") from None
 
     for place, folders, names in os.walk(folder, onerror=refuse_closed):
         folders[:] = [name for name in folders if not name.startswith(".")]

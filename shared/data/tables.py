@@ -130,6 +130,7 @@ def column_records(columns: Iterable[Any], field: str, name: str) -> Iterator[Re
     """
     number = 0
     for column in columns:
+        column.validate()
         column = column.cast(binary_of(column.type))
         column.validate(full=True)  # a damaged file can hold offsets that lead out of its memory
         for value in column.to_pylist():
@@ -151,7 +152,8 @@ def require_field(field: str, there: Iterable[str], name: str) -> None:
         raise FieldError(
             f"has no field {field!r}",
             f"{name} has no field {field!r}: it has {', '.join(map(repr, there)) or 'none'}. Say in "
-            f"prepare.sources which one holds the text: '[{{path: PATH, text_field: {next(iter(there), 'NAME')}}}]'.",
+            f"prepare.sources which one holds the text: '[{{path: PATH, text_field: {next(iter(there), 'NAME')}}}]', or which files to read: "
+            "'[{path: PATH, suffixes: [.txt]}]'.",
         )
 
 
