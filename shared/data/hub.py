@@ -77,7 +77,7 @@ def unbroken(records: Any, source: "Source") -> Iterator[Any]:
         except Exception as error:  # of any library of the stream, none of which is ours
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise CorpusError(
-                f"The hub dataset {source.path!r} broke off after {given:,} records ({reason}). Start again when the network is back, or "
+                f"The hub dataset {source.path!r} broke off after record {given:,} ({reason}). Start again when the network is back, or "
                 "download it first (streaming: false in prepare.sources)."
             ) from error
         given += 1

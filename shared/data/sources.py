@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.corpus import EMBEDDED, CorpusError, Document, read_package, verified
+from shared.corpus import EMBEDDED, IRREGULAR, CorpusError, Document, existing, find, read_package, verified
 from shared.data import hub, tables
 
 Kind = Literal["auto", "embedded", "text", "jsonl", "csv", "parquet", "saved", "hub"]
@@ -23,7 +23,6 @@ Skip = Callable[[str, str], None]  # called with the name of what is skipped, an
 
 KIND_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 TABLES = {"jsonl": tables.read_jsonl, "csv": tables.read_csv, "parquet": tables.read_parquet}
-IRREGULAR = "is no regular file"  # but a FIFO, a device, a socket, or a link to nothing
 PART = 2**20  # bytes; a text file larger than this is read as several documents, cut at ends of lines
 
 
@@ -142,37 +141,6 @@ def read(source: Source, skip: Skip) -> Iterator[tuple[str, bytes]]:
             name = str(file.relative_to(path)) if file is not path else path.name
             # A name that is not UTF-8 can be neither stored nor hashed: its other bytes are spelt out.
             yield from read_path(file, os.fsencode(name).decode("utf-8", "backslashreplace"), of_file, source.text_field, skip)
-
-
-def find(text: str) -> tuple[Path, int]:
-    """The path that a text names, and its mode; 0 where nothing is.
-
-    Raises:
-        CorpusError: it cannot be looked at: a home of nobody's, a name too long, links in a circle, a folder that is closed.
-    """
-    try:
-        path = Path(text).expanduser()
-        return path, path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return path, 0
-    except (OSError, RuntimeError) as error:  # RuntimeError: an unknown user after ~
-        shown = text if len(text) <= 100 else f"{text[:100]}..."
-        reason = str(getattr(error, "strerror", error)).rstrip(".")
-        raise CorpusError(f"{shown} cannot be opened ({reason}): give another file or folder.") from None
-
-
-def existing(text: str) -> Path:
-    """The file or folder that a text names.
-
-    Raises:
-        CorpusError: there is none, or it is neither a regular file nor a folder: a FIFO or a device has no end.
-    """
-    path, mode = find(text)
-    if not mode:
-        raise CorpusError(f"{text} does not exist: give an existing file or folder.")
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise CorpusError(f"{text} {IRREGULAR}: give a file that holds text, or a folder of such files.")
-    return path
 
 
 def kind_of_file(path: Path) -> str:

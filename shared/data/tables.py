@@ -152,8 +152,8 @@ def require_field(field: str, there: Iterable[str], name: str) -> None:
         raise FieldError(
             f"has no field {field!r}",
             f"{name} has no field {field!r}: it has {', '.join(map(repr, there)) or 'none'}. Say in "
-            f"prepare.sources which one holds the text: '[{{path: PATH, text_field: {next(iter(there), 'NAME')}}}]', or which files to read: "
-            "'[{path: PATH, suffixes: [.txt]}]'.",
+            f"prepare.sources which one holds the text: '[{{path: PATH, text_field: {next(iter(there), 'NAME')}}}]'. "
+            "Or say which files to read: '[{path: PATH, suffixes: [.txt]}]'.",
         )
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from shared.corpus import find
 from shared.course.errors import CourseError
-from shared.data.sources import find
 from shared.model.hf.files import PretrainedError, read_json
 
 if TYPE_CHECKING:
