@@ -16,6 +16,7 @@ from rich.console import Console
 
 from shared.course import binding
 from shared.course.errors import CourseError
+from shared.data.completion import require_prompt
 from shared.data.mixture import shares_in_words
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.data.prepare import PreparedText, prepare
@@ -105,6 +106,8 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     text = first_on_rank_0(mesh.world, lambda: prepare(config.data.prepare, config.data.prepared, console))
     preparation_seconds = time.perf_counter() - began
     config = resolved(config, text, device, mesh.world)
+    for prompt in config.report.prompts:
+        require_prompt(text.tokenizer, prompt)
     if config.report.export:
         write_config(config.model)  # refuses a model that no format can hold, now rather than after the last step
     first_on_rank_0(mesh.world, lambda: mesh.world.rank or provenance.keep_record(config, config.engine.output))
