@@ -14,6 +14,7 @@ from rich.console import Console
 
 from shared.course import binding
 from shared.course.errors import CourseError
+from shared.data.completion import require_prompt
 from shared.data.mixture import shares_in_words
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.data.prepare import PreparedText, open_prepared, prepare
@@ -105,6 +106,8 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     text = prepared_text(config, mesh.world, console)
     preparation_seconds = time.perf_counter() - began
     config = resolved(config, text, device, mesh.world)
+    for prompt in config.report.prompts:
+        require_prompt(text.tokenizer, prompt)
     if config.report.export:
         write_config(config.model)  # refuses a model that no format can hold, now rather than after the last step
     leads = ranks_that_share(mesh.world, config.engine.output)[0] == mesh.world.rank
