@@ -15,7 +15,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -167,8 +167,8 @@ class Checkpoints:
     def first_intact(self, use: Callable[[int], Result]) -> tuple[Result | None, list[str]]:
         """What use(step) returns for the newest checkpoint with which it does not raise DamagedCheckpoint, None where there are no
         checkpoints; and a sentence for each newer one."""
-        damaged = []
-        for step in reversed(self.steps()):
+        steps, damaged = self.candidates()
+        for step in reversed(steps):
             try:
                 return use(step), damaged
             except DamagedCheckpoint as error:
@@ -176,6 +176,10 @@ class Checkpoints:
         if damaged:
             raise CheckpointError("\n".join([*damaged, f"No checkpoint in {self.folder} is intact: remove that folder to start over."]))
         return None, []
+
+    def candidates(self) -> tuple[Sequence[int], list[str]]:
+        """The steps from which a run may be resumed, ascending, and a sentence for each that is not among them."""
+        return self.steps(), []
 
     def agreed(self, call: Callable[[], Result]) -> Result:
         """Return the result of `call`; several ranks agree whether it failed (chapter 06)."""
