@@ -2,9 +2,9 @@
 
     checkpoints/step-00000200/weights.safetensors  optimizer.safetensors  random.safetensors  state.json  manifest.json
 
-The manifest is written last and lists the size and SHA-256 of the others, so a file that was cut short or edited is named; `state.json` lists
-what the files must hold (`shared.engine.checkpoint.soundness`). Nothing is unpickled, so a checkpoint from a stranger can hold wrong numbers
-and nothing worse. Names are logical: whole tensors, by the names of
+The manifest is written last and lists the size and SHA-256 of the others, so a file that was cut short or edited is named; `state.json`
+lists what the files must hold (`shared.engine.checkpoint.soundness`). Nothing is unpickled, so a checkpoint from a stranger can hold wrong
+numbers and nothing worse. Names are logical: whole tensors, by the names of
 the plain model, whatever layout wrote them.
 
 Left out on purpose: tensors that are spread over processes. Chapter 06 hands in another `Storage`.
@@ -28,7 +28,8 @@ from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.checkpoint.optimizer_state import OptimizerState
 from shared.engine.checkpoint.random_state import RandomState, require_usable
 from shared.engine.checkpoint.snapshot import Snapshot
-from shared.engine.checkpoint.soundness import FORMAT, CheckpointError, DamagedCheckpoint, Described, described, difference, problem_of, unlisted
+from shared.engine.checkpoint.soundness import FORMAT, CheckpointError, DamagedCheckpoint, Described
+from shared.engine.checkpoint.soundness import described, difference, problem_of, unlisted
 from shared.tensor_files import save_tensors
 
 FOLDER = re.compile(r"step-(\d{8})")

@@ -1,12 +1,12 @@
 """Chapter 04. Validation of a checkpoint's content: does it agree with itself? Asked before anything of a run is changed.
 
-Checksums say that the bytes are those that were written, and not that they are a checkpoint: a writer with a bug, files of two saves in one
-folder, an edit whose checksums were made again. So `state.json` has a table of contents (each tensor's dtype and shape, the names of
-the parts), and what was read is compared with it.
+Checksums say that the bytes are what was written, and not that they are a checkpoint: a writer may have a bug, a file of another save may
+lie in the folder, somebody may have edited a file and its checksum. So `state.json` has a table of contents (each tensor's dtype and shape,
+the names of the parts), and what was read is compared with it.
 
-What disagrees with itself is *damaged*: the run goes on from the checkpoint before it. What agrees with itself and not with the run, such as
-another hidden size, is refused: somebody has started another run in this folder, and an older checkpoint would fit it no better, while the
-next save would delete the newer one.
+A checkpoint that does not agree with itself is *damaged*: the run resumes from the one before it. One that agrees with itself and not with
+the run, because of another hidden size for instance, is refused: somebody has started another run in this folder. An older checkpoint
+would fit no better, and the next save would delete the newer one.
 
 Left out on purpose: values. Wrong numbers in the right places are a checkpoint.
 """

@@ -88,8 +88,8 @@ class RankCheckpoints(Checkpoints):
         self.agreed(partial(require_intact, folder, share))
 
     def agreed(self, call: Callable[[], Result]) -> Result:
-        """Return the result of `call`; where it fails on any rank, raise the same error on all. Damage comes before all else: what is damaged
-        fits no run."""
+        """Return the result of `call`; where it fails on any rank, raise the same error on all. Damage comes first: what is
+        damaged fits no run."""
         result, problem = None, None
         try:
             result = call()
