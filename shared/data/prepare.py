@@ -1,8 +1,8 @@
 """Chapter 03. Data preparation, from raw text to token shards: read, clean, split, tokenize, store.
 
-Everything lands in a folder named after the configuration and the text that it was applied to, so preparing the same again finds
-it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation, even a
-killed one, resumes after the last whole file, and ends with the same bytes.
+Everything lands in a folder named after the configuration and the content of the text that it was applied to, so preparing the same
+again finds it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation,
+even a killed one, resumes after the last whole file, and ends with the same bytes.
 
     clean/00000.parquet ...      cleaned text, with the names of its documents (`shared.data.clean_shards`)
     tokenizer.json               trained on it, or copied from the one that was given, with the name of its end token beside it
@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.cleaning.report import CleaningReport
 from shared.data.clean_shards import CleanShards
+from shared.data.digests import Digests
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.sources import Source, identity
 from shared.data.tokenizer import TextTokenizer
@@ -33,6 +34,7 @@ from shared.output_files import write_atomically
 
 FORMAT = 2  # of the whole folder; another one means that the same text must be prepared again
 LIBRARIES = ("tokenizers", "ftfy", "py3langid")  # whose versions change what comes out
+DIGESTS = "sources.json"  # beside the folders: content hashes of the sources' files
 SIDES = {"training": False, "held_out": True}
 
 
@@ -99,7 +101,9 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
     """
     console = console or Console(quiet=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeElapsedColumn())
-    folder = output / fingerprint(config)
+    digests = Digests(output / DIGESTS)
+    folder = output / fingerprint(config, digests.of)
+    digests.save()
     parts = CleanShards(folder / "clean", config.held_out_share)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         if not parts.complete():
@@ -115,11 +119,12 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
     return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, report, parts.documents_of_sources(len(config.sources)))
 
 
-def fingerprint(config: PrepareConfig) -> str:
-    """The name of the folder: a hash of everything that decides what is in it."""
+def fingerprint(config: PrepareConfig, digest: Callable[[Path], str]) -> str:
+    """The name of the folder: a hash of everything that decides what is in it, the content of the sources among them, as `digest` gives
+    it; not the files' times."""
     decisive = asdict(config) | {
         "format": FORMAT,
-        "sources": [identity(source) for source in config.sources],
+        "sources": [identity(source, digest) for source in config.sources],
         "tokenizer": given(config.tokenizer) if config.tokenizer else None,
         "libraries": [metadata.version(name) for name in LIBRARIES],
     }

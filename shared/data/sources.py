@@ -190,10 +190,13 @@ def read_text(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
             yield name, b""
 
 
-def identity(source: Source) -> dict[str, Any]:
-    """What must be equal for a source to hold the same text: its settings but for its weight, and its files' sizes and times of change.
+def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
+    """What must be equal for a source to hold the same text: its settings but for its weight, and the content of its files.
 
     A hub dataset is known by name, split and revision alone.
+
+    Args:
+        digest: the hash of a file's content (`shared.data.digests`).
     """
     settings = {name: value for name, value in vars(source).items() if name != "weight"}
     known: dict[str, Any] = {"settings": json.loads(json.dumps(settings)), "kind": source.resolved_kind()}
@@ -204,5 +207,5 @@ def identity(source: Source) -> dict[str, Any]:
         if not path.exists():
             raise CorpusError(f"{source.path} does not exist: give an existing file or folder.")
         files = files_of(path, source.suffixes if known["kind"] != "saved" else ()) if path.is_dir() else [path]
-        known["files"] = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        known["files"] = [(str(file), digest(file)) for file in files]
     return known

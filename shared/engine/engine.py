@@ -33,7 +33,6 @@ from shared.engine.strategy import Strategy
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
 from shared.devices import on_device, pick_device
-from shared.output_files import require_writable
 from shared.totals import Batch, Objective, Runner, Totals, Updater
 
 
@@ -109,28 +108,28 @@ class RuntimeEngine:
             CourseError: something that the reader can mend, in one sentence: the folder, a checkpoint, the data's end.
         """
         self.steps, self.val_loader, self.stopped = steps, val_loader, None
-        require_writable(self.output)
-        self.stateful = self.stateful_parts(train_loader)
-        if self.step == 0:
-            self.resume()
-        self.began_at = self.step
-        if self.config.compile:
-            self.model.compile()
-        with self.shutdown:
-            try:
-                self.callbacks.tell("on_start", self)
-                if not self.stopped:
-                    for _ in self.trained(train_loader):
-                        self.after_step()
-                        if self.stopped:
-                            break
-                self.finish()
-            except BaseException as error:
-                self.callbacks.tell("on_error", self, error)
-                raise
-            finally:
-                self.saver.close()
-                self.callbacks.end(self)
+        with self.strategy.locked(self.output, self.console) as self.lock:
+            self.stateful = self.stateful_parts(train_loader)
+            if self.step == 0:
+                self.resume()
+            self.began_at = self.step
+            if self.config.compile:
+                self.model.compile()
+            with self.shutdown:
+                try:
+                    self.callbacks.tell("on_start", self)
+                    if not self.stopped:
+                        for _ in self.trained(train_loader):
+                            self.after_step()
+                            if self.stopped:
+                                break
+                    self.finish()
+                except BaseException as error:
+                    self.callbacks.tell("on_error", self, error)
+                    raise
+                finally:
+                    self.saver.close()
+                    self.callbacks.end(self)
         return self
 
     def stop(self, reason: str) -> None:
@@ -199,6 +198,7 @@ class RuntimeEngine:
         self.updater(model, optimizer, torch.tensor(self.token_count))
 
     def after_step(self) -> None:
+        self.lock.require_held()
         self.step += 1
         self.timings = self.timer.take()
         self.accumulator.add(self.totals)

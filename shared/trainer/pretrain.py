@@ -6,7 +6,9 @@ Read from the top: each function is one stage, and what a stage does is in an ea
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -21,6 +23,7 @@ from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
+from shared.folder_lock import FolderLock
 from shared.loop import accumulate_gradients
 from shared.model.counting import parameter_counts
 from shared.model.hf.registry import write_config
@@ -71,22 +74,30 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
     """
     world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
-    try:
-        run = build(config, console, world)
-    except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
-        raise CourseError(str(error)) from error
-    loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
-    engine = run.engine.fit(loader, held_out, steps=config.steps)
-    if engine.step < config.steps and engine.leaving:
-        console.print(f"The same command goes on from step {engine.step}.", highlight=False)
-        raise SystemExit(128 + signal.Signals[engine.stopped])
-    return evaluate_and_report(run, console)
+    with ExitStack() as held:  # from before the first file of the run to after the last
+        first_on_rank_0(world, lambda: hold_folder(config.engine.output, held, world.rank, console))
+        try:
+            run = build(config, console, world)
+        except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
+            raise CourseError(str(error)) from error
+        loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
+        engine = run.engine.fit(loader, held_out, steps=config.steps)
+        if engine.step < config.steps and engine.leaving:
+            console.print(f"The same command goes on from step {engine.step}.", highlight=False)
+            raise SystemExit(128 + signal.Signals[engine.stopped])
+        return evaluate_and_report(run, console)
+
+
+def hold_folder(output: Path, held: ExitStack, rank: int, console: Console) -> None:
+    """Refuse a folder that cannot be written to, on each rank, and on rank 0 one that another run is in; lock it until `held` closes."""
+    require_writable(output)
+    if rank == 0:
+        held.enter_context(FolderLock(output, say=lambda sentence: console.print(sentence, markup=False, highlight=False)))
 
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
     """Everything up to the first step: the text, the model, parallelized over the ranks, the optimizer, the engine with its callbacks."""
     mesh = Mesh(config.parallel, world or SingleRankCommunicator())
-    require_writable(config.engine.output)
     device = pick_device(config.engine.device)
     if device.type == "cpu":
         keep_freed_memory()
