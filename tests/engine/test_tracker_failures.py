@@ -1,7 +1,5 @@
 """A tracker that fails is named once and set aside: it never ends a training, and a resumed run goes on where it was."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from runs import Loader, Recorder, make_engine, printed, weights
@@ -176,10 +174,11 @@ def test_wandb_that_lost_what_it_was_given_is_named(tmp_path):
     file = tmp_path / "run.wandb"
     file.write_bytes(b":W&B")
     tracker = make_tracker("wandb")
-    tracker.run, tracker.failed = SimpleNamespace(finish=lambda exit_code: None), False
-    tracker.file, tracker.least_bytes = file, 5
+    tracker.file, tracker.least_bytes = file, 4
+    tracker.require_written()
+    tracker.least_bytes = 5
     with pytest.raises(OSError, match="wrote 4 of at least 5 bytes into .*run.wandb: is the disk full"):
-        tracker.on_end(None)
+        tracker.require_written(patience=0.0)
 
 
 @pytest.mark.parametrize("given", ["adamw, no decay", "blocks[0].weight", "größe", "a:b", "x  y"])

@@ -33,7 +33,8 @@ def prepared(tmp_path_factory):
 
 def settings(folder: Path, prepared: Path, optimizer: str) -> Path:
     report = {"completions": 0, "new_tokens": 1, "export": False}
-    return settings_file(folder, prepared, report=report, optimizer={"name": optimizer, "lr": 0.002}, steps=4)
+    engine = {"checkpoint": {"every": 2, "keep_best": False}}
+    return settings_file(folder, prepared, report=report, optimizer={"name": optimizer, "lr": 0.002}, engine=engine, steps=4)
 
 
 def trained(file: Path, *words: str) -> str:

@@ -7,6 +7,7 @@ Left out on purpose: artifacts (checkpoints stay where the engine saves them), c
 
 import os
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,10 +83,17 @@ class WandbTracker(Callback):
             run.finish(exit_code=int(self.failed))
             if self.mode == "disabled":
                 return
-            if (kept := self.file.stat().st_size) < self.least_bytes:  # its helper process reports no error of the disk
-                raise OSError(f"W&B wrote {kept} of at least {self.least_bytes} bytes into {self.file}: is the disk full?")
+            self.require_written()
             parts = f"{shlex.quote(str(self.note.parent))}/offline-run-*-{self.run_id}"
             say_how_to_see(engine, "W&B", f"wandb sync {parts}" if self.mode == "offline" else run.url)
+
+    def require_written(self, patience: float = 30.0) -> None:
+        """Its helper process writes the file, perhaps after `finish` has returned, and reports no error of the disk."""
+        deadline = time.monotonic() + patience
+        while (kept := self.file.stat().st_size) < self.least_bytes:
+            if time.monotonic() > deadline:
+                raise OSError(f"W&B wrote {kept} of at least {self.least_bytes} bytes into {self.file}: is the disk full?")
+            time.sleep(0.1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self.run_id}
