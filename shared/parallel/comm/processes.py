@@ -231,7 +231,9 @@ def whole_number(variable: str, default: str | None = None) -> int:
 
 def master() -> tuple[str, int]:
     """Where the ranks of torchrun meet."""
-    return os.environ.get("MASTER_ADDR", ""), whole_number("MASTER_PORT")
+    if (port := whole_number("MASTER_PORT")) > 65535:
+        raise CourseError(f"The environment variable MASTER_PORT is {port}; ports end at 65535. Give torchrun another --master-port.")
+    return os.environ.get("MASTER_ADDR", ""), port
 
 
 def from_torchrun(
