@@ -24,7 +24,6 @@ FAMILIES = {  # as in chapter 02; `num_key_value_heads` of the second makes its 
     "gpt2": "gpt2", "llama": "llama-3.2-1b", "qwen3": "qwen3-0.6b", "mistral": "mistral-7b", "bloom": "bloom-560m", "bert": "bert-base",
     "t5": "t5-small",
 }  # fmt: skip
-MAIN = {"gpt2", "llama", "bert", "t5"}
 M124 = ModelConfig(  # of chapters/12_grpo/two_3090s.yaml
     vocab_size=50304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12, intermediate_size=2048,
     max_position_embeddings=1024, tie_word_embeddings=True,

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 NEEDED = {  # import name -> name on the package index
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "tokenizers": "tokenizers", "rich": "rich", "yaml": "pyyaml",
-    "jinja2": "jinja2", "matplotlib": "matplotlib", "psutil": "psutil", "cloudpickle": "cloudpickle", "jsonargparse": "jsonargparse[signatures]",
-    "pyarrow": "pyarrow", "ftfy": "ftfy",
+    "jinja2": "jinja2", "matplotlib": "matplotlib", "psutil": "psutil", "cloudpickle": "cloudpickle", "pyarrow": "pyarrow", "ftfy": "ftfy",
+    "jsonargparse": "jsonargparse[signatures]",
 }  # fmt: skip
 PEERS = {
     "transformers": "the speed slice compares with it", "tensorboard": "the trainer slice writes to it",

@@ -23,7 +23,8 @@ if __name__ == "__main__":  # the process of one slice
 from gpu_rows import failures
 from slices import SLICES, environment_of
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 LIMIT = 480.0  # seconds
 CODE = ("shared", "solutions", "tests/gpu", "tests/benchmarks/side_by_side.py")
 Record = dict[str, Any]
@@ -45,9 +46,10 @@ def fingerprint_of_code(root: Path = ROOT) -> str:
 
 
 def describe(device: str) -> Record:
-    from gpu_machine import Machine
-
-    return Machine(device).describe()
+    """What a result belongs to. A process of its own asks, because one that has asked keeps some of the GPU's memory."""
+    asking = f"import json, sys; sys.path.insert(0, {str(FOLDER)!r}); from gpu_machine import Machine; "
+    words = [sys.executable, "-c", asking + f"print(json.dumps(Machine({device!r}).describe()))"]
+    return json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
 class Runner:
@@ -91,7 +93,7 @@ class Runner:
         print(f"{name}: running ...", flush=True)
         record = self.run(name)
         self.keep(name, record)
-        print(f"{name}: {record['state']}, {len(record['rows'])} rows, {record['seconds']:.0f} s. {record['error'].strip()[-400:]}", flush=True)
+        print(f"{name}: {record['state']}, {len(record['rows'])} rows, {record['seconds']:.0f} s. {record['error'][-400:]}", flush=True)
         for row in record["rows"]:
             print(f"    {row['state']:12} {row['what']}", flush=True)
         return record
@@ -109,7 +111,9 @@ class Runner:
         began, error = time.monotonic(), ""
         with log.open("w", encoding="utf-8") as out:
             words = self.command(name, rows)
-            process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=self.environment(name), start_new_session=True)
+            process = subprocess.Popen(
+                words, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | self.environment(name), start_new_session=True
+            )
             try:
                 code = process.wait(self.limit)
             except subprocess.TimeoutExpired:
@@ -132,7 +136,7 @@ class Runner:
         return [sys.executable, str(Path(__file__).resolve()), name, str(rows), self.device, self.size]
 
     def environment(self, name: str) -> dict[str, str]:
-        return os.environ | (environment_of(name) if name in SLICES else {})
+        return environment_of(name) if name in SLICES else {}
 
 
 def end_group(process: subprocess.Popen) -> None:

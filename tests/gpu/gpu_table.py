@@ -15,11 +15,13 @@ def table(records: dict[str, Any], sentence_of: Callable[[str], str]) -> str:
     parts = []
     for name, record in records.items():
         machine = ", ".join(f"{key} {value}" for key, value in record["belongs_to"]["machine"].items())
-        parts.append(f"### {name}\n\n{sentence_of(name)}\n\n{record['state'].capitalize()} after {record['seconds']:.0f} s, {record['when']}: {machine}.")
+        ended = f"{record['state'].capitalize()} after {record['seconds']:.0f} s, {record['when']}: {machine}."
+        parts.append(f"### {name}\n\n{sentence_of(name)}\n\n{ended}")
         if record["error"]:
             parts.append("```\n" + record["error"].strip() + "\n```")
         if record["rows"]:
-            lines = [f"| {cell(row['what'])} | {row['state']} | {cell(in_words(row['figures']))} | {cell(row['note'])} |" for row in record["rows"]]
+            columns = ((row["what"], row["state"], in_words(row["figures"]), row["note"]) for row in record["rows"])
+            lines = [f"| {' | '.join(map(cell, each))} |" for each in columns]
             parts.append("| what | state | figures | note |\n|---|---|---|---|\n" + "\n".join(lines))
     return "\n\n".join(parts) + "\n"
 

@@ -123,7 +123,7 @@ class ProcessCommunicator(Communicator):
 
     def new_group(self, axis: str, members: Sequence[int]) -> dist.ProcessGroup:
         if not KEEP_ORDER and list(members) != sorted(members):
-            raise ValueError(f"The group {axis!r} has the ranks {list(members)}, which torch {torch.__version__} would sort: use torch 2.13.")
+            raise ValueError(f"torch {torch.__version__} would sort the ranks {list(members)} of the group {axis!r}: use torch 2.13.")
         return dist.new_group(list(members), self.process.timeout, group_desc=axis, **KEEP_ORDER)
 
     def wrap(self, work: dist.Work, finish: Callable[[], None] = lambda: None, point_to_point: bool = False) -> Work:

@@ -19,7 +19,7 @@ from shared.parallel.config import ParallelConfig
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.planning.memory import estimate_memory
 
-CARD = 24.0  # GiB
+CARD = 23.5  # GiB that a card of 24 GB reports to a program, at least
 FORMULA = 0.25  # by how much the measured peak of tensors may differ from the estimate
 
 
@@ -69,12 +69,14 @@ def measured(machine: Machine, name: str, variant: Variant, seq: int, limited: b
         variant.model, layout, optimizer, rows=variant.rows, seq=seq, microbatches=2, precision=variant.precision, packed=True
     )
     figures = {"estimate GiB": estimate.total / GIB, "allocated": None, "reserved": None, "estimate, of allocated": None}
-    note = f"in {CARD:g} GB, {FORMULA:.0%} from the estimate" if limited or not machine.is_gpu else f"this card is smaller than {CARD:g} GB"
+    note = f"in {CARD:g} GiB, within {FORMULA:.0%} of the estimate"
+    if machine.is_gpu and not limited:
+        note = f"this card is smaller than {CARD:g} GiB"
     try:
         allocated, reserved = machine.peak_gib(lambda: two_steps(machine, variant, optimizer, seq))
     except torch.OutOfMemoryError as error:
         says = str(error).split(". ")[0]
-        return Row(name, figures, None if not variant.must_fit else False, f"does not fit in {CARD:g} GB: {says}")
+        return Row(name, figures, None if not variant.must_fit else False, f"does not fit in {CARD:g} GiB: {says}")
     if allocated is None:
         return Row(name, figures, None, note)
     figures |= {"allocated": allocated, "reserved": reserved, "estimate, of allocated": estimate.total / GIB / allocated}

@@ -122,7 +122,8 @@ def layouts(world: Communicator, device: torch.device, cases: list[tuple[str, st
             found, calls = trained(world, device, layout, precision)
             far, where = distance(found, expected)
             figures = {"difference": far, "worst": where, "collectives a step": calls}
-            yield Row(f"{backend} {name}, {world.size} rank{'s' * (world.size > 1)}, {precision}", figures, far <= tolerance, f"{tolerance:g}")
+            what = f"{backend} {name}, {world.size} rank{'s' * (world.size > 1)}, {precision}"
+            yield Row(what, figures, far <= tolerance, f"weights to {tolerance:g}")
 
 
 def trained(world: Communicator, device: torch.device, layout: ParallelConfig, precision: str) -> tuple[dict[str, Tensor], float]:

@@ -36,48 +36,53 @@ LOSSES = 2e-3  # relative, of the first step: two orders of rounding to bfloat16
 
 
 def run(machine: Machine, small: bool) -> Iterator[Row]:
-    config, rows, seq, pairs = (TINY, 2, 32, 6) if small else (M124, 8, 1024, 15)
-    tokens, found = rows * seq, {}
+    shape, pairs = ((TINY, 2, 32), 6) if small else ((M124, 8, 1024), 15)
     peers = {"plain loop": plain_round} | ({"transformers": transformers_round} if importlib.util.find_spec("transformers") else {})
     for way in ("eager",) if small else ("eager", "compiled"):
+        torch.compiler.reset()
         backend = "inductor" if way == "compiled" else None
+        ours = our_round(machine, *shape, backend)
+        first = float(ours())
         for name, make in peers.items():
-            torch.compiler.reset()
+            theirs = make(machine, *shape, backend)
+            yield against(machine, f"{way}, beside {name}", ours, theirs, first, pairs, shape)
+            del theirs
             machine.free()
-            ours, theirs = our_round(machine, config, rows, seq, backend), make(machine, config, rows, seq, backend)
-            yield against(machine, f"{way}, beside {name}", ours, theirs, pairs, tokens, config, seq)
-            del ours, theirs
+        del ours
+        machine.free()
     if "transformers" not in peers:
         yield Row("beside transformers", {}, None, "not installed")
-    for name, options in {"packed rows, as the trainer's": {"packed": True}, "Muon": {"optimizer": OptimizerConfig("muon", lr=1e-3)}}.items():
-        machine.free()
-        one = our_round(machine, config, rows, seq, None, **options)
+    others = {"packed rows, as the trainer's": {"packed": True}, "Muon": {"optimizer": OptimizerConfig("muon", lr=1e-3)}}
+    for name, options in others.items():
+        one = our_round(machine, *shape, None, **options)
         one(), one()
         seconds = sorted(machine.wall_seconds(one) for _ in range(1 if small else 10))
-        yield Row(f"eager, {name}", speed_of(machine, seconds[len(seconds) // 2], tokens, config, seq))
+        yield Row(f"eager, {name}", speed_of(machine, seconds[len(seconds) // 2], *shape))
+        del one
+        machine.free()
 
 
-def against(machine: Machine, what: str, ours: Round, theirs: Round, pairs: int, tokens: int, config: ModelConfig, seq: int) -> Row:
-    first = [float(each()) for each in (ours, theirs)]
+def against(machine: Machine, what: str, ours: Round, theirs: Round, first: float, pairs: int, shape: tuple[ModelConfig, int, int]) -> Row:
+    """first: the loss of our first step, before which ours and theirs had the same weights."""
+    their_first = float(theirs())
     for each in (ours, theirs) * 2:
         each()
     found = Comparison([], [])
     for number in range(pairs):
         for contender, kept in ((ours, found.ours), (theirs, found.theirs))[:: 1 if number % 2 else -1]:
             kept.append({"seconds": machine.wall_seconds(contender)})
-    figures = speed_of(machine, found.median("ours"), tokens, config, seq)
-    theirs_speed = speed_of(machine, found.median("theirs"), tokens, config, seq)
-    figures |= {f"theirs, {name}": value for name, value in theirs_speed.items()} | {"ratio": None, "interval": None}
-    if machine.is_gpu:
-        low, high = found.interval
-        figures |= {"ratio": found.ratio, "interval": f"{low:.2f} to {high:.2f}"}
-    agree = abs(first[0] - first[1]) <= LOSSES * first[1]
-    return Row(what, figures, agree, f"the first losses, {first[0]:.4f} and {first[1]:.4f}, agree to {LOSSES:g}; {pairs} pairs of a step")
+    figures = speed_of(machine, found.median("ours"), *shape)
+    figures |= {f"theirs, {name}": value for name, value in speed_of(machine, found.median("theirs"), *shape).items()}
+    low, high = found.interval
+    figures |= {"ratio": found.ratio, "interval": f"{low:.2f} to {high:.2f}"} if machine.is_gpu else {"ratio": None, "interval": None}
+    agree = abs(first - their_first) <= LOSSES * their_first
+    return Row(what, figures, agree, f"the first losses, {first:.4f} and {their_first:.4f}, agree to {LOSSES:g}; {pairs} pairs of a step")
 
 
-def speed_of(machine: Machine, seconds: float, tokens: int, config: ModelConfig, seq: int) -> dict[str, float | None]:
+def speed_of(machine: Machine, seconds: float, config: ModelConfig, rows: int, seq: int) -> dict[str, float | None]:
     if not machine.is_gpu:
         return {"tokens/s": None, "MFU": None}
+    tokens = rows * seq
     try:
         peak = peak_flops(machine.device, torch.bfloat16)
     except CourseError:  # a card that the table of peaks does not hold

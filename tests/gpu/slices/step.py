@@ -33,7 +33,8 @@ def rows_of(machine: Machine, name: str, config: ModelConfig, small: bool) -> It
     batch = batch_of(config, 2 if small else 4, seq)
     exact = one_step(config, batch, cpu, "float64")
     update = max(float((exact[2][each] - weight).norm()) for each, weight in start_of(config).items())
-    known = {precision: distances(one_step(config, batch, cpu, precision), exact, update) for precision in ("float32", "bfloat16", "float16")}
+    own = ("float32", "bfloat16", "float16")
+    known = {precision: distances(one_step(config, batch, cpu, precision), exact, update) for precision in own}
     known["float64"] = {"loss": 0.0, "gradients": 0.0, "weights": 0.0}
     for precision, (compared, times, reason) in TOLERANCES.items():
         with tables_of_the_cpu() if precision == "float64" else nullcontext(), tf32(precision == "TF32"):
