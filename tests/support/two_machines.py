@@ -229,7 +229,7 @@ class Machine:
             process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        for process in self.processes():
+        for process in [*self.processes(), *(job.process for job in self.network.jobs if job.machine is self)]:
             process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
@@ -275,6 +275,7 @@ class Machines:
         for space in [*(machine.space for machine in self.machines), self.switch]:
             space.end()
         for job in self.jobs:
+            job.process.kill()  # nsenter stops itself with a child that is stopped
             job.process.wait()
             job.reader.join()
             job.process.stdout.close()
