@@ -143,7 +143,8 @@ def test_ranks_that_cannot_connect_say_so_within_their_time(when, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rendezvous, hosts, master", [("static", "debian", None), ("static", "debian with DNS", "a"), ("c10d", "nowhere", None), ("c10d", "right", "a")]
+    "rendezvous, hosts, master",
+    [("static", "debian", None), ("static", "debian with DNS", "a"), ("c10d", "nowhere", None), ("c10d", "right", "a")],
 )
 def test_torchrun_trains_on_two_machines_whatever_they_call_themselves(rendezvous, hosts, master, tmp_path):
     with Machines(tmp_path / "machines", hosts=hosts) as (a, b):

@@ -151,7 +151,7 @@ class Machine:
 
     Attributes:
         name: also its hostname. address: its IPv4 address. address6: its IPv6 address.
-        folder: the path, on this machine, of the folder for runs. The path is the same on all machines; whether the folder is, `shared` says.
+        folder: the path, on this machine, of the folder for runs. All machines have one path; whether it is one folder, `shared` says.
         kept: where this process finds that folder, also when the machine is gone.
         path_of: path on this machine -> path by which this process can read and write the file while the machine runs.
     """
