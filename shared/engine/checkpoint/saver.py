@@ -121,10 +121,15 @@ class Saver:
         mine, snapshot = shared_callbacks(parts, snapshot)
         try:
             require_same_dtypes(self.state, snapshot)
-            require_same_settings(self.state, optimizer, snapshot.optimizer)
+            if shapes_of(weights_of(self.state)) == shapes_of(snapshot.weights):  # of another model, `restore` says more
+                require_same_settings(self.state, optimizer, snapshot.optimizer)
             return restore(snapshot, self.state, optimizer, mine)
         except ValueError as error:
             raise CheckpointError(f"{self.checkpoints.path(step)} does not fit this run. {error}") from error
+
+
+def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def remember_rates(optimizer: Optimizer) -> Optimizer:
