@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from shared.course.errors import CourseError
 from shared.engine.trackers.external import flat
-from shared.engine.trackers.jsonl import read_jsonl
+from shared.engine.trackers.jsonl import read_damaged
 from shared.parallel.config import layout_name
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
@@ -27,7 +27,7 @@ def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
     other = output.with_name(output.name.removesuffix(f"-{config.parallel.backend}").removesuffix(f"-{name}"))
     if config.parallel.ranks == 1 or other == output or not same_run(other, config):
         return {}
-    here, there = read_jsonl(output / "metrics.jsonl"), read_jsonl(other / "metrics.jsonl")
+    (here, _), (there, _) = (read_damaged(folder / "metrics.jsonl") for folder in (output, other))  # what can be compared is
     found = {}
     for metric in ("train/loss", "validation/loss"):
         pairs = [(here[step][metric], there[step][metric]) for step in here if metric in here[step] and metric in there.get(step, {})]
