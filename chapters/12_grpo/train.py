@@ -31,7 +31,8 @@ def main(words: list[str]) -> None:
 
     config = parse_words(TrainerConfig, words)
     try:
-        world, _ = from_torchrun(config.parallel.heartbeat_timeout, config.engine.device, config.parallel.collective_timeout)
+        parallel = config.parallel
+        world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
     except CourseError as error:  # of this rank alone, where a machine has fewer GPUs than ranks: nobody else tells
         sys.exit(f"\n{error}")
     pretrain(config, Console(), world)
