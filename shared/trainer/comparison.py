@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from shared.course.errors import CourseError
 from shared.engine.trackers.external import flat
@@ -34,7 +34,10 @@ def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
         if pairs:
             found[f"largest difference in {metric} to {other}"] = largest(abs(mine - theirs) for mine, theirs in pairs)
     if config.report.export and (other / "model").is_dir():
-        found[f"largest difference in weights to {other}, relative"] = largest_difference(output / "model", other / "model")
+        try:
+            found[f"largest difference in weights to {other}, relative"] = largest_difference(output / "model", other / "model")
+        except (OSError, SafetensorError):  # another run's damage is no reason to end this one without its report
+            found["weights"] = f"not compared: the model in {other / 'model'} cannot be read"
     return found
 
 
@@ -44,7 +47,7 @@ def same_run(folder: Path, config: TrainerConfig) -> bool:
         return False
     try:
         before = flat(provenance.read_record(folder / provenance.CONFIG))
-    except CourseError:  # another run's damage is no reason to end this one without its report
+    except CourseError:
         return False
     now = flat(provenance.plain(config))
     return all(before.get(key) == value for key, value in now.items() if not provenance.may_change(key))

@@ -46,10 +46,18 @@ def write_report(config: TrainerConfig, results: Results) -> None:
         pictures=pictures,
         samples=results.samples,
         completions=results.completions,
-        code=json.loads((config.engine.output / provenance.CODE).read_text(encoding="utf-8")),
+        code=code_of(config.engine.output),
         config=yaml.safe_dump(provenance.plain(config), sort_keys=False),
     )
     write_atomically(results.report, page.encode())
+
+
+def code_of(output: Path) -> dict[str, Any]:
+    """The code's version as the run's folder has it."""
+    try:
+        return dict(json.loads((output / provenance.CODE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # no reason to end a finished run without its report
+        return {"version": f"unknown: {output / provenance.CODE} is damaged"}
 
 
 def format_value(name: str, value: Any) -> str:
