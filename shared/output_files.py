@@ -38,7 +38,7 @@ def writing(path: Path) -> Iterator[None]:
         if (reason := system_reason(error)) is None:
             raise
         raise CourseError(
-            f"{path} cannot be written ({reason}): free space there, or see what stands in the way; the same command goes on afterwards."
+            f"{path} cannot be written ({reason}): free space there or move what is in its way, and give the same command again."
         ) from error
 
 

@@ -80,7 +80,8 @@ class JsonlTracker(Callback):
             with suppress(OSError):
                 self.file.truncate(whole)
             if not self.told:
-                show(engine, f"{self.path} cannot be written ({error.strerror}): free space there. Training goes on; its lines wait in memory.")
+                told = f"{self.path} cannot be written ({error.strerror}): free space there. Its lines wait in memory; training goes on."
+                show(engine, told)
             self.told = True
 
     def on_end(self, engine: "RuntimeEngine") -> None:

@@ -2,11 +2,12 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 from hostile import Row, call, trainer
 
-MORE = "steps=6"  # the finished run's
+MORE = trainer("steps=6")  # the finished run's
 
 
 def spoiled(name, content):
@@ -51,7 +52,7 @@ def hold_and_train():
         with FolderLock(Path("run")):
             os.write(writer, b"has it")
             while os.getppid() != 1 and not Path("done").exists():
-                pass
+                time.sleep(0.01)
         os._exit(0)
     os.read(reader, 6)
     model = torch.nn.Linear(2, 2)
@@ -79,26 +80,26 @@ def read_a_dump():
 KEPT = ("is damaged", "it is kept as", "metrics.1.jsonl", "The report:")
 WRITTEN = "cannot be written (Is a directory)"
 ROWS = [
-    Row("a log with a line of zeros", trainer(MORE), KEPT, code=0, make=line_of_zeros, trained=True),
-    Row("a log that is no UTF-8", trainer(MORE), KEPT, code=0, make=spoiled("metrics.jsonl", b"\xff\xfe\n"), trained=True),
-    Row("a log that is another file", trainer(MORE), KEPT, code=0, make=spoiled("metrics.jsonl", b"step,loss\n1,2\n"), trained=True),
-    Row("a log that is a folder", trainer(MORE), KEPT, code=0, make=replaced("metrics.jsonl", Path.mkdir), trained=True),
-    Row("a log that is a pipe", trainer(MORE), KEPT, code=0, make=replaced("metrics.jsonl", os.mkfifo), trained=True),
-    Row("an empty log", trainer(MORE), "The report:", code=0, make=spoiled("metrics.jsonl", b""), trained=True),
-    Row("no log", trainer(MORE), "The report:", code=0, make=replaced("metrics.jsonl", lambda path: None), trained=True),
-    Row("a record of zeros", trainer(MORE), "config.yaml is damaged", code=1, make=spoiled("config.yaml", bytes(99)), trained=True),
-    Row("a record cut short", trainer(MORE), "config.yaml is damaged", code=1, make=spoiled("config.yaml", b"steps: [1"), trained=True),
-    Row("a record that is a folder", trainer(MORE), "config.yaml is damaged", code=1, make=replaced("config.yaml", Path.mkdir), trained=True),
-    Row("a record that is a pipe", trainer(MORE), "config.yaml is damaged", code=1, make=replaced("config.yaml", os.mkfifo), trained=True),
-    Row("damaged results", trainer(MORE), "The report:", code=0, make=spoiled("results.json", b"\0{"), trained=True),
-    Row("results that are a folder", trainer(MORE), f"results.json {WRITTEN}", code=1, make=replaced("results.json", Path.mkdir), trained=True),
-    Row("a report that is a folder", trainer(MORE), f"report.html {WRITTEN}", code=1, make=replaced("report.html", Path.mkdir), trained=True),
-    Row("a code record that is a folder", trainer(MORE), f"code.json {WRITTEN}", code=1, make=replaced("code.json", Path.mkdir), trained=True),
-    Row("an export that is a file", trainer(MORE), "run/model cannot be written", code=1, make=replaced("model", Path.touch), trained=True),
-    Row("figures that are a file", trainer(MORE), "cannot be written", code=1, make=replaced("figures", Path.touch), trained=True),
+    Row("a log with a line of zeros", MORE, KEPT, code=0, make=line_of_zeros, trained=True),
+    Row("a log that is no UTF-8", MORE, KEPT, code=0, make=spoiled("metrics.jsonl", b"\xff\xfe\n"), trained=True),
+    Row("a log that is another file", MORE, KEPT, code=0, make=spoiled("metrics.jsonl", b"step,loss\n1,2\n"), trained=True),
+    Row("a log that is a folder", MORE, KEPT, code=0, make=replaced("metrics.jsonl", Path.mkdir), trained=True),
+    Row("a log that is a pipe", MORE, KEPT, code=0, make=replaced("metrics.jsonl", os.mkfifo), trained=True),
+    Row("an empty log", MORE, "The report:", code=0, make=spoiled("metrics.jsonl", b""), trained=True),
+    Row("no log", MORE, "The report:", code=0, make=replaced("metrics.jsonl", lambda path: None), trained=True),
+    Row("a record of zeros", MORE, "config.yaml is damaged", code=1, make=spoiled("config.yaml", bytes(99)), trained=True),
+    Row("a record cut short", MORE, "config.yaml is damaged", code=1, make=spoiled("config.yaml", b"steps: [1"), trained=True),
+    Row("a record that is a folder", MORE, "config.yaml is damaged", code=1, make=replaced("config.yaml", Path.mkdir), trained=True),
+    Row("a record that is a pipe", MORE, "config.yaml is damaged", code=1, make=replaced("config.yaml", os.mkfifo), trained=True),
+    Row("damaged results", MORE, "The report:", code=0, make=spoiled("results.json", b"\0{"), trained=True),
+    Row("results that are a folder", MORE, f"results.json {WRITTEN}", code=1, make=replaced("results.json", Path.mkdir), trained=True),
+    Row("a report that is a folder", MORE, f"report.html {WRITTEN}", code=1, make=replaced("report.html", Path.mkdir), trained=True),
+    Row("a code record that is a folder", MORE, f"code.json {WRITTEN}", code=1, make=replaced("code.json", Path.mkdir), trained=True),
+    Row("an export that is a file", MORE, "run/model cannot be written", code=1, make=replaced("model", Path.touch), trained=True),
+    Row("figures that are a file", MORE, "cannot be written", code=1, make=replaced("figures", Path.touch), trained=True),
     Row("a folder that another process is in", call(hold_and_train), ("run is in use by process", "since"), code=1),
-    Row("a lock that is a folder", trainer(MORE), "run.lock cannot be written", code=1, make=lambda folder: (folder / "run/run.lock").mkdir(parents=True)),
-    Row("a lock of zeros", trainer(MORE), "The report:", code=0, make=spoiled("run.lock", bytes(200)), trained=True),
+    Row("a lock that is a folder", MORE, "run.lock cannot be written", code=1, make=replaced("run.lock", Path.mkdir), trained=True),
+    Row("a lock of zeros", MORE, "The report:", code=0, make=spoiled("run.lock", bytes(200)), trained=True),
     Row("a damaged log, read", call(read_log), ("metrics.jsonl is damaged", "line 2"), code=1),
     Row("a damaged dump, read", call(read_a_dump), "dump.json is damaged", code=1),
 ]  # fmt: skip
