@@ -97,7 +97,7 @@ def test_a_run_on_a_disk_that_is_full_at_any_moment_ends_with_sentences_and_goes
         assert not before or Checkpoints(small_disk / "run" / "checkpoints").steps()[-1] >= before[-1]
         size = ballast.stat().st_size
         assert done.returncode == 0 or size, "there was enough room"
-        os.truncate(ballast, max(0, size - 2**16))
+        os.truncate(ballast, max(0, size - 2**17))
     print(*said, sep="\n")
     whole = train(settings_file(folder / "whole", folder / "prepared"))
     assert whole.returncode == 0

@@ -28,6 +28,7 @@ from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.checkpoint.optimizer_state import OptimizerState
 from shared.engine.checkpoint.random_state import RandomState
 from shared.engine.checkpoint.snapshot import Snapshot
+from shared.output_files import system_reason
 from shared.tensor_files import save_tensors
 
 FORMAT = 1
@@ -205,7 +206,7 @@ def state_of(snapshot: Snapshot, notes: dict[str, Any]) -> dict[str, Any]:
 
 def reason_of(error: Exception) -> str:
     """The operating system's words, without its numbers."""
-    return getattr(error, "strerror", None) or str(error)
+    return system_reason(error) or str(error)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
