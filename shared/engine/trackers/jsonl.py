@@ -38,6 +38,8 @@ class JsonlTracker(Callback):
     first free name metrics.1.jsonl, metrics.2.jsonl, ..., as a resumed run does with one that is damaged.
     """
 
+    expendable = True
+
     def __init__(self, path: Path | str | None = None):
         self.path = Path(path) if path else None
         self.file: BinaryIO | None = None

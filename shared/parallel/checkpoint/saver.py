@@ -12,6 +12,7 @@ machine does there what rank 0 does above. A run is resumed from the newest step
 """
 
 import json
+import platform
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +31,7 @@ from shared.engine.checkpoint.saver import Saver
 from shared.engine.checkpoint.snapshot import Snapshot
 from shared.parallel.checkpoint.files import rank_file, write_shards
 from shared.parallel.checkpoint.folder import RANDOM, RankCheckpoints
-from shared.parallel.health.agreement import ranks_that_share
+from shared.parallel.health.agreement import rank_names, ranks_that_share
 from shared.parallel.health.replicas import require_equal_state
 from shared.parallel.sharding import Region, whole_region
 
@@ -74,12 +75,12 @@ class RankSaver(Saver):
             CheckpointError: the folder is not shared, and the ranks of a machine do not hold the whole.
         """
         self.checkpoints.sharing = ranks_that_share(self.world, self.checkpoints.folder.parent)
-        machines = {tuple(each) for each in self.world.gather_objects(self.checkpoints.sharing)}
+        everyone = self.world.gather_objects([self.checkpoints.sharing, platform.node()])
         if self.checkpoints.shared:
             return None
-        told = f"{self.checkpoints.folder.parent} is not one folder for all ranks: ranks " + " and ranks ".join(
-            ", ".join(map(str, ranks)) for ranks in sorted(machines)
-        )
+        hosts, machines = [host for _, host in everyone], {tuple(sharing) for sharing, _ in everyone}
+        names = " and ".join(rank_names(ranks, hosts) for ranks in sorted(machines))
+        told = f"{self.checkpoints.folder.parent} is not one folder for all ranks: {names}"
         tables = self.strategy.holders, self.strategy.optim_holders
         if not all(table.complete_among(ranks) for table in tables for ranks in machines):
             raise CheckpointError(

@@ -9,8 +9,10 @@ Left out on purpose: the algorithms of gloo and NCCL. Two of gloo's are replaced
 """
 
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from uuid import uuid4
@@ -36,6 +38,7 @@ from shared.parallel.health.agreement import program, require_agreement
 from shared.parallel.health.heartbeat import RAISE_GRACE, Heartbeat, Timeouts, deadline
 from shared.parallel.comm.trace import CommTrace
 
+BROKEN = re.compile("gloo/transport|ncclRemoteError")  # how torch's errors of connections can be told from others
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -212,6 +215,21 @@ def fresh_store(store: dist.Store, rank: int, ranks: int, timeout: float) -> dis
     return dist.PrefixStore(name, store)
 
 
+@contextmanager
+def broken_connections_named(world: Communicator) -> Iterator[None]:
+    """Raise what the heartbeat finds where torch's own engines, which wait by themselves, lose a connection within the block.
+
+    Raises:
+        CommunicationError: instead of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(world, ProcessCommunicator) or not BROKEN.search(str(error)):
+            raise
+        raise world.process.heartbeat.connection_error(error) from error
+
+
 def leave_world(world: Communicator, ended: str) -> None:
     """Publish to the other ranks that this one is gone. ended: what it did, as in "has finished"."""
     if isinstance(world, ProcessCommunicator):
@@ -231,7 +249,9 @@ def whole_number(variable: str, default: str | None = None) -> int:
 
 def master() -> tuple[str, int]:
     """Where the ranks of torchrun meet."""
-    return os.environ.get("MASTER_ADDR", ""), whole_number("MASTER_PORT")
+    if (port := whole_number("MASTER_PORT")) > 65535:
+        raise CourseError(f"The environment variable MASTER_PORT is {port}; ports end at 65535. Give torchrun another --master-port.")
+    return os.environ.get("MASTER_ADDR", ""), port
 
 
 def from_torchrun(

@@ -21,7 +21,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -99,7 +99,7 @@ def sentence(topic: str, hosts: list[str], facts: list[dict[str, str]]) -> str:
     return f"The ranks do not agree: {'; '.join(told)}{more}. {CURES[topic]}"
 
 
-def rank_names(ranks: list[int], hosts: list[str]) -> str:
+def rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """
     >>> rank_names([0, 1], ["alpha", "alpha", "beta"])
     'ranks 0, 1 (alpha)'
