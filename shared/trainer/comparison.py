@@ -41,6 +41,13 @@ def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
     return found
 
 
+def known_causes(config: TrainerConfig) -> dict[str, str]:
+    """What else than rounding makes this run another one than that of a single process."""
+    if (config.model.hidden_dropout or config.model.attention_dropout) and config.parallel.data_ranks > 1:
+        return {"dropout": "its draws differ by layout, so losses and weights do as well"}
+    return {}
+
+
 def same_run(folder: Path, config: TrainerConfig) -> bool:
     """Whether a folder holds a finished run of the same configuration, the layout aside."""
     if not ((folder / provenance.CONFIG).is_file() and (folder / "results.json").is_file()):

@@ -22,7 +22,7 @@ from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
-from shared.trainer.comparison import compare_with_single_process
+from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.loaders import evaluation_loader
 from shared.trainer.report import Results, format_value, write_report
 
@@ -61,7 +61,8 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         "gaps filled exactly": f"{sum(completion.right for completion in completions)} of {len(completions)}",
         **costs(run, metrics, time.perf_counter() - began),
         **layout_summary(run, memory),
-        **compare_with_single_process(config),
+        **(compared := compare_with_single_process(config)),
+        **(known_causes(config) if compared else {}),
     }
     results = Results(metrics, summary, samples, completions, config.engine.output / "report.html")
     write_report(config, results)
