@@ -49,7 +49,7 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         completions = [fill_gap(model, text.tokenizer, gap, seq // 8, context=seq) for gap in gaps]
     if config.report.export:
         with writing(config.engine.output / "model"):
-            save_pretrained(model, config.engine.output / "model")
+            save_pretrained(model, config.engine.output / "model", token_ids={"eos_token_id": text.tokenizer.end_id})
             text.tokenizer.save_pretrained(config.engine.output / "model", model.config.max_position_embeddings)
     metrics, damage = read_damaged(config.engine.output / "metrics.jsonl")
     if damage:

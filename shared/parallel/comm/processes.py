@@ -8,6 +8,7 @@ Left out on purpose: the algorithms of gloo and NCCL. Two of gloo's are replaced
 `shared.parallel.comm.collectives` builds all-reduce from sends and receives.
 """
 
+import inspect
 import os
 import re
 import time
@@ -42,6 +43,8 @@ BROKEN = re.compile("gloo/transport|ncclRemoteError")  # how torch's errors of c
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Ranks keep the group's order, where torch lets them (2.13); a mesh's groups are in ascending order.
+KEEP_ORDER = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,9 @@ class ProcessCommunicator(Communicator):
         return ProcessCommunicator(self.process, torch_groups[mine], mine, axis, self.trace, self.splits) if mine in torch_groups else self
 
     def new_group(self, axis: str, members: Sequence[int]) -> dist.ProcessGroup:
-        # Ranks keep the group's order: torch would sort them.
-        return dist.new_group(list(members), self.process.timeout, group_desc=axis, sort_ranks=False)
+        if not KEEP_ORDER and list(members) != sorted(members):
+            raise ValueError(f"torch {torch.__version__} would sort the ranks {list(members)} of the group {axis!r}: use torch 2.13.")
+        return dist.new_group(list(members), self.process.timeout, group_desc=axis, **KEEP_ORDER)
 
     def wrap(self, work: dist.Work, finish: Callable[[], None] = lambda: None, point_to_point: bool = False) -> Work:
         """Torch's work as ours: waiting for it watches the heartbeat, and then calls `finish`."""
