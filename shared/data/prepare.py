@@ -30,7 +30,7 @@ from shared.data.clean_shards import CleanShards
 from shared.data.digests import Digests
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.sources import Source, identity
-from shared.data.tokenizer import TextTokenizer
+from shared.data.tokenizer import TextTokenizer, TokenizerError
 from shared.output_files import write_atomically
 
 FORMAT = 2  # of the whole folder; another one means that the same text must be prepared again
@@ -147,7 +147,10 @@ def tokenizer_of(config: PrepareConfig, folder: Path, parts: CleanShards, bar: P
     """The folder's tokenizer: there already, the one that was given, or a new one."""
     path = folder / "tokenizer.json"
     if path.exists():
-        return TextTokenizer.load(path)
+        try:
+            return TextTokenizer.load(path)
+        except TokenizerError as error:
+            raise TokenizerError(f"{error} Or delete {folder}, and the same command prepares the text again.") from None
     if config.tokenizer:
         tokenizer = TextTokenizer.load(config.tokenizer)
         tokenizer.require_lossless(next(parts.documents(0, held_out=False))[1])

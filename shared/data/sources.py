@@ -220,6 +220,9 @@ def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
 
     Args:
         digest: the hash of a file's content (`shared.data.digests`).
+
+    Raises:
+        CorpusError: a file cannot be read.
     """
     settings = {name: value for name, value in vars(source).items() if name != "weight"}
     known: dict[str, Any] = {"settings": json.loads(json.dumps(settings)), "kind": source.resolved_kind()}
@@ -228,5 +231,9 @@ def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
     elif known["kind"] != "hub":
         path = existing(source.path)
         files = files_of(path, source.suffixes if known["kind"] != "saved" else ()) if path.is_dir() else [path]
-        known["files"] = [(str(file), digest(file)) for file in files]
+        try:
+            # What has no size is not opened, here as in `read_path`.
+            known["files"] = [(str(file), digest(file) if file.stat().st_size else None) for file in files]
+        except OSError as error:
+            raise CorpusError(f"{error.filename} cannot be read ({error.strerror}): make it readable, or leave it out.") from None
     return known

@@ -62,16 +62,16 @@ class TextTokenizer:
     def __init__(self, tokenizer: Tokenizer, end: str | None = None):
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self.identity = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
-        tokenizer.encode_special_tokens = True
-        self.tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder().items()
-        self.special_ids: dict[str, int] = {token.content: number for number, token in added if token.special}
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > 2 * len(vocabulary) + 1000:
             tokens = f"{len(vocabulary):,} tokens and ids up to {self.vocab_size - 1:,}"
             raise TokenizerError(f"The tokenizer has {tokens}: a model keeps a row for each id, so number the tokens without gaps.")
+        self.identity = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()  # the library lists the ids one by one, gaps too
+        tokenizer.encode_special_tokens = True
+        self.tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_ids: dict[str, int] = {token.content: number for number, token in added if token.special}
         found = next((name for name in ([end] if end else ENDS) if name in self.special_ids), None)
         if found is None:
             wanted = repr(end) if end else "that ends a document"
