@@ -119,8 +119,15 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
             report.plot(folder / "report.png")
         tokenizer = tokenizer_of(config, folder, parts, bar)
         write_shards(folder, parts, tokenizer, bar)
+    return open_prepared(folder, config)
+
+
+def open_prepared(folder: Path, config: PrepareConfig) -> PreparedText:
+    """Text that was prepared already, perhaps by another process: `folder` is that of this one preparation. Sources are not needed."""
+    parts, tokenizer = CleanShards(folder / "clean", config.held_out_share), TextTokenizer.load(folder / "tokenizer.json")
     stores = {side: TokenStore(folder / side, tokenizer.identity) for side in SIDES}
-    return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, report, parts.documents_of_sources(len(config.sources)))
+    documents = parts.documents_of_sources(len(config.sources))
+    return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, parts.report(), documents)
 
 
 def fingerprint(config: PrepareConfig, digest: Callable[[Path], str]) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Callbacks, Metrics
+from shared.engine.callbacks import Callback, Callbacks, Metrics, metric_name
 from shared.engine.checkpoint.folder import CheckpointError
 from shared.engine.config import EngineConfig
 from shared.engine.defaults import default_callbacks
@@ -107,9 +107,9 @@ class RuntimeEngine:
         Raises:
             CourseError: something that the reader can mend, in one sentence: the folder, a checkpoint, the data's end.
         """
-        self.steps, self.val_loader, self.stopped = steps, val_loader, None
+        self.steps, self.val_loader, self.stopped, self.stateful = steps, val_loader, None, self.stateful_parts(train_loader)
         with self.strategy.locked(self.output, self.console) as self.lock:
-            self.stateful = self.stateful_parts(train_loader)
+            self.strategy.begin(self)
             if self.step == 0:
                 self.resume()
             self.began_at = self.step
@@ -250,7 +250,7 @@ class RuntimeEngine:
 
     def log(self, metrics: Metrics) -> None:
         """Tell the callbacks the metrics since the last log, theirs included."""
-        rates = {group.get("name", str(index)): group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
+        rates = {metric_name(group.get("name", str(index))): group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
         rates = {f"learning_rate/{name}" if len(rates) > 1 else "learning_rate": float(rate) for name, rate in rates.items()}
         means = {f"train/{name}": value for name, value in self.accumulator.take().items()}
         self.callbacks.tell("on_log", self, means | rates | self.callbacks.measured(self) | metrics)
