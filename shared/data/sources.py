@@ -160,7 +160,8 @@ def files_of(folder: Path, suffixes: tuple[str, ...] = (), skip: Skip | None = N
     found: list[Path] = []
 
     def refuse_closed(error: OSError) -> None:
-        raise CorpusError(f"The folder {error.filename} cannot be read ({error.strerror}): make it readable, or give another folder.") from None
+        cure = "make it readable, or give another folder"
+        raise CorpusError(f"The folder {error.filename} cannot be read ({error.strerror}): {cure}.") from None
 
     for place, folders, names in os.walk(folder, onerror=refuse_closed):
         folders[:] = [name for name in folders if not name.startswith(".")]

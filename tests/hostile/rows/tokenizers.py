@@ -79,16 +79,15 @@ TOKENIZERS = [
     refused("nested too deep", file(b"[" * 100_000), "tokenizer.json is not a tokenizer"),
     refused("no model in it", tokenizer(lambda raw: raw.pop("model")), "tokenizer.json is not a tokenizer"),
     refused("cut short", lambda folder: file(json.dumps(byte_tokenizer()).encode()[:3000])(folder), "tokenizer.json is not a tokenizer"),
-    refused("a folder in its place", lambda folder: (folder / "tokenizer.json/tokenizer.json").mkdir(parents=True), "tokenizer.json is no file"),
+    refused("a folder in its place", lambda folder: (folder / "tokenizer.json/tokenizer.json").mkdir(parents=True), "is no file"),
     refused("a FIFO", lambda folder: os.mkfifo(folder / "tokenizer.json"), "tokenizer.json is no file"),
     refused("a device", lambda folder: (folder / "tokenizer.json").symlink_to("/dev/zero"), "tokenizer.json is no file"),
-    refused("a link to itself", lambda folder: (folder / "tokenizer.json").symlink_to("tokenizer.json"), "Too many levels of symbolic links"),
+    refused("a link to itself", lambda folder: (folder / "tokenizer.json").symlink_to("tokenizer.json"), "Too many levels"),
     refused("ids with a hole of billions", tokenizer(holes), "258 tokens and ids up to 4,000,000,000", "number the tokens without gaps"),
     refused("no token that ends a document", tokenizer(without_an_end), "no special token that ends a document"),
     refused("lower case", tokenizer(normalizer={"type": "Lowercase"}), "does not give text back", "'def f("),
-    refused("spaces at the ends lost", tokenizer(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), "does not give text back"),
-    refused("lines lost", tokenizer(normalizer={"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}), "does not give text back"),
-    refused("accents lost", tokenizer(normalizer={"type": "Sequence", "normalizers": [{"type": "Lowercase"}, {"type": "StripAccents"}]}), "does not give"),
+    refused("ends lost", tokenizer(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), "does not give text back"),
+    refused("lines lost", tokenizer(normalizer={"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}), "does not give text"),
     refused("words without what is between them", tokenizer(words_alone), "does not give text back"),
     refused("no decoder", tokenizer(decoder=None), "does not give text back"),
     refused("two tokens of one id", tokenizer(two_tokens_of_one_id), "does not give text back"),
@@ -99,7 +98,7 @@ TOKENIZERS = [
     refused("an end that is a number", with_config('{"eos_token": 3}'), "gives the eos_token 3"),
     refused("an end that it does not have", with_config('{"eos_token": "<end>"}'), "no special token '<end>'"),
     Row("a vocabulary too small for bytes", trainer("data.prepare.vocab_size=100"), "vocab_size is 100", 1),
-    Row("a tokenizer's path that is empty", chapter("03", "--prepare.tokenizer", "none/tokenizer.json"), "none/tokenizer.json does not exist", 1),
+    Row("chapter 03: no tokenizer", chapter("03", "--prepare.tokenizer", "none/tokenizer.json"), "none/tokenizer.json does not exist", 1),
 ]
 
 
@@ -249,10 +248,10 @@ PREPARED = [
     remade("a tokenizer cut short", "tokenizer.json", HALF, "tokenizer.json is not a tokenizer", "prepares the text again"),
 ]
 STEPS = [
-    Row("epochs without number, and more steps", trainer("data.epochs=1000000000", "steps=9000000000000000"), ("data.epochs is 1000000000", "rows"), 1),
+    Row("a billion epochs, and more steps", trainer("data.epochs=1000000000", "steps=9000000000000000"), "data.epochs is 1000000000", 1),
     Row("more steps than one epoch has", trainer("data.epochs=1", "steps=1000000000"), ("data.epochs is 1, which gives", "steps"), 1),
     Row("a batch that text does not fill", trainer("data.batch_size=100000", "data.micro_batch_size=1"), "and a step takes 100,000", 1),
-    Row("chapter 03: a batch that text does not fill", chapter("03", "--data", "a.py", "--prepare.vocab_size", "400"), "and a step takes 8", 1,
+    Row("chapter 03: too little text", chapter("03", "--data", "a.py", "--prepare.vocab_size", "400"), "and a step takes 8", 1,
         lambda folder: (folder / "a.py").write_text("def f(x):\n    return x + 1\n" * 9) and None),
 ]  # fmt: skip
 
