@@ -221,7 +221,7 @@ TEXT = [
     ),
 ]  # fmt: skip
 TABLES = [
-    read("JSON that is nested too deep", "a.jsonl", "a.jsonl:2 is nested too deep", put("a.jsonl", RECORD + "[" * 10**5 + "\n" + RECORD), 2),
+    read("JSON nested too deep", "a.jsonl", "a.jsonl:2 is nested too deep", put("a.jsonl", RECORD + "[" * 10**5 + "\n" + RECORD), 2),
     read("JSON that is not", "a.jsonl", "a.jsonl:2 is not JSON", put("a.jsonl", RECORD + "{broken\n" + RECORD), 2),
     read("JSON that was cut short", "a.jsonl", "a.jsonl:2 is not JSON", put("a.jsonl", RECORD + RECORD[:40]), 1),
     read("zeros where records were", "a.jsonl", "a.jsonl:2 is not JSON", put("a.jsonl", RECORD + "\0" * 4096 + "\n" + RECORD), 2),
@@ -244,7 +244,7 @@ TABLES = [
     read("zeros in a table", "a.csv", "a.csv:1 is a binary file", put("a.csv", "text\nab\0cd\nfine words\n"), 1),
     read("a table's quote that is never closed", "a.csv", "1 kept", put("a.csv", 'text\n"never closed\n' + CODE), 1),
     read("a table's rows of other lengths", "a.csv", ("a.csv:2 is empty", "2 kept"), put("a.csv", "id,text\n1,a,b,c\n2\n3,d\n"), 2),
-    train_on("gzip that was cut short", "a.jsonl.gz", "cannot be read to its end", put("a.jsonl.gz", HALF(gzip.compress(RECORD.encode() * 99)))),
+    train_on("half of a gzip", "a.jsonl.gz", "cannot be read to its end", put("a.jsonl.gz", HALF(gzip.compress(RECORD.encode() * 99)))),
     train_on("gzip that is none", "a.txt.gz", "a.txt.gz cannot be read to its end", put("a.txt.gz", CODE)),
     train_on("a line of 270 MB in 1 MB of gzip", "bomb.jsonl.gz", "bomb.jsonl.gz:1 is longer than", bomb),
     train_on("a column of numbers", "rows.parquet", "field 'text' holds int, not text", parquet(text=[1, 2])),
