@@ -216,6 +216,11 @@ TEXT = [
     read("a line of Japanese longer than a part", "a.txt", "2 kept", put("a.txt", "a" + "日本語" * 250_000), 2),
     read("a byte order mark", "a.txt", "1 kept", put("a.txt", b"\xef\xbb\xbf" + CODE.encode()), 1),
     read("lone surrogates in a text file", "texts", "surrogates.txt is not UTF-8", among_code("surrogates.txt", b"\xed\xa0\x80 text"), 12),
+    Row(
+        "what was left out is said before the first step",
+        trainer("data.prepare.sources=[{path: texts}]", "data.prepare.vocab_size=300", "data.seq=48", "data.epochs=1", "steps=1000000"),
+        ("Left out, for there was no text in it: 1 is not UTF-8", "report.json"), 1, among_code("latin.txt", b"caf\xe9"),
+    ),
     train_on(
         "text for less than one step", "a.py", ("rows of 96 tokens, and a step takes 4", "smaller batch_size"), put("a.py", CODE[:600]),
     ),
