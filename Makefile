@@ -12,7 +12,7 @@
 #   make install               the environment alone
 #   make clean                 remove the environment and what runs left behind
 #
-# PYTHON=python3.12            which Python makes the environment (3.11 or 3.12; default: the first that is found)
+# PYTHON=python3.13            which Python makes the environment (3.11 to 3.14; default: the first that is found)
 # TORCH_INDEX=ADDRESS          where to take PyTorch from, for its smaller build without CUDA: see the README
 
 CONFIG  ?= chapters/12_grpo/laptop.yaml

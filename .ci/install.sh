@@ -3,15 +3,15 @@
 set -eu
 venv=$1
 
-usable() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+usable() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; }
 
 if [ ! -x "$venv/bin/python" ] || ! usable "$venv/bin/python"; then
     found=
-    for python in ${PYTHON:-python3.12 python3.11 python3 python}; do
+    for python in ${PYTHON:-python3.13 python3.12 python3.14 python3.11 python3 python}; do
         if usable "$python"; then found=$python; break; fi
     done
     if [ -z "$found" ]; then
-        echo "The course needs Python 3.11 or 3.12, and found neither as ${PYTHON:-python3.12, python3.11 or python3}." >&2
+        echo "The course needs Python 3.11, 3.12, 3.13 or 3.14, and found none as ${PYTHON:-python3.11 to python3.14, python3 or python}." >&2
         echo "Install one, or say where it is: make PYTHON=/path/to/python3.12 ..." >&2
         exit 1
     fi

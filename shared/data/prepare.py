@@ -1,8 +1,8 @@
 """Chapter 03. Data preparation, from raw text to token shards: read, clean, split, tokenize, store.
 
-Everything lands in a folder named after the configuration and the text that it was applied to, so preparing the same again finds
-it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation, even a
-killed one, resumes after the last whole file, and ends with the same bytes.
+Everything lands in a folder named after the configuration and the content of the text that it was applied to, so preparing the same
+again finds it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation,
+even a killed one, resumes after the last whole file, and ends with the same bytes.
 
     clean/00000.parquet ...      cleaned text, with the names of its documents (`shared.data.clean_shards`)
     tokenizer.json               trained on it, or copied from the one that was given, with the name of its end token beside it
@@ -26,13 +26,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.cleaning.report import CleaningReport
 from shared.data.clean_shards import CleanShards
+from shared.data.digests import Digests
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.sources import Source, identity
-from shared.data.tokenizer import TextTokenizer
+from shared.data.tokenizer import BYTES, TextTokenizer, special_names
 from shared.output_files import write_atomically
 
+SMALLEST_VOCABULARY = len(special_names(0)) + BYTES  # without sentinels
 FORMAT = 2  # of the whole folder; another one means that the same text must be prepared again
 LIBRARIES = ("tokenizers", "ftfy", "py3langid")  # whose versions change what comes out
+DIGESTS = "sources.json"  # beside the folders: content hashes of the sources' files
 SIDES = {"training": False, "held_out": True}
 
 
@@ -70,6 +73,8 @@ class PrepareConfig:
             raise ValueError("Some sources have a weight and some have none: give one to each of prepare.sources, or to none.")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share is {self.held_out_share}: give more than 0 and less than 1.")
+        if self.tokenizer is None and self.vocab_size < (least := SMALLEST_VOCABULARY + self.sentinels):
+            raise ValueError(f"vocab_size is {self.vocab_size}: special tokens, {self.sentinels} sentinels and 256 bytes need {least}.")
         for name, least in (("tokenizer_bytes", 1), ("part_bytes", 1), ("workers", 0), ("sentinels", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least {least}.")
@@ -99,7 +104,9 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
     """
     console = console or Console(quiet=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeElapsedColumn())
-    folder = output / fingerprint(config)
+    digests = Digests(output / DIGESTS)
+    folder = output / fingerprint(config, digests.of)
+    digests.save()
     parts = CleanShards(folder / "clean", config.held_out_share)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         if not parts.complete():
@@ -115,11 +122,12 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
     return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, report, parts.documents_of_sources(len(config.sources)))
 
 
-def fingerprint(config: PrepareConfig) -> str:
-    """The name of the folder: a hash of everything that decides what is in it."""
+def fingerprint(config: PrepareConfig, digest: Callable[[Path], str]) -> str:
+    """The name of the folder: a hash of everything that decides what is in it, the content of the sources among them, as `digest` gives
+    it; not the files' times."""
     decisive = asdict(config) | {
         "format": FORMAT,
-        "sources": [identity(source) for source in config.sources],
+        "sources": [identity(source, digest) for source in config.sources],
         "tokenizer": given(config.tokenizer) if config.tokenizer else None,
         "libraries": [metadata.version(name) for name in LIBRARIES],
     }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from shared.course.typed import PathText
 from shared.corpus import EMBEDDED, CorpusError, Document, read_package, verified
 from shared.data import hub, tables
 
@@ -42,7 +43,7 @@ class Source:
             been gone through begins again. null for every source: all text in the proportions that it comes in.
     """
 
-    path: str = "embedded"
+    path: PathText = "embedded"
     kind: Kind = "auto"
     text_field: str = "text"
     suffixes: tuple[str, ...] = ()
@@ -190,10 +191,13 @@ def read_text(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
             yield name, b""
 
 
-def identity(source: Source) -> dict[str, Any]:
-    """What must be equal for a source to hold the same text: its settings but for its weight, and its files' sizes and times of change.
+def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
+    """What must be equal for a source to hold the same text: its settings but for its weight, and the content of its files.
 
     A hub dataset is known by name, split and revision alone.
+
+    Args:
+        digest: the hash of a file's content (`shared.data.digests`).
     """
     settings = {name: value for name, value in vars(source).items() if name != "weight"}
     known: dict[str, Any] = {"settings": json.loads(json.dumps(settings)), "kind": source.resolved_kind()}
@@ -204,5 +208,5 @@ def identity(source: Source) -> dict[str, Any]:
         if not path.exists():
             raise CorpusError(f"{source.path} does not exist: give an existing file or folder.")
         files = files_of(path, source.suffixes if known["kind"] != "saved" else ()) if path.is_dir() else [path]
-        known["files"] = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        known["files"] = [(str(file), digest(file)) for file in files]
     return known

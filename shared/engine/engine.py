@@ -33,7 +33,6 @@ from shared.engine.strategy import Strategy
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
 from shared.devices import on_device, pick_device
-from shared.output_files import require_writable
 from shared.totals import Batch, Objective, Runner, Totals, Updater
 
 
@@ -109,28 +108,28 @@ class RuntimeEngine:
             CourseError: something that the reader can mend, in one sentence: the folder, a checkpoint, the data's end.
         """
         self.steps, self.val_loader, self.stopped = steps, val_loader, None
-        require_writable(self.output)
-        self.stateful = self.stateful_parts(train_loader)
-        if self.step == 0:
-            self.resume()
-        self.began_at = self.step
-        if self.config.compile:
-            self.model.compile()
-        with self.shutdown:
-            try:
-                self.callbacks.tell("on_start", self)
-                if not self.stopped:
-                    for _ in self.trained(train_loader):
-                        self.after_step()
-                        if self.stopped:
-                            break
-                self.finish()
-            except BaseException as error:
-                self.callbacks.tell("on_error", self, error)
-                raise
-            finally:
-                self.saver.close()
-                self.callbacks.end(self)
+        with self.strategy.locked(self.output, self.console) as self.lock:
+            self.stateful = self.stateful_parts(train_loader)
+            if self.step == 0:
+                self.resume()
+            self.began_at = self.step
+            if self.config.compile:
+                self.model.compile()
+            with self.shutdown:
+                try:
+                    self.callbacks.tell("on_start", self)
+                    if not self.stopped:
+                        for _ in self.trained(train_loader):
+                            self.after_step()
+                            if self.stopped:
+                                break
+                    self.finish()
+                except BaseException as error:
+                    self.callbacks.tell("on_error", self, error)
+                    raise
+                finally:
+                    self.saver.close()
+                    self.callbacks.end(self)
         return self
 
     def stop(self, reason: str) -> None:
@@ -199,6 +198,7 @@ class RuntimeEngine:
         self.updater(model, optimizer, torch.tensor(self.token_count))
 
     def after_step(self) -> None:
+        self.lock.require_held()
         self.step += 1
         self.timings = self.timer.take()
         self.accumulator.add(self.totals)
@@ -272,10 +272,11 @@ class RuntimeEngine:
             return
         step, damaged = self.saver.restore(self.optimizer, self.stateful)
         for sentence in damaged:
-            self.console.print(f"[yellow]{sentence} Going on from the one before it.[/]", highlight=False, soft_wrap=True)
+            self.console.print(f"{sentence} Going on from the one before it.", style="yellow", markup=False, highlight=False, soft_wrap=True)
         if step is not None:
             self.step = self.saved_at = step
-            self.console.print(f"Going on from step {step}, saved in {self.checkpoints.path(step)}.", highlight=False, soft_wrap=True)
+            told = f"Going on from step {step}, saved in {self.checkpoints.path(step)}."
+            self.console.print(told, markup=False, highlight=False, soft_wrap=True)
 
     def save(self) -> None:
         """Save a checkpoint between two steps. Callbacks are called when it is complete."""
@@ -294,7 +295,8 @@ class RuntimeEngine:
             self.saved_at = -1
             if last:
                 raise
-            self.console.print(f"[red]{error} Training goes on; the next checkpoint will be tried.[/]", highlight=False, soft_wrap=True)
+            told = f"{error} Training goes on; the next checkpoint will be tried."
+            self.console.print(told, style="red", markup=False, highlight=False, soft_wrap=True)
             return
         if folder is not None:
             self.callbacks.tell("on_save", self, folder)

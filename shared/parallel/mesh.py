@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shared.course.errors import SettingError
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import AXES, ParallelConfig
 
@@ -40,7 +41,7 @@ class Mesh:
     def __init__(self, config: ParallelConfig, world: Communicator):
         if config.ranks != world.size:
             degrees = " x ".join(f"{name} {getattr(config, name)}" for name in AXES.values() if getattr(config, name) > 1) or "1"
-            raise ValueError(
+            raise SettingError(
                 f"This layout needs {config.ranks} ranks ({degrees}) and there are {world.size}: start as many, or change a degree."
             )
         self.config, self.world = config, world

@@ -6,7 +6,9 @@ Read from the top: each function is one stage, and what a stage does is in an ea
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -21,6 +23,7 @@ from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
+from shared.folder_lock import FolderLock
 from shared.loop import accumulate_gradients
 from shared.model.counting import parameter_counts
 from shared.model.hf.registry import write_config
@@ -39,6 +42,7 @@ from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
+from shared.trainer.fitting import require_memory
 from shared.trainer.loaders import evaluation_loader, loaders
 from shared.trainer.report import Results
 from shared.trainer.results import evaluate_and_report
@@ -67,33 +71,40 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
 
     Raises:
         SystemExit: the run was asked to leave before its end; the code is the one that shells give to that signal.
-        CourseError: something that the reader can mend, in one sentence.
+        CourseError: something that the reader can mend, in one sentence: among others, settings that only fail together.
     """
     world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
-    try:
+    with ExitStack() as held:  # from before the first file of the run to after the last
+        first_on_rank_0(world, lambda: hold_folder(config.engine.output, held, world.rank, console))
         run = build(config, console, world)
-    except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
-        raise CourseError(str(error)) from error
-    loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
-    engine = run.engine.fit(loader, held_out, steps=config.steps)
-    if engine.step < config.steps and engine.leaving:
-        console.print(f"The same command goes on from step {engine.step}.", highlight=False)
-        raise SystemExit(128 + signal.Signals[engine.stopped])
-    return evaluate_and_report(run, console)
+        loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
+        engine = run.engine.fit(loader, held_out, steps=config.steps)
+        if engine.step < config.steps and engine.leaving:
+            console.print(f"The same command goes on from step {engine.step}.", highlight=False)
+            raise SystemExit(128 + signal.Signals[engine.stopped])
+        return evaluate_and_report(run, console)
+
+
+def hold_folder(output: Path, held: ExitStack, rank: int, console: Console) -> None:
+    """Refuse a folder that cannot be written to, on each rank, and on rank 0 one that another run is in; lock it until `held` closes."""
+    require_writable(output)
+    if rank == 0:
+        held.enter_context(FolderLock(output, say=lambda sentence: console.print(sentence, markup=False, highlight=False)))
 
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
     """Everything up to the first step: the text, the model, parallelized over the ranks, the optimizer, the engine with its callbacks."""
     mesh = Mesh(config.parallel, world or SingleRankCommunicator())
-    require_writable(config.engine.output)
     device = pick_device(config.engine.device)
     if device.type == "cpu":
         keep_freed_memory()
+    require_memory(config, device)  # with the least vocabulary, before hours of preparing text
     began = time.perf_counter()
     text = first_on_rank_0(mesh.world, lambda: prepare(config.data.prepare, config.data.prepared, console))
     preparation_seconds = time.perf_counter() - began
     config = resolved(config, text, device, mesh.world)
+    require_memory(config, device)
     if config.report.export:
         write_config(config.model)  # refuses a model that no format can hold, now rather than after the last step
     first_on_rank_0(mesh.world, lambda: mesh.world.rank or provenance.keep_record(config, config.engine.output))
@@ -183,6 +194,7 @@ def announce(config: TrainerConfig, text: PreparedText, device: torch.device, co
         f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {text.training.token_count / 1e6:.1f} million tokens "
         f"of text ({len(text.training):,} documents; {len(text.held_out):,} held out), {tokens / 1e6:.1f} million to be seen.\n"
         f"{mixture}{binding.summary()}\nEverything lands in {config.engine.output}.",
+        markup=False,
         highlight=False,
         soft_wrap=True,
     )

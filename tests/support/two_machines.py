@@ -54,8 +54,8 @@ ip link set switch up
 echo ready
 exec cat
 """
-# What a machine knows about its own name: Debian's default; nothing at all; a network with names that lead to the right addresses.
-HOSTS = {"debian": "127.0.1.1 {own}\n", "nowhere": "", "right": "{all}"}
+# What machines know about names: Debian's default, without and with a network that knows the other ones; nothing; all of them.
+HOSTS = {"debian": "127.0.1.1 {own}\n", "debian with DNS": "127.0.1.1 {own}\n{others}", "nowhere": "", "right": "{own address}{others}"}
 
 
 class Unsupported(Exception):
@@ -244,7 +244,7 @@ class Machines:
     Args:
         scratch: an empty folder for what they keep.
         shared: whether `folder` is one for all, as on a network file system, or one of each machine.
-        hosts: what /etc/hosts says about names; a key of `HOSTS`, or text in which `{own}` and `{all}` are filled in.
+        hosts: what /etc/hosts says about names; a key of `HOSTS`.
     """
 
     def __init__(self, scratch: Path, names: Sequence[str] = ("a", "b"), shared: bool = True, hosts: str = "debian"):
@@ -252,9 +252,10 @@ class Machines:
             pytest.skip(reason)
         self.scratch, self.shared, self.jobs, self.machines = scratch, shared, [], []
         (scratch / "run").mkdir(parents=True)
-        everyone = "".join(f"10.77.0.{number} {name}\n" for number, name in enumerate(names, start=1))
+        lines = {name: f"10.77.0.{number} {name}\n" for number, name in enumerate(names, start=1)}
         for name in names:
-            known = HOSTS.get(hosts, hosts).replace("{own}", name).replace("{all}", everyone)
+            others = "".join(line for other, line in lines.items() if other != name)
+            known = HOSTS[hosts].replace("{own address}", lines[name]).replace("{own}", name).replace("{others}", others)
             (scratch / f"hosts-{name}").write_text(f"127.0.0.1 localhost\n::1 localhost\n{known}")
         self.switch = Namespaces(SWITCH, before=[] if ROOT else ["unshare", "--user", "--map-root-user"])
         try:

@@ -36,6 +36,7 @@ def prepared(tmp_path_factory):
         (["seed=-1"], "seed is -1"),
         (["report.top_k=0"], "report.top_k is 0"),
         (["faster"], "'faster' is no key=value"),
+        (["engine.trackers=[consol]"], "Did you mean 'console'"),
         (["model.architecture=encoder"], "needs a decoder"),
         (["seed=9223372036854775808"], "give less than 2**63"),
         (["data.epochs=0"], "data.epochs is 0: give at least 1, or null"),
@@ -57,7 +58,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, wor
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"engine": {"trackers": ["consol"]}}, "Did you mean 'console'"),
         ({"optimizer": {"to_adamw": ["nothing*"]}}, "nothing"),
         ({"model": {"position": "alibi"}}, "No known format can describe this model"),
         ({"steps": 5000, "data": {"epochs": 2}}, "data.epochs is 2, which gives .* rows, enough for .* steps of 4, and steps is 5,000"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from shared.course.errors import CourseError
@@ -27,6 +27,7 @@ from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.checkpoint.optimizer_state import OptimizerState
 from shared.engine.checkpoint.random_state import RandomState
 from shared.engine.checkpoint.snapshot import Snapshot
+from shared.tensor_files import save_tensors
 
 FORMAT = 1
 FOLDER = re.compile(r"step-(\d{8})")
@@ -49,7 +50,7 @@ class Safetensors:
     """One file for each set of tensors."""
 
     def write(self, folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, folder / f"{name}.safetensors")
+        save_tensors({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, folder / f"{name}.safetensors")
 
     def read(self, folder: Path, name: str) -> dict[str, Tensor]:
         path = folder / f"{name}.safetensors"
