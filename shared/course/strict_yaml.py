@@ -57,8 +57,8 @@ def parse_yaml(text: str, where: str) -> Any:
     Raises:
         CourseError: it is no YAML, gives a key twice, refers to itself, or repeats so much that it would not fit into memory.
     """
-    loader = StrictLoader(text.encode(errors="surrogateescape").decode(errors="replace"))
     try:
+        loader = StrictLoader(text.encode(errors="surrogateescape").decode(errors="replace"))
         node = loader.get_single_node()
         if node is None:
             return None
@@ -72,8 +72,6 @@ def parse_yaml(text: str, where: str) -> Any:
         raise CourseError(f"{where} is not YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:
         raise CourseError(f"{where} is nested too deeply: a configuration has a handful of levels.") from None
-    finally:
-        loader.dispose()
 
 
 def count_entries(node: yaml.Node, where: str, counted: dict[int, int]) -> int:

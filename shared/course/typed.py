@@ -5,7 +5,7 @@ Types are those of the dataclasses' fields: numbers, text, paths, choices (`Lite
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -46,13 +46,12 @@ def configured(config_class: type[Config], settings: Any, key: str = "", base: C
     Raises:
         SettingError: a key that does not exist, a value that is not of its field's type, or that the configuration refuses. Names the key.
     """
-    if not isinstance(settings, Mapping):
-        raise SettingError(f"{key or 'The configuration'} is {shown(settings)}: it is a section, so give `name: value` below it.")
+    require_section(settings, key)
     hints, prefix = get_type_hints(config_class), f"{key}." if key else ""
     defaults = {field.name: default_of(field) if base is None else getattr(base, field.name) for field in fields(config_class)}
     if unknown := [name for name in settings if name not in defaults]:
         raise SettingError(unknown_key(f"{prefix}{unknown[0]}", [prefix + name for name in keys_of(config_class)]))
-    values = {name: typed(hints[name], value, prefix + name, defaults[name]) for name, value in settings.items()}
+    values = {name: typed(hints[name], settings[name], prefix + name, defaults[name]) for name in defaults if name in settings}
     for name, default in defaults.items():
         if default is MISSING and name not in values:
             raise SettingError(f"{prefix}{name} is missing: give {wanted(hints[name])}.")
@@ -152,13 +151,24 @@ def with_words(config_class: type, settings: dict[str, Any], words: Mapping[str,
         value = value_of(hint, text, key)
         if value is None and NoneType not in members(hint):
             raise SettingError(f"{key} is null: give {wanted(hint)}, or leave it out.")
-        for name in reversed(key.split(".")[1:]):
-            value = {name: value}
-        first = key.split(".")[0]
-        old = settings.get(first)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        settings = settings | {first: merged(old, value) if both else value}
+        *sections, last = key.split(".")
+        above = {last: value}
+        for depth, name in reversed(list(enumerate(sections, 1))):
+            require_section(value_at(settings, sections[:depth]), ".".join(sections[:depth]))
+            above = {name: above}
+        settings = merged(settings, above)
     return settings
+
+
+def value_at(settings: Any, names: Sequence[str]) -> Any:
+    for name in names:
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return {} if settings is None else settings
+
+
+def require_section(value: Any, key: str) -> None:
+    if not isinstance(value, Mapping):
+        raise SettingError(f"{key or 'The configuration'} is {shown(value)}: it is a section, so give `name: value` below it.")
 
 
 def hint_of(config_class: type, key: str) -> Any:
@@ -207,9 +217,9 @@ def unknown_key(key: str, known: list[str]) -> str:
     if key in known:  # of a file, where it stands as one name
         return f"There is no setting named {key!r} with the dot in it: write it below its section, `{key.replace('.', ': {', 1)}: ...}}`."
     last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    near = difflib.get_close_matches(key, known, n=1) or [
-        last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)
-    ]
+    own = key.rpartition(".")[2]
+    near = [last[own]] if own in last else difflib.get_close_matches(key, known, n=1)
+    near = near or [last[name] for name in difflib.get_close_matches(own, last, n=1)]
     return f"There is no setting {key or repr(key)}." + (f" Did you mean {near[0]!r}?" if near else "")
 
 

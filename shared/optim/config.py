@@ -94,7 +94,7 @@ class ScheduleConfig:
             raise ValueError(f"There is no schedule {self.name!r}: choose constant, linear, cosine or wsd.")
         if self.steps < 1 or self.warmup_steps < 0 or self.decay_steps < 0:
             raise ValueError(
-                f"A schedule of {self.steps} steps with {self.warmup_steps} of warm-up and {self.decay_steps} of decay: "
+                f"A schedule of {self.steps} steps with warmup_steps {self.warmup_steps} and decay_steps {self.decay_steps}: "
                 "give at least one step, and no negative number."
             )
         if not 0 <= self.minimum <= 1:
@@ -102,5 +102,5 @@ class ScheduleConfig:
         needed = {"constant": 0, "wsd": self.warmup_steps + self.decay_steps}.get(self.name, self.warmup_steps + 1)
         if needed > self.steps:
             raise ValueError(
-                f"{self.name}: warm-up and decay need {needed} steps and the run has {self.steps}. Shorten them, or train for longer."
+                f"{self.name}: warm-up and decay need {needed} steps and the run has {self.steps}. Make warmup_steps or decay_steps fewer, or train for longer."
             )

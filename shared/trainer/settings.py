@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from shared.course.errors import CourseError, SettingError
 from shared.course.launch import print_help, refuse
 from shared.course.strict_yaml import parse_yaml, read_yaml
-from shared.course.typed import configured, merged, with_words
+from shared.course.typed import configured, merged, usable_path, with_words
 
 Config = TypeVar("Config")
 
@@ -40,7 +40,9 @@ def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     schedule = settings.get("schedule")
     if isinstance(schedule, dict) and schedule.get("steps", settings.get("steps")) != settings.get("steps"):
         raise CourseError(f"{path} gives schedule.steps, and the schedule's steps are the run's: give steps.")
-    return merged(read_settings(path.parent / below, (*seen, path)), settings, emptied=False) if below else settings
+    if below is None:
+        return settings
+    return merged(read_settings(path.parent / usable_path(below, f"{path}: extends"), (*seen, path)), settings, emptied=False)
 
 
 def implementation_asked(words: list[str]) -> str:

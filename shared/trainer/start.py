@@ -9,6 +9,7 @@ What cannot be, a layout or any other setting, is refused here, before anything 
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,15 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
     if not words or "=" in words[0]:
         raise CourseError("Give a configuration after the layout, such as chapters/12_grpo/laptop.yaml.")
     said = dict(word.removeprefix("--").split("=", 1) for word in words[1:] if "=" in word)
-    written = read_settings(Path(words[0]))
     asked = {key: parse_yaml(text, key) for key, text in said.items() if key.split(".")[0] in ("parallel", "engine")}
-    backend = said.get("parallel.backend") or section(written, "parallel").get("backend", "course")
     try:
-        config = parse_layout(layout, ParallelConfig(backend=backend))
+        config = parse_layout(layout, ParallelConfig(backend=said.get("parallel.backend", "course")))
         require_built(config)
+        written = read_settings(Path(words[0]))
+        backend = said.get("parallel.backend") or section(written, "parallel").get("backend", "course")
+        config = replace(config, backend=backend)
+    except CourseError:
+        raise
     except ValueError as error:
         raise SettingError(str(error)) from error
     of_words = {key.removeprefix("parallel."): value for key, value in asked.items() if key.startswith("parallel.")}
