@@ -33,6 +33,7 @@ def main(words: list[str]) -> None:
     except CourseError as error:
         refuse(error)
     from shared.parallel.comm.processes import from_torchrun
+    from shared.parallel.health.agreement import RanksDisagree
     from shared.trainer.config import TrainerConfig
     from shared.trainer.pretrain import pretrain
     from shared.trainer.settings import parse_words
@@ -42,13 +43,15 @@ def main(words: list[str]) -> None:
     try:
         parallel = config.parallel
         world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
+    except RanksDisagree:
+        raise
     except CourseError as error:  # of this rank alone, where a machine has fewer GPUs than ranks: nobody else tells
         sys.exit(f"\n{error}")
     pretrain(config, Console(markup=False, emoji=False), world)
 
 
 if __name__ == "__main__":
-    first = os.environ.get("RANK", "0") == "0"  # torchrun's own variable
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # torchrun's own variable
     try:
         main(sys.argv[1:])
     except OSError as error:
@@ -59,7 +62,7 @@ if __name__ == "__main__":
         )
     except CommunicationError as error:
         sys.exit(f"\n{error}")
-    except CourseError as error:  # the same on all ranks, so one of them tells
+    except CourseError as error:  # the same on all ranks, so one of each machine tells
         sys.exit(f"\n{error}" if first else 1)
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)

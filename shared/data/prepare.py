@@ -14,6 +14,7 @@ Left out on purpose: several machines. Text is prepared once, and copied.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -71,6 +72,9 @@ class PrepareConfig:
             raise ValueError("There are no sources: give at least one.")
         if 0 < sum(source.weight is None for source in self.sources) < len(self.sources):
             raise ValueError("Some sources have a weight and some have none: give one to each of prepare.sources, or to none.")
+        kinds = [vars(source) | {"weight": None, "path": os.path.realpath(os.path.expanduser(source.path))} for source in self.sources]
+        if twice := [source.path for source, kind in zip(self.sources, kinds, strict=True) if kinds.count(kind) > 1]:
+            raise ValueError(f"prepare.sources holds {twice[-1]} twice: give each source once, and a weight if it is to count more.")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share is {self.held_out_share}: give more than 0 and less than 1.")
         if self.tokenizer is None and self.vocab_size < (least := SMALLEST_VOCABULARY + self.sentinels):
@@ -118,8 +122,15 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
             report.plot(folder / "report.png")
         tokenizer = tokenizer_of(config, folder, parts, bar)
         write_shards(folder, parts, tokenizer, bar)
+    return open_prepared(folder, config)
+
+
+def open_prepared(folder: Path, config: PrepareConfig) -> PreparedText:
+    """Text that was prepared already, perhaps by another process: `folder` is that of this one preparation. Sources are not needed."""
+    parts, tokenizer = CleanShards(folder / "clean", config.held_out_share), TextTokenizer.load(folder / "tokenizer.json")
     stores = {side: TokenStore(folder / side, tokenizer.identity) for side in SIDES}
-    return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, report, parts.documents_of_sources(len(config.sources)))
+    documents = parts.documents_of_sources(len(config.sources))
+    return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, parts.report(), documents)
 
 
 def fingerprint(config: PrepareConfig, digest: Callable[[Path], str]) -> str:
@@ -138,6 +149,7 @@ def fingerprint(config: PrepareConfig, digest: Callable[[Path], str]) -> str:
 def given(path: Path) -> list[str]:
     """What must be equal for a tokenizer to make the same data: itself, and the token that it ends a document with."""
     tokenizer = TextTokenizer.load(path)
+    tokenizer.require_lossless()
     return [tokenizer.identity, tokenizer.end]
 
 
@@ -148,6 +160,7 @@ def tokenizer_of(config: PrepareConfig, folder: Path, parts: CleanShards, bar: P
         return TextTokenizer.load(path)
     if config.tokenizer:
         tokenizer = TextTokenizer.load(config.tokenizer)
+        tokenizer.require_lossless(next(parts.documents(0, held_out=False))[1])
     else:
         advance = counter(bar, "training the tokenizer", min(config.tokenizer_bytes, parts.size("training")))
         tokenizer = TextTokenizer.train(sample(parts, config.tokenizer_bytes, advance), config.vocab_size, config.sentinels)

@@ -107,9 +107,9 @@ class RuntimeEngine:
         Raises:
             CourseError: something that the reader can mend, in one sentence: the folder, a checkpoint, the data's end.
         """
-        self.steps, self.val_loader, self.stopped = steps, val_loader, None
+        self.steps, self.val_loader, self.stopped, self.stateful = steps, val_loader, None, self.stateful_parts(train_loader)
         with self.strategy.locked(self.output, self.console) as self.lock:
-            self.stateful = self.stateful_parts(train_loader)
+            self.strategy.begin(self)
             if self.step == 0:
                 self.resume()
             self.began_at = self.step

@@ -10,6 +10,7 @@ Left out on purpose: collectives, which a single process does not need.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.folder_lock import FolderLock
 from shared.output_files import require_writable
 from shared.totals import Runner, Totals, Updater
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
 
 
 class Strategy:
@@ -45,6 +49,9 @@ class Strategy:
     def __init__(self, model: nn.Module):
         self.model = self.module = self.optim_params = self.grad_params = self.state = model
         self.measured: Tensor | None = None
+
+    def begin(self, engine: "RuntimeEngine") -> None:
+        """Called by `fit` before anything is restored: compares what the processes were given."""
 
     # The parts of a step, as `shared.loop.train_step` takes them.
 

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -142,14 +143,17 @@ class Checkpoints:
     def require_intact(self, folder: Path) -> None:
         require_intact(folder)
 
-    def newest(self) -> tuple[Snapshot | None, list[str]]:
+    def newest(self, steps: Sequence[int] | None = None) -> tuple[Snapshot | None, list[str]]:
         """The newest checkpoint that is intact, and a sentence for each newer one that is not.
+
+        Args:
+            steps: among which, ascending; None for all.
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact.
         """
         damaged = []
-        for step in reversed(self.steps()):
+        for step in reversed(self.steps() if steps is None else steps):
             try:
                 return self.load(step), damaged
             except CheckpointError as error:

@@ -12,6 +12,7 @@ import ipaddress
 import json
 import os
 import socket
+from collections.abc import Mapping, Sequence
 
 import psutil
 from torch.distributed import Store
@@ -31,7 +32,7 @@ def route_to(host: str, port: int) -> tuple[str, str]:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as probe:
                 if probe.connect_ex(address) == 0:
-                    return probe.getsockname()[0], address[0]
+                    return plain(probe.getsockname()[0]), plain(address[0])
         reason = "there is no route to it"
     except (OSError, UnicodeError) as error:  # UnicodeError: of a name that can be none
         reason = str(error)
@@ -51,24 +52,35 @@ def choose_interface(store: Store, rank: int, ranks: int, host: str, port: int) 
         CourseError: on every rank: a machine has no interface that the others can reach.
     """
     routes = exchange(store, "route", rank, ranks, route_to(host, port))
-    own = routes[rank][0]
-    reached = [own]
-    if is_loopback(own):  # of the only machine; or of rank 0's, which the others know by another address
-        reached = [there for here, there in routes if not is_loopback(here)] or reached
-    names = [name for name, addresses in psutil.net_if_addrs().items() if any(plain(each.address) in reached for each in addresses)]
+    interfaces = {name: [each.address for each in addresses] for name, addresses in psutil.net_if_addrs().items()}
+    reached, name = reachable_interface(routes[rank][0], routes, interfaces)
     problem = ""
-    if not names and "GLOO_SOCKET_IFNAME" not in os.environ:
-        others = ", ".join(name for name in psutil.net_if_addrs() if name != "lo")
+    if name is None and "GLOO_SOCKET_IFNAME" not in os.environ:
         problem = (
-            f"Rank {rank}, on {socket.gethostname()}: MASTER_ADDR is {host!r}, which is {own} here and {' or '.join(sorted(set(reached)))} "
-            f"on other machines, which is no address of this machine. Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network "
-            f"interface by which the others reach it; it has {others}."
+            f"Rank {rank}, on {socket.gethostname()}: MASTER_ADDR is {host!r}, which other machines reach at {' or '.join(reached)}, and that "
+            "is no address of this machine. Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface by which they reach it, "
+            f"one of: {', '.join(interfaces)}."
         )
     if problems := [each for each in exchange(store, "problem", rank, ranks, problem) if each]:
         raise CourseError(problems[0])
     for variable, written in VARIABLES.items():
-        if names:
-            os.environ.setdefault(variable, written.format(names[0]))
+        if name is not None:
+            os.environ.setdefault(variable, written.format(name))
+
+
+def reachable_interface(
+    own: str, routes: Sequence[Sequence[str]], interfaces: Mapping[str, Sequence[str]]
+) -> tuple[list[str], str | None]:
+    """The addresses by which other machines may reach this one, and the interface that has one of them.
+
+    Args:
+        own: the address of this machine on its route to MASTER_ADDR.
+        routes: of each rank, what `route_to` returned. interfaces: of this machine, with their addresses.
+    """
+    reached = [own]
+    if is_loopback(own):  # of the only machine; or of rank 0's, which the others know by another address
+        reached = sorted({there for here, there in routes if not is_loopback(here)}) or reached
+    return reached, next((name for name, has in interfaces.items() if not set(reached).isdisjoint(map(plain, has))), None)
 
 
 def exchange(store: Store, key: str, rank: int, ranks: int, value: object) -> list:
@@ -78,7 +90,7 @@ def exchange(store: Store, key: str, rank: int, ranks: int, value: object) -> li
 
 
 def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(plain(address)).is_loopback
+    return ipaddress.ip_address(address).is_loopback
 
 
 def plain(address: str) -> str:

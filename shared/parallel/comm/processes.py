@@ -32,6 +32,7 @@ from shared.parallel.comm.communicator import (
     SingleRankCommunicator,
     Work,
 )
+from shared.parallel.health.agreement import program, require_agreement
 from shared.parallel.health.heartbeat import RAISE_GRACE, Heartbeat, Timeouts, deadline
 from shared.parallel.comm.trace import CommTrace
 
@@ -105,15 +106,15 @@ class ProcessCommunicator(Communicator):
         return self.wrap(dist.barrier(self.torch_group, async_op=True))
 
     def _gather_texts(self, text: str) -> list[str]:
-        """Gathered as bytes, padded to the longest text: nothing is pickled."""
-        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.process.device)
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.process.device)
+        """Gathered as bytes, padded to the longest text: nothing is pickled. Over gloo, which ranks on GPUs and on CPUs have in common."""
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
         self._all_gather(lengths, lengths.new_tensor([len(own)])).wait()
         padded = own.new_zeros(int(lengths.max()))
         padded[: len(own)] = own
         everyone = own.new_zeros(self.size, len(padded))
         self._all_gather(everyone, padded).wait()
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(everyone.cpu(), lengths.tolist(), strict=True)]
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(everyone, lengths.tolist(), strict=True)]
 
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
         torch_groups = {group: self.new_group(axis, group) for group in groups if len(group) > 1}  # torch has every rank create every group
@@ -230,7 +231,9 @@ def whole_number(variable: str, default: str | None = None) -> int:
 
 def master() -> tuple[str, int]:
     """Where the ranks of torchrun meet."""
-    return os.environ.get("MASTER_ADDR", ""), whole_number("MASTER_PORT")
+    if (port := whole_number("MASTER_PORT")) > 65535:
+        raise CourseError(f"The environment variable MASTER_PORT is {port}; ports end at 65535. Give torchrun another --master-port.")
+    return os.environ.get("MASTER_ADDR", ""), port
 
 
 def from_torchrun(
@@ -248,6 +251,7 @@ def from_torchrun(
         device: cpu, cuda, or auto, which takes a GPU where there is one; a rank's GPU is the one of its LOCAL_RANK.
 
     Raises:
+        RanksDisagree: ranks run different code, packages or kinds of device.
         CourseError: the machine has fewer GPUs than ranks, an environment variable is malformed, or no address leads to the others.
         CommunicationError: not all ranks connected.
     """
@@ -264,4 +268,6 @@ def from_torchrun(
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     timeouts = Timeouts(heartbeat_timeout, collective_timeout, min(1.0, heartbeat_timeout / 10), init_timeout)
-    return join_world(rank, ranks, "env://", chosen, timeouts), chosen
+    world = join_world(rank, ranks, "env://", chosen, timeouts)
+    require_agreement(world, "program", program(chosen))
+    return world, chosen
