@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 
 from shared.course import binding
-from shared.course.errors import CourseError
 from shared.data.completion import require_prompt
 from shared.data.mixture import shares_in_words
 from shared.model.chunked_loss import packed_next_token_objective

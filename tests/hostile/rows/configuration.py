@@ -1,10 +1,8 @@
-"""Values that cannot be, and files that are no configuration, through the trainer's command, the launcher and the chapters' run scripts."""
+"""Values that cannot be, and files that are no configuration, through the trainer's command and the launcher."""
 
 from pathlib import Path
 
-from hostile import Row, call, chapter, start, trainer
-
-from shared.engine.trackers import TRACKERS
+from hostile import Row, start, trainer
 
 
 def written(text: str | bytes, name: str = "a.yaml"):
@@ -163,82 +161,6 @@ TYPES = [
     Row("a layout alone", start("dp2"), "Give a configuration after the layout"),
 ]  # fmt: skip
 
-NUMBERS = [  # (key, values that it cannot have)
-    ("steps", ("0", "-1", "99999999999999999999")),
-    ("seed", ("-1",)),
-    ("max_grad_norm", ("0", "-1", ".nan", ".inf")),
-    ("data.seq", ("0", "-5")),
-    ("data.batch_size", ("0", "-4")),
-    ("data.micro_batch_size", ("0", "3")),
-    ("data.epochs", ("0",)),
-    ("data.held_out_rows", ("0",)),
-    ("data.fim.rate", ("-0.1", "1.1", ".nan")),
-    ("data.fim.spm_share", ("2",)),
-    ("data.prepare.held_out_share", ("0", "1", ".nan")),
-    ("data.prepare.vocab_size", ("0", "256", "-1")),
-    ("data.prepare.sentinels", ("-1", "1000000000")),
-    ("data.prepare.tokenizer_bytes", ("0",)),
-    ("data.prepare.part_bytes", ("0",)),
-    ("data.prepare.workers", ("-1",)),
-    ("data.prepare.cleaning.min_bytes", ("-1", "3000000")),
-    ("data.prepare.cleaning.max_bytes", ("-1",)),
-    ("data.prepare.cleaning.min_probability", ("0", "2", ".nan")),
-    ("data.prepare.cleaning.similarity", ("0", "2", ".inf")),
-    ("model.hidden_size", ("0", "-32", "33")),
-    ("model.num_hidden_layers", ("0", "1000000000")),
-    ("model.num_attention_heads", ("0", "3")),
-    ("model.num_key_value_heads", ("0", "3")),
-    ("model.head_dim", ("0",)),
-    ("model.intermediate_size", ("0",)),
-    ("model.max_position_embeddings", ("0", "8")),
-    ("model.rope_theta", ("0", "-1", ".nan", ".inf")),
-    ("model.norm_eps", ("-1", "0", ".nan")),
-    ("model.attention_scale", ("0", "-1", ".nan")),
-    ("model.logit_scale", ("0", ".inf")),
-    ("model.sliding_window", ("0",)),
-    ("model.type_vocab_size", ("-1",)),
-    ("model.relative_attention_num_buckets", ("0",)),
-    ("model.hidden_dropout", ("-0.1", "1", ".nan")),
-    ("model.attention_dropout", ("1.5",)),
-    ("model.initializer_range", ("-0.02", "0", ".nan", ".inf")),
-    ("optimizer.lr", ("0", "-1", ".nan", ".inf", "1e400", "nan")),
-    ("optimizer.weight_decay", ("-0.1", ".nan", ".inf")),
-    ("optimizer.eps", ("-1", ".nan")),
-    ("optimizer.momentum", ("-0.1", "1", ".nan")),
-    ("optimizer.betas", ("[1, 0.9]", "[-0.1, 0.9]", "[0.9, .nan]")),
-    ("optimizer.newton_schulz_steps", ("0", "1000000000")),
-    ("optimizer.adamw_lr", ("0", ".nan")),
-    ("schedule.warmup_steps", ("-1", "7")),
-    ("schedule.decay_steps", ("-1",)),
-    ("schedule.minimum", ("-0.1", "1.1", ".nan")),
-    ("parallel.data_parallel", ("0",)),
-    ("parallel.prefetch", ("-1",)),
-    ("parallel.bucket_megabytes", ("0", ".nan")),
-    ("parallel.heartbeat_timeout", ("0", "-1", ".nan", ".inf")),
-    ("parallel.collective_timeout", ("1",)),
-    ("parallel.check_every", ("-1",)),
-    ("engine.log_every", ("0",)),
-    ("engine.evaluate_every", ("-1",)),
-    ("engine.early_stopping", ("-1",)),
-    ("engine.checkpoint.every", ("-1",)),
-    ("engine.checkpoint.keep_last", ("0",)),
-    ("engine.anomalies.spike_deviations", ("-1", ".nan")),
-    ("engine.anomalies.window", ("7",)),
-    ("engine.dump.every", ("-1",)),
-    ("engine.profile.first_step", ("-1",)),
-    ("report.completions", ("-1",)),
-    ("report.new_tokens", ("0",)),
-    ("report.temperature", ("-1", ".nan", ".inf")),
-    ("report.top_k", ("0",)),
-]
-SOURCES = [("limit", "0"), ("limit", "x"), ("weight", "0"), ("weight", ".nan"), ("weight", "-1")]
-
-
-def number_row(key: str, value: str) -> Row:
-    changes = {"optimizer": {"name": "adamw"}} if key == "optimizer.betas" else {}
-    return Row(f"{key} {value}", trainer(f"{key}={value}", **changes), key.rpartition(".")[2])
-
-
 SIZES = [
     Row("hidden_size 10**9", trainer("model.hidden_size=1000000000"), ("does not fit into memory", "GiB"), code=1),
     Row("intermediate_size 10**12", trainer("model.intermediate_size=1000000000000"), "does not fit into memory", code=1),
@@ -268,68 +190,4 @@ TOGETHER = [  # what only fails together: found when the run is built
     Row("an empty prompt", trainer("report.prompts=['']"), "report.prompts holds an empty text"),
 ]
 
-CHAPTERS = [
-    Row(f"chapter {number}: {name}", chapter(number, *words), says, code=code)
-    for number in ("01", "02", "03", "04", "05", "06")
-    for name, words, says, code in [
-        ("a word for a number", ("--steps", "many"), "steps is 'many': give a whole number", 2),
-        ("an unknown option", ("--stepz", "3"), ("no setting stepz.", "Did you mean 'steps'?"), 2),
-        ("no value", ("--steps",), "--steps has no value", 2),
-        ("a lone word", ("faster",), "'faster' is no option", 2),
-        ("an empty output", ("--model", "3"), "model is 3: it is a section", 2),
-        ("no such file", ("--config", "none.yaml"), "none.yaml", 2),
-        ("whose implementation", ("--impl", "theirs"), "impl is 'theirs'", 2),
-    ]
-] + [
-    Row("chapter 01: no steps", chapter("01", "--steps", "0"), "steps is 0", code=1),
-    Row("chapter 01: a rate that is no number", chapter("01", "--learning_rate", ".nan"), "learning_rate is nan"),
-    Row("chapter 01: no such text", chapter("01", "--data", "nowhere.txt"), "nowhere.txt does not exist", code=1),
-    Row("chapter 01: an empty text", chapter("01", "--data", ""), "data is ''"),
-    Row("chapter 02: a renamed value", chapter("02", "--model.attention", "naive"), "model.attention naive is an older name: say eager."),
-    Row("chapter 03: a renamed key", chapter("03", "--prepare.cleaning.shortest", "3"), "say prepare.cleaning.min_bytes."),
-    Row("chapter 04: an unknown tracker", chapter("04", "--engine.trackers", "[tensorbord]"), "Did you mean 'tensorboard'?"),
-    Row("chapter 05: an infinite rate", chapter("05", "--optimizer.lr", ".inf"), "optimizer.lr is inf"),
-    Row("chapter 06: a renamed key", chapter("06", "--parallel.recompute", "blocks"), "say parallel.activation_checkpointing"),
-    Row("chapter 06: a renamed time-out", chapter("06", "--parallel.timeout", "3"), "say parallel.heartbeat_timeout."),
-    Row("chapter 06: no such layout", chapter("06", "--layout", "dp0"), "parallel.data_parallel is 0", code=1),
-]
-
-
-def rate_that_is_no_number():
-    from shared.optim.config import OptimizerConfig
-
-    OptimizerConfig(lr=float("nan"))
-
-
-def scale_of_zero():
-    from shared.model.config import ModelConfig
-
-    ModelConfig(attention_scale=0.0)
-
-
-def infinite_range():
-    from shared.model.config import ModelConfig
-
-    ModelConfig(initializer_range=float("inf"))
-
-
-def trackers_of_the_configuration():
-    from typing import get_args
-
-    from shared.engine.config import Tracker
-
-    assert list(get_args(Tracker)) == list(TRACKERS)
-
-
-LIBRARY = [
-    Row("a rate of NaN in Python", call(rate_that_is_no_number), "lr is nan", code=1),
-    Row("a scale of 0 in Python", call(scale_of_zero), "attention_scale is 0.0", code=1),
-    Row("an infinite range in Python", call(infinite_range), "initializer_range is inf", code=1),
-    Row("the trackers that a configuration names are those that there are", call(trackers_of_the_configuration), code=0),
-]
-
-ROWS = [
-    *FILES, *TYPES, *SIZES, *TOGETHER, *CHAPTERS, *LIBRARY,
-    *(number_row(key, value) for key, values in NUMBERS for value in values),
-    *(Row(f"a source's {name} {value}", trainer(f"data.prepare.sources=[{{path: x, {name}: {value}}}]"), name) for name, value in SOURCES),
-]  # fmt: skip
+ROWS = [*FILES, *TYPES, *SIZES, *TOGETHER]
