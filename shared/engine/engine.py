@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Callbacks, Metrics
+from shared.engine.callbacks import Callback, Callbacks, Metrics, metric_name
 from shared.engine.checkpoint.folder import CheckpointError
 from shared.engine.config import EngineConfig
 from shared.engine.defaults import default_callbacks
@@ -250,7 +250,7 @@ class RuntimeEngine:
 
     def log(self, metrics: Metrics) -> None:
         """Tell the callbacks the metrics since the last log, theirs included."""
-        rates = {group.get("name", str(index)): group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
+        rates = {metric_name(group.get("name", str(index))): group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
         rates = {f"learning_rate/{name}" if len(rates) > 1 else "learning_rate": float(rate) for name, rate in rates.items()}
         means = {f"train/{name}": value for name, value in self.accumulator.take().items()}
         self.callbacks.tell("on_log", self, means | rates | self.callbacks.measured(self) | metrics)
