@@ -1,7 +1,7 @@
 """Floor 0. YAML of a configuration, read strictly: no key twice, no alias bomb, no date or octal number where somebody wrote text.
 
-YAML 1.1, which PyYAML reads, takes `1e-3` for text, `010` for 8, `1:30` for 90 and `2026-01-01` for a date. Here numbers are what JSON calls
-numbers, with `.inf` and `.nan`, and everything else is text.
+YAML 1.1, which PyYAML reads, takes `1e-3` for text, `010` for 8, `1:30` for 90 and `2026-01-01` for a date. Here numbers are what JSON
+calls numbers, with `.inf` and `.nan`, and everything else is text.
 """
 
 import re
@@ -63,7 +63,7 @@ def parse_yaml(text: str, where: str) -> Any:
         if node is None:
             return None
         if (entries := count_entries(node, where, {})) > ENTRIES:
-            raise CourseError(f"{where} has {entries:.3g} entries with those that its aliases repeat, and may have {ENTRIES:,}: leave some out.")
+            raise CourseError(f"{where} has {entries:.3g} entries with what its aliases repeat, and may have {ENTRIES:,}: leave some out.")
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""

@@ -1,4 +1,4 @@
-"""Floor 0. Typed configuration: settings from YAML and the command line become a tree of dataclasses, and what does not fit is refused by key.
+"""Floor 0. Typed configuration: settings from YAML and the command line become a tree of dataclasses; what does not fit is refused by key.
 
 Types are those of the dataclasses' fields: numbers, text, paths, choices (`Literal`), lists, tuples, dataclasses, and each of them or None.
 """

@@ -102,5 +102,6 @@ class ScheduleConfig:
         needed = {"constant": 0, "wsd": self.warmup_steps + self.decay_steps}.get(self.name, self.warmup_steps + 1)
         if needed > self.steps:
             raise ValueError(
-                f"{self.name}: warm-up and decay need {needed} steps and the run has {self.steps}. Make warmup_steps or decay_steps fewer, or train for longer."
+                f"{self.name}: warm-up and decay need {needed} steps and the run has {self.steps}. Lower warmup_steps or decay_steps, "
+                "or train for longer."
             )

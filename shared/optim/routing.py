@@ -61,7 +61,8 @@ def matching(parameters: dict[str, Tensor], patterns: list[str], option: str) ->
     for pattern in patterns:
         matched = {name for name in parameters if fnmatchcase(name, pattern)}
         if not matched:
-            raise SettingError(f"optimizer.{option}: no trainable parameter has a name like {pattern!r}. Names look like {next(iter(parameters))!r}.")
+            like = next(iter(parameters))
+            raise SettingError(f"optimizer.{option}: no trainable parameter has a name like {pattern!r}. Names look like {like!r}.")
         found |= matched
     return found
 

@@ -22,8 +22,9 @@ def require_memory(config: TrainerConfig, device: torch.device) -> None:
     needed, there = memory_needed(config), memory_of(device)
     if needed > there:
         raise SettingError(
-            f"This model does not fit into memory: a rank needs about {needed / 2**30:,.0f} GiB and {device} has {there / 2**30:,.0f}. Make "
-            "model.hidden_size, model.num_hidden_layers, data.prepare.vocab_size, data.seq, data.micro_batch_size or data.batch_size smaller."
+            f"This model does not fit into memory: a rank needs about {needed / 2**30:,.0f} GiB and {device} has {there / 2**30:,.0f}. "
+            "Make model.hidden_size, model.num_hidden_layers, data.prepare.vocab_size, data.seq, data.micro_batch_size or data.batch_size "
+            "smaller."
         )
 
 

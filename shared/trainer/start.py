@@ -74,7 +74,7 @@ def require_agreement(layout: str, config: ParallelConfig, parallel: dict[str, A
     for name in (*AXES.values(), *VIEWS.values(), "zero"):
         if name in parallel and parallel[name] != getattr(config, name):
             raise SettingError(
-                f"LAYOUT {layout} means parallel.{name}={getattr(config, name)}, and {where} gives {parallel[name]!r}: leave one of the two out."
+                f"LAYOUT {layout} means parallel.{name}={getattr(config, name)}, and {where} gives {parallel[name]!r}: leave one out."
             )
 
 
