@@ -34,6 +34,7 @@ from shared.optim.updater import Update
 from shared.output_files import require_writable
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
+from shared.parallel.comm.processes import broken_connections_named
 from shared.parallel.config import layout_name
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.mesh import Mesh
@@ -73,7 +74,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
     world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
     require_agreement(world, "configuration", config)  # first of all: what follows has ranks meet as the configuration says
-    with ExitStack() as held:  # from before the first file of the run to after the last
+    with ExitStack() as held, broken_connections_named(world):  # from before the first file of the run to after the last
         leads = ranks_that_share(world, config.engine.output)[0] == world.rank
         agreed(world, lambda: hold_folder(config.engine.output, held, leads, console))
         run = build(config, console, world)
@@ -147,8 +148,8 @@ def prepared_text(config: TrainerConfig, world: Communicator, console: Console) 
     made = world.gather_objects(text and text.folder.name)[first]
     text = agreed(world, lambda: text or open_prepared(folder / made, config.data.prepare))
     stores = {"training": text.training, "held_out": text.held_out}
-    facts = {side: {"documents": len(store), "tokens": store.token_count, "sha256": store.fingerprint} for side, store in stores.items()}
-    require_agreement(world, "text", facts | {"tokenizer": text.tokenizer.identity, "end_token": text.tokenizer.end})
+    facts = {side: {"documents": len(store), "tokens": store.token_count, "sha256": store.fingerprint[:12]} for side, store in stores.items()}
+    require_agreement(world, "text", facts | {"tokenizer": text.tokenizer.identity[:12], "end_token": text.tokenizer.end})
     return text
 
 

@@ -204,6 +204,19 @@ def test_a_rank_that_could_not_connect_is_not_the_cause(monkeypatch, tmp_path):
         launch.results_of({0: (None, stopped.value), 1: (None, KeyError("the cause"))}, [0, 0], 1.0, tmp_path)
 
 
+def test_a_connection_that_torchs_own_engine_loses_is_named_by_the_heartbeat():
+    """DDP waits for its operations itself, and raises an error of gloo that names nobody; `test_two_machines.py` has a real one."""
+    world = object.__new__(processes.ProcessCommunicator)
+    world.process = SimpleNamespace(heartbeat=SimpleNamespace(connection_error=lambda error: CommunicationError("rank 1 has sent none")))
+    lost = "Got the following error when running the callback: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read"
+    for message, kind in ((lost, CommunicationError), ("mat1 and mat2 shapes cannot be multiplied", RuntimeError)):
+        with pytest.raises(kind) as raised, processes.broken_connections_named(world):
+            raise RuntimeError(message)
+        assert type(raised.value) is kind
+    with pytest.raises(RuntimeError, match="gloo"), processes.broken_connections_named(SimpleNamespace()):
+        raise RuntimeError(lost)
+
+
 def test_the_first_failed_rank_is_named_not_those_that_followed(tmp_path):
     with pytest.raises(CommunicationError, match="^rank 1 of 2 ended with signal SIGKILL$"):
         launch.results_of({0: None, 1: None}, [EXIT_CODE, -signal.SIGKILL], 1.0, tmp_path)
