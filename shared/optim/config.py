@@ -66,7 +66,7 @@ class OptimizerConfig:
         if not all(0 <= beta < 1 for beta in (*(self.betas or ()), self.momentum)):
             raise ValueError(f"betas are {self.betas} and momentum is {self.momentum}: each must be at least 0 and below 1.")
         if not 1 <= self.newton_schulz_steps <= 100:
-            raise ValueError(f"newton_schulz_steps is {self.newton_schulz_steps}: give 1 to 100.")
+            raise ValueError(f"newton_schulz_steps is {self.newton_schulz_steps}: give at least 1 and at most 100.")
         if self.name == "muon" and self.scaling == "original" and self.adamw_lr is None:
             raise ValueError("muon with the original scaling needs about ten times adamw's learning rate: give adamw_lr for adamw's share.")
 
