@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared.corpus import EMBEDDED, IRREGULAR, CorpusError, Document, existing, find, read_package, verified
+from shared.course.typed import PathText
 from shared.data import hub, tables
 
 Kind = Literal["auto", "embedded", "text", "jsonl", "csv", "parquet", "saved", "hub"]
@@ -44,7 +45,7 @@ class Source:
             been gone through begins again. null for every source: all text in the proportions that it comes in.
     """
 
-    path: str = "embedded"
+    path: PathText = "embedded"
     kind: Kind = "auto"
     text_field: str = "text"
     suffixes: tuple[str, ...] = ()

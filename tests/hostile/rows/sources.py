@@ -179,10 +179,10 @@ SPECIAL_FILES = [
     Row("a file that is closed", call(read_as_somebody_else), ("secret.py cannot be read", "Permission denied"), 1, closed_file),
 ]
 PATHS = [
-    train_on("an empty path", "", "prepare.sources has the path ''", code=2),
+    train_on("an empty path", "", "data.prepare.sources[0].path is '', an empty path", code=2),
     train_on("a path of spaces", "  ", "prepare.sources has the path '  '", code=2),
-    train_on("a path that is too long", "x" * 5000, "File name too long"),
-    train_on("nobody's home", "~nobody-has-this-name/texts", "~nobody-has-this-name/texts cannot be opened"),
+    train_on("a path that is too long", "x" * 5000, "too long for a path", code=2),
+    train_on("nobody's home", "~nobody-has-this-name/texts", "there is no user of that name", code=2),
     train_on("no such file", "texts/missing.txt", "texts/missing.txt does not exist"),
     train_on("a file taken for a folder", "a.txt/deeper.txt", "a.txt/deeper.txt does not exist", put("a.txt", CODE)),
     train_on("an empty folder", "texts", "texts holds no file", lambda folder: (folder / "texts").mkdir()),
