@@ -30,7 +30,7 @@ from shared.data.clean_shards import CleanShards
 from shared.data.digests import Digests
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.sources import Source, identity
-from shared.data.tokenizer import BYTES, TextTokenizer, special_names
+from shared.data.tokenizer import BYTES, TextTokenizer, TokenizerError, special_names
 from shared.output_files import write_atomically
 
 SMALLEST_VOCABULARY = len(special_names(0)) + BYTES  # without sentinels
@@ -157,7 +157,10 @@ def tokenizer_of(config: PrepareConfig, folder: Path, parts: CleanShards, bar: P
     """The folder's tokenizer: there already, the one that was given, or a new one."""
     path = folder / "tokenizer.json"
     if path.exists():
-        return TextTokenizer.load(path)
+        try:
+            return TextTokenizer.load(path)
+        except TokenizerError as error:
+            raise TokenizerError(f"{error} Or delete {folder}, and the same command prepares the text again.") from None
     if config.tokenizer:
         tokenizer = TextTokenizer.load(config.tokenizer)
         tokenizer.require_lossless(next(parts.documents(0, held_out=False))[1])
