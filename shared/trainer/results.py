@@ -135,4 +135,4 @@ def show(results: Results, console: Console) -> None:
     for name, value in results.summary.items():
         table.add_row(name, format_value(name, value))
     console.print(table)
-    console.print(f"The report: {results.report}", highlight=False, soft_wrap=True)
+    console.print(f"The report: {results.report}", markup=False, highlight=False, soft_wrap=True)

@@ -16,8 +16,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,34 +185,32 @@ def read_anomaly(folder: Path | str) -> dict[str, Any]:
     """What `anomaly.json` says: `step`, `reason`, `metrics`, `losses`.
 
     Raises:
-        CourseError: no anomaly was saved in this folder, or it is damaged.
+        CourseError: no anomaly was saved in this folder, or its file is damaged.
     """
     path = Path(folder) / "anomaly.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no saved anomaly: give a folder anomalies/step-XXXXXXXX of a run.")
-    with readable(path):
-        return dict(from_json(json.loads(path.read_text(encoding="utf-8"))))
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise CourseError(f"{path} is damaged ({error}): give another saved anomaly.") from None
 
 
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
+def saved_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """
     Raises:
-        CourseError: what is read of the file within it is not what was written.
+        CourseError: the file is missing or damaged.
     """
     try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise CourseError(f"{path} is damaged: take that of another step, or let the run write it again.") from error
+        return load_file(path, device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise CourseError(f"{path} is damaged ({error}): give another saved anomaly.") from None
 
 
 def load_batch(folder: Path | str, device: torch.device | str = "cpu") -> list[Batch]:
     """The saved micro-batches, in their order."""
     microbatches: dict[int, Batch] = {}
-    path = Path(folder) / "batch.safetensors"
-    with readable(path):
-        tensors = load_file(path, device=str(device))
-    for key, tensor in tensors.items():
+    for key, tensor in saved_tensors(Path(folder) / "batch.safetensors", device).items():
         index, _, name = key.partition(".")
         microbatches.setdefault(int(index), {})[name] = tensor
     return [microbatches[index] for index in sorted(microbatches)]
@@ -237,9 +234,7 @@ def replay(folder: Path | str, model: nn.Module, objective: Objective, *, saved_
     read_anomaly(folder)
     weights = Path(folder) / "weights.safetensors"
     if saved_weights and weights.is_file():
-        with readable(weights):
-            saved = load_file(weights)
-        put_weights(model, saved)
+        put_weights(model, saved_tensors(weights))
     device = next(model.parameters()).device
     return microbatch_losses(model, load_batch(folder, device), objective)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.course.errors import CourseError
-from shared.engine.debug.anomalies import BrokenStep, readable
+from shared.engine.debug.anomalies import BrokenStep
 from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.callbacks import Callback
 from shared.engine.debug.statistics import activation_statistics, magnitude_histogram
@@ -127,10 +127,12 @@ def read_dump(folder: Path | str) -> Dump:
     path = Path(folder) / "dump.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no dump: give a folder dumps/step-XXXXXXXX of a run.")
-    with readable(path):
+    try:
         record = from_json(json.loads(path.read_text(encoding="utf-8")))
         entries = {kind: {name: Entry(**entry) for name, entry in named.items()} for kind, named in record["entries"].items()}
         return Dump(record["step"], entries)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CourseError(f"{path} is damaged ({error}): give another dump, or make a new one with engine.dump.every.") from None
 
 
 class ModelDump(Callback):
