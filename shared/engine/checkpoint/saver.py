@@ -91,11 +91,11 @@ class Saver:
     def restore(self, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
         """Resume from the newest intact checkpoint. Returns its step, None where there is none, and a sentence for each damaged one.
 
-        From the checkpoint: weights, the optimizer's state and settings, the position in the data, random numbers, the state of callbacks that
-        both have. The optimizer's settings and the weights' dtypes must be what was saved. This run's own: schedule, batch size, number of
-        steps, engine configuration, layout.
+        From the checkpoint: weights, the optimizer's state and settings, the position in the data, random numbers, the state of callbacks
+        that both have. The optimizer's settings and the weights' dtypes must be what was saved. This run's own: schedule, batch size,
+        number of steps, engine configuration, layout.
 
-        A checkpoint whose parts cannot take their state is damaged where an older one's can; where none can, it is their code that is wrong.
+        A checkpoint whose parts cannot take their state is damaged where an older one's can; where none can, their code is wrong.
 
         Raises:
             CheckpointError: no checkpoint is intact, or the newest that is does not fit this run.
@@ -145,8 +145,8 @@ def require_same_dtypes(model: nn.Module, snapshot: Snapshot) -> None:
         saved = snapshot.weights.get(name, weight)
         if saved.dtype != weight.dtype:
             raise ValueError(
-                f"The weight {name} is {str(weight.dtype)[6:]} here and {str(saved.dtype)[6:]} in the saved run: resume in that dtype, or begin "
-                "a new run in another output folder."
+                f"The weight {name} is {str(weight.dtype)[6:]} here and {str(saved.dtype)[6:]} in the saved run: resume in that dtype, or "
+                "begin a new run in another output folder."
             )
 
 
