@@ -103,6 +103,22 @@ def test_each_tracker_keeps_a_run_of_each_optimizer_and_layout(layout, optimizer
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
+def test_trackers_that_fail_end_no_run_on_two_ranks(layout, tmp_path, prepared):
+    file, run = settings(tmp_path, prepared, "muon"), tmp_path / "run"
+    run.mkdir()
+    (run / "tensorboard").write_text("no folder")
+    (run / "wandb").write_text("no folder")
+    words = [str(file), ALL, f"engine.output={run}", "engine.mlflow_uri=http://127.0.0.1:9"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    command, _ = start.command_of(layout, words)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "The report:" in done.stdout, done.stderr
+    assert [done.stdout.count(f"{name} failed") for name in ("MlflowTracker", "TensorBoardTracker")] == [1, 1]
+    assert list(read_jsonl(run / "metrics.jsonl")) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
 def test_tensorboards_page_shows_the_curves(tmp_path, prepared):
     """Its default reader leaves out values of 64 bits, without a word."""
     trained(settings(tmp_path, prepared, "sgd"), "engine.trackers=[tensorboard]")

@@ -1,6 +1,6 @@
 """Trackers that cannot work: the run says so in a sentence and ends as if they had not been asked for."""
 
-from hostile import Row, start, trainer
+from hostile import Row, trainer
 
 NO_RETRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}  # the course waits for some seconds
 GONE = ("engine.trackers=[mlflow]", "engine.mlflow_uri=http://127.0.0.1:9")
@@ -20,18 +20,16 @@ def mlflow_is_no_database(folder):
 ROWS = [
     Row("an MLflow server that is not there", trainer(*GONE), ("MlflowTracker failed", ASIDE, "The report"), 0, environment=NO_RETRY),
     Row(
-        "an MLflow server that is not there, for a finished run", trainer(*GONE, "report.new_tokens=4"), ("MlflowTracker", ASIDE), 0,
-        environment=NO_RETRY, trained=True,
-    ),
-    Row(
-        "an MLflow server that is not there, on two ranks", start("dp2", "{folder}/tiny.yaml", *GONE), ("MlflowTracker", ASIDE, "The report"),
-        0, environment=NO_RETRY, seconds=60,
-    ),
-    Row(
         "a store of MLflow's that does not exist", trainer("engine.trackers=[mlflow]", "engine.mlflow_uri=nonsense://x"),
         ("MlflowTracker", ASIDE, "nonsense"), 0,
     ),
-    Row("a file in the place of TensorBoard's folder", trainer("engine.trackers=[tensorboard]"), ("TensorBoardTracker", ASIDE), 0, make=tensorboard_is_a_file),
-    Row("a text in the place of MLflow's database", trainer("engine.trackers=[mlflow]"), ("MlflowTracker", ASIDE), 0, make=mlflow_is_no_database),
+    Row(
+        "a file in the place of TensorBoard's folder", trainer("engine.trackers=[tensorboard]"), ("TensorBoardTracker", ASIDE), 0,
+        make=tensorboard_is_a_file,
+    ),
+    Row(
+        "a text in the place of MLflow's database", trainer("engine.trackers=[mlflow]"), ("MlflowTracker", ASIDE), 0,
+        make=mlflow_is_no_database,
+    ),
     Row("W&B without an account", trainer("engine.trackers=[wandb]", "engine.wandb_mode=online"), ("WandbTracker", ASIDE, "No API key"), 0),
 ]  # fmt: skip
