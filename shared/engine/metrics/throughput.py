@@ -40,8 +40,8 @@ class Throughput(Callback):
         config: the model's configuration, for `model_flops_per_token`; None for the model's own `config`. Needed for MFU only.
 
     Metrics: `speed/tokens_per_second`, `speed/samples_per_second`, `speed/step_seconds`, `speed/mfu`, means over the steps since
-    the last log; `speed/peak_flops` once the peak has grown; `speed/share.<phase>` of the logged step, with `other` for what is no phase (callbacks, copies to the device);
-    `progress/tokens`, `progress/samples`, from the run's first step.
+    the last log; `speed/peak_flops` once the peak has grown; `speed/share.<phase>` of the logged step, with `other` for what is no phase
+    (callbacks, copies to the device); `progress/tokens`, `progress/samples`, from the run's first step.
     """
 
     def __init__(self, peak_flops: float | None = None, config: ModelConfig | None = None):
@@ -91,8 +91,8 @@ class Throughput(Callback):
             return
         if not self.grown:
             engine.console.print(
-                f"Step {engine.step} reached {reached / self.peak_flops:.0%} of the peak of {self.peak_flops:.3g} FLOP/s, so the peak is too "
-                "low and grows to what is reached: MFU of earlier steps was shown too high.", highlight=False, soft_wrap=True,
+                f"Step {engine.step} reached {reached / self.peak_flops:.0%} of the peak of {self.peak_flops:.3g} FLOP/s, so the peak is "
+                "too low and grows to what is reached: MFU of earlier steps was shown too high.", highlight=False, soft_wrap=True,
             )  # fmt: skip
         self.peak_flops, self.grown = reached, True
 
