@@ -196,6 +196,6 @@ def test_the_commands_of_the_readme_train_the_model_of_one_process(shared, tmp_p
 def test_a_run_on_two_machines_goes_on_to_the_same_weights_after(name, tmp_path):
     """`network_table.py` has more cases. A rank may speak later on a busy machine, but not after the kernel gave up the connection."""
     found = run_case(CASES[name], tmp_path)
-    assert found.difference == 0.0 and "from step 10" in found.resumed, found.outputs
+    assert found.difference == 0.0 and re.search(r"from step 1\d", found.resumed), found.outputs
     assert "a" in found.said and (name in ("kill", "own folders") or "b" in found.said), found.outputs
     assert all(seconds < 120 for seconds, _ in found.said.values())
