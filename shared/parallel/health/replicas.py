@@ -45,6 +45,8 @@ LOSS_SCALE = CALLBACK + "KeepLossScale"  # other callbacks may measure what is a
 class ReplicasDiffer(CommunicationError):
     """Ranks that should hold the same weights do not; the message says which, and where first."""
 
+    on_all_ranks = True
+
 
 class ReplicaCheck(Callback):
     """Compares what several ranks hold at the same time: weights of replicas, norms under tensor parallelism. It runs once before the first
