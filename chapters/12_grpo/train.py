@@ -8,12 +8,17 @@ python chapters/12_grpo/train.py --help                                         
 
 import errno
 import os
+import signal
 import sys
 
-from rich.console import Console
+from shared.course.launch import INTERRUPTED, end_quietly_on_interrupt, refuse
 
-from shared.course import binding
-from shared.course.errors import CourseError
+end_quietly_on_interrupt()  # until all is imported
+
+from rich.console import Console  # noqa: E402
+
+from shared.course import binding  # noqa: E402
+from shared.course.errors import CourseError  # noqa: E402
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -22,16 +27,20 @@ def main(words: list[str]) -> None:
     # Settings are typed by classes of the core, so whose exercises it runs with is read from the words before it is imported.
     from shared.trainer.settings import implementation_asked
 
-    binding.choose(implementation_asked(words))
+    try:
+        binding.choose(implementation_asked(words))
+    except CourseError as error:
+        refuse(error)
     from shared.parallel.comm.processes import from_torchrun
     from shared.trainer.config import TrainerConfig
     from shared.trainer.pretrain import pretrain
     from shared.trainer.settings import parse_words
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config = parse_words(TrainerConfig, words)
     parallel = config.parallel
     world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
-    pretrain(config, Console(), world)
+    pretrain(config, Console(markup=False, emoji=False), world)
 
 
 if __name__ == "__main__":
@@ -47,4 +56,5 @@ if __name__ == "__main__":
         told_by_another = error.on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0"  # torchrun's own variable
         sys.exit(1 if told_by_another else f"\n{error}")
     except KeyboardInterrupt:
-        sys.exit("\nStopped.")
+        print("\nStopped.", file=sys.stderr)
+        sys.exit(INTERRUPTED)

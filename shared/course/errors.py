@@ -10,6 +10,10 @@ class CourseError(Exception):
     on_all_ranks = False
 
 
+class SettingError(CourseError, ValueError):
+    """A setting that cannot be, named by its key."""
+
+
 class SignatureDiffers(CourseError):
     """A body whose signature is not its contract's."""
 

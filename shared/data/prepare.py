@@ -30,9 +30,10 @@ from shared.data.clean_shards import CleanShards
 from shared.data.digests import Digests
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.sources import Source, identity
-from shared.data.tokenizer import TextTokenizer
+from shared.data.tokenizer import BYTES, TextTokenizer, TokenizerError, special_names
 from shared.output_files import write_atomically
 
+SMALLEST_VOCABULARY = len(special_names(0)) + BYTES  # without sentinels
 FORMAT = 2  # of the whole folder; another one means that the same text must be prepared again
 LIBRARIES = ("tokenizers", "ftfy", "py3langid")  # whose versions change what comes out
 DIGESTS = "sources.json"  # beside the folders: content hashes of the sources' files
@@ -76,6 +77,8 @@ class PrepareConfig:
             raise ValueError(f"prepare.sources holds {twice[-1]} twice: give each source once, and a weight if it is to count more.")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share is {self.held_out_share}: give more than 0 and less than 1.")
+        if self.tokenizer is None and self.vocab_size < (least := SMALLEST_VOCABULARY + self.sentinels):
+            raise ValueError(f"vocab_size is {self.vocab_size}: special tokens, {self.sentinels} sentinels and 256 bytes need {least}.")
         for name, least in (("tokenizer_bytes", 1), ("part_bytes", 1), ("workers", 0), ("sentinels", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least {least}.")
@@ -154,7 +157,10 @@ def tokenizer_of(config: PrepareConfig, folder: Path, parts: CleanShards, bar: P
     """The folder's tokenizer: there already, the one that was given, or a new one."""
     path = folder / "tokenizer.json"
     if path.exists():
-        return TextTokenizer.load(path)
+        try:
+            return TextTokenizer.load(path)
+        except TokenizerError as error:
+            raise TokenizerError(f"{error} Or delete {folder}, and the same command prepares the text again.") from None
     if config.tokenizer:
         tokenizer = TextTokenizer.load(config.tokenizer)
         tokenizer.require_lossless(next(parts.documents(0, held_out=False))[1])

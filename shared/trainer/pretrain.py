@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 
 from shared.course import binding
-from shared.course.errors import CourseError
 from shared.data.completion import require_prompt
 from shared.data.mixture import shares_in_words
 from shared.model.chunked_loss import packed_next_token_objective
@@ -43,6 +42,7 @@ from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
+from shared.trainer.fitting import require_memory
 from shared.trainer.loaders import evaluation_loader, loaders
 from shared.trainer.report import Results
 from shared.trainer.results import evaluate_and_report
@@ -69,7 +69,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
 
     Raises:
         SystemExit: the run was asked to leave before its end; the code is the one that shells give to that signal.
-        CourseError: something that the reader can mend, in one sentence.
+        CourseError: something that the reader can mend, in one sentence: among others, settings that only fail together.
     """
     world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
@@ -77,10 +77,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
     with ExitStack() as held, broken_connections_named(world):  # from before the first file of the run to after the last
         leads = ranks_that_share(world, config.engine.output)[0] == world.rank
         agreed(world, lambda: hold_folder(config.engine.output, held, leads, console))
-        try:
-            run = build(config, console, world)
-        except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
-            raise CourseError(str(error)) from error
+        run = build(config, console, world)
         loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
         engine = run.engine.fit(loader, held_out, steps=config.steps)
         if engine.step < config.steps and engine.leaving:
@@ -103,10 +100,12 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     device = pick_device(config.engine.device)
     if device.type == "cpu":
         keep_freed_memory()
+    agreed(mesh.world, lambda: require_memory(config, device))  # with the least vocabulary, before hours of preparing text
     began = time.perf_counter()
     text = prepared_text(config, mesh.world, console)
     preparation_seconds = time.perf_counter() - began
     config = resolved(config, text, device, mesh.world)
+    agreed(mesh.world, lambda: require_memory(config, device))
     for prompt in config.report.prompts:
         require_prompt(text.tokenizer, prompt)
     if config.report.export:
@@ -197,10 +196,14 @@ def announce(config: TrainerConfig, text: PreparedText, device: torch.device, co
     tokens = config.steps * config.data.batch_size * config.data.seq
     shares = shares_in_words(config.data.prepare.sources)
     mixture = f"Data mixture, by tokens: {shares}.\n" if shares else ""
+    if text.report.unreadable:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in text.report.unreadable.items())
+        mixture += f"Left out, for there was no text in it: {reasons}. Examples: {text.folder / 'report.json'}\n"
     console.print(
         f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {text.training.token_count / 1e6:.1f} million tokens "
         f"of text ({len(text.training):,} documents; {len(text.held_out):,} held out), {tokens / 1e6:.1f} million to be seen.\n"
         f"{mixture}{binding.summary()}\nEverything lands in {config.engine.output}.",
+        markup=False,
         highlight=False,
         soft_wrap=True,
     )

@@ -47,7 +47,7 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         gaps = find_gaps(text.held_out, text.tokenizer, count, config.seed, before=seq, after=seq // 2)
         completions = [fill_gap(model, text.tokenizer, gap, seq // 8, context=seq) for gap in gaps]
     if config.report.export:
-        save_pretrained(model, config.engine.output / "model")
+        save_pretrained(model, config.engine.output / "model", token_ids={"eos_token_id": text.tokenizer.end_id})
         text.tokenizer.save_pretrained(config.engine.output / "model", model.config.max_position_embeddings)
     metrics = read_jsonl(config.engine.output / "metrics.jsonl")
     held_out_bytes = evaluation_loader(config, text, None).byte_count(text.tokenizer.byte_lengths)
@@ -130,4 +130,4 @@ def show(results: Results, console: Console) -> None:
     for name, value in results.summary.items():
         table.add_row(name, format_value(name, value))
     console.print(table)
-    console.print(f"The report: {results.report}", highlight=False, soft_wrap=True)
+    console.print(f"The report: {results.report}", markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,9 @@ about a GPU counts as held."""
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import run as command
@@ -45,4 +48,33 @@ def test_without_a_gpu_the_command_says_so(capsys, tmp_path):
 @pytest.mark.slow  # starts torchrun
 def test_two_ranks_start_over_gloo():
     rows = list(importlib.import_module("slices.nccl").two_ranks("cpu"))
-    assert len(rows) == 7 and all(row.holds for row in rows), rows
+    assert len(rows) == 9 and all(row.holds for row in rows), rows
+
+
+OTHERS = (  # packages of the course that are not among the needed ones
+    "transformers tensorboard mlflow wandb datasets click nbformat nbclient jupyterlab IPython pytest datasketch py3langid lion_pytorch "
+    "tiktoken sqlalchemy alembic einops"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_needs_the_named_packages_alone(name):
+    """With every other package of the course out of reach, as `find_spec` and `import` see it."""
+    program = f"""
+import importlib.abc, importlib.util, sys
+sys.path[:0] = [{str(command.FOLDER)!r}, {str(command.FOLDER.parents[1])!r}]
+hidden = set({OTHERS!r}.split())
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hide())
+seen, importlib.util.find_spec = importlib.util.find_spec, lambda name, package=None: None if name in hidden else seen(name, package)
+from gpu_machine import Machine
+from gpu_rows import NO_GPU
+rows = list(importlib.import_module("slices.{name}").run(Machine("cpu"), True))
+assert rows and all(row.state(False) == NO_GPU for row in rows), rows
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment_of(name))
+    assert ended.returncode == 0, ended.stderr[-2000:]

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import cloudpickle
@@ -245,3 +246,15 @@ def test_processes_print_in_the_parent_in_rank_order(capsys):
 
     assert run_processes(call, 2) == [(True, 1)] * 2
     assert capsys.readouterr().out == "rank 0: begins\nrank 0: ends 7\nrank 1: begins\nrank 1: ends 7\n"
+
+
+def test_a_torch_that_sorts_a_groups_ranks_is_given_none_in_another_order(monkeypatch):
+    """torch 2.11 has no `sort_ranks`. The groups of a mesh are in ascending order, which it keeps."""
+    made = []
+    monkeypatch.setattr(processes, "KEEP_ORDER", {})
+    monkeypatch.setattr(processes.dist, "new_group", lambda ranks, timeout, **options: made.append((ranks, options)))
+    world = SimpleNamespace(process=SimpleNamespace(timeout=timedelta(seconds=1)))
+    processes.ProcessCommunicator.new_group(world, "tp", (0, 2))
+    assert made == [([0, 2], {"group_desc": "tp"})]
+    with pytest.raises(ValueError, match=r"would sort the ranks \[2, 0\] of the group 'tp'"):
+        processes.ProcessCommunicator.new_group(world, "tp", (2, 0))

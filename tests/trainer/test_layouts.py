@@ -224,12 +224,11 @@ def test_how_long_ranks_wait_for_one_that_prepares_text_is_the_configurations(tm
     joining.assert_called_once_with(20.0, "cpu", 7200.0, 900.0)
 
 
-def test_a_batch_that_cannot_be_shared_equally_is_refused(capsys):
+def test_a_batch_that_cannot_be_shared_equally_is_refused():
     spread_over = lambda ranks: parse_text(TrainerConfig, json.dumps(TINY | {"parallel": {"data_parallel": ranks}}))  # noqa: E731
     assert spread_over(2).parallel.ranks == 2
-    with pytest.raises(SystemExit):
+    with pytest.raises(CourseError, match="data.batch_size is 4 and cannot be shared equally among 3 ranks"):
         spread_over(3)
-    assert "data.batch_size is 4 and cannot be shared equally among 3 ranks" in capsys.readouterr().err
 
 
 def test_too_few_processes_are_refused(tmp_path):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -176,18 +177,32 @@ def read_anomaly(folder: Path | str) -> dict[str, Any]:
     """What `anomaly.json` says: `step`, `reason`, `metrics`, `losses`.
 
     Raises:
-        CourseError: no anomaly was saved in this folder.
+        CourseError: no anomaly was saved in this folder, or its file is damaged.
     """
     path = Path(folder) / "anomaly.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no saved anomaly: give a folder anomalies/step-XXXXXXXX of a run.")
-    return from_json(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise CourseError(f"{path} is damaged ({error}): give another saved anomaly.") from None
+
+
+def saved_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """
+    Raises:
+        CourseError: the file is missing or damaged.
+    """
+    try:
+        return load_file(path, device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise CourseError(f"{path} is damaged ({error}): give another saved anomaly.") from None
 
 
 def load_batch(folder: Path | str, device: torch.device | str = "cpu") -> list[Batch]:
     """The saved micro-batches, in their order."""
     microbatches: dict[int, Batch] = {}
-    for key, tensor in load_file(Path(folder) / "batch.safetensors", device=str(device)).items():
+    for key, tensor in saved_tensors(Path(folder) / "batch.safetensors", device).items():
         index, _, name = key.partition(".")
         microbatches.setdefault(int(index), {})[name] = tensor
     return [microbatches[index] for index in sorted(microbatches)]
@@ -211,7 +226,7 @@ def replay(folder: Path | str, model: nn.Module, objective: Objective, *, saved_
     read_anomaly(folder)
     weights = Path(folder) / "weights.safetensors"
     if saved_weights and weights.is_file():
-        put_weights(model, load_file(weights))
+        put_weights(model, saved_tensors(weights))
     device = next(model.parameters()).device
     return microbatch_losses(model, load_batch(folder, device), objective)
 

@@ -116,14 +116,17 @@ def write_dump(folder: Path, dump: Dump, tensors: dict[str, Tensor] | None = Non
 def read_dump(folder: Path | str) -> Dump:
     """
     Raises:
-        CourseError: the folder holds no dump.
+        CourseError: the folder holds no dump, or a damaged one.
     """
     path = Path(folder) / "dump.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no dump: give a folder dumps/step-XXXXXXXX of a run.")
-    record = from_json(json.loads(path.read_text(encoding="utf-8")))
-    entries = {kind: {name: Entry(**entry) for name, entry in named.items()} for kind, named in record["entries"].items()}
-    return Dump(record["step"], entries)
+    try:
+        record = from_json(json.loads(path.read_text(encoding="utf-8")))
+        entries = {kind: {name: Entry(**entry) for name, entry in named.items()} for kind, named in record["entries"].items()}
+        return Dump(record["step"], entries)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CourseError(f"{path} is damaged ({error}): give another dump, or make a new one with engine.dump.every.") from None
 
 
 class ModelDump(Callback):

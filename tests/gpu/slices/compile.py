@@ -24,7 +24,8 @@ CASES = [  # those that matter most last, where a small start takes them
     ("bert", BLOCKS, "bfloat16"), ("t5", BLOCKS, "bfloat16"), ("gpt2", WHOLE, "bfloat16"), ("gpt2", BLOCKS, "bfloat16"),
     ("llama", WHOLE, "float32"), ("llama", BLOCKS, "float32"), ("llama", WHOLE, "bfloat16"), ("llama", BLOCKS, "bfloat16"),
 ]  # fmt: skip
-IN_THE_LOSS = "torch.autograd.grad"  # `chunked_loss` computes its gradient in the forward pass, which is no graph's business
+# `chunked_loss` computes its gradient in the forward pass, which no graph can hold. torch 2.11 stops at the second of these.
+IN_THE_LOSS = ("torch.autograd.grad", "requires_grad_()")
 
 
 def run(machine: Machine, small: bool) -> Iterator[Row]:
@@ -58,7 +59,7 @@ def equal(machine: Machine, name: str, config: ModelConfig, way: str, compiled: 
     other = counters["stats"]["unique_graphs"] - graphs - again
     figures = {"difference": far, "worst": where, "graphs": graphs, "graph breaks": breaks, "compiled again": again}
     figures["for two other batch sizes"] = other
-    others = [reason.splitlines()[0][:90] for reason in counters["graph_break"] if IN_THE_LOSS not in reason]
+    others = [reason.splitlines()[0][:90] for reason in counters["graph_break"] if not any(words in reason for words in IN_THE_LOSS)]
     holds = far <= TOLERANCES[precision] and not others and again == 0 and graphs > 0
     note = f"at most {TOLERANCES[precision]:g}; no breaks but in the loss. {'; '.join(others)}"
     return Row(f"{name}, {way}, {precision}", figures, holds, note)
