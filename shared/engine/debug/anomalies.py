@@ -31,6 +31,7 @@ from shared.engine.callbacks import Callback, Metrics
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.engine.checkpoint.snapshot import weights_of
 from shared.loop import evaluate
+from shared.output_files import writing
 from shared.tensor_files import save_tensors
 from shared.totals import Batch, Objective
 
@@ -113,12 +114,13 @@ class CatchAnomalies(Callback):
 
     def stop(self, engine: "RuntimeEngine", reason: str, metrics: Metrics) -> None:
         folder = self.folder(engine)
-        losses = save_anomaly(folder, engine, reason, metrics, engine.strategy.full_weights())
+        losses, problem = save_anomaly(folder, engine, reason, metrics, engine.strategy.full_weights())
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
         where = f"micro-batch {', '.join(map(str, bad))} of 0 to {len(losses) - 1}" if bad else "every micro-batch's loss is finite"
+        kept = f"{folder}: `replay(folder, model, objective)` of shared.engine.debug.anomalies computes its losses again."
         raise BrokenStep(
-            f"Step {engine.step + 1} was stopped before it reached the weights: {reason} ({where}). Its batch and the weights are in "
-            f"{folder}: `replay(folder, model, objective)` of shared.engine.debug.anomalies computes its losses again.",
+            f"Step {engine.step + 1} was stopped before it reached the weights: {reason} ({where}). "
+            + (problem or f"Its batch and the weights are in {kept}"),
             microbatch=bad[0] if bad else 0,
         )
 
@@ -127,8 +129,8 @@ class CatchAnomalies(Callback):
         told = f"Step {engine.step + 1}: {reason}."
         if self.saved < self.keep:
             self.saved += 1
-            save_anomaly(self.folder(engine), engine, reason, metrics, {})
-            told += f" Its batch is in {self.folder(engine)}."
+            _, problem = save_anomaly(self.folder(engine), engine, reason, metrics, {})
+            told += f" {problem}" if problem else f" Its batch is in {self.folder(engine)}."
         engine.console.print(told, markup=False, highlight=False, soft_wrap=True)
 
     def folder(self, engine: "RuntimeEngine") -> Path:
@@ -151,8 +153,10 @@ def microbatch_losses(model: nn.Module, microbatches: Sequence[Batch], objective
     return [each.mean_loss if each.token_count else 0.0 for each in totals]
 
 
-def save_anomaly(folder: Path, engine: "RuntimeEngine", reason: str, metrics: Metrics, weights: dict[str, Tensor]) -> list[float]:
-    """Write a step's micro-batches and what is known of them. Returns each micro-batch's loss.
+def save_anomaly(
+    folder: Path, engine: "RuntimeEngine", reason: str, metrics: Metrics, weights: dict[str, Tensor]
+) -> tuple[list[float], str]:
+    """Write a step's micro-batches and what is known of them. Returns each micro-batch's loss, and a sentence where the disk has no room.
 
     `batch.safetensors` holds tensor `<name>` of micro-batch i as `<i>.<name>`; `anomaly.json` the step, the reason, the metrics
     and the losses; `weights.safetensors`, if any are given, the weights as `shared.engine.checkpoint.snapshot.weights_of` names them.
@@ -168,9 +172,13 @@ def save_anomaly(folder: Path, engine: "RuntimeEngine", reason: str, metrics: Me
         if weights:
             save_tensors({name: weight.contiguous() for name, weight in weights.items()}, partial / "weights.safetensors")
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    atomic_save(folder, write)
-    return losses
+    try:
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            atomic_save(folder, write)
+    except CourseError as error:  # what was found matters more than its files
+        return losses, str(error)
+    return losses, ""
 
 
 def read_anomaly(folder: Path | str) -> dict[str, Any]:
