@@ -29,7 +29,7 @@ from shared.devices import pick_device
 from shared.output_files import require_writable
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
-from shared.sampling import generate, sample_next
+from shared.sampling import generate, require_drawing
 from shared.totals import Batch, Objective, Runner, Totals, Updater, bits_per_byte
 
 QUICK_WINDOWS = 512  # held-out windows of an evaluation during training; the last one takes all
@@ -146,10 +146,18 @@ def texts_of(corpus: Corpus, seq: int, device: torch.device) -> Texts:
 def require_sensible(config: Any) -> None:
     """Refuse, before any work, values that would only fail after it."""
     require_numbers(config, ("steps", "seq", "batch_size", "micro_batch_size", "evaluate_every", "sample_bytes"))
+    require_sample(config)
+
+
+def require_sample(config: Any) -> None:
+    """Refuse a prompt and a way to draw that would only fail when the model has been trained."""
     if not config.prompt:
         raise CourseError("The prompt is empty: give at least one character to continue from.")
     try:
-        sample_next(torch.zeros(1, 256), config.temperature, config.top_k)
+        config.prompt.encode()
+        require_drawing(config.temperature, config.top_k)
+    except UnicodeEncodeError:
+        raise CourseError(f"The prompt {config.prompt!r} is not UTF-8: give other characters.") from None
     except ValueError as error:
         raise CourseError(str(error)) from None
 

@@ -6,6 +6,7 @@ are joined with a zero byte after each, which no source file contains, so a mode
 """
 
 import hashlib
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,6 +20,7 @@ from shared.course.errors import CourseError
 END_OF_DOCUMENT = 0
 VOCAB_SIZE = 256
 HELD_OUT_SHARE = 0.05
+IRREGULAR = "is no regular file"  # but a FIFO, a device, a socket, or a link to nothing
 NOT_COURSE_TEXT = {"tests", "testing", "benchmarks"}  # folders that a reader would not call good prose or code
 
 
@@ -134,21 +136,51 @@ def split(documents: Sequence[Document], held_out_share: float = HELD_OUT_SHARE)
     A document's side depends on its name alone, so adding a file never moves another across.
     """
     limit = int(held_out_share * 2**32)
-    held_out = [d for d in documents if int.from_bytes(hashlib.sha256(d.name.encode()).digest()[:4]) < limit]
+    held_out = [d for d in documents if int.from_bytes(hashlib.sha256(d.name.encode(errors="surrogateescape")).digest()[:4]) < limit]
     names = {document.name for document in held_out}
     return Corpus(tuple(d for d in documents if d.name not in names), tuple(held_out))
+
+
+def find(text: str) -> tuple[Path, int]:
+    """The path that a text names, and its mode; 0 where nothing is.
+
+    Raises:
+        CorpusError: it cannot be looked at: a home of nobody's, a name too long, links in a circle, a folder that is closed.
+    """
+    try:
+        path = Path(text).expanduser()
+        return path, path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return path, 0
+    except (OSError, RuntimeError) as error:  # RuntimeError: an unknown user after ~
+        shown = text if len(text) <= 100 else f"{text[:100]}..."
+        reason = str(getattr(error, "strerror", error)).rstrip(".")
+        raise CorpusError(f"{shown} cannot be opened ({reason}): give another file or folder.") from None
+
+
+def existing(text: str) -> Path:
+    """The file or folder that a text names.
+
+    Raises:
+        CorpusError: there is none, or it is neither a regular file nor a folder: a FIFO or a device has no end.
+    """
+    path, mode = find(text)
+    if not mode:
+        raise CorpusError(f"{text} does not exist: give an existing file or folder.")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise CorpusError(f"{text} {IRREGULAR}: give a file that holds text, or a folder of such files.")
+    return path
 
 
 def read_files(paths: Sequence[Path]) -> Corpus:
     """The reader's own text: files, or folders whose text files are all read. Splits one file by its end.
 
     Raises:
-        CorpusError: a path is missing, a named file is empty or holds zero bytes, or there is no text at all.
+        CorpusError: a path is missing or cannot be read, a named file is empty or holds zero bytes, or there is no text at all.
     """
     documents = []
     for path in paths:
-        if not path.exists():
-            raise CorpusError(f"{path} does not exist: give an existing text file or folder.")
+        path = existing(str(path))
         if path.is_dir():
             documents += [d for d in map(read_file, sorted(path.rglob("*"))) if d and not reason_against(d)]
         else:
@@ -163,7 +195,13 @@ def read_files(paths: Sequence[Path]) -> Corpus:
 
 
 def read_file(path: Path) -> Document | None:
-    return Document(str(path), path.read_bytes()) if path.is_file() else None
+    """A regular file; one without a size is not opened, because what the kernel makes up as it is read may have no end."""
+    if not path.is_file():
+        return None
+    try:
+        return Document(str(path), path.read_bytes() if path.stat().st_size else b"")
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be read ({error.strerror}): make it readable, or give other text.") from None
 
 
 def reason_against(document: Document) -> str | None:

@@ -5,12 +5,15 @@ Dividing logits by a temperature sharpens (below 1) or flattens (above 1) the di
 spares this is chapter 12's.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Generator, Tensor, nn
 
 from shared.course.binding import exercise
+
+SMALLEST = 1e-20  # a temperature below which logits divided by it overflow; what is drawn is the likeliest token long before
 
 
 @exercise("01.sample_next")
@@ -59,10 +62,12 @@ def generate(
         model: maps [batch, seq] ids to [batch, seq, vocab] logits. Run in evaluation mode and left as it was found.
         prompt: [batch, seq] int64 with seq of at least 1.
         context: how many of the last tokens the model is shown at each step.
+        temperature: below SMALLEST it is 0.
 
     Raises:
-        ValueError: the prompt is empty: the model needs at least one token to continue from.
+        ValueError: the prompt is empty: the model needs at least one token to continue from; or what `require_drawing` refuses.
     """
+    require_drawing(temperature, top_k)
     if prompt.shape[1] == 0:
         raise ValueError("The prompt is empty: give at least one token to continue from.")
     was_training = model.training
@@ -71,8 +76,20 @@ def generate(
         ids = prompt
         for _ in range(max_new_tokens):
             logits = model(ids[:, -context:])[:, -1]
-            drawn = sample_next(logits, temperature, top_k, generator)
+            drawn = sample_next(logits, temperature if temperature >= SMALLEST else 0.0, top_k, generator)
             ids = torch.cat([ids, drawn[:, None]], dim=1)
             yield drawn
     finally:
         model.train(was_training)
+
+
+def require_drawing(temperature: float, top_k: int | None) -> None:
+    """Refuse what no token can be drawn with, before a model has been trained to draw from.
+
+    Raises:
+        ValueError: a temperature below 0, infinite or no number; a top_k below 1.
+    """
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}: give 0 (likeliest token) or a positive number.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k is {top_k}: give at least 1, or null for all tokens.")

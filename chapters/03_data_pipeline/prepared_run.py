@@ -20,7 +20,7 @@ from shared.course import binding
 from shared.course.errors import CourseError
 from shared.data.completion import Gap, fill_gap, find_gaps
 from shared.data.fim import FillInMiddle, FimConfig
-from shared.data.loader import EvaluationLoader, PackedLoader
+from shared.data.loader import EvaluationLoader, PackedLoader, require_full_step
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.data.clean_shards import counted
 from shared.data.prepare import PreparedText, prepare
@@ -31,7 +31,7 @@ from shared.devices import pick_device
 from shared.output_files import require_writable
 from shared.loop import evaluate, train
 from shared.model.transformer import TransformerModel
-from shared.sampling import sample_next
+from shared.sampling import require_drawing
 from shared.totals import Batch, bits_per_byte
 
 QUICK_ROWS = 64  # held-out rows of an evaluation during training; the last one takes all
@@ -58,6 +58,7 @@ def run_on_prepared(config: Any) -> None:
     model = TransformerModel(replace(config.model, vocab_size=prepared.tokenizer.vocab_size), seed=config.seed).to(device)
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters, on {device}.\n{binding.summary()}", highlight=False)
     loader = loader_of(config, fim, prepared)
+    require_full_step(loader)
     history = train_with_progress(
         config, losses_of(config, model, prepared, loader), lambda: bits_of(model, prepared, config, device, QUICK_ROWS), console
     )
@@ -101,7 +102,7 @@ def require_sensible(config: Any) -> FimConfig:
     if not 0 <= config.slack < config.seq:
         raise CourseError(f"slack is {config.slack}: give at least 0 and less than seq, {config.seq}.")
     try:
-        sample_next(torch.zeros(1, 2), config.temperature, config.top_k)
+        require_drawing(config.temperature, config.top_k)
         return FimConfig(config.fim_rate, config.fim_spm_share, config.fim_split)
     except ValueError as error:
         raise CourseError(str(error)) from None

@@ -98,7 +98,7 @@ def run(config: RunConfig) -> None:
 def require_trainable(config: RunConfig) -> None:
     """Refuse, before any work, what would only fail after it."""
     from shared.course.errors import CourseError
-    from chapters.text_run import require_numbers
+    from chapters.text_run import require_numbers, require_sample
 
     model = config.model
     require_numbers(config, ("steps", "seq", "batch_size", "micro_batch_size", "held_out_windows", "sample_bytes"))
@@ -107,8 +107,7 @@ def require_trainable(config: RunConfig) -> None:
     if config.seq > model.max_position_embeddings:
         longest = model.max_position_embeddings
         raise CourseError(f"seq is {config.seq} and model.max_position_embeddings only {longest}: make the second as large.")
-    if not config.prompt:
-        raise CourseError("The prompt is empty: give at least one character to continue from.")
+    require_sample(config)
 
 
 def show_results(config: RunConfig, engine: "RuntimeEngine", texts: "Texts", console: "Console") -> None:

@@ -25,20 +25,24 @@ def main(words: list[str]) -> None:
 
     binding.choose(implementation_asked(words))
     from shared.parallel.comm.processes import from_torchrun
+    from shared.parallel.health.agreement import RanksDisagree
     from shared.trainer.config import TrainerConfig
     from shared.trainer.pretrain import pretrain
     from shared.trainer.settings import parse_words
 
     config = parse_words(TrainerConfig, words)
     try:
-        world, _ = from_torchrun(config.parallel.heartbeat_timeout, config.engine.device, config.parallel.collective_timeout)
+        parallel = config.parallel
+        world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
+    except RanksDisagree:
+        raise
     except CourseError as error:  # of this rank alone, where a machine has fewer GPUs than ranks: nobody else tells
         sys.exit(f"\n{error}")
     pretrain(config, Console(), world)
 
 
 if __name__ == "__main__":
-    rank = int(os.environ.get("RANK", "0"))  # torchrun's own variable
+    rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun's own variable
     try:
         main(sys.argv[1:])
     except OSError as error:
@@ -49,7 +53,7 @@ if __name__ == "__main__":
         )
     except CommunicationError as error:
         sys.exit(f"\n{error}")
-    except CourseError as error:  # the same on all ranks, so one of them tells
+    except CourseError as error:  # the same on all ranks, so one of each machine tells
         sys.exit(1 if rank else f"\n{error}")
     except KeyboardInterrupt:
         sys.exit("\nStopped.")

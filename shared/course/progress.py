@@ -6,7 +6,6 @@ whether any answer ever passed, and the hints opened.
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,14 +83,13 @@ class Progress:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old text or the new one, never a part."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")  # not a temporary file of the library's, which only its owner may read
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        partial.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise

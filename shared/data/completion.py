@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
+from shared.course.errors import CourseError
 from shared.data.shards import TokenStore
 from shared.data.tokenizer import TextTokenizer
 from shared.sampling import generate
@@ -61,6 +62,20 @@ def fill_gap(model: nn.Module, tokenizer: TextTokenizer, gap: Gap, new_tokens: i
     prefix, suffix, middle, _ = tokenizer.fim_tokens
     ids = [prefix, *tokenizer.encode(gap.prefix), suffix, *tokenizer.encode(gap.suffix), middle]
     return gap._replace(filled=tokenizer.decode(continue_ids(model, tokenizer, ids, new_tokens, **drawing)))
+
+
+def require_prompt(tokenizer: TextTokenizer, prompt: str) -> None:
+    """Refuse, before a model is trained, a prompt that it could not continue.
+
+    Raises:
+        CourseError: the prompt is no Unicode text, or has no token.
+    """
+    try:
+        ids = tokenizer.encode(prompt)
+    except UnicodeEncodeError:
+        raise CourseError(f"The prompt {prompt!r} holds half a character (a lone surrogate): give UTF-8 text.") from None
+    if not ids:
+        raise CourseError(f"The prompt {prompt!r} has no token in the vocabulary: give another one.")
 
 
 def continue_ids(

@@ -15,6 +15,8 @@ from shared.data import tables
 if TYPE_CHECKING:
     from shared.data.sources import Skip, Source
 
+SECONDS = 10  # to wait for the hub's first answer
+
 
 def is_saved(folder: Path) -> bool:
     """Whether `datasets` wrote this folder with `save_to_disk`."""
@@ -27,17 +29,59 @@ def read_dataset(source: "Source", skip: "Skip") -> Iterator[tuple[str, bytes]]:
     Raises:
         CorpusError: the dataset cannot be reached, or has no such split, configuration or field.
     """
-    opened = open_saved(source) if source.resolved_kind() == "saved" else open_hub(source)
     name = Path(source.path).name
+    if source.resolved_kind() == "saved":
+        yield from read_saved(source, name, skip)
+        return
+    opened = open_hub(source)
+    records = unbroken(opened, source)
     fields = opened.column_names
     if fields is None:  # a stream whose fields only its first record tells
-        records = iter(opened)
         first = next(records, None)
         fields = list(first) if first else []
-        opened = itertools.chain([first], records) if first else []
+        records = itertools.chain([first], records) if first else records
     tables.require_field(source.text_field, fields, source.path)
-    for number, record in enumerate(opened, 1):
-        yield from tables.text_of(record, source.text_field, f"{name}:{number}", skip)
+    places = ((f"{name}:{number}", record) for number, record in enumerate(records, 1))
+    yield from tables.texts_of(places, source.text_field, skip)
+
+
+def read_saved(source: "Source", name: str, skip: "Skip") -> Iterator[tuple[str, bytes]]:
+    """The text of a dataset that was saved to a folder. Its files are memory, and are checked before a value is taken from them."""
+    import pyarrow
+
+    opened = open_saved(source)
+    tables.require_field(source.text_field, opened.column_names, source.path)
+    columns = (
+        piece
+        for table in opened.select_columns([source.text_field]).with_format("arrow").iter(tables.ROWS)
+        for piece in table.column(0).chunks
+    )
+    try:
+        yield from tables.texts_of(tables.column_records(columns, source.text_field, name), source.text_field, skip)
+    except pyarrow.ArrowException as error:
+        raise CorpusError(f"{source.path} is damaged ({str(error).splitlines()[0]}): save it again.") from None
+
+
+def unbroken(records: Any, source: "Source") -> Iterator[Any]:
+    """The records of a hub dataset.
+
+    Raises:
+        CorpusError: the stream was cut off, or a file of it is damaged.
+    """
+    records, given = iter(records), 0
+    while True:
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except Exception as error:  # of any library of the stream, none of which is ours
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise CorpusError(
+                f"The hub dataset {source.path!r} broke off after record {given:,} ({reason}). Start again when the network is back, or "
+                "download it first (streaming: false in prepare.sources)."
+            ) from error
+        given += 1
+        yield record
 
 
 def open_saved(source: "Source") -> Any:
@@ -46,8 +90,8 @@ def open_saved(source: "Source") -> Any:
 
     try:
         opened = load_from_disk(str(Path(source.path).expanduser()))
-    except (OSError, ValueError, KeyError) as error:
-        raise CorpusError(f"{source.path} is not a whole dataset folder ({error}): save it again.") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the library takes what its JSON files say unseen
+        raise CorpusError(f"{source.path} is not a whole dataset folder ({first_line(error)}): save it again.") from None
     if not isinstance(opened, DatasetDict):
         return opened
     if source.split not in opened:
@@ -57,14 +101,40 @@ def open_saved(source: "Source") -> Any:
 
 def open_hub(source: "Source") -> Any:
     """The dataset of the hub: a stream, or downloaded and mapped."""
-    from datasets import load_dataset
+    import datasets
+
+    cure = "Check the spelling, or the network."
+    if source.kind == "auto":
+        cure = f"There is no file or folder {source.path} here either: check the spelling, or the network."
+    what = f"The hub dataset {source.path!r} (split {source.split!r})"
+    # Asked once, for SECONDS at most: `load_dataset` would ask six times, for half a minute, before it looks at what was downloaded.
+    unreached = None if Path(source.path).exists() else reason_unreached(source)
+    online = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = online or unreached is not None
+    try:
+        return datasets.load_dataset(
+            source.path, source.config, split=source.split, revision=source.revision, streaming=source.streaming
+        )
+    except (OSError, ValueError, RuntimeError) as error:  # no such dataset, split or configuration, or none that was downloaded
+        reason = unreached or first_line(error)
+        raise CorpusError(f"{what} cannot be opened: {reason.rstrip('.')}. {cure}") from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE = online
+
+
+def reason_unreached(source: "Source") -> str | None:
+    """Why the hub gave no answer, if it gave none; an answer that it has no such dataset is one."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return load_dataset(source.path, source.config, split=source.split, revision=source.revision, streaming=source.streaming)
-    except (OSError, ValueError, RuntimeError) as error:  # no network, no such dataset, split or configuration
-        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-        cure = "Check the spelling, or the network."
-        if source.kind == "auto":
-            cure = f"There is no file or folder {source.path} here either: check the spelling, or the network."
-        what = f"The hub dataset {source.path!r} (split {source.split!r})"
-        raise CorpusError(f"{what} cannot be opened: {reason.rstrip('.')}. {cure}") from None
+        HfApi().dataset_info(source.path, revision=source.revision, timeout=SECONDS)
+    except (HfHubHTTPError, ValueError):  # an answer, or a name that none can have
+        return None
+    except Exception as error:  # of the library's transport, whose errors have no common name over its versions
+        return f"the hub cannot be reached ({first_line(error)})"
+    return None
+
+
+def first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__

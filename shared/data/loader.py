@@ -196,6 +196,21 @@ class EvaluationLoader:
         return sum(int(byte_lengths[self.store.document(s.document)[s.start + 1 : s.stop]].sum()) for s in segments)
 
 
+def require_full_step(loader: StatefulLoader) -> None:
+    """Refuse text that does not fill one step, in which its rows would stand several times.
+
+    Raises:
+        CourseError: with both numbers.
+    """
+    rows, seq = loader.dataset.rows, loader.dataset.seq
+    if rows < loader.batch_size:
+        one = "1 row" if rows == 1 else f"{rows:,} rows"
+        raise CourseError(
+            f"The text gives {one} of {seq:,} tokens, and a step takes {loader.batch_size:,}: give more text, a smaller batch_size, or "
+            "a smaller seq."
+        )
+
+
 def require_sizes(batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> None:
     if min(batch_size, micro_batch_size, ranks) < 1:
         raise CourseError(f"batch_size is {batch_size}, micro_batch_size {micro_batch_size}, ranks {ranks}: give at least 1 of each.")

@@ -1,8 +1,8 @@
 """Chapter 03. Data preparation, from raw text to token shards: read, clean, split, tokenize, store.
 
-Everything lands in a folder named after the configuration and the text that it was applied to, so preparing the same again finds
-it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation, even a
-killed one, resumes after the last whole file, and ends with the same bytes.
+Everything lands in a folder named after the configuration and the content of the text that it was applied to, so preparing the same
+again finds it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation,
+even a killed one, resumes after the last whole file, and ends with the same bytes.
 
     clean/00000.parquet ...      cleaned text, with the names of its documents (`shared.data.clean_shards`)
     tokenizer.json               trained on it, or copied from the one that was given, with the name of its end token beside it
@@ -14,6 +14,7 @@ Left out on purpose: several machines. Text is prepared once, and copied.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -26,6 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.cleaning.report import CleaningReport
 from shared.data.clean_shards import CleanShards
+from shared.data.digests import Digests
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.sources import Source, identity
 from shared.data.tokenizer import TextTokenizer
@@ -33,6 +35,7 @@ from shared.output_files import write_atomically
 
 FORMAT = 2  # of the whole folder; another one means that the same text must be prepared again
 LIBRARIES = ("tokenizers", "ftfy", "py3langid")  # whose versions change what comes out
+DIGESTS = "sources.json"  # beside the folders: content hashes of the sources' files
 SIDES = {"training": False, "held_out": True}
 
 
@@ -68,6 +71,9 @@ class PrepareConfig:
             raise ValueError("There are no sources: give at least one.")
         if 0 < sum(source.weight is None for source in self.sources) < len(self.sources):
             raise ValueError("Some sources have a weight and some have none: give one to each of prepare.sources, or to none.")
+        kinds = [vars(source) | {"weight": None, "path": os.path.realpath(os.path.expanduser(source.path))} for source in self.sources]
+        if twice := [source.path for source, kind in zip(self.sources, kinds, strict=True) if kinds.count(kind) > 1]:
+            raise ValueError(f"prepare.sources holds {twice[-1]} twice: give each source once, and a weight if it is to count more.")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share is {self.held_out_share}: give more than 0 and less than 1.")
         for name, least in (("tokenizer_bytes", 1), ("part_bytes", 1), ("workers", 0), ("sentinels", 0)):
@@ -99,7 +105,9 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
     """
     console = console or Console(quiet=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeElapsedColumn())
-    folder = output / fingerprint(config)
+    digests = Digests(output / DIGESTS)
+    folder = output / fingerprint(config, digests.of)
+    digests.save()
     parts = CleanShards(folder / "clean", config.held_out_share)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         if not parts.complete():
@@ -111,15 +119,23 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
             report.plot(folder / "report.png")
         tokenizer = tokenizer_of(config, folder, parts, bar)
         write_shards(folder, parts, tokenizer, bar)
+    return open_prepared(folder, config)
+
+
+def open_prepared(folder: Path, config: PrepareConfig) -> PreparedText:
+    """Text that was prepared already, perhaps by another process: `folder` is that of this one preparation. Sources are not needed."""
+    parts, tokenizer = CleanShards(folder / "clean", config.held_out_share), TextTokenizer.load(folder / "tokenizer.json")
     stores = {side: TokenStore(folder / side, tokenizer.identity) for side in SIDES}
-    return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, report, parts.documents_of_sources(len(config.sources)))
+    documents = parts.documents_of_sources(len(config.sources))
+    return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, parts.report(), documents)
 
 
-def fingerprint(config: PrepareConfig) -> str:
-    """The name of the folder: a hash of everything that decides what is in it."""
+def fingerprint(config: PrepareConfig, digest: Callable[[Path], str]) -> str:
+    """The name of the folder: a hash of everything that decides what is in it, the content of the sources among them, as `digest` gives
+    it; not the files' times."""
     decisive = asdict(config) | {
         "format": FORMAT,
-        "sources": [identity(source) for source in config.sources],
+        "sources": [identity(source, digest) for source in config.sources],
         "tokenizer": given(config.tokenizer) if config.tokenizer else None,
         "libraries": [metadata.version(name) for name in LIBRARIES],
     }
@@ -130,6 +146,7 @@ def fingerprint(config: PrepareConfig) -> str:
 def given(path: Path) -> list[str]:
     """What must be equal for a tokenizer to make the same data: itself, and the token that it ends a document with."""
     tokenizer = TextTokenizer.load(path)
+    tokenizer.require_lossless()
     return [tokenizer.identity, tokenizer.end]
 
 
@@ -140,6 +157,7 @@ def tokenizer_of(config: PrepareConfig, folder: Path, parts: CleanShards, bar: P
         return TextTokenizer.load(path)
     if config.tokenizer:
         tokenizer = TextTokenizer.load(config.tokenizer)
+        tokenizer.require_lossless(next(parts.documents(0, held_out=False))[1])
     else:
         advance = counter(bar, "training the tokenizer", min(config.tokenizer_bytes, parts.size("training")))
         tokenizer = TextTokenizer.train(sample(parts, config.tokenizer_bytes, advance), config.vocab_size, config.sentinels)

@@ -87,6 +87,11 @@ class PackedRows:
             self.plans = dict([*self.plans.items()][-1:]) | {epoch: (plan, documents, generator.permutation(plan.rows))}
         return self.plans[epoch]
 
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch. Every epoch has as many: which rows there are depends on the documents' lengths, not on their order."""
+        return self.plan(0)[0].rows
+
     def initial_state(self) -> Position:
         return {"epoch": 0, "row": 0}
 

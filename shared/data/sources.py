@@ -7,13 +7,15 @@ Left out on purpose: the web. A page is text only after its menus and scripts ar
 """
 
 import json
+import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.corpus import EMBEDDED, CorpusError, Document, read_package, verified
+from shared.corpus import EMBEDDED, IRREGULAR, CorpusError, Document, existing, find, read_package, verified
 from shared.data import hub, tables
 
 Kind = Literal["auto", "embedded", "text", "jsonl", "csv", "parquet", "saved", "hub"]
@@ -54,6 +56,8 @@ class Source:
     weight: float | None = None
 
     def __post_init__(self) -> None:
+        if not self.path.strip() or "\0" in self.path:
+            raise ValueError(f"prepare.sources has the path {self.path!r}: give a file, a folder, the name of a hub dataset, or embedded.")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}: give at least 1 document, or null for all.")
         if self.weight is not None and not 0 < self.weight < float("inf"):
@@ -63,16 +67,16 @@ class Source:
         """What `auto` stands for.
 
         Raises:
-            CorpusError: the path looks like a file's, and there is none.
+            CorpusError: the path looks like a file's, and there is none; or it cannot be looked at.
         """
         if self.kind != "auto":
             return self.kind
-        path = Path(self.path).expanduser()
         if self.path == "embedded":
             return "embedded"
-        if path.is_dir():
+        path, mode = find(self.path)
+        if stat.S_ISDIR(mode):
             return "saved" if hub.is_saved(path) else "text"
-        if path.exists():
+        if mode:
             return kind_of_file(path)
         if path.is_absolute() or self.path.startswith((".", "~")) or path.suffix or self.path.count("/") > 1:
             raise CorpusError(f"{self.path} does not exist: give an existing file or folder, or the name of a hub dataset.")
@@ -124,20 +128,19 @@ def reason_against(content: bytes) -> str | None:
 def read(source: Source, skip: Skip) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of everything in the source, text or not."""
     kind = source.resolved_kind()
-    path = Path(source.path).expanduser()
     if kind == "embedded":
         for package in EMBEDDED:
             yield from ((document.name, document.content) for document in verified(package, read_package(package)))
     elif kind in ("saved", "hub"):
         yield from hub.read_dataset(source, skip)
-    elif not path.exists():
-        raise CorpusError(f"{source.path} does not exist: give an existing file or folder.")
-    elif path.is_dir():
-        for file in files_of(path, source.suffixes):
-            of_file = kind_of_file(file) if source.kind == "auto" else kind
-            yield from read_path(file, str(file.relative_to(path)), of_file, source.text_field, skip)
     else:
-        yield from read_path(path, path.name, kind, source.text_field, skip)
+        path = existing(source.path)
+        files = files_of(path, source.suffixes, skip) if path.is_dir() else [path]
+        for file in files:
+            of_file = kind_of_file(file) if source.kind == "auto" else kind
+            name = str(file.relative_to(path)) if file is not path else path.name
+            # A name that is not UTF-8 can be neither stored nor hashed: its other bytes are spelt out.
+            yield from read_path(file, os.fsencode(name).decode("utf-8", "backslashreplace"), of_file, source.text_field, skip)
 
 
 def kind_of_file(path: Path) -> str:
@@ -145,15 +148,30 @@ def kind_of_file(path: Path) -> str:
     return KIND_OF_SUFFIX.get(suffixes[-1].lower() if suffixes else "", "text")
 
 
-def files_of(folder: Path, suffixes: tuple[str, ...] = ()) -> list[Path]:
-    """The files of a folder and its subfolders, sorted; hidden ones are left out.
+def files_of(folder: Path, suffixes: tuple[str, ...] = (), skip: Skip | None = None) -> list[Path]:
+    """The regular files of a folder and its subfolders, sorted; hidden ones are left out, and links to folders are not followed.
+
+    Args:
+        skip: called for each link to a folder, and for everything else that is neither a file nor a folder.
 
     Raises:
-        CorpusError: there are none.
+        CorpusError: there are none, or a folder cannot be read.
     """
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    kept = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    kept = [path for path in kept if not suffixes or path.suffix in suffixes]
+    found: list[Path] = []
+
+    def refuse_closed(error: OSError) -> None:
+        raise CorpusError(f"The folder {error.filename} cannot be read ({error.strerror}): make it readable, or give another folder.") from None
+
+    for place, folders, names in os.walk(folder, onerror=refuse_closed):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        found += [Path(place, name) for name in (*names, *links) if not name.startswith(".")]
+    kept = sorted(path for path in found if not suffixes or path.suffix in suffixes)
+    irregular = {path for path in kept if not path.is_file()}
+    for path in sorted(irregular):
+        if skip is not None:
+            skip(str(path.relative_to(folder)), "is a link to a folder, and not followed" if path.is_dir() else IRREGULAR)
+    kept = [path for path in kept if path not in irregular]
     if not found:
         raise CorpusError(f"{folder} holds no file: put text files into it, or give another folder.")
     if not kept:
@@ -169,7 +187,9 @@ def read_path(path: Path, name: str, kind: str, text_field: str, skip: Skip) -> 
         CorpusError: among others, a compressed or columnar file that turns out to be damaged further in.
     """
     try:
-        if kind == "text":
+        if not path.stat().st_size:  # also what the kernel makes up as it is read, and may have no end
+            yield name, b""
+        elif kind == "text":
             yield from read_text(path, name)
         else:
             yield from TABLES[kind](path, name, text_field, skip)
@@ -182,27 +202,31 @@ def read_text(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
     with tables.open_bytes(path) as file:
         part, number = file.read(PART), 0
         while part:
-            rest = file.readline(PART) if len(part) == PART else b""
+            part += file.readline(PART)
             following = file.read(PART)
-            yield (f"{name}#{number}" if number or following else name), part + rest
+            # A line longer than that is cut between characters: a continuation byte belongs to the one before it.
+            whole = next((place for place, byte in enumerate(following[:3]) if byte & 0xC0 != 0x80), 3)
+            yield (f"{name}#{number}" if number or following else name), part + following[:whole]
+            following = following[whole:]
             part, number = following, number + 1
         if not number:
             yield name, b""
 
 
-def identity(source: Source) -> dict[str, Any]:
-    """What must be equal for a source to hold the same text: its settings but for its weight, and its files' sizes and times of change.
+def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
+    """What must be equal for a source to hold the same text: its settings but for its weight, and the content of its files.
 
     A hub dataset is known by name, split and revision alone.
+
+    Args:
+        digest: the hash of a file's content (`shared.data.digests`).
     """
     settings = {name: value for name, value in vars(source).items() if name != "weight"}
     known: dict[str, Any] = {"settings": json.loads(json.dumps(settings)), "kind": source.resolved_kind()}
-    path = Path(source.path).expanduser()
     if known["kind"] == "embedded":
         known["packages"] = [package.sha256 for package in EMBEDDED]
     elif known["kind"] != "hub":
-        if not path.exists():
-            raise CorpusError(f"{source.path} does not exist: give an existing file or folder.")
+        path = existing(source.path)
         files = files_of(path, source.suffixes if known["kind"] != "saved" else ()) if path.is_dir() else [path]
-        known["files"] = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        known["files"] = [(str(file), digest(file)) for file in files]
     return known

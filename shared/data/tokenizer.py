@@ -7,6 +7,8 @@ as ordinary text. A tokenizer's identity is a hash of all that it is, so data ca
 
 import hashlib
 import json
+import stat
+import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from shared.corpus import find
 from shared.course.errors import CourseError
+from shared.model.hf.files import PretrainedError, read_json
 
 if TYPE_CHECKING:
     from shared.data.fim import FimTokens
@@ -26,6 +30,8 @@ MASK = "<|mask|>"
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|turn_end|>")  # for chapter 10
 ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # what others call the end of a document
 BYTES = 256
+PROBE = "def F(x):\n    return  x + 1\n"  # capitals, runs of spaces and lines, which tokenizers for search drop
+DIFFERING = 0.1  # share of texts that may come back otherwise, such as by a character that the vocabulary lacks
 
 
 def special_names(sentinels: int) -> list[str]:
@@ -61,7 +67,11 @@ class TextTokenizer:
         self.tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().items()
         self.special_ids: dict[str, int] = {token.content: number for number, token in added if token.special}
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > 2 * len(vocabulary) + 1000:
+            tokens = f"{len(vocabulary):,} tokens and ids up to {self.vocab_size - 1:,}"
+            raise TokenizerError(f"The tokenizer has {tokens}: a model keeps a row for each id, so number the tokens without gaps.")
         found = next((name for name in ([end] if end else ENDS) if name in self.special_ids), None)
         if found is None:
             wanted = repr(end) if end else "that ends a document"
@@ -101,17 +111,22 @@ class TextTokenizer:
         """From a `tokenizer.json`, or a folder that holds one, ours or transformers'.
 
         Raises:
-            TokenizerError: there is none, or it cannot be read.
+            TokenizerError: there is none, or it cannot be read or used.
         """
-        path = Path(path).expanduser()
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.exists():
-            raise TokenizerError(f"{file} does not exist: give a tokenizer.json or the folder that holds it.")
+        path, mode = find(str(path))
+        file = path / "tokenizer.json" if stat.S_ISDIR(mode) else path
+        if not stat.S_ISREG(find(str(file))[1]):
+            what = "is no file" if file.exists() else "does not exist"
+            raise TokenizerError(f"{file} {what}: give a tokenizer.json or the folder that holds it.")
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
-            raise TokenizerError(f"{file} is not a tokenizer of the tokenizers library: {error}.") from None
-        return cls(tokenizer, end or end_beside(file))
+            cure = "give the tokenizer.json of a model, or copy it again"
+            raise TokenizerError(f"{file} is not a tokenizer of the tokenizers library ({str(error).rstrip('.')}): {cure}.") from None
+        try:
+            return cls(tokenizer, end or end_beside(file))
+        except TokenizerError as error:
+            raise TokenizerError(f"{file}: {error}") from None
 
     def save(self, path: Path) -> None:
         """Write a `tokenizer.json` that tokenizers and transformers read."""
@@ -143,6 +158,38 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
         """The text of ids. Special tokens are left out, or spelt by their names."""
         return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=not keep_special)
+
+    def require_lossless(self, texts: Sequence[str] = (PROBE,)) -> None:
+        """Refuse a tokenizer that does not give text back: a model would learn other text, and bits per byte would divide by other bytes.
+
+        Two differences are allowed: a space before the text, which Llama's and RoBERTa's add, and composed characters (Unicode NFC), as Qwen's
+        makes them.
+
+        Args:
+            texts: to try it with; of many, DIFFERING may come back otherwise.
+
+        Raises:
+            TokenizerError: shows what differs in the first that does.
+        """
+        differing = []
+        for text in texts:
+            ids = self.encode(text)
+            wanted, back = (unicodedata.normalize("NFC", each) for each in (text, self.decode(ids)))
+            size = int(self.byte_lengths[ids].sum())
+            if back not in (wanted, " " + wanted):
+                differing.append(difference(wanted, back))
+            elif wanted == text and size - len(text.encode()) not in (0, 1):
+                differing.append(f"the tokens of {text[:20]!r} stand for {size} bytes, and it has {len(text.encode())}")
+        if len(differing) > DIFFERING * len(texts):
+            raise TokenizerError(
+                f"The tokenizer does not give text back ({differing[0]}), so it is not for predicting the next token: "
+                "give another in prepare.tokenizer, or null to train one."
+            )
+
+    @property
+    def adds_space(self) -> bool:
+        """Whether a text's first token brings a space that the text does not have."""
+        return self.decode(self.encode("a") + self.encode("b")) != "ab"
 
     def special(self, name: str) -> int:
         """The id of a special token.
@@ -189,10 +236,27 @@ class TextTokenizer:
         return lengths
 
 
+def difference(wanted: str, back: str) -> str:
+    """The first place in which two texts differ, in words."""
+    place = next((i for i, (one, other) in enumerate(zip(wanted, back, strict=False)) if one != other), min(len(wanted), len(back)))
+    first = max(0, place - 8)
+    return f"{wanted[first : place + 8]!r} comes back as {back[first : place + 8]!r}"
+
+
 def end_beside(file: Path) -> str | None:
-    """The end token that transformers noted in the `tokenizer_config.json` beside the file, if there is one."""
+    """The end token that transformers noted in the `tokenizer_config.json` beside the file, if there is one.
+
+    Raises:
+        TokenizerError: that file cannot be read.
+    """
     config = file.with_name("tokenizer_config.json")
     if not config.exists():
         return None
-    end = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    return end.get("content") if isinstance(end, dict) else end
+    try:
+        end = read_json(config).get("eos_token")
+    except PretrainedError as error:
+        raise TokenizerError(str(error)) from None
+    end = end.get("content") if isinstance(end, dict) else end
+    if not isinstance(end, str | None):
+        raise TokenizerError(f"{config} gives the eos_token {end!r}: give its name, or null.")
+    return end

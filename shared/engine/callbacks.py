@@ -5,15 +5,29 @@ learning-rate schedules are all callbacks. One that changes from step to step sa
 that state.
 """
 
+import re
+import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from shared.course.errors import CourseError
 from shared.totals import Batch
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
 
 Metrics = dict[str, float]  # name -> value; names like `train/loss`, grouped before the slash
+FAILURES = "trackers.log"  # in the run's folder: the tracebacks of expendable callbacks that failed
+
+
+def metric_name(text: str) -> str:
+    """A metric's name that every tracker takes as it is: of letters, digits, `_`, `-`, `.` and `/`, with `_` for anything else.
+
+    >>> metric_name("learning_rate/adamw, no decay")
+    'learning_rate/adamw_no_decay'
+    """
+    return re.sub(r"[^A-Za-z0-9_./-]+", "_", text)
 
 
 class Callback:
@@ -24,9 +38,11 @@ class Callback:
 
     every_rank: whether it takes part on every rank of a distributed run, because all ranks measure or decide together; without, on rank 0
         alone, because it only shows or keeps what all know.
+    expendable: whether training goes on without it where it fails, as it does for trackers.
     """
 
     every_rank = False
+    expendable = False
 
     def on_start(self, engine: "RuntimeEngine") -> None:
         """Before the first step of this process, after a resume. May raise to refuse the run."""
@@ -48,7 +64,8 @@ class Callback:
         """Metrics to show or keep, at `engine.step`. Callbacks that measure add to them in `measure`; those that show read them here."""
 
     def measure(self, engine: "RuntimeEngine") -> Metrics:
-        """Metrics of this callback for the log that is due. Called before on_log, once for each."""
+        """Metrics of this callback for the log that is due, by names that `metric_name` leaves as they are. Called before on_log, once for
+        each."""
         return {}
 
     def on_save(self, engine: "RuntimeEngine", folder: Any) -> None:
@@ -69,17 +86,49 @@ class Callback:
 
 
 class Callbacks:
-    """Several callbacks, told one after the other in their order; `on_end` reaches all of them, whatever one raises."""
+    """Several callbacks, told one after the other in their order; `on_end` reaches all of them, whatever one raises.
+
+    An expendable one that fails is named once, and from there on told the run's end alone. Its state stays in the checkpoints, so that
+    a resumed run takes it up again where it was.
+    """
 
     def __init__(self, callbacks: Sequence[Callback]):
         self.callbacks = list(callbacks)
+        self.failed: list[Callback] = []
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self.callbacks)
 
-    def tell(self, hook: str, *arguments: Any) -> None:
+    def tell(self, hook: str, engine: "RuntimeEngine", *arguments: Any) -> None:
+        if hook == "on_start":
+            self.failed = []
         for callback in self.callbacks:
-            getattr(callback, hook)(*arguments)
+            if callback in self.failed:
+                continue
+            try:
+                getattr(callback, hook)(engine, *arguments)
+            except Exception as error:
+                if not callback.expendable:
+                    raise
+                self.set_aside(callback, engine, error)
+
+    def set_aside(self, callback: Callback, engine: "RuntimeEngine", error: Exception) -> None:
+        """Say once that training goes on without an expendable callback, and why."""
+        if callback in self.failed:
+            return
+        self.failed.append(callback)
+        log = engine.output / FAILURES
+        with suppress(OSError):  # the disk that is full for a tracker is full for this file
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"{type(callback).__name__}, step {engine.step}\n{''.join(traceback.format_exception(error))}\n")
+        with suppress(OSError):  # of a terminal that was closed
+            engine.console.print(
+                f"{type(callback).__name__} failed at step {engine.step} and is set aside, training goes on without it: "
+                f"{in_a_line(error)} (Traceback: {log})", style="yellow", markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
+        with suppress(Exception):  # what it keeps elsewhere is to be marked as incomplete, where it still can be
+            callback.on_error(engine, error)
 
     def measured(self, engine: "RuntimeEngine") -> Metrics:
         metrics: Metrics = {}
@@ -93,7 +142,10 @@ class Callbacks:
             try:
                 callback.on_end(engine)
             except Exception as error:  # the others must still close what they hold
-                errors.append(error)
+                if callback.expendable:
+                    self.set_aside(callback, engine, error)
+                else:
+                    errors.append(error)
         if errors:
             raise errors[0]
 
@@ -107,3 +159,9 @@ class Callbacks:
                 name = f"{type(callback).__name__}{count}"
             named[name] = callback
         return named
+
+
+def in_a_line(error: Exception, longest: int = 300) -> str:
+    """An exception's type and the beginning of its text; of one that is a sentence for the reader, the sentence."""
+    text = " ".join((str(error) if isinstance(error, CourseError) else f"{type(error).__name__}: {error}").split())
+    return text if len(text) <= longest else text[:longest] + " ..."

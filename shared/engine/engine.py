@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Callbacks, Metrics
+from shared.engine.callbacks import Callback, Callbacks, Metrics, metric_name
 from shared.engine.checkpoint.folder import CheckpointError
 from shared.engine.config import EngineConfig
 from shared.engine.defaults import default_callbacks
@@ -33,7 +33,6 @@ from shared.engine.strategy import Strategy
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
 from shared.devices import on_device, pick_device
-from shared.output_files import require_writable
 from shared.totals import Batch, Objective, Runner, Totals, Updater
 
 
@@ -108,29 +107,29 @@ class RuntimeEngine:
         Raises:
             CourseError: something that the reader can mend, in one sentence: the folder, a checkpoint, the data's end.
         """
-        self.steps, self.val_loader, self.stopped = steps, val_loader, None
-        require_writable(self.output)
-        self.stateful = self.stateful_parts(train_loader)
-        if self.step == 0:
-            self.resume()
-        self.began_at = self.step
-        if self.config.compile:
-            self.model.compile()
-        with self.shutdown:
-            try:
-                self.callbacks.tell("on_start", self)
-                if not self.stopped:
-                    for _ in self.trained(train_loader):
-                        self.after_step()
-                        if self.stopped:
-                            break
-                self.finish()
-            except BaseException as error:
-                self.callbacks.tell("on_error", self, error)
-                raise
-            finally:
-                self.saver.close()
-                self.callbacks.end(self)
+        self.steps, self.val_loader, self.stopped, self.stateful = steps, val_loader, None, self.stateful_parts(train_loader)
+        with self.strategy.locked(self.output, self.console) as self.lock:
+            self.strategy.begin(self)
+            if self.step == 0:
+                self.resume()
+            self.began_at = self.step
+            if self.config.compile:
+                self.model.compile()
+            with self.shutdown:
+                try:
+                    self.callbacks.tell("on_start", self)
+                    if not self.stopped:
+                        for _ in self.trained(train_loader):
+                            self.after_step()
+                            if self.stopped:
+                                break
+                    self.finish()
+                except BaseException as error:
+                    self.callbacks.tell("on_error", self, error)
+                    raise
+                finally:
+                    self.saver.close()
+                    self.callbacks.end(self)
         return self
 
     def stop(self, reason: str) -> None:
@@ -199,6 +198,7 @@ class RuntimeEngine:
         self.updater(model, optimizer, torch.tensor(self.token_count))
 
     def after_step(self) -> None:
+        self.lock.require_held()
         self.step += 1
         self.timings = self.timer.take()
         self.accumulator.add(self.totals)
@@ -250,7 +250,7 @@ class RuntimeEngine:
 
     def log(self, metrics: Metrics) -> None:
         """Tell the callbacks the metrics since the last log, theirs included."""
-        rates = {group.get("name", str(index)): group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
+        rates = {metric_name(group.get("name", str(index))): group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
         rates = {f"learning_rate/{name}" if len(rates) > 1 else "learning_rate": float(rate) for name, rate in rates.items()}
         means = {f"train/{name}": value for name, value in self.accumulator.take().items()}
         self.callbacks.tell("on_log", self, means | rates | self.callbacks.measured(self) | metrics)

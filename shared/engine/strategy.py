@@ -7,18 +7,26 @@ state to save. Chapter 06 derives the strategy of many ranks; a layout overrides
 Left out on purpose: collectives, which a single process does not need.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rich.console import Console
 from torch import Tensor, nn
 
+from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.engine.checkpoint.saver import Saver
 from shared.engine.checkpoint.snapshot import weights_of
 from shared.engine.metrics.gradient_norm import global_gradient_norm
+from shared.folder_lock import FolderLock
+from shared.output_files import require_writable
 from shared.totals import Runner, Totals, Updater
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
 
 
 class Strategy:
@@ -41,6 +49,9 @@ class Strategy:
     def __init__(self, model: nn.Module):
         self.model = self.module = self.optim_params = self.grad_params = self.state = model
         self.measured: Tensor | None = None
+
+    def begin(self, engine: "RuntimeEngine") -> None:
+        """Called by `fit` before anything is restored: compares what the processes were given."""
 
     # The parts of a step, as `shared.loop.train_step` takes them.
 
@@ -82,6 +93,25 @@ class Strategy:
     def agree(self, reason: str | None) -> str | None:
         """Agree on a shutdown: returns the first reason to stop that any rank has. Every rank calls it at the same step."""
         return reason
+
+    @contextmanager
+    def locked(self, folder: Path, console: Console) -> Iterator[FolderLock]:
+        """Lock the run's folder within a `with` block: rank 0 holds it for all. Every rank calls it.
+
+        Raises:
+            CourseError: on all ranks: another run is in the folder, or it cannot be written to.
+        """
+        lock, problem = FolderLock(folder, say=lambda sentence: console.print(sentence, markup=False, highlight=False)), None
+        with ExitStack() as held:
+            try:
+                require_writable(folder)
+                if self.rank == 0:
+                    held.enter_context(lock)
+            except CourseError as error:
+                problem = str(error)
+            if problem := self.agree(problem):
+                raise CourseError(problem)
+            yield lock
 
     def sum(self, totals: Totals) -> Totals:
         """Sum the totals of an evaluation over all ranks."""

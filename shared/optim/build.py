@@ -38,7 +38,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, routes: Sequence[
 def settings_of(config: OptimizerConfig, part: Route) -> dict[str, Any]:
     """What a group's rule reads, and nothing that it does not."""
     lr = config.lr if part.rule == config.name or config.adamw_lr is None else config.adamw_lr
-    name = part.rule if part.decays else f"{part.rule}, no decay"
+    name = part.rule if part.decays else f"{part.rule}_no_decay"
     settings = {"name": name, "rule": part.rule, "lr": lr, "weight_decay": config.weight_decay if part.decays else 0.0}
     if part.rule in BETAS:
         settings["betas"] = config.betas or BETAS[part.rule]

@@ -49,6 +49,7 @@ class ParallelConfig:
         heartbeat_timeout: seconds without a heartbeat after which a rank counts as dead.
         collective_timeout: seconds that a rank waits in one operation for a rank that is alive and busy elsewhere, with preparing text
             for instance.
+        init_timeout: seconds at the start until all ranks have connected.
         check_every: steps between two comparisons of the replicas' weights; 0 for never.
     """
 
@@ -68,6 +69,7 @@ class ParallelConfig:
     offload_optimizer: bool = False
     heartbeat_timeout: float = 30.0
     collective_timeout: float = 1800.0
+    init_timeout: float = 300.0
     check_every: int = 100
 
     def __post_init__(self):
@@ -94,8 +96,11 @@ class ParallelConfig:
             raise ValueError("parallel.zero beside fully_sharded: full sharding already cuts gradients and state. Set zero to 0.")
         if self.prefetch < 0 or self.check_every < 0 or self.bucket_megabytes <= 0:
             raise ValueError("parallel: prefetch and check_every must be at least 0, and bucket_megabytes above 0.")
-        if not 0 < self.heartbeat_timeout <= self.collective_timeout < math.inf:
-            raise ValueError("parallel: heartbeat_timeout must be above 0 and at most collective_timeout, which must be finite.")
+        longest, shortest = (bound(self.collective_timeout, self.init_timeout) for bound in (max, min))
+        if not 0 < self.heartbeat_timeout <= shortest <= longest < math.inf:
+            raise ValueError(
+                "parallel: heartbeat_timeout must be above 0 and at most collective_timeout and init_timeout, which must be finite."
+            )
         if self.backend == "torch" and self.zero == 2:
             raise ValueError(
                 "parallel.zero 2 with backend torch: PyTorch has no such engine. Use zero 1, fully_sharded, or backend course."

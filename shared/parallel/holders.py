@@ -8,7 +8,7 @@ Left out on purpose: what changes during a run. Parts are where they were when t
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 import torch
@@ -58,16 +58,21 @@ class Holders:
         region = self.by_rank[self.rank].get(name)
         return len(self.ranks[name, region]) if region else 1
 
-    @cached_property
-    def writers(self) -> dict[tuple[str, Region], int]:
-        """Which rank writes which part into a checkpoint: of several that hold the same, the one that has least to write so far."""
-        load = [0] * self.size
+    def writers(self, among: Collection[int]) -> dict[tuple[str, Region], int]:
+        """Which of the ranks `among` writes which part into a checkpoint: of several that hold the same, the one that has least to write so
+        far."""
+        load = dict.fromkeys(among, 0)
         chosen = {}
         for part in sorted(self.ranks, key=lambda part: (len(self.ranks[part]) > 1, -part[1].numel, part)):
-            rank = min(self.ranks[part], key=lambda rank: load[rank])
-            chosen[part] = rank
-            load[rank] += part[1].numel
+            if holding := [rank for rank in self.ranks[part] if rank in load]:
+                rank = min(holding, key=lambda rank: load[rank])
+                chosen[part] = rank
+                load[rank] += part[1].numel
         return chosen
+
+    def complete_among(self, ranks: Collection[int]) -> bool:
+        """Whether these ranks together hold the whole of every tensor."""
+        return all(not set(ranks).isdisjoint(holding) for holding in self.ranks.values())
 
     def require_complete(self) -> None:
         """Refuse to save less than the whole: the distinct parts of each tensor must add up to it.

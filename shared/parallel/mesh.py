@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import AXES, ParallelConfig
+from shared.parallel.health.agreement import require_agreement
 
 
 class Mesh:
@@ -34,10 +35,12 @@ class Mesh:
         ep, edp: the data axis as neighbours that hold different experts, and as ranks that hold the same ones, with cp.
 
     Raises:
+        RanksDisagree: the ranks were given different configurations.
         ValueError: the degrees need another number of ranks than there are.
     """
 
     def __init__(self, config: ParallelConfig, world: Communicator):
+        require_agreement(world, "configuration", {"parallel": config})  # before groups are made that would not be the same
         if config.ranks != world.size:
             degrees = " x ".join(f"{name} {getattr(config, name)}" for name in AXES.values() if getattr(config, name) > 1) or "1"
             raise ValueError(

@@ -27,6 +27,8 @@ from shared.parallel.data.engine import DataEngine, Subset
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.data.offload import OffloadedOptimizer
 from shared.parallel.data.zero import Zero, muon_matrices
+from shared.parallel.health.agreement import require_agreement
+from shared.parallel.health.replicas import fingerprints
 from shared.parallel.mesh import Mesh
 from shared.parallel.strategy import ParallelStrategy
 
@@ -84,10 +86,12 @@ def apply_parallel(
         axes: in the order in which they shape the model: activation checkpointing, pipeline, tensor and sequence, experts.
 
     Raises:
+        RanksDisagree: the ranks' models differ, or what is to be done with them.
         ValueError: what was asked for cannot take effect on this model, or no axis brings it.
     """
     require_built(mesh.config, [name for axis in axes for name in axis.brings])
     require_sensible(model, mesh, trained=optimizer is not None)
+    require_agreement(mesh.world, "model", {"optimizer": optimizer, "dtype": dtype, "seed": seed, "weights": fingerprints(model)})
     routes = routes_of(model, optimizer)
     for axis in axes:
         axis.shape(model, mesh)

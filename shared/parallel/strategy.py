@@ -23,11 +23,14 @@ from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine, Subset, add_over, complete
+from shared.parallel.health.agreement import require_agreement
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
 from shared.parallel.holders import Holders
 from shared.parallel.mesh import Mesh
 from shared.parallel.sharding import Parameters, Region, region_of, sharding_of
 from shared.totals import Runner, Totals, Updater
+
+SHOWN = ("trackers", "project", "wandb_mode", "mlflow_uri")  # of the engine's configuration: what rank 0 alone acts on
 
 
 class ParallelStrategy(Strategy):
@@ -85,6 +88,20 @@ class ParallelStrategy(Strategy):
         if len(modules) == 1 and [name for name, _ in modules[0].named_parameters()] == list(named):
             return modules[0]
         return Parameters(named)
+
+    def begin(self, engine: Any) -> None:
+        """Compare what the ranks' engines were given, then find out whether they share the output folder.
+
+        Raises:
+            RanksDisagree: the engines' configurations, their optimizers' settings or the numbers of steps differ.
+            CheckpointError: without a shared folder, this layout could keep nothing.
+        """
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
+        config = {name: value for name, value in vars(engine.config).items() if name not in SHOWN}
+        facts = {"steps": engine.steps, "optimizer": {"class": type(engine.optimizer).__name__, "groups": settings}, "engine": config}
+        require_agreement(self.mesh.world, "run", facts)
+        if told := engine.saver.begin():
+            engine.console.print(told, highlight=False, soft_wrap=True)
 
     # The parts of a step.
 

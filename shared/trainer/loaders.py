@@ -2,7 +2,7 @@
 
 from shared.course.errors import CourseError
 from shared.data.fim import FillInMiddle
-from shared.data.loader import EvaluationLoader, StatefulLoader
+from shared.data.loader import EvaluationLoader, StatefulLoader, require_full_step
 from shared.data.mixture import training_loader
 from shared.data.prepare import PreparedText
 from shared.parallel.mesh import Mesh
@@ -13,6 +13,8 @@ def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[Stat
     """This rank's share of what is trained on, with middles moved, and of what is held out, as it is."""
     data, transform = config.data, None
     if data.fim.rate > 0:
+        if data.fim.split != "token" and text.tokenizer.adds_space:
+            raise CourseError("The tokenizer adds a space to each piece of text, so to each moved middle: set data.fim.split to token.")
         transform = FillInMiddle(data.fim, text.tokenizer.encode, text.tokenizer.decode, text.tokenizer.fim_tokens)
     training = training_loader(
         text.training,
@@ -35,9 +37,10 @@ def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[Stat
 
 def require_rows(loader: StatefulLoader, config: TrainerConfig) -> None:
     """Refuse more steps than the text has rows for. Said only when it has ended, it would come after the training and before the report."""
+    require_full_step(loader)
     if config.data.epochs is None:
         return
-    rows = sum(loader.dataset.plan(epoch)[0].rows for epoch in range(config.data.epochs))
+    rows = config.data.epochs * loader.dataset.rows
     enough = -(-rows // config.data.batch_size)
     if enough < config.steps:
         raise CourseError(

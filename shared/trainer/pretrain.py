@@ -5,22 +5,24 @@ Read from the top: each function is one stage, and what a stage does is in an ea
 
 import signal
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from shared.course import binding
 from shared.course.errors import CourseError
+from shared.data.completion import require_prompt
 from shared.data.mixture import shares_in_words
 from shared.model.chunked_loss import packed_next_token_objective
-from shared.data.prepare import PreparedText, prepare
+from shared.data.prepare import PreparedText, open_prepared, prepare
 from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
+from shared.folder_lock import FolderLock
 from shared.loop import accumulate_gradients
 from shared.model.counting import parameter_counts
 from shared.model.hf.registry import write_config
@@ -34,6 +36,7 @@ from shared.output_files import require_writable
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.config import layout_name
+from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.mesh import Mesh
 from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
@@ -42,8 +45,6 @@ from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.loaders import evaluation_loader, loaders
 from shared.trainer.report import Results
 from shared.trainer.results import evaluate_and_report
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -71,32 +72,46 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
     """
     world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
-    try:
-        run = build(config, console, world)
-    except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
-        raise CourseError(str(error)) from error
-    loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
-    engine = run.engine.fit(loader, held_out, steps=config.steps)
-    if engine.step < config.steps and engine.leaving:
-        console.print(f"The same command goes on from step {engine.step}.", highlight=False)
-        raise SystemExit(128 + signal.Signals[engine.stopped])
-    return evaluate_and_report(run, console)
+    require_agreement(world, "configuration", config)  # first of all: what follows has ranks meet as the configuration says
+    with ExitStack() as held:  # from before the first file of the run to after the last
+        leads = ranks_that_share(world, config.engine.output)[0] == world.rank
+        agreed(world, lambda: hold_folder(config.engine.output, held, leads, console))
+        try:
+            run = build(config, console, world)
+        except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
+            raise CourseError(str(error)) from error
+        loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
+        engine = run.engine.fit(loader, held_out, steps=config.steps)
+        if engine.step < config.steps and engine.leaving:
+            console.print(f"The same command goes on from step {engine.step}.", highlight=False)
+            raise SystemExit(128 + signal.Signals[engine.stopped])
+        return evaluate_and_report(run, console)
+
+
+def hold_folder(output: Path, held: ExitStack, leads: bool, console: Console) -> None:
+    """Refuse a folder that cannot be written to, on each rank, and on one rank of those that share it one that another run is in; lock it
+    until `held` closes."""
+    require_writable(output)
+    if leads:
+        held.enter_context(FolderLock(output, say=lambda sentence: console.print(sentence, markup=False, highlight=False)))
 
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
     """Everything up to the first step: the text, the model, parallelized over the ranks, the optimizer, the engine with its callbacks."""
     mesh = Mesh(config.parallel, world or SingleRankCommunicator())
-    require_writable(config.engine.output)
     device = pick_device(config.engine.device)
     if device.type == "cpu":
         keep_freed_memory()
     began = time.perf_counter()
-    text = first_on_rank_0(mesh.world, lambda: prepare(config.data.prepare, config.data.prepared, console))
+    text = prepared_text(config, mesh.world, console)
     preparation_seconds = time.perf_counter() - began
     config = resolved(config, text, device, mesh.world)
+    for prompt in config.report.prompts:
+        require_prompt(text.tokenizer, prompt)
     if config.report.export:
         write_config(config.model)  # refuses a model that no format can hold, now rather than after the last step
-    first_on_rank_0(mesh.world, lambda: mesh.world.rank or provenance.keep_record(config, config.engine.output))
+    leads = ranks_that_share(mesh.world, config.engine.output)[0] == mesh.world.rank
+    agreed(mesh.world, lambda: leads and provenance.keep_record(config, config.engine.output))
 
     torch.manual_seed(config.seed + mesh.data.rank)
     dtype = None if config.precision == "float32" else getattr(torch, config.precision)
@@ -121,27 +136,29 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     return Run(config, text, engine, strategy, costs, traffic, preparation_seconds)
 
 
+def prepared_text(config: TrainerConfig, world: Communicator, console: Console) -> PreparedText:
+    """The text: prepared by one rank of those that share `data.prepared`, opened by the others, and then compared over all ranks.
+
+    Raises:
+        CourseError: on every rank: it cannot be prepared or opened on one of them, or machines that share no folder have different text.
+    """
+    folder = config.data.prepared
+    first = ranks_that_share(world, folder)[0]
+    text = agreed(world, lambda: prepare(config.data.prepare, folder, console) if world.rank == first else None)
+    made = world.gather_objects(text and text.folder.name)[first]
+    text = agreed(world, lambda: text or open_prepared(folder / made, config.data.prepare))
+    stores = {"training": text.training, "held_out": text.held_out}
+    facts = {side: {"documents": len(store), "tokens": store.token_count, "sha256": store.fingerprint} for side, store in stores.items()}
+    require_agreement(world, "text", facts | {"tokenizer": text.tokenizer.identity, "end_token": text.tokenizer.end})
+    return text
+
+
 def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> TransformerModel:
     """The model before it is parallelized; where weights will be cut, without memory, because no rank need have room for all of them."""
     if mesh.fsdp.size > 1:
         with torch.device("meta"):
             return TransformerModel(config.model)
     return TransformerModel(config.model, seed=config.seed).to(device)
-
-
-def first_on_rank_0(world: Communicator, work: Callable[[], Result]) -> Result:
-    """What `work` returns, done on rank 0 before the others, who find what it left. Where it fails on one rank, it fails on all."""
-    result, problem = None, None
-    for turn in (True, False):
-        if turn == (world.rank == 0) and problem is None:
-            try:
-                result = work()
-            except CourseError as error:
-                problem = str(error)
-        problem = next((each for each in world.gather_objects(problem) if each), None)
-    if problem is not None:
-        raise CourseError(problem)
-    return result
 
 
 def resolved(config: TrainerConfig, text: PreparedText, device: torch.device, world: Communicator) -> TrainerConfig:

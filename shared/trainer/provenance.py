@@ -21,7 +21,9 @@ from shared.engine.trackers.external import flat
 from shared.output_files import write_atomically
 
 CONFIG, CODE = "config.yaml", "code.json"
-MAY_CHANGE = ("engine", "report", "impl", "parallel", "data.prepared", "data.held_out_rows")  # decides nothing about the weights
+MAY_CHANGE = (  # decides nothing about the weights
+    "engine", "report", "impl", "parallel", "data.prepared", "data.held_out_rows", "data.prepare.workers"
+)  # fmt: skip
 
 
 def plain(value: Any) -> Any:

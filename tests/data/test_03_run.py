@@ -11,6 +11,7 @@ from scripts import run_script
 from shared import devices
 from shared.course.launch import launch
 from shared.course.paths import CHECKOUT
+from shared.data import hub
 from shared.data.completion import Gap, find_gaps
 
 SCRIPT = CHECKOUT / "chapters" / "03_data_pipeline" / "run.py"
@@ -107,6 +108,7 @@ def test_a_mistyped_data_folder_is_reported_before_the_hub_is_asked(tmp_path, sc
         assert "There is no file or folder missing_folder here, so it is taken for a dataset" in capsys.readouterr().out.replace("\n", " ")
         raise OSError("Couldn't reach 'missing_folder' on the Hub.")
 
+    monkeypatch.setattr(hub, "reason_unreached", lambda source: None)
     monkeypatch.setattr(datasets, "load_dataset", not_reached)
     said = launched(script, monkeypatch, tmp_path, "--data", "missing_folder")
     assert "on the Hub. There is no file or folder missing_folder here either: check the spelling" in said

@@ -16,7 +16,7 @@ import torch
 from shared.corpus import split
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
-from shared.data import clean_shards, prepare as preparing
+from shared.data import clean_shards, digests, prepare as preparing
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.prepare import PrepareConfig, prepare
@@ -94,14 +94,68 @@ def test_the_same_again_is_nothing_to_do(raw, prepared, monkeypatch):
     assert again.training.fingerprint == prepared.training.fingerprint and again.report == prepared.report
 
 
+def fingerprint(config: PrepareConfig) -> str:
+    return preparing.fingerprint(config, lambda path: path.read_bytes().hex())
+
+
 def test_other_settings_or_other_text_are_prepared_beside_it(raw, prepared, tmp_path):
     folders = {prepared.folder.name}
     for changes in ({"held_out_share": 0.1}, {"tokenizer_bytes": 1000}, {"cleaning": CleaningConfig(min_bytes=1)}):
-        folders.add(preparing.fingerprint(config_of(raw, **changes)))
+        folders.add(fingerprint(config_of(raw, **changes)))
     moved = write_folder(tmp_path / "code")
-    first = preparing.fingerprint(config_of(moved))
+    first = fingerprint(config_of(moved))
     (moved / "file000.py").write_text("changed")
-    assert len(folders | {first, preparing.fingerprint(config_of(moved))}) == 6
+    assert len(folders | {first, fingerprint(config_of(moved))}) == 6
+
+
+def test_text_is_known_by_its_content_and_not_by_its_times(tmp_path):
+    """A touched file prepares nothing again; another byte does, also where a tool has put the size and the time of modification back."""
+    folder, output = write_folder(tmp_path / "code"), tmp_path / "prepared"
+    first = prepare(config_of(folder), output)
+    before = state_of(first.folder)
+    os.utime(folder / "file000.py", (10**9, 10**9))
+    assert prepare(config_of(folder), output).folder == first.folder and state_of(first.folder) == before
+    change_a_byte(folder / "file000.py")
+    assert prepare(config_of(folder), output).folder != first.folder
+
+
+def change_a_byte(path: Path) -> None:
+    found = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"return", b"Return", 1))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
+
+
+def test_a_kept_hash_spares_the_reading_and_is_not_believed_after_a_write(tmp_path, monkeypatch):
+    file, kept, read = tmp_path / "text.py", tmp_path / "kept.json", []
+    file.write_text("return 1")
+    monkeypatch.setattr(digests, "SETTLED", 0.0)
+    time.sleep(0.05)  # or the file would be of this very tick
+
+    def digest() -> str:
+        again = digests.Digests(kept)
+        found = again.of(file)
+        again.save()
+        return found
+
+    whole = digests.hashlib.file_digest
+    monkeypatch.setattr(digests.hashlib, "file_digest", lambda *arguments: (read.append(1), whole(*arguments))[1])
+    first = digest()
+    assert digest() == first == hashlib.sha256(b"return 1").hexdigest() and len(read) == 1
+    change_a_byte(file)
+    assert digest() == hashlib.sha256(b"Return 1").hexdigest() and len(read) == 2
+    for damaged in ("{", "[]", json.dumps({str(file): 1})):
+        kept.write_text(damaged)
+        assert digest() == hashlib.sha256(b"Return 1").hexdigest()
+
+
+def test_the_hash_of_a_file_that_was_just_written_is_not_kept(tmp_path):
+    """The next write may fall into the same tick of the file system's clock, and would leave no trace in its times."""
+    (tmp_path / "text.py").write_text("x = 1")
+    found = digests.Digests(tmp_path / "kept.json")
+    found.of(tmp_path / "text.py")
+    found.save()
+    assert not (tmp_path / "kept.json").exists()
 
 
 def test_the_size_of_parts_changes_no_document(raw, prepared, tmp_path):

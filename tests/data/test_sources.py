@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -15,7 +16,7 @@ import pytest
 
 from shared.corpus import EMBEDDED, CorpusError
 from shared.course.paths import CHECKOUT
-from shared.data import sources
+from shared.data import hub, sources
 from shared.data.sources import Source, identity, open_source
 
 TEXTS = ["def f():\n    return 1\n", 'naïve "quoted", text\n\nwith lines', "日本語 and 🙂"]
@@ -148,6 +149,7 @@ def test_the_hub_is_asked_for_all_that_the_source_says(monkeypatch):
         asked.append(signature.bind(*arguments, **options).arguments)
         return datasets.Dataset.from_dict({"text": TEXTS})
 
+    monkeypatch.setattr(hub, "reason_unreached", lambda source: None)
     monkeypatch.setattr(datasets, "load_dataset", answer)
     assert texts("some/data", config="python", split="test", revision="v1.2", streaming=False) == TEXTS
     assert asked == [{"path": "some/data", "name": "python", "split": "test", "revision": "v1.2", "streaming": False}]
@@ -156,6 +158,7 @@ def test_the_hub_is_asked_for_all_that_the_source_says(monkeypatch):
 def test_a_stream_that_tells_its_fields_only_as_it_comes_is_read_whole(monkeypatch):
     stream = datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in TEXTS))
     assert stream.column_names is None
+    monkeypatch.setattr(hub, "reason_unreached", lambda source: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     assert texts("some/stream") == TEXTS
     with pytest.raises(CorpusError, match="some/stream has no field 'body': it has 'text'"):
@@ -195,11 +198,11 @@ def test_the_embedded_corpus_comes_through_the_door_whole():
 def test_a_sources_identity_changes_with_its_settings_and_its_files(tmp_path):
     write_jsonl(tmp_path / "a.jsonl")
     source = Source(str(tmp_path))
-    before = identity(source)
-    assert identity(source) == before and json.loads(json.dumps(before))["kind"] == "text"
-    assert identity(Source(str(tmp_path), text_field="id")) != before
+    before = identity(source, Path.read_text)
+    assert identity(source, Path.read_text) == before and json.loads(json.dumps(before))["kind"] == "text"
+    assert identity(Source(str(tmp_path), text_field="id"), Path.read_text) != before
     write_csv(tmp_path / "b.csv")
-    assert identity(source) != before
+    assert identity(source, Path.read_text) != before
 
 
 @pytest.mark.parametrize("content", [b"not compressed", gzip.compress(b'{"text": "one"}\n' * 4000)[:-20]], ids=["no gzip", "cut short"])

@@ -7,7 +7,6 @@ values: a file must show the second step 6, a service that cannot forget the fir
 import json
 import math
 import re
-import struct
 import subprocess
 import sys
 from io import StringIO
@@ -16,13 +15,14 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 from runs import Loader, Recorder, make_engine, printed
+from tracker_readers import in_32_bits, mlflow_metrics, tensorboard_metrics, wandb_parts
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
 from shared.engine.config import EngineConfig
 from shared.engine.trackers import TRACKERS, make_tracker
 from shared.engine.trackers.external import settings_of
-from shared.engine.trackers.jsonl import from_json, read_jsonl, to_json
+from shared.engine.trackers.jsonl import read_jsonl, to_json
 
 ASKED = []  # host names that something in this process wanted to know the address of
 
@@ -66,24 +66,12 @@ def run(tmp_path_factory):
     first, second = Recorder(), Recorder()
     with pytest.raises(RuntimeError, match="power"):
         make_engine(folder, callbacks(first, Break(7)), every=4).fit(Loader(), steps=8)
-    statuses = [mlflow_run(folder).info.status]
+    statuses = [mlflow_metrics(folder)[1].info.status]
     between = sorted(path.name for path in folder.iterdir())
     make_engine(folder, callbacks(second, Break(0)), every=4).fit(OtherLoader(), steps=8)
     assert list(first.logs) == [1, 2, 4, 6] and list(second.logs) == [6, 8]
     assert first.logs[6]["train/loss"] != second.logs[6]["train/loss"], "the negative control: nothing else tells the two step 6 apart"
     return SimpleNamespace(folder=folder, first=first.logs, second=second.logs, statuses=statuses, between=between)
-
-
-def mlflow_client(folder):
-    import mlflow
-
-    return mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
-
-
-def mlflow_run(folder):
-    client = mlflow_client(folder)
-    [found] = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    return found
 
 
 def same(found, expected):
@@ -106,69 +94,21 @@ def test_the_lines_file_holds_the_figures_and_is_cut_at_the_resume(run):
 
 
 def test_tensorboard_holds_the_figures_and_drops_the_steps_after_the_resume(run):
-    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator  # the one behind its page
-    from tensorboard.util.tensor_util import make_ndarray
-
-    reader = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0})
-    reader.Reload()
-    found: dict[int, dict[str, float]] = {}
-    for name in reader.Tags()["tensors"]:
-        if name != "settings/text_summary":
-            for event in reader.Tensors(name):
-                assert name not in found.setdefault(event.step, {}), f"step {event.step} of {name} stands twice"
-                found[event.step][name] = float(make_ndarray(event.tensor_proto))
-    same(found, forgetting(run))
+    found, reader = tensorboard_metrics(run.folder)
+    same(found, in_32_bits(forgetting(run)))
     [text, *_] = reader.Tensors("settings/text_summary")
     assert "| engine.log_every | 2 |" in text.tensor_proto.string_val[0].decode()
 
 
-def wandb_payloads(content):
-    """The records in a `.wandb` file: seven bytes of header, then LevelDB's log format, which cuts a record at each 32 KiB."""
-    assert content[:4] == b":W&B"
-    block, position, record = 2**15, 7, b""
-    while position + 7 <= len(content):
-        if block - position % block < 7:  # too little is left of the block for a part's head: it is padding
-            position += block - position % block
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, position)
-        record += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield record
-            record = b""
-
-
-def wandb_records(folder):
-    """What each part of an offline run holds, in the order of the parts: [(run id, history step -> metrics)], by W&B's own messages."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    parts = []
-    for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
-        run_id, steps = None, {}
-        for record in map(Record.FromString, wandb_payloads(path.read_bytes())):
-            if record.WhichOneof("record_type") == "run":
-                run_id = record.run.run_id
-            elif record.WhichOneof("record_type") == "history":
-                items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-                steps[record.history.step.num] = {name: value for name, value in items.items() if not name.startswith("_")}
-        parts.append((run_id, steps))
-    return parts
-
-
 def test_wandb_holds_the_figures_of_one_run_in_two_parts(run):
-    (first_id, first), (second_id, second) = wandb_records(run.folder)
+    (first_id, first), (second_id, second) = wandb_parts(run.folder)
     assert first_id == second_id and first_id
     assert not set(first) & set(second)
-    same({step: from_json(metrics) for step, metrics in (first | second).items()}, keeping(run))
+    same(first | second, keeping(run))
 
 
 def test_mlflow_holds_the_figures_of_one_run(run):
-    client, found = mlflow_client(run.folder), {}
-    stored = mlflow_run(run.folder)
-    for name in stored.data.metrics:
-        for metric in client.get_metric_history(stored.info.run_id, name):
-            assert name not in found.setdefault(metric.step, {}), f"step {metric.step} of {name} stands twice"
-            found[metric.step][name] = metric.value
+    found, stored = mlflow_metrics(run.folder)
     same(found, keeping(run))
     assert stored.data.params["engine.checkpoint.every"] == "4"
     assert run.statuses + [stored.info.status] == ["FAILED", "FINISHED"]
@@ -245,12 +185,12 @@ MISSING = [("wandb", "wandb"), ("mlflow", "mlflow"), ("mlflow", "sqlalchemy"), (
 
 
 @pytest.mark.parametrize(("name", "module"), MISSING)
-def test_a_missing_package_is_one_sentence_before_the_first_step(name, module, monkeypatch, tmp_path):
+def test_a_missing_package_is_one_sentence_and_training_goes_on(name, module, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, module, None)
     recorder = Recorder()
-    with pytest.raises(CourseError, match="needs the package .* `pip install .*or leave the tracker out"):
-        make_engine(tmp_path, [make_tracker(name), recorder]).fit(Loader(), steps=2)
-    assert not recorder.logs
+    said = printed(make_engine(tmp_path, [make_tracker(name), recorder]).fit(Loader(), steps=2))
+    assert re.search("is set aside.*needs the package .* `pip install .*or leave the tracker out", said) and said.count("set aside") == 1
+    assert list(recorder.logs) == [1, 2]
 
 
 def test_trackers_that_are_not_used_cost_no_import():

@@ -1,11 +1,13 @@
 """The heartbeat on a clock of the test's own: what follows from silence and from lateness, to the second."""
 
+import re
 import threading
+import time
 
 import torch
 
 from shared.parallel.health import heartbeat
-from shared.parallel.comm.communicator import SingleRankCommunicator
+from shared.parallel.comm.communicator import RankStopped, SingleRankCommunicator
 from shared.parallel.health.heartbeat import Heartbeat, Timeouts
 from shared.parallel.comm.trace import CommTrace
 
@@ -50,20 +52,10 @@ def test_a_watcher_that_was_suspended_reports_no_lost_heartbeat(monkeypatch):
     assert str(waits.problem).startswith("rank 1 has sent no heartbeat for 2 s")
 
 
-def test_the_last_beat_is_not_taken_back_by_one_that_was_under_way(monkeypatch):
-    _, waits, works = two_hearts(monkeypatch, Timeouts())
-    works.thread = threading.Thread(target=works.run)
-    works.thread.start()
-    works.close("has finished")
-    works.send()
-    waits.check()
-    assert waits.last_seen[1].ended == "has finished"
-
-
-def test_a_reported_cause_outlives_the_interpreters_exit(monkeypatch):
+def test_the_last_message_of_a_rank_outlives_its_heartbeat_and_the_interpreters_exit(monkeypatch):
     """A rank that stopped says with what, and its interpreter ends soon after: the others must still find the cause."""
     _, waits, works = two_hearts(monkeypatch, Timeouts())
-    works.thread.join = lambda seconds: None
+    works.thread.start()
     works.close("stopped: KeyError: the cause")
     works.at_exit()
     waits.check()
@@ -89,27 +81,58 @@ def test_a_rank_that_has_finished_is_not_missed_and_one_that_fell_silent_is(monk
     assert str(waits.problem).startswith("rank 1 has sent no heartbeat for 3 s")
 
 
-def test_the_last_beat_waits_for_one_that_is_being_written(monkeypatch):
-    """A rank may leave while its heartbeat's thread is in the middle of a beat, and not wait long for that thread."""
-    _, waits, works = two_hearts(monkeypatch, Timeouts())
-    closer, last_beat, set_it = threading.Thread(target=works.close, args=["has finished"]), threading.Event(), works.store.set
-    works.thread.join = lambda seconds: None
+class Slow:
+    """A store in which `set` returns when the test lets it."""
 
-    def in_the_middle(key, text):
-        is_last = "has finished" in text
-        if not is_last:
-            closer.start()
-            works.closing.wait()
-            last_beat.wait(0.2)  # comes if it can
-        set_it(key, text)
-        if is_last:
-            last_beat.set()
+    def __init__(self, store):
+        self.store, self.entered, self.answers = store, threading.Event(), threading.Event()
 
-    class Store:
-        set = staticmethod(in_the_middle)
+    def set(self, key, text):
+        self.entered.set()
+        self.answers.wait()
+        self.store.set(key, text)
 
-    works.store = Store()
-    works.send()
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def test_the_last_message_waits_for_one_that_is_being_written(monkeypatch):
+    """A rank may leave while its heartbeat's thread is in the middle of a message."""
+    _, waits, works = two_hearts(monkeypatch, Timeouts(heartbeat_interval=0.01))
+    works.store = Slow(works.store)
+    works.thread.start()
+    works.store.entered.wait()
+    closer = threading.Thread(target=works.close, args=["has finished"])
+    closer.start()
+    works.closing.wait()
+    works.store.answers.set()
     closer.join()
     waits.check()
     assert waits.last_seen[1].ended == "has finished"
+
+
+def test_a_store_that_does_not_answer_is_named_in_time_and_ends_the_process(monkeypatch):
+    """As where the network is cut: the call returns when the kernel gives the connection up, after 15 minutes."""
+    ended, over = [], threading.Event()
+    monkeypatch.setattr(heartbeat, "end_process", lambda reason="": (ended.append(str(reason)), over.set()))
+    heart = Heartbeat(torch.distributed.HashStore(), 1, 2, CommTrace(), Timeouts(heartbeat_timeout=0.5, heartbeat_interval=0.02))
+    heart.blocked, heart.store = True, Slow(heart.store)  # its own thread is in an operation that cannot be interrupted
+    heart.thread.start(), heart.watchdog.start()
+    assert over.wait(60), "the watchdog waits for the store as well"
+    assert re.match(r"rank 1 has had no answer from the machine of rank 0 for \d+ s: it is gone, hangs or cannot be reached", ended[0])
+    began = time.monotonic()
+    heart.close("stopped")
+    assert time.monotonic() - began < heartbeat.RAISE_GRACE, "a rank that leaves waits for the store"
+    heart.store.answers.set()
+
+
+def test_a_rank_that_raised_the_problem_and_does_not_end_is_ended(monkeypatch):
+    ended, over = [], threading.Event()
+    monkeypatch.setattr(heartbeat, "end_process", lambda reason="": (ended.append(str(reason)), over.set()))
+    monkeypatch.setattr(heartbeat, "END_GRACE", 0.2)
+    heart = Heartbeat(torch.distributed.HashStore(), 1, 2, CommTrace(), Timeouts(heartbeat_interval=0.02))
+    heart.fail(RankStopped("rank 0 stopped"))
+    heart.raised = True
+    heart.watchdog.start()
+    assert over.wait(60) and ended[0] == "rank 0 stopped"
+    heart.closing.set()

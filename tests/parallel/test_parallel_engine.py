@@ -11,6 +11,7 @@ from layout_runs import largest_difference
 from rich.console import Console
 from sharded_runs import ADAMW, SMALL, batch_of, build, share
 
+from shared.course.errors import CourseError
 from shared.engine.debug.anomalies import BrokenStep, read_anomaly, replay
 from shared.engine.callbacks import Callback
 from shared.engine.config import CheckpointConfig, EngineConfig
@@ -20,6 +21,7 @@ from shared.engine.engine import RuntimeEngine
 from shared.engine.metrics.norms import Norms
 from shared.engine.metrics.throughput import Throughput
 from shared.engine.trackers.jsonl import read_jsonl
+from shared.folder_lock import FolderLock
 from shared.loop import evaluate
 from shared.loss import next_token_objective
 from shared.model.transformer import TransformerModel
@@ -132,9 +134,18 @@ def watched(world):
     return [type(each).__name__ for each in engine.callbacks]
 
 
+def refused(world, folder):
+    """What each rank is told of a folder that another process has."""
+    try:
+        fitted(world, "course dp2", folder)
+    except CourseError as error:
+        return str(error)
+
+
 def everything(world, folder):
     """All that two ranks are asked for, in one world."""
     told = {"broken": {words: broken(world, words, folder / f"broken {words}") for words in LAYOUTS}}
+    told["refused"] = refused(world, folder / "taken")
     told["weights"] = {words: fitted(world, words, folder / words)[1] for words in LAYOUTS}
     callbacks, kept = [EvaluateBeforeTheUpdate()], {"reshard_after_forward": False}
     names = ("course fsdp2", "torch fsdp2")
@@ -154,7 +165,15 @@ def everything(world, folder):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
     _, alone = fitted(SingleRankCommunicator(), "course one", folder / "one")
-    return folder, alone, run_processes(everything, 2, folder, timeout=300)
+    with FolderLock(folder / "taken"):
+        return folder, alone, run_processes(everything, 2, folder, timeout=300)
+
+
+def test_all_ranks_refuse_a_folder_that_another_run_is_in(runs):
+    folder, _, told = runs
+    sentences = [each["refused"] for each in told]
+    assert f"{folder / 'taken'} is in use by process {os.getpid()} on" in sentences[0] and sentences[1] == sentences[0]
+    assert not list((folder / "taken").iterdir())
 
 
 @pytest.mark.parametrize("words", LAYOUTS)

@@ -252,7 +252,7 @@ def test_what_all_hold_is_shared_out_evenly():
 
 
 def written_by(held) -> list[list[str]]:
-    writers = run_threads(lambda world: Holders(held[world.rank], world).writers, len(held))[0]
+    writers = run_threads(lambda world: Holders(held[world.rank], world).writers(range(world.size)), len(held))[0]
     return [sorted(name for (name, _), writer in writers.items() if writer == rank) for rank in range(len(held))]
 
 

@@ -11,6 +11,7 @@ from fault_table import SCRIPT
 from two_machines import Machines, reason_against, torchrun
 
 from shared.course.paths import CHECKOUT
+from shared.parallel.health.heartbeat import EXIT_CODE
 
 CONNECT = "import socket; socket.create_connection(({!r}, 9000), timeout=1).close(); print('answered')"
 LISTEN = "import socket\nserver = socket.create_server(('', 9000))\nprint('listens')\nwhile True: server.accept()[0].close()"
@@ -64,6 +65,38 @@ def test_machines_end_with_the_process_that_made_them_even_if_that_is_killed(tmp
     maker.kill()
     maker.communicate()
     assert not psutil.wait_procs(left, timeout=60)[1]
+
+
+RANK = """
+import os, time, torch
+from shared.parallel.comm.processes import from_torchrun
+
+world, _ = from_torchrun(3.0, "cpu", init_timeout=60.0)
+print("connected over", os.environ["GLOO_SOCKET_IFNAME"])
+while True:
+    world.all_reduce(torch.ones(1))
+    time.sleep(0.1)
+"""
+
+
+def ranks(machines, master, **environment):
+    """One rank on each machine, without torchrun, which takes as long again to start."""
+    common = {"MASTER_ADDR": master, "MASTER_PORT": "29400", "WORLD_SIZE": str(len(machines))} | environment
+    return [machine.start([sys.executable, "-c", RANK], RANK=str(rank), **common) for rank, machine in enumerate(machines)]
+
+
+def test_ranks_connect_where_names_mislead_and_all_of_them_speak_after_a_cut(tmp_path):
+    """As on Debian, each machine takes its own name for 127.0.1.1; the other knows the first one's address."""
+    with Machines(tmp_path / "machines", hosts="debian with DNS") as (a, b):
+        jobs = ranks([a, b], "a")
+        for job in jobs:
+            job.wait_for("connected over eth0", TIMEOUT)
+        cut = time.monotonic()
+        b.cut()
+        assert [job.wait(TIMEOUT) for job in jobs] == [EXIT_CODE] * 2
+        assert "rank 1 has sent no heartbeat for 3 s: it died, hangs or cannot be reached" in jobs[0].output
+        assert "rank 1 has had no answer from the machine of rank 0 for 3 s" in jobs[1].output
+        assert all(job.ended - cut < 60 for job in jobs)  # the kernel gives up a connection after 15 minutes
 
 
 @pytest.mark.slow

@@ -54,8 +54,8 @@ ip link set switch up
 echo ready
 exec cat
 """
-# What a machine knows about its own name: Debian's default; nothing at all; a network with names that lead to the right addresses.
-HOSTS = {"debian": "127.0.1.1 {own}\n", "nowhere": "", "right": "{all}"}
+# What machines know about names: Debian's default, without and with a network that knows the other ones; nothing; all of them.
+HOSTS = {"debian": "127.0.1.1 {own}\n", "debian with DNS": "127.0.1.1 {own}\n{others}", "nowhere": "", "right": "{own address}{others}"}
 
 
 class Unsupported(Exception):
@@ -242,19 +242,20 @@ class Machines:
     """Machines on one switch; a context manager that gives them in order.
 
     Args:
-        scratch: an empty folder for what they keep.
+        scratch: a folder for what they keep; machines that are made in it later find that again.
         shared: whether `folder` is one for all, as on a network file system, or one of each machine.
-        hosts: what /etc/hosts says about names; a key of `HOSTS`, or text in which `{own}` and `{all}` are filled in.
+        hosts: what /etc/hosts says about names; a key of `HOSTS`.
     """
 
     def __init__(self, scratch: Path, names: Sequence[str] = ("a", "b"), shared: bool = True, hosts: str = "debian"):
         if reason := reason_against():
             pytest.skip(reason)
         self.scratch, self.shared, self.jobs, self.machines = scratch, shared, [], []
-        (scratch / "run").mkdir(parents=True)
-        everyone = "".join(f"10.77.0.{number} {name}\n" for number, name in enumerate(names, start=1))
+        (scratch / "run").mkdir(parents=True, exist_ok=True)
+        lines = {name: f"10.77.0.{number} {name}\n" for number, name in enumerate(names, start=1)}
         for name in names:
-            known = HOSTS.get(hosts, hosts).replace("{own}", name).replace("{all}", everyone)
+            others = "".join(line for other, line in lines.items() if other != name)
+            known = HOSTS[hosts].replace("{own address}", lines[name]).replace("{own}", name).replace("{others}", others)
             (scratch / f"hosts-{name}").write_text(f"127.0.0.1 localhost\n::1 localhost\n{known}")
         self.switch = Namespaces(SWITCH, before=[] if ROOT else ["unshare", "--user", "--map-root-user"])
         try:
@@ -305,7 +306,7 @@ def torchrun(
     per_node: int = 1,
     options: Sequence[object] = (),
     master: str | None = None,
-    local_addr: bool = True,
+    addresses: bool = True,
     **environment: str,
 ) -> list[Job]:
     """The same command on each machine, under torchrun, which meets on the first one.
@@ -316,16 +317,17 @@ def torchrun(
         per_node: ranks on each machine.
         options: of torchrun, such as `--max-restarts 1`.
         master: how the first machine is called (`--master-addr`, `--rdzv-endpoint`); its address, if not given.
-        local_addr: whether each passes its own address as `--local-addr`.
+        addresses: whether c10d is given what it takes from names otherwise: which machine is the first (`--rdzv-conf is_host=1`), and each
+            one's own address (`--local-addr`).
     """
     return [
-        machine.start([*command_of(machines, number, rendezvous, per_node, master, local_addr), *options, *words], **environment)
+        machine.start([*command_of(machines, number, rendezvous, per_node, master, addresses), *options, *words], **environment)
         for number, machine in enumerate(machines)
     ]
 
 
 def command_of(
-    machines: Sequence[Machine], number: int, rendezvous: str, per_node: int = 1, master: str | None = None, local_addr: bool = True
+    machines: Sequence[Machine], number: int, rendezvous: str, per_node: int = 1, master: str | None = None, addresses: bool = True
 ) -> Iterator[str]:
     """torchrun's own part of the command on machine `number`, counted from 0."""
     master = master or machines[0].address
@@ -334,5 +336,5 @@ def command_of(
         yield from ("--node-rank", str(number), "--master-addr", master, "--master-port", "29400")
     else:
         yield from ("--rdzv-backend", "c10d", "--rdzv-id", "machines", "--rdzv-endpoint", f"{master}:29400")
-    if local_addr:
-        yield from ("--local-addr", machines[number].address)
+        if addresses:
+            yield from ("--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", machines[number].address)

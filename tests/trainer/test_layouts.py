@@ -201,9 +201,10 @@ def test_how_long_ranks_wait_for_one_that_prepares_text_is_the_configurations(tm
     joining = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("shared.parallel.comm.processes.from_torchrun", joining)
     words = [str(settings_file(tmp_path, tmp_path / "prepared")), "parallel.collective_timeout=7200", "parallel.heartbeat_timeout=20"]
+    words.append("parallel.init_timeout=900")
     with pytest.raises(KeyboardInterrupt):
         runpy.run_path(str(TRAIN))["main"](words)
-    joining.assert_called_once_with(20.0, "cpu", 7200.0)
+    joining.assert_called_once_with(20.0, "cpu", 7200.0, 900.0)
 
 
 def test_a_batch_that_cannot_be_shared_equally_is_refused(capsys):

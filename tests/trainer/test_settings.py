@@ -39,7 +39,7 @@ def prepared(tmp_path_factory):
         (["seed=9223372036854775808"], "give less than 2**63"),
         (["data.epochs=0"], "data.epochs is 0: give at least 1, or null"),
         (["engine.early_stopping=2", "engine.evaluate_every=0"], "early_stopping counts evaluations, and evaluate_every is 0"),
-        (["parallel.heartbeat_timeout=.inf"], "at most collective_timeout, which must be finite"),
+        (["parallel.heartbeat_timeout=.inf"], "at most collective_timeout and init_timeout, which must be finite"),
         (["data.prepare.sources=[{path: x, limit: 0}]"], "limit is 0: give at least 1 document"),
         (["parallel.recompute=blocks"], "parallel.recompute is an older name: say parallel.activation_checkpointing"),
         (["parallel.activation_checkpointing=blocks"], "parallel.activation_checkpointing blocks is an older name: say full."),

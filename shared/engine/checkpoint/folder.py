@@ -14,12 +14,13 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from shared.course.errors import CourseError
@@ -27,6 +28,7 @@ from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.checkpoint.optimizer_state import OptimizerState
 from shared.engine.checkpoint.random_state import RandomState
 from shared.engine.checkpoint.snapshot import Snapshot
+from shared.tensor_files import save_tensors
 
 FORMAT = 1
 FOLDER = re.compile(r"step-(\d{8})")
@@ -49,7 +51,7 @@ class Safetensors:
     """One file for each set of tensors."""
 
     def write(self, folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, folder / f"{name}.safetensors")
+        save_tensors({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, folder / f"{name}.safetensors")
 
     def read(self, folder: Path, name: str) -> dict[str, Tensor]:
         path = folder / f"{name}.safetensors"
@@ -141,14 +143,17 @@ class Checkpoints:
     def require_intact(self, folder: Path) -> None:
         require_intact(folder)
 
-    def newest(self) -> tuple[Snapshot | None, list[str]]:
+    def newest(self, steps: Sequence[int] | None = None) -> tuple[Snapshot | None, list[str]]:
         """The newest checkpoint that is intact, and a sentence for each newer one that is not.
+
+        Args:
+            steps: among which, ascending; None for all.
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact.
         """
         damaged = []
-        for step in reversed(self.steps()):
+        for step in reversed(self.steps() if steps is None else steps):
             try:
                 return self.load(step), damaged
             except CheckpointError as error:

@@ -40,6 +40,10 @@ class Saver:
         self.thread: ThreadPoolExecutor | None = None
         self.pending: Future[Any] | None = None
 
+    def begin(self) -> str | None:
+        """Called before anything is restored. Returns a sentence about where checkpoints will be, where that is not plain."""
+        return None
+
     def save(self, step: int, optimizer: Optimizer, parts: Mapping[str, Stateful], notes: dict[str, Any]) -> None:
         """Start to save the run after `step` steps. Call `finished(wait=True)` first: it returns the earlier save, or raises its error."""
         if self.pending is not None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shared.course.errors import CourseError
@@ -30,6 +30,7 @@ from shared.engine.callbacks import Callback, Metrics
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.engine.checkpoint.snapshot import weights_of
 from shared.loop import evaluate
+from shared.tensor_files import save_tensors
 from shared.totals import Batch, Objective
 
 if TYPE_CHECKING:
@@ -162,9 +163,9 @@ def save_anomaly(folder: Path, engine: "RuntimeEngine", reason: str, metrics: Me
 
     def write(partial: Path) -> None:
         (partial / "anomaly.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        save_file(tensors, partial / "batch.safetensors")
+        save_tensors(tensors, partial / "batch.safetensors")
         if weights:
-            save_file({name: weight.contiguous() for name, weight in weights.items()}, partial / "weights.safetensors")
+            save_tensors({name: weight.contiguous() for name, weight in weights.items()}, partial / "weights.safetensors")
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     atomic_save(folder, write)

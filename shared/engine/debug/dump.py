@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shared.course.errors import CourseError
@@ -25,6 +24,7 @@ from shared.engine.callbacks import Callback
 from shared.engine.debug.statistics import activation_statistics, magnitude_histogram
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.loop import evaluate
+from shared.tensor_files import save_tensors
 from shared.totals import Batch
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def write_dump(folder: Path, dump: Dump, tensors: dict[str, Tensor] | None = Non
     def write(partial: Path) -> None:
         (partial / "dump.json").write_text(json.dumps({"step": dump.step, "entries": entries}), encoding="utf-8")
         if tensors:
-            save_file(tensors, partial / "tensors.safetensors")
+            save_tensors(tensors, partial / "tensors.safetensors")
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     atomic_save(folder, write)

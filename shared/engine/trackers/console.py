@@ -26,6 +26,8 @@ class ConsoleTracker(Callback):
         show: metric -> format, for more or other metrics than these.
     """
 
+    expendable = True
+
     def __init__(self, show: dict[str, str] | None = None):
         self.show = show or SHOWN
         self.bar: Progress | None = None

@@ -30,6 +30,11 @@ def require(module: str, package: str) -> Any:
         ) from None
 
 
+def say_how_to_see(engine: "RuntimeEngine", service: str, command: str) -> None:
+    """Print, at a run's end, the command that shows or sends what a tracker kept."""
+    engine.console.print(f"{service}: {command}", markup=False, highlight=False, soft_wrap=True)
+
+
 def settings_of(engine: "RuntimeEngine", more: Settings | None) -> Settings:
     """The engine's configuration under `engine.`, and what else a run wants on record, such as the model's, in plain values."""
     found = flat({"engine": engine.config} | (more or {}))

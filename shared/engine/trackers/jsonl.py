@@ -30,6 +30,8 @@ class JsonlTracker(Callback):
     first free name metrics.1.jsonl, metrics.2.jsonl, ...
     """
 
+    expendable = True
+
     def __init__(self, path: Path | str | None = None):
         self.path = Path(path) if path else None
         self.file: TextIO | None = None

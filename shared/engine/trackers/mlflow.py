@@ -1,18 +1,25 @@
 """Chapter 04. Metrics for MLflow, in a database file: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows them.
 
+The course installs mlflow-skinny, which logs and has no page: `pip install mlflow`, in an environment of its own, brings that command.
+
 Left out on purpose: its registry of models and its artifacts; checkpoints stay where the engine saves them.
 """
 
 import logging
 import os
+import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
 from shared.engine.callbacks import Callback, Metrics
-from shared.engine.trackers.external import Settings, require, settings_of
+from shared.engine.trackers.external import Settings, require, say_how_to_see, settings_of
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
+
+# MLflow's own switches for a server that does not answer. With its defaults the first call alone waits four minutes, and sixteen where
+# nothing is refused.
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 class MlflowTracker(Callback):
@@ -28,6 +35,8 @@ class MlflowTracker(Callback):
     logged a second time.
     """
 
+    expendable = True
+
     def __init__(
         self,
         experiment: str = "train-language-models",
@@ -42,12 +51,15 @@ class MlflowTracker(Callback):
 
     def on_start(self, engine: "RuntimeEngine") -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow's own switch: without it, it reports its use to its makers
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
         require("sqlalchemy", "mlflow-skinny sqlalchemy alembic")
         mlflow = require("mlflow", "mlflow-skinny sqlalchemy alembic")
         self.entities = mlflow.entities
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # a new database is announced with a line for each of its tables
         engine.output.mkdir(parents=True, exist_ok=True)
-        self.client = mlflow.MlflowClient(tracking_uri=self.uri or f"sqlite:///{(engine.output / 'mlflow.db').resolve()}")
+        self.uri = self.uri or f"sqlite:///{(engine.output / 'mlflow.db').resolve()}"
+        self.client = mlflow.MlflowClient(tracking_uri=self.uri)
         if self.run_id is None:
             self.run_id = self.client.create_run(self.find_experiment(engine), run_name=self.name).info.run_id
         else:
@@ -86,6 +98,8 @@ class MlflowTracker(Callback):
     def on_end(self, engine: "RuntimeEngine") -> None:
         if self.client is not None and self.run_id is not None:
             self.client.set_terminated(self.run_id, status=self.status)
+            page = f"mlflow ui --backend-store-uri {shlex.quote(self.uri)}    (`pip install mlflow` brings this page)"
+            say_how_to_see(engine, "MLflow", self.uri if self.uri.startswith("http") else page)
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self.run_id}

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from shared.tensor_files import save_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -107,7 +108,7 @@ def write_tensors(folder: Path, sizes: dict[str, int], make: Callable[[str], Ten
     for number, names in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else SINGLE
         unfinished = folder / f".{file_name}.{os.getpid()}"
-        save_file({name: make(name).contiguous() for name in names}, unfinished, metadata={"format": "pt"})
+        save_tensors({name: make(name).contiguous() for name in names}, unfinished, metadata={"format": "pt"})
         os.replace(unfinished, folder / file_name)
         written.append(file_name)
         weight_map |= dict.fromkeys(names, file_name)

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shared.engine.checkpoint.folder import CheckpointError
 from shared.parallel.sharding import Box, Region, whole_region
+from shared.tensor_files import save_tensors
 
 KEY = re.compile(r"(.+?)(?:\[(\d+:\d+(?:,\d+:\d+)*)\])?(?:\[(\d+):(\d+)\])?")
 
@@ -115,7 +115,7 @@ def write_shards(path: Path, shards: Mapping[tuple[str, Region], Tensor]) -> Non
     tensors = {}
     for (name, region), tensor in shards.items():
         tensors[key_of(name, region)] = tensor.detach().cpu().reshape(region.local_shape).contiguous()
-    save_file(tensors, path, metadata={"shapes": json.dumps(shapes)} if shapes else None)
+    save_tensors(tensors, path, metadata={"shapes": json.dumps(shapes)} if shapes else None)
 
 
 def shards_in(file: Any) -> dict[str, list[StoredShard]]:

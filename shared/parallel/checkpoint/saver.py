@@ -7,87 +7,37 @@
 Ranks communicate between steps only, never from the thread. If a rank cannot write, all ranks raise the same error. A save that is under
 way when a rank dies is discarded, and the checkpoint before it remains.
 
-Left out on purpose: machines without a shared file system.
+Without a shared folder every machine keeps a whole checkpoint of its own, where its ranks hold all (`RankSaver.begin`): the first rank of each
+machine does there what rank 0 does above. A run is resumed from the newest step that all machines have.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shared.engine.checkpoint.atomic import atomic_save, force_to_disk
-from shared.engine.checkpoint.folder import MANIFEST, STATE, CheckpointError, Checkpoints, fingerprint, reason_of, require_intact, state_of
-from shared.engine.checkpoint.random_state import RandomState, get_random_state
+from shared.engine.checkpoint.folder import MANIFEST, STATE, CheckpointError, fingerprint, reason_of, state_of
 from shared.engine.checkpoint.saver import Saver
-from shared.engine.checkpoint.snapshot import Snapshot, Stateful
-from shared.parallel.checkpoint.files import ShardFiles, rank_file, write_shards
+from shared.engine.checkpoint.snapshot import Snapshot
+from shared.parallel.checkpoint.files import rank_file, write_shards
+from shared.parallel.checkpoint.folder import RANDOM, RankCheckpoints
+from shared.parallel.health.agreement import ranks_that_share
+from shared.parallel.health.replicas import require_equal_state
 from shared.parallel.sharding import Region, whole_region
 
 if TYPE_CHECKING:
     from shared.parallel.strategy import ParallelStrategy
 
-RANDOM = "random_of_ranks"  # in state.json: what Python and NumPy draw from, by rank
-Result = TypeVar("Result")
 Shards = dict[tuple[str, Region], Tensor]
-
-
-class RankCheckpoints(Checkpoints):
-    """Chapter 04's checkpoints as one rank of many reads them: its shards of the tensors, and its share of the checksums.
-
-    Every rank makes the same calls at the same time, and gets the same answers.
-    """
-
-    def __init__(self, folder: Path, keep_last: int, keep_best: bool, strategy: "ParallelStrategy"):
-        elsewhere = {*strategy.holders.shapes, *strategy.optim_holders.shapes}
-        storage = ShardFiles(strategy.weight_regions, strategy.optim_regions, elsewhere)
-        super().__init__(folder, keep_last, keep_best, storage)
-        self.strategy, self.world = strategy, strategy.mesh.world
-
-    def load(self, step: int) -> Snapshot:
-        """The snapshot with this rank's numbers, and of the optimizer's groups and values those that it has parameters of."""
-        snapshot = self.agreed(partial(super().load, step))
-        held, everywhere = self.strategy.optim_regions, self.strategy.optim_holders.shapes
-        values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if name not in held or held[name].numel}
-        groups = [
-            group | {"names": [name for name in group["names"] if name in held or name not in everywhere]}
-            for group in snapshot.optimizer.groups
-        ]
-        values = {name: of_name for name, of_name in values.items() if name in held or name not in everywhere}
-        optimizer = replace(snapshot.optimizer, values=values, groups=groups)
-        return replace(snapshot, optimizer=optimizer, random=self.random_state(step))
-
-    def require_intact(self, folder: Path) -> None:
-        """Verify checksums on all ranks, before any rank reads a file that may be damaged."""
-        self.agreed(partial(require_intact, folder, slice(self.world.rank, None, self.world.size)))
-
-    def agreed(self, call: Callable[[], Result]) -> Result:
-        """Return the result of `call`; if it fails on any rank, raise the first such error on all ranks."""
-        result, problem = None, None
-        try:
-            result = call()
-        except CheckpointError as error:
-            problem = str(error)
-        if problems := [each for each in self.world.gather_objects(problem) if each]:
-            raise CheckpointError(problems[0])
-        return result
-
-    def random_state(self, step: int) -> RandomState:
-        """This rank's random state. A rank that did not exist when the run was saved keeps the state that it was started with."""
-        state = json.loads((self.path(step) / STATE).read_text(encoding="utf-8"))
-        of_ranks = [state["random"], *state.get(RANDOM, [])]
-        if self.world.rank >= len(of_ranks):
-            return get_random_state()
-        name = Path(rank_file("random", self.world.rank, len(of_ranks))).stem
-        return RandomState(self.storage.read(self.path(step), name), **of_ranks[self.world.rank])
 
 
 class RankSaver(Saver):
@@ -95,7 +45,7 @@ class RankSaver(Saver):
 
     Args:
         strategy: what is saved.
-        folder: holds the checkpoints; every rank sees the same.
+        folder: holds the checkpoints; the same for all ranks, or one for each machine.
         asynchronous: whether `save` returns before this rank's files are written.
 
     Raises:
@@ -112,26 +62,54 @@ class RankSaver(Saver):
         self.device = next(strategy.module.parameters()).device  # where small tensors travel from
         self.step, self.common = 0, ""
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank completes what the ranks that share its folder write."""
+        return self.checkpoints.sharing[0] == self.world.rank
+
+    def begin(self) -> str | None:
+        """Find out which ranks see the same folder. Every rank calls it, before the first step. Returns a sentence where not all do.
+
+        Raises:
+            CheckpointError: the folder is not shared, and the ranks of a machine do not hold the whole.
+        """
+        self.checkpoints.sharing = ranks_that_share(self.world, self.checkpoints.folder.parent)
+        machines = {tuple(each) for each in self.world.gather_objects(self.checkpoints.sharing)}
+        if self.checkpoints.shared:
+            return None
+        told = f"{self.checkpoints.folder.parent} is not one folder for all ranks: ranks " + " and ranks ".join(
+            ", ".join(map(str, ranks)) for ranks in sorted(machines)
+        )
+        tables = self.strategy.holders, self.strategy.optim_holders
+        if not all(table.complete_among(ranks) for table in tables for ranks in machines):
+            raise CheckpointError(
+                f"{told} each see their own, and no machine holds the whole model with its optimizer, so none could keep a checkpoint. Put "
+                f"engine.output on storage that all machines share, or give each machine a replica: parallel.data_parallel={len(machines)} "
+                f"parallel.fully_sharded={self.world.size // len(machines)} parallel.zero=0."
+            )
+        return f"{told} each keep a whole checkpoint in their own. A run is resumed from the newest step that all of them have."
+
     def writing(self, snapshot: Snapshot, notes: dict[str, Any]) -> Callable[[], Any]:
+        require_equal_state(self.strategy, snapshot, notes)
         self.step, staging = snapshot.step, self.checkpoints.path(snapshot.step).with_suffix(".ranks")
         files = self.own_files(snapshot)
         self.common = self.common_state(snapshot, notes)
-        problem = self.world.gather_objects(empty_folder(staging) if self.world.rank == 0 else None)[0]
+        problem = next(filter(None, self.world.gather_objects(empty_folder(staging) if self.leads else None)), None)
         if self.asynchronous:
             files = {file: {at: tensor.to("cpu", copy=True) for at, tensor in shards.items()} for file, shards in files.items()}
         return partial(write_files, staging, files, problem)
 
     def own_files(self, snapshot: Snapshot) -> dict[str, Shards]:
-        """The shards that this rank writes, by file: each shard is written by one rank only."""
+        """The shards that this rank writes, by file: each shard is written by one rank only of those that share the folder."""
         strategy, rank = self.strategy, self.world.rank
         weights: Shards = {}
-        writers = strategy.holders.writers
+        writers = strategy.holders.writers(self.checkpoints.sharing)
         for name, tensor in snapshot.weights.items():
             part = name, strategy.weight_regions[name]
             if writers.get(part) == rank:
                 weights[part] = tensor.detach()
         optimizer: Shards = {}
-        writers = strategy.optim_holders.writers
+        writers = strategy.optim_holders.writers(self.checkpoints.sharing)
         for name, tensors in snapshot.optimizer.tensors.items():
             region = strategy.optim_regions[name]
             if writers.get((name, region)) != rank:  # the step counter of a parameter of which this rank owns no elements may be stale
@@ -139,9 +117,18 @@ class RankSaver(Saver):
             for key, tensor in tensors.items():
                 is_sharded = tensor.numel() == region.numel and tensor.dim() > 0
                 optimizer[f"{key}/{name}", region if is_sharded else whole_region(tensor.shape)] = tensor.detach()
-        random = {(name, whole_region(state.shape)): state for name, state in snapshot.random.torch.items()}
-        files = {"weights": weights, "optimizer": optimizer, "random": random}
-        return {rank_file(file, rank, self.world.size): shards for file, shards in files.items()}
+        files = {("weights", rank): weights, ("optimizer", rank): optimizer}
+        for of_rank, states in self.random_states(snapshot).items():
+            files["random", of_rank] = {(name, whole_region(state.shape)): state for name, state in states.items()}
+        return {rank_file(name, of_rank, self.world.size): shards for (name, of_rank), shards in files.items()}
+
+    def random_states(self, snapshot: Snapshot) -> dict[int, dict[str, Tensor]]:
+        """The ranks whose torch generators this rank writes, with their states: its own; or those of all ranks, once on each machine."""
+        if self.checkpoints.shared:
+            return {self.world.rank: snapshot.random.torch}
+        everyone = self.world.gather_objects({name: state.tolist() for name, state in snapshot.random.torch.items()})
+        tensors = [{name: torch.tensor(state, dtype=torch.uint8) for name, state in states.items()} for states in everyone]
+        return dict(enumerate(tensors)) if self.leads else {}
 
     def common_state(self, snapshot: Snapshot, notes: dict[str, Any]) -> str:
         """The text of `state.json`: what is the same on all ranks from rank 0, what differs from those that have it."""
@@ -155,7 +142,8 @@ class RankSaver(Saver):
             names = dict.fromkeys(name for _, _, of_groups in everyone for name in of_groups[number])
             groups.append(group | {"names": list(names)})
         snapshot = replace(snapshot, optimizer=replace(snapshot.optimizer, values=merged, groups=groups))
-        return json.dumps(state_of(snapshot, notes) | {RANDOM: [random for _, random, _ in everyone[1:]]})
+        text = json.dumps(state_of(snapshot, notes) | {RANDOM: [random for _, random, _ in everyone[1:]]})
+        return text if self.checkpoints.shared else self.world.gather_objects(text)[0]
 
     def finished(self, wait: bool = False) -> Path | None:
         """The checkpoint that was completed since the last call, if any. Every rank calls it between two steps."""
@@ -171,9 +159,12 @@ class RankSaver(Saver):
         files, problem = pending.result()
         answers = self.world.gather_objects([files, problem])
         problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]
-        if self.world.rank == 0:
-            problems = problems or self.complete({name: entry for files, _ in answers for name, entry in files.items()})
-        if problems := self.world.gather_objects(problems)[0]:
+        written = {name: entry for rank in self.checkpoints.sharing for name, entry in answers[rank][0].items()}
+        for stage in (partial(self.complete, written), partial(self.checkpoints.remove_old, self.step)):  # first on all machines, then remove
+            reason = problem_of(stage) if self.leads and not problems else None
+            reasons = enumerate(self.world.gather_objects(reason))
+            problems = problems or [f"rank {rank}: {reason}" for rank, reason in reasons if reason]
+        if problems:
             raise self.checkpoints.unwritten(self.step, problems[0])
         return self.checkpoints.path(self.step)
 
@@ -184,8 +175,8 @@ class RankSaver(Saver):
             with suppress(CheckpointError):  # the error that ends the run says more
                 self.finished()
 
-    def complete(self, files: dict[str, dict[str, Any]]) -> list[str]:
-        """Put the ranks' files into a folder with state and manifest, atomically. Returns error messages."""
+    def complete(self, files: dict[str, dict[str, Any]]) -> None:
+        """Put the ranks' files into a folder with state and manifest, atomically."""
         target = self.checkpoints.path(self.step)
         staging = target.with_suffix(".ranks")
 
@@ -196,35 +187,29 @@ class RankSaver(Saver):
             manifest = files | {STATE: fingerprint(folder / STATE)}
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
-        try:
-            atomic_save(target, write)
-            self.checkpoints.remove_old(self.step)
-            shutil.rmtree(staging)
-        except OSError as error:
-            return [f"rank 0: {reason_of(error)}"]
-        return []
+        atomic_save(target, write)
+        shutil.rmtree(staging)
 
     def is_best(self, loss: float) -> bool:
         """Whether a loss is the best so far, decided by rank 0."""
         return self.world.gather_objects(super().is_best(loss))[0]
 
-    def restore(self, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
-        """Resume from the newest intact checkpoint, whichever layout wrote it."""
-        seen = self.world.gather_objects(self.checkpoints.steps())
-        if differing := [rank for rank, steps in enumerate(seen) if steps != seen[0]]:
-            raise CheckpointError(
-                f"Rank {differing[0]} sees the checkpoints of steps {seen[differing[0]]} in {self.checkpoints.folder}, and rank 0 those of "
-                f"{seen[0]}: all ranks need the same folder, on storage that all machines share."
-            )
-        return super().restore(optimizer, parts)
-
 
 def empty_folder(path: Path) -> str | None:
     """Make a folder for the ranks' files, and remove the leftovers of discarded saves. Returns an error message."""
-    try:
+
+    def make() -> None:
         for leftover in path.parent.glob("*.ranks"):
             shutil.rmtree(leftover)
         path.mkdir(parents=True)
+
+    return problem_of(make)
+
+
+def problem_of(work: Callable[[], None]) -> str | None:
+    """Do it, and return the operating system's words where it fails."""
+    try:
+        work()
     except OSError as error:
         return reason_of(error)
     return None

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shared.course.errors import CourseError
 from shared.parallel.comm import gloo_routes
+from shared.parallel.comm.addresses import choose_interface, route_to
 from shared.parallel.comm.communicator import (
     CommunicationError,
     Communicator,
@@ -31,7 +32,8 @@ from shared.parallel.comm.communicator import (
     SingleRankCommunicator,
     Work,
 )
-from shared.parallel.health.heartbeat import Heartbeat, Timeouts
+from shared.parallel.health.agreement import program, require_agreement
+from shared.parallel.health.heartbeat import RAISE_GRACE, Heartbeat, Timeouts, deadline
 from shared.parallel.comm.trace import CommTrace
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -104,15 +106,15 @@ class ProcessCommunicator(Communicator):
         return self.wrap(dist.barrier(self.torch_group, async_op=True))
 
     def _gather_texts(self, text: str) -> list[str]:
-        """Gathered as bytes, padded to the longest text: nothing is pickled."""
-        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.process.device)
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.process.device)
+        """Gathered as bytes, padded to the longest text: nothing is pickled. Over gloo, which ranks on GPUs and on CPUs have in common."""
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
         self._all_gather(lengths, lengths.new_tensor([len(own)])).wait()
         padded = own.new_zeros(int(lengths.max()))
         padded[: len(own)] = own
         everyone = own.new_zeros(self.size, len(padded))
         self._all_gather(everyone, padded).wait()
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(everyone.cpu(), lengths.tolist(), strict=True)]
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(everyone, lengths.tolist(), strict=True)]
 
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
         torch_groups = {group: self.new_group(axis, group) for group in groups if len(group) > 1}  # torch has every rank create every group
@@ -156,19 +158,33 @@ def join_world(rank: int, ranks: int, init_method: str, device: torch.device, ti
             `file:///a/file/on/this/machine`.
 
     Raises:
-        CommunicationError: on rank 0: some ranks did not connect within `timeouts.init_timeout`.
+        CourseError: no address or network interface leads to the others.
+        CommunicationError: some ranks did not connect within `timeouts.init_timeout`. Where torch does not return, the process ends.
         RankStopped: another rank failed while it was connecting.
     """
     if ranks == 1:
         return SingleRankCommunicator()
-    store, _, _ = next(rendezvous(init_method, rank, ranks, timeout=timedelta(seconds=timeouts.init_timeout)))
-    store, trace = fresh_store(store, rank, ranks, timeouts.init_timeout), CommTrace()
-    process = Process(device, Heartbeat(store, rank, ranks, trace, timeouts))
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    try:
-        dist.init_process_group(backend, timeout=process.timeout, store=store, rank=rank, world_size=ranks)
-    except RuntimeError as error:  # a rank may connect, work and end before the last one has connected
-        raise RankStopped(f"rank {rank} of {ranks} could not connect to the others: {error}") from error
+    seconds, trace = timeouts.init_timeout, CommTrace()
+    late = (
+        f"rank {rank} of {ranks} could not connect to the others within {seconds:g} s: read the output on their machines, and see that no "
+        f"firewall closes the ports between them (MASTER_ADDR is {os.environ.get('MASTER_ADDR', 'not set')})."
+    )
+    with deadline(seconds + RAISE_GRACE, late):
+        try:
+            if init_method == "env://":
+                route_to(*master())  # refuses what torch would try for all of `seconds`
+            store, _, _ = next(rendezvous(init_method, rank, ranks, timeout=timedelta(seconds=seconds)))
+            store = fresh_store(store, rank, ranks, seconds)
+            if init_method == "env://":
+                choose_interface(store, rank, ranks, *master())
+            process = Process(device, Heartbeat(store, rank, ranks, trace, timeouts))
+        except dist.DistError as error:
+            raise CommunicationError(f"{late} {(str(error).splitlines() or [''])[0]}") from error
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        try:
+            dist.init_process_group(backend, timeout=process.timeout, store=store, rank=rank, world_size=ranks)
+        except RuntimeError as error:  # a rank may connect, work and end before the last one has connected
+            raise RankStopped(f"rank {rank} of {ranks} could not connect to the others: {error}") from error
     process.heartbeat.start()
     return ProcessCommunicator(process, dist.group.WORLD, range(ranks), "world", trace)
 
@@ -202,8 +218,26 @@ def leave_world(world: Communicator, ended: str) -> None:
         world.process.heartbeat.close(ended)
 
 
+def whole_number(variable: str, default: str | None = None) -> int:
+    """An environment variable that torchrun sets for each rank."""
+    text = os.environ.get(variable, default)
+    if text is None or not text.isdecimal():
+        raise CourseError(
+            f"The environment variable {variable} is {'not set' if text is None else repr(text)}, and should be a whole number: start the "
+            "ranks with torchrun, which sets it, or remove RANK and WORLD_SIZE for a run of one process."
+        )
+    return int(text)
+
+
+def master() -> tuple[str, int]:
+    """Where the ranks of torchrun meet."""
+    if (port := whole_number("MASTER_PORT")) > 65535:
+        raise CourseError(f"The environment variable MASTER_PORT is {port}; ports end at 65535. Give torchrun another --master-port.")
+    return os.environ.get("MASTER_ADDR", ""), port
+
+
 def from_torchrun(
-    heartbeat_timeout: float = 30.0, device: str = "auto", collective_timeout: float = 1800.0
+    heartbeat_timeout: float = 30.0, device: str = "auto", collective_timeout: float = 1800.0, init_timeout: float = 300.0
 ) -> tuple[Communicator, torch.device]:
     """Join the world of torchrun, as `init_process_group` does, and choose this rank's device; one rank where torchrun was not used.
 
@@ -213,12 +247,17 @@ def from_torchrun(
     Args:
         heartbeat_timeout: seconds without a heartbeat after which a rank counts as dead.
         collective_timeout: seconds that a rank waits in one operation for a rank that is alive.
+        init_timeout: seconds until all ranks have connected.
         device: cpu, cuda, or auto, which takes a GPU where there is one; a rank's GPU is the one of its LOCAL_RANK.
 
     Raises:
-        CourseError: the machine has fewer GPUs than ranks.
+        RanksDisagree: ranks run different code, packages or kinds of device.
+        CourseError: the machine has fewer GPUs than ranks, an environment variable is malformed, or no address leads to the others.
+        CommunicationError: not all ranks connected.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank, ranks, local_rank = whole_number("RANK", "0"), whole_number("WORLD_SIZE", "1"), whole_number("LOCAL_RANK", "0")
+    if rank >= ranks:
+        raise CourseError(f"The environment variable RANK is {rank}, and WORLD_SIZE {ranks}: ranks count from 0. Start them with torchrun.")
     chosen = torch.device("cpu")
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         if local_rank >= torch.cuda.device_count():
@@ -228,6 +267,7 @@ def from_torchrun(
             )
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    timeouts = Timeouts(heartbeat_timeout, collective_timeout, heartbeat_interval=min(1.0, heartbeat_timeout / 10))
-    return join_world(rank, ranks, "env://", chosen, timeouts), chosen
+    timeouts = Timeouts(heartbeat_timeout, collective_timeout, min(1.0, heartbeat_timeout / 10), init_timeout)
+    world = join_world(rank, ranks, "env://", chosen, timeouts)
+    require_agreement(world, "program", program(chosen))
+    return world, chosen

@@ -3,13 +3,15 @@
 Without it, a rank that dies or hangs leaves the others waiting without an error. So a thread of each rank writes what the rank does into
 the store of the rendezvous, every second, and reads what the others wrote. It ends the wait where
 
-    a rank's heartbeat stops                     it died, or its process hangs
+    a rank's heartbeat stops                     it died, its process hangs, or its machine cannot be reached
+    the store does not answer                    rank 0's machine is gone, or cannot be reached
     calls do not match, or ranks deadlock        found by `shared.parallel.health.deadlock`
     a rank is alive and has not joined an        the message has the line of its code where it is
     operation for half an hour
 
 A rank whose heartbeat goes on may take its time: it compiles, saves, or prepares data. Collectives are not slowed down; the thread takes
-about a millisecond of every second.
+about a millisecond of every second. A second thread, the watchdog, makes no call that can hang: where the network is cut, a call to the
+store returns after a quarter of an hour, when the kernel gives up the connection.
 
 Left out on purpose: hundreds of ranks, where each would read the messages of a few and not of all.
 """
@@ -20,6 +22,8 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -32,6 +36,7 @@ from shared.parallel.health.deadlock import HeartbeatMessage, deadlocked_ranks, 
 EXIT_CODE = 75  # of a rank that ends because of others: "temporary failure, try again" in sysexits.h
 MISSED = 3  # heartbeats after which a rank counts as dead, where a connection broke too
 RAISE_GRACE = 10.0  # seconds in which a rank's own thread can raise the problem, before its process is ended; the machine may be busy
+END_GRACE = 120.0  # ... in which it can end after that, with a save that is under way
 
 
 class RankLost(RankStopped):
@@ -45,13 +50,15 @@ class Timeouts:
     heartbeat_timeout: without a heartbeat, until a rank counts as dead.
     collective_timeout: in one operation, for a rank whose heartbeat goes on.
     heartbeat_interval: between two heartbeats.
-    init_timeout: at the start, until all ranks have connected; each has to start and to import its packages first.
+    init_timeout: at the start, until all ranks have connected. Each imports its packages meanwhile, from a slow network disk perhaps; after
+        a failure it covers the difference between the ranks' restarts, which is `heartbeat_timeout` and torchrun's own half minute. Nothing
+        else happens before: text is prepared by ranks that have connected.
     """
 
     heartbeat_timeout: float = 30.0
     collective_timeout: float = 1800.0
     heartbeat_interval: float = 1.0
-    init_timeout: float = 1800.0
+    init_timeout: float = 300.0
 
 
 class Heartbeat:
@@ -73,20 +80,23 @@ class Heartbeat:
         self.number = 0
         self.last_seen: dict[int, HeartbeatMessage] = {}
         self.silent_seconds = dict.fromkeys(range(ranks), 0.0)  # without a new message, while this rank was watching
+        self.unanswered_seconds = 0.0  # since the store's last answer
         self.suspects: dict[int, HeartbeatMessage] = {}  # deadlocked ranks, with the message that showed it first
         self.last_check = self.waiting_since = time.monotonic()
         self.waiting_entry: object = None
         self.problem: CommunicationError | None = None
         self.raised, self.problem_found, self.closing = False, threading.Event(), threading.Event()
         self.connection_lost = self.blocked = False
-        self.sending = threading.Lock()
+        self.last_words = ""
         self.send()
         self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
+        self.watchdog = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, once all ranks have connected."""
+        """Start the threads, once all ranks have connected."""
         self.last_check = time.monotonic()
         self.thread.start()
+        self.watchdog.start()
         atexit.register(self.at_exit)
 
     # In the rank's own thread.
@@ -127,46 +137,39 @@ class Heartbeat:
         """Publish that this rank is gone, and stop. ended: what it did, as in "has finished"."""
         if self.closing.is_set():
             return
+        self.last_words = ended
         self.closing.set()
-        self.thread.join(self.timeouts.heartbeat_interval)
-        try:
-            self.send(ended)
-        except RuntimeError:  # the store is gone as well, so no rank is left to read it
-            pass
+        if self.unanswered_seconds < self.timeouts.heartbeat_timeout:
+            self.thread.join(RAISE_GRACE)
 
     def at_exit(self) -> None:
         """Run at the interpreter's exit. Torch's threads last as long as their operations, so after a failure the process is ended."""
         self.close(f"stopped: {self.problem}" if self.problem else "has ended")
         if self.problem is not None:
-            self.end_process()
+            end_process()
 
-    # In the heartbeat's thread.
+    # In the heartbeat's thread, which makes all calls to the store, so nothing can overwrite the last message.
 
     def run(self) -> None:
-        failed_at = 0.0
-        while not self.closing.wait(self.timeouts.heartbeat_interval):
-            try:
+        try:
+            while not self.closing.wait(self.timeouts.heartbeat_interval):
                 self.send()
                 self.check()
-            except RuntimeError as error:
-                lost = f"rank {self.rank} cannot reach the store of the rendezvous: the machine of rank 0 is gone ({error})"
-                self.fail(CommunicationError(lost))
-            if self.problem is None:
-                continue
-            failed_at = failed_at or time.monotonic()
-            grace = MISSED * self.timeouts.heartbeat_interval
-            if not self.raised and time.monotonic() - failed_at > (grace if self.blocked else max(grace, RAISE_GRACE)):
-                print(self.problem, file=sys.stderr)  # the rank is in an operation that is not ours, or computes
-                self.end_process()
+                self.unanswered_seconds = 0.0
+        except RuntimeError as error:
+            lost = f"rank {self.rank} cannot reach the store of the rendezvous: the machine of rank 0 is gone ({error})"
+            self.fail(RankLost(lost))
+            self.closing.wait()
+        try:
+            self.send(self.last_words)
+        except RuntimeError:  # the store is gone as well, so no rank is left to read it
+            pass
 
     def send(self, ended: str = "") -> None:
-        """Publish what this rank does. Once it has ended nothing may overwrite its last message: it would be missed as a dead rank."""
-        with self.sending:
-            if self.closing.is_set() and not ended:
-                return
-            self.number += 1
-            text = HeartbeatMessage.of(self.number, self.trace, code_location(self.main_thread), ended).to_json()
-            self.store.set(f"heartbeat/{self.rank}", text)
+        """Publish what this rank does."""
+        self.number += 1
+        text = HeartbeatMessage.of(self.number, self.trace, code_location(self.main_thread), ended).to_json()
+        self.store.set(f"heartbeat/{self.rank}", text)
 
     def check(self) -> None:
         """Read every rank's last message, and look for a problem."""
@@ -210,7 +213,7 @@ class Heartbeat:
             if seconds >= limit and rank != self.rank:
                 message = self.last_seen[rank]
                 step = f" (step {message.step})" if message.step else ""
-                return f"rank {rank} has sent no heartbeat for {seconds:.0f} s: it died or hangs; {message.last_call()}{step}"
+                return f"rank {rank} has sent no heartbeat for {seconds:.0f} s: it died, hangs or cannot be reached; {message.last_call()}{step}"
         return None
 
     def deadlock(self) -> str | None:
@@ -238,10 +241,46 @@ class Heartbeat:
         )
         return f"rank {self.rank} has waited {now - self.waiting_since:.0f} s in {entry.description}: {states or 'all ranks are in it'}"
 
-    def end_process(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(EXIT_CODE)
+    # In the watchdog's thread.
+
+    def watch(self) -> None:
+        """Find that the store does not answer, and end the process where its own thread does not raise the problem and end."""
+        timeouts, last, failed_at = self.timeouts, time.monotonic(), None
+        while not self.closing.wait(timeouts.heartbeat_interval):
+            now = time.monotonic()
+            self.unanswered_seconds += min(now - last, 2 * timeouts.heartbeat_interval)  # this process may have been suspended
+            last = now
+            if self.unanswered_seconds >= timeouts.heartbeat_timeout:
+                silent = f"rank {self.rank} has had no answer from the machine of rank 0 for {self.unanswered_seconds:.0f} s"
+                self.fail(RankLost(f"{silent}: it is gone, hangs or cannot be reached"))
+            if self.problem is None:
+                continue
+            failed_at = failed_at or now
+            grace = MISSED * timeouts.heartbeat_interval
+            grace = END_GRACE if self.raised else grace if self.blocked else max(grace, RAISE_GRACE)
+            if now - failed_at > grace:
+                end_process(self.problem)  # the rank is in an operation that is not ours, or computes
+
+
+@contextmanager
+def deadline(seconds: float, sentence: str) -> Iterator[None]:
+    """End the process with `sentence` unless the block ends within `seconds`; for calls that take no timeout, or exceed it."""
+    timer = threading.Timer(seconds, end_process, [sentence])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def end_process(reason: object = "") -> None:
+    """End this process at once with `EXIT_CODE`, whatever its threads wait for."""
+    if reason:
+        print(f"\n{reason}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(EXIT_CODE)
 
 
 def code_location(thread: int) -> str:
