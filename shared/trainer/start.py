@@ -15,6 +15,7 @@ from pathlib import Path
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.parallel.config import AXES, ParallelConfig, layout_name, parse_layout, require_built
+from shared.trainer.axes import BROUGHT
 from shared.trainer.settings import parse_words, read_settings
 
 TRAIN = CHECKOUT / "chapters" / "12_grpo" / "train.py"
@@ -33,7 +34,7 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
     said = dict(word.removeprefix("--").split("=", 1) for word in words[1:] if "=" in word)
     try:
         config = parse_layout(layout, ParallelConfig(backend=said.get("parallel.backend", "course")))
-        require_built(config)
+        require_built(config, BROUGHT)
         written = read_settings(Path(words[0]))
         backend = said.get("parallel.backend") or (written.get("parallel") or {}).get("backend", "course")
         config = replace(config, backend=backend)
