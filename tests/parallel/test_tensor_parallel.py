@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: every family of model, beside every data engine, does what one process does."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from shared.model.config import ModelConfig
 from shared.optim.config import OptimizerConfig
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.config import parse_layout
 from shared.parallel.health.replicas import require_equal
 from shared.parallel.parallelize import AXES
 from shared.parallel.tensor.axis import TensorParallel
@@ -49,13 +49,18 @@ def batches(step: int, microbatch: int, config: ModelConfig):
     return {"input_ids": ids[:, :-1].contiguous(), "targets": targets}
 
 
-def train(world, layout: str, family: str, optimizer=SGD, objective=packed_next_token_objective, **settings) -> dict:
+def make(world, layout: str, family: str, optimizer=SGD, objective=packed_next_token_objective, seed: int = 0, **settings) -> LayoutRun:
     sequence = layout.endswith("_sp")
     config = replace(parse_layout(layout.removesuffix("_sp")), sequence_parallel=sequence, **settings)
     objective = translation_objective if family == "t5" else objective
-    run = LayoutRun(
-        world, config, config=config_of(family), optimizer=optimizer, objective=objective, batches=batches, axes=(*AXES, TensorParallel())
+    axes = (*AXES, TensorParallel())
+    return LayoutRun(
+        world, config, config=config_of(family), optimizer=optimizer, objective=objective, batches=batches, axes=axes, seed=seed
     )
+
+
+def train(world, *arguments, **settings) -> dict:
+    run = make(world, *arguments, **settings)
     losses, norms = [], []
     for _ in range(STEPS):
         run.train(1)
@@ -67,7 +72,7 @@ def train(world, layout: str, family: str, optimizer=SGD, objective=packed_next_
 
 def run(layout: str, *arguments, **settings) -> list[dict]:
     ranks = parse_layout(layout.removesuffix("_sp")).ranks
-    work = partial(lambda world: train(world, layout, *arguments, **settings))
+    work = lambda world: train(world, layout, *arguments, **settings)  # noqa: E731
     return [work(SingleRankCommunicator())] if ranks == 1 else run_threads(work, ranks)
 
 
