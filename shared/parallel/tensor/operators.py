@@ -13,7 +13,8 @@ sequence-parallel pair sends the same bytes. Each operator assumes what its back
 else from the same x, so the gradients of x add; behind g all ranks compute the same, so each has the whole gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shared.parallel.comm.communicator import Communicator
+
+Collective = Callable[[Tensor, Communicator], Tensor]
 
 
 def all_reduced(x: Tensor, group: Communicator) -> Tensor:
@@ -64,113 +67,56 @@ def require_divisible(length: int, group: Communicator) -> None:
         )
 
 
-class CopyToRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+def own_tokens(whole: Tensor, group: Communicator, sizes: Sequence[int]) -> Tensor:
+    """[..., vocab] -> this rank's tokens, [..., sizes[rank]]."""
+    return whole.split(list(sizes), dim=-1)[group.rank].contiguous()
+
+
+def all_tokens(part: Tensor, group: Communicator, sizes: Sequence[int]) -> Tensor:
+    """[..., sizes[rank]] of each rank -> [..., vocab]."""
+    padded = part.new_zeros(*part.shape[:-1], max(sizes))
+    padded[..., : part.shape[-1]] = part
+    rows = part.new_empty(group.size, *padded.shape)
+    group.all_gather(rows, padded)
+    return torch.cat([row[..., :size] for row, size in zip(rows, sizes, strict=True)], dim=-1)
+
+
+def same(x: Tensor, group: Communicator) -> Tensor:
+    return x.view_as(x)
+
+
+class Operator(torch.autograd.Function):
+    """A collective whose backward pass is another one: both are functions (tensor, group) -> tensor."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return all_reduced(upstream, ctx.group), None
-
-
-class SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
-        return all_reduced(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream, None
-
-
-class GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
-        return all_gathered(part, group)
+    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, group: Communicator) -> Tensor:
+        ctx.back, ctx.group = back, group
+        return there(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return reduce_scattered(upstream, ctx.group), None
-
-
-class ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
-        return reduce_scattered(whole, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return all_gathered(upstream, ctx.group), None
-
-
-class SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Communicator) -> Tensor:
-        require_divisible(whole.shape[1], group)
-        ctx.group = group
-        return own_slice(whole, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return all_gathered(upstream, ctx.group), None
-
-
-class JoinSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
-        return all_gathered(part, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return own_slice(upstream, ctx.group), None
-
-
-class JoinVocabulary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, sizes: Sequence[int], group: Communicator) -> Tensor:
-        ctx.group, ctx.sizes = group, tuple(sizes)
-        longest = max(sizes)
-        padded = part.new_zeros(*part.shape[:-1], longest)
-        padded[..., : part.shape[-1]] = part
-        rows = part.new_empty(group.size, *padded.shape)
-        group.all_gather(rows, padded)
-        return torch.cat([row[..., :size] for row, size in zip(rows, sizes, strict=True)], dim=-1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return upstream.split(ctx.sizes, dim=-1)[ctx.group.rank].contiguous(), None, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(upstream, ctx.group), None, None, None
 
 
 def copy_to_ranks(x: Tensor, group: Communicator) -> Tensor:
     """f: x, the same on all ranks, of which each rank computes a part of what follows."""
-    return CopyToRanks.apply(x, group)
+    return Operator.apply(x, same, all_reduced, group)
 
 
 def sum_over_ranks(x: Tensor, group: Communicator) -> Tensor:
-    """g: the sum of what each rank has, which all ranks go on with."""
-    return SumOverRanks.apply(x, group)
+    """g: the sum of what each rank has, with which all ranks continue."""
+    return Operator.apply(x, all_reduced, same, group)
 
 
 def gather_sequence(part: Tensor, group: Communicator) -> Tensor:
     """[batch, seq / ranks, D] -> [batch, seq, D], of which each rank computes a part of what follows."""
-    return GatherSequence.apply(part, group)
+    return Operator.apply(part, all_gathered, reduce_scattered, group)
 
 
 def scatter_sequence(whole: Tensor, group: Communicator) -> Tensor:
     """[batch, seq, D] -> this rank's positions of the sum over the ranks, [batch, seq / ranks, D]."""
-    return ScatterSequence.apply(whole, group)
+    return Operator.apply(whole, reduce_scattered, all_gathered, group)
 
 
 def split_sequence(whole: Tensor, group: Communicator) -> Tensor:
@@ -179,14 +125,15 @@ def split_sequence(whole: Tensor, group: Communicator) -> Tensor:
     Raises:
         ValueError: the sequence does not divide by the ranks.
     """
-    return SplitSequence.apply(whole, group)
+    require_divisible(whole.shape[1], group)
+    return Operator.apply(whole, own_slice, all_gathered, group)
 
 
 def join_sequence(part: Tensor, group: Communicator) -> Tensor:
-    """[batch, seq / ranks, D] -> [batch, seq, D], with which all ranks go on in the same way."""
-    return JoinSequence.apply(part, group)
+    """[batch, seq / ranks, D] -> [batch, seq, D], with which all ranks continue in the same way."""
+    return Operator.apply(part, all_gathered, own_slice, group)
 
 
 def join_vocabulary(part: Tensor, sizes: Sequence[int], group: Communicator) -> Tensor:
     """Logits [..., vocab of this rank] -> [..., vocab]. sizes: how many tokens each rank has."""
-    return JoinVocabulary.apply(part, sizes, group)
+    return Operator.apply(part, partial(all_tokens, sizes=sizes), partial(own_tokens, sizes=sizes), group)
