@@ -9,6 +9,7 @@
 #   make test                  what must hold before every commit
 #   make test CHAPTER=06       one chapter's part of it: its floor, its comparisons with other libraries, its checks, its notebook
 #   make test-all              also what takes longer: other rounding and thread counts, mutation of the solutions
+#   make gpu                   what needs an NVIDIA GPU, in slices that resume; ARGS="--slice attention", ARGS=--list
 #   make install               the environment alone
 #   make clean                 remove the environment and what runs left behind
 #
@@ -25,7 +26,7 @@ SCRIPT   = $(firstword $(wildcard chapters/$(CHAPTER)*/run.py))
 CHOSEN   = $(if $(CHAPTER),--chapter $(CHAPTER))
 NOTEBOOK = $(firstword $(wildcard notebooks/$(or $(CHAPTER),01)*.ipynb))
 
-.PHONY: run lab test test-all install clean help
+.PHONY: run lab test test-all gpu install clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -50,6 +51,9 @@ test: $(READY)
 
 test-all: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)
+
+gpu: $(READY)
+	@$(BIN)/python tests/gpu/run.py $(ARGS)
 
 install: $(READY)
 

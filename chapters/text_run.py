@@ -87,7 +87,7 @@ def run_on_text(
         make_optimizer: make_optimizer(model, config) -> the optimizer.
         runner, updater: parts of a step, as `shared.loop.train` takes them.
     """
-    console = Console()
+    console = Console(markup=False, emoji=False)
     require_sensible(config)
     device = pick_device(config.device)
     require_writable(config.output)
@@ -223,7 +223,7 @@ def train_with_progress(
     except KeyboardInterrupt:
         if not history.held_out:
             raise
-        console.print("[yellow]Stopped early: what follows is the model as it is now.[/]")
+        console.print("Stopped early: what follows is the model as it is now.", style="yellow")
     return history
 
 

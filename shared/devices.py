@@ -47,5 +47,7 @@ def keep_freed_memory() -> bool:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch on a device; from pinned memory, its copy may still be under way on return."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    """A batch on a device. To a GPU it travels through pinned memory, so that the host need not wait: its copy may still be under way on
+    return, and the GPU's later work comes after it."""
+    pinned = {name: tensor.pin_memory() if device.type == "cuda" and tensor.is_cpu else tensor for name, tensor in batch.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}

@@ -126,7 +126,7 @@ def run(config: ExperimentConfig) -> None:
     keep_freed_memory()
     device = pick_device(config.device)
     texts = texts_of(corpus_of(config.data), 2 * config.seq, device)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     variants = {name: settings_of(config, changes) for name, changes in EXPERIMENTS[config.experiment].items()}
     try:
         kept = config.output / f"{config.experiment}.json"

@@ -43,7 +43,7 @@ def run_on_prepared(config: Any) -> None:
     Args:
         config: the fields of chapter 03's `RunConfig`.
     """
-    console = Console()
+    console = Console(markup=False, emoji=False)
     fim = require_sensible(config)
     device = pick_device(config.device)
     require_writable(config.output)

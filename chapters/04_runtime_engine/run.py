@@ -73,7 +73,7 @@ def run(config: RunConfig) -> None:
     from shared.engine.engine import RuntimeEngine
     from shared.model.transformer import TransformerModel
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     require_trainable(config)
     keep_freed_memory()
     corpus = corpus_of(config.data)

@@ -141,7 +141,7 @@ def run(config: ExperimentConfig) -> None:
     keep_freed_memory()
     device = pick_device(config.device)
     texts = texts_of(corpus_of(config.data), config.seq, device)
-    console = Console()
+    console = Console(markup=False, emoji=False)
 
     def measured(variants: dict[str, dict[str, Any]], title: str, kept: str) -> dict[str, list]:
         try:

@@ -85,7 +85,7 @@ def run(config: RunConfig) -> None:
         raise CourseError(f"seq is {config.seq} and model.max_position_embeddings only {longest}: make the second as large.")
     require_writable(config.output)
     keep_freed_memory()
-    console = Console()
+    console = Console(markup=False, emoji=False)
     runs = {"baseline": config.baseline, "run": config.optimizer}
     for name, optimizer in runs.items():
         if optimizer is not None:

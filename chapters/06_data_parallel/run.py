@@ -71,7 +71,7 @@ def run(config: RunConfig) -> None:
     from shared.output_files import require_writable
 
     require_writable(config.output)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     torch.set_num_threads(1)
     try:
         layout = parse_layout(config.layout, config.parallel)

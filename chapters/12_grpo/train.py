@@ -8,13 +8,18 @@ python chapters/12_grpo/train.py --help                                         
 
 import errno
 import os
+import signal
 import sys
 
-from rich.console import Console
+from shared.course.launch import INTERRUPTED, end_quietly_on_interrupt, refuse
 
-from shared.course import binding
-from shared.course.errors import CourseError
-from shared.parallel.comm.communicator import CommunicationError
+end_quietly_on_interrupt()  # until all is imported
+
+from rich.console import Console  # noqa: E402
+
+from shared.course import binding  # noqa: E402
+from shared.course.errors import CourseError  # noqa: E402
+from shared.parallel.comm.communicator import CommunicationError  # noqa: E402
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -23,13 +28,17 @@ def main(words: list[str]) -> None:
     # Settings are typed by classes of the core, so whose exercises it runs with is read from the words before it is imported.
     from shared.trainer.settings import implementation_asked
 
-    binding.choose(implementation_asked(words))
+    try:
+        binding.choose(implementation_asked(words))
+    except CourseError as error:
+        refuse(error)
     from shared.parallel.comm.processes import from_torchrun
     from shared.parallel.health.agreement import RanksDisagree
     from shared.trainer.config import TrainerConfig
     from shared.trainer.pretrain import pretrain
     from shared.trainer.settings import parse_words
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config = parse_words(TrainerConfig, words)
     try:
         parallel = config.parallel
@@ -38,11 +47,11 @@ def main(words: list[str]) -> None:
         raise
     except CourseError as error:  # of this rank alone, where a machine has fewer GPUs than ranks: nobody else tells
         sys.exit(f"\n{error}")
-    pretrain(config, Console(), world)
+    pretrain(config, Console(markup=False, emoji=False), world)
 
 
 if __name__ == "__main__":
-    rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun's own variable
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # torchrun's own variable
     try:
         main(sys.argv[1:])
     except OSError as error:
@@ -54,6 +63,7 @@ if __name__ == "__main__":
     except CommunicationError as error:
         sys.exit(f"\n{error}")
     except CourseError as error:  # the same on all ranks, so one of each machine tells
-        sys.exit(1 if rank else f"\n{error}")
+        sys.exit(f"\n{error}" if first else 1)
     except KeyboardInterrupt:
-        sys.exit("\nStopped.")
+        print("\nStopped.", file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -5,6 +5,10 @@ class CourseError(Exception):
     """Something that the reader can put right. Shown as its message, without a traceback."""
 
 
+class SettingError(CourseError, ValueError):
+    """A setting that cannot be, named by its key."""
+
+
 class SignatureDiffers(CourseError):
     """A body whose signature is not its contract's."""
 

@@ -4,30 +4,20 @@ Every `run.py` starts through `launch`, which also chooses the implementation an
 dataclass; its fields are the keys of the YAML file and, dotted, the options of the command line.
 """
 
-import difflib
-import re
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-from jsonargparse import ArgumentParser
+from typing import NoReturn, TypeVar
 
 from shared.course import binding
-from shared.course.errors import CourseError
+from shared.course.errors import CourseError, SettingError
+from shared.course.strict_yaml import read_yaml
+from shared.course.typed import configured, merged, with_words
 
 Config = TypeVar("Config")
-
-
-class OptionParser(ArgumentParser):
-    """jsonargparse's parser, with the nearest name offered for one that it does not know."""
-
-    def error(self, message: str, *args: Any, **kwargs: Any) -> None:
-        unknown = re.search(r"(?i)(?:option|unrecognized arguments:|key) '?(?:--)?([\w.]+)", message)
-        known = {action.dest for action in self._actions} | {action.dest.split(".")[-1] for action in self._actions}
-        nearest = difflib.get_close_matches(unknown[1], known - {"help"}, n=1) if unknown and unknown[1] not in known else []
-        offered = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}{offered}\nAll options: {self.prog} --help\n")
+INTERRUPTED = 128 + signal.SIGINT  # the exit code that shells give to Ctrl-C
 
 
 def parse(config_class: type[Config], defaults: Path, arguments: list[str] | None = None) -> Config:
@@ -35,16 +25,71 @@ def parse(config_class: type[Config], defaults: Path, arguments: list[str] | Non
 
     An unknown key, a value of the wrong type, or values that a configuration refuses end the process with one sentence and exit code 2.
     """
-    parser = OptionParser(description=config_class.__doc__.splitlines()[0], default_config_files=[str(defaults)], allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="a YAML file of options, over those of the chapter")
-    parser.add_class_arguments(config_class, fail_untyped=True)
-    values = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        print_help(config_class, "%(prog)s [--config FILE.yaml] [--KEY VALUE ...]")
     try:
-        fields = parser.instantiate(values)
-    except ValueError as error:  # a configuration that refuses its own values
-        parser.error(str(error))
-    del fields["config"]
-    return config_class(**vars(fields))
+        words, files = {}, [defaults]
+        for key, value in options_of(arguments):
+            if key == "config":
+                files.append(Path(value))
+            else:
+                words[key] = value
+        settings = {}
+        for file in files:
+            read = read_yaml(file)
+            if not isinstance(read, dict):
+                raise SettingError(f"{file} holds no keys: write `key: value` lines.")
+            settings = merged(settings, read)
+        return configured(config_class, with_words(config_class, settings, words))
+    except CourseError as error:
+        refuse(error)
+
+
+def options_of(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """(key, value) of each `--key value` or `--key=value`.
+
+    Raises:
+        SettingError: a word that is neither.
+    """
+    options, rest = [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise SettingError(f"{word!r} is no option: write --key value.")
+        key, given, value = word[2:].partition("=")
+        if not given:
+            if not rest or rest[0].startswith("--"):
+                raise SettingError(f"{word} has no value: write {word} VALUE.")
+            value = rest.pop(0)
+        options.append((key, value))
+    return options
+
+
+def print_help(config_class: type, usage: str) -> NoReturn:
+    """Every key with its meaning and default, from the class and its docstring; ends the process."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(description=config_class.__doc__.splitlines()[0], usage=usage)
+    parser.add_class_arguments(config_class, fail_untyped=True)
+    parser.print_help()
+    sys.exit(0)
+
+
+def refuse(error: CourseError) -> NoReturn:
+    """End the process with what cannot be in its command line or its file."""
+    sys.exit(print(f"{Path(sys.argv[0]).name}: {error}\n--help lists every setting.", file=sys.stderr) or 2)
+
+
+def end_quietly_on_interrupt() -> None:
+    """Let Ctrl-C end this process at once and without a traceback: while it imports, a library may catch KeyboardInterrupt, or pass it on
+    as an error of its own. `signal.default_int_handler` is what to set when imports are done."""
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, b"\nStopped.\n")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
 
 
 def launch(run: Callable[[Config], None], config_class: type[Config], defaults: Path) -> None:
@@ -56,4 +101,5 @@ def launch(run: Callable[[Config], None], config_class: type[Config], defaults: 
     except CourseError as error:
         sys.exit(f"\n{error}")
     except KeyboardInterrupt:
-        sys.exit("\nStopped.")
+        print("\nStopped.", file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]  # the keys of `shared.engine.trackers.TRACKERS`
+
 
 @dataclass
 class CheckpointConfig:
@@ -107,7 +109,7 @@ class EngineConfig:
     log_every: int = 10
     evaluate_every: int = 100
     early_stopping: int = 0
-    trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"])
+    trackers: list[Tracker] = field(default_factory=lambda: ["console", "jsonl"])
     project: str = "train-language-models"
     wandb_mode: Literal["offline", "online"] = "offline"
     mlflow_uri: str | None = None

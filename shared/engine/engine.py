@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, Text
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -272,10 +272,10 @@ class RuntimeEngine:
             return
         step, damaged = self.saver.restore(self.optimizer, self.stateful)
         for sentence in damaged:
-            self.console.print(f"[yellow]{sentence} Going on from the one before it.[/]", highlight=False, soft_wrap=True)
+            self.console.print(Text(f"{sentence} Going on from the one before it.", "yellow"), soft_wrap=True)
         if step is not None:
             self.step = self.saved_at = step
-            self.console.print(f"Going on from step {step}, saved in {self.checkpoints.path(step)}.", highlight=False, soft_wrap=True)
+            self.console.print(Text(f"Going on from step {step}, saved in {self.checkpoints.path(step)}."), soft_wrap=True)
 
     def save(self) -> None:
         """Save a checkpoint between two steps. Callbacks are called when it is complete."""
@@ -294,7 +294,7 @@ class RuntimeEngine:
             self.saved_at = -1
             if last:
                 raise
-            self.console.print(f"[red]{error} Training goes on; the next checkpoint will be tried.[/]", highlight=False, soft_wrap=True)
+            self.console.print(Text(f"{error} Training goes on; the next checkpoint will be tried.", "red"), soft_wrap=True)
             return
         if folder is not None:
             self.callbacks.tell("on_save", self, folder)

@@ -8,10 +8,12 @@ Left out on purpose: how a model is trained or sharded, and token ids with a mea
 """
 
 import difflib
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 
+MOST_BLOCKS = 10_000
 RENAMED = {"fused": "sdpa", "naive": "eager"}  # values of `attention` in older configurations
 
 
@@ -28,6 +30,12 @@ def require_choices(record: object) -> None:
             nearest = [RENAMED[value]] if value in RENAMED else nearest
             offered = f" Did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"{name} is {value!r}: choose {', '.join(map(repr, choices))}.{offered}")
+
+
+def require_positive(name: str, value: float | None) -> None:
+    """Refuse a number that is not above 0 and finite; None stands for a default and passes."""
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}: give a number above 0.")
 
 
 @dataclass(frozen=True)
@@ -57,10 +65,14 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         require_choices(self)
-        if self.factor < 1:
+        if not 1 <= self.factor < math.inf:
             raise ValueError(f"rope_scaling.factor is {self.factor}: scaling lengthens the context, so give at least 1.")
         if self.rope_type in ("yarn", "llama3") and not self.original_max_position_embeddings:
             raise ValueError(f"{self.rope_type} scaling needs original_max_position_embeddings, the length of training.")
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            require_positive(f"rope_scaling.{name}", getattr(self, name))
+        if (self.original_max_position_embeddings or 1) < 1:
+            raise ValueError(f"rope_scaling.original_max_position_embeddings is {self.original_max_position_embeddings}: give at least 1.")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(f"high_freq_factor is {self.high_freq_factor}: give more than low_freq_factor ({self.low_freq_factor}).")
 
@@ -220,7 +232,11 @@ def require_sizes(config: ModelConfig) -> None:
     whole = {name: value for name, value in vars(config).items() if isinstance(value, int) and not isinstance(value, bool)}
     for name, value in whole.items():
         if value < (0 if name == "type_vocab_size" else 1):
-            raise ValueError(f"{name} is {value}: give at least 1.")
+            raise ValueError(f"{name} is {value}: give at least {0 if name == 'type_vocab_size' else 1}.")
+        if name in ("num_hidden_layers", "num_encoder_layers") and value > MOST_BLOCKS:
+            raise ValueError(f"{name} is {value}: give at most {MOST_BLOCKS:,}.")
+    for name in ("rope_theta", "norm_eps", "attention_scale", "logit_scale", "initializer_range"):
+        require_positive(name, getattr(config, name))
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}: it is a probability, so give at least 0 and less than 1.")

@@ -36,13 +36,15 @@ class TransformerModel(nn.Module):
 
     `embedding`, `head`, single blocks of `stack.blocks` and `stack.final_norm` may be absent, which makes the model one
     stage of a pipeline; see `keep_part`. `loss_scale` is what an objective's loss is multiplied by before its backward pass:
-    `set_loss_scale` sets it, for layers that have a loss of their own.
+    `set_loss_scale` sets it, for layers that have a loss of their own. `token_ids` holds what an imported model's files say of the tokens
+    that end, begin and pad a text (`shared.model.hf.generation`), for its export.
     """
 
     def __init__(self, config: ModelConfig, builders: Builders = Builders(), seed: int = 0):  # noqa: B008 (frozen)
         super().__init__()
         self.config = config = config.resolved()
         self.loss_scale = 1.0
+        self.token_ids: dict[str, Any] = {}
         self.embedding: Embedding | None = Embedding(config, builders)
         self.encoder = Stack(config.encoder(), builders) if config.architecture == "encoder-decoder" else None
         self.stack = Stack(config, builders)

@@ -3,6 +3,7 @@
 It is apart from the optimizers so that a script can read its options before the core is bound to the exercises' implementation.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,14 +59,14 @@ class OptimizerConfig:
                 given = getattr(self, option)
                 raise ValueError(f"{option} is {given!r} and {self.name} does not use it: it is for {' and '.join(rules)}.")
         for option in ("lr", "adamw_lr"):
-            if (rate := getattr(self, option)) is not None and not rate > 0:
+            if (rate := getattr(self, option)) is not None and not 0 < rate < math.inf:
                 raise ValueError(f"{option} is {rate}: give a positive learning rate.")
-        if self.weight_decay < 0 or self.eps < 0:
+        if not (0 <= self.weight_decay < math.inf and 0 <= self.eps < math.inf):
             raise ValueError(f"weight_decay is {self.weight_decay} and eps is {self.eps}: neither may be negative.")
         if not all(0 <= beta < 1 for beta in (*(self.betas or ()), self.momentum)):
             raise ValueError(f"betas are {self.betas} and momentum is {self.momentum}: each must be at least 0 and below 1.")
-        if self.newton_schulz_steps < 1:
-            raise ValueError(f"newton_schulz_steps is {self.newton_schulz_steps}: give at least 1.")
+        if not 1 <= self.newton_schulz_steps <= 100:
+            raise ValueError(f"newton_schulz_steps is {self.newton_schulz_steps}: give at least 1 and at most 100.")
         if self.name == "muon" and self.scaling == "original" and self.adamw_lr is None:
             raise ValueError("muon with the original scaling needs about ten times adamw's learning rate: give adamw_lr for adamw's share.")
 
@@ -93,7 +94,7 @@ class ScheduleConfig:
             raise ValueError(f"There is no schedule {self.name!r}: choose constant, linear, cosine or wsd.")
         if self.steps < 1 or self.warmup_steps < 0 or self.decay_steps < 0:
             raise ValueError(
-                f"A schedule of {self.steps} steps with {self.warmup_steps} of warm-up and {self.decay_steps} of decay: "
+                f"A schedule of {self.steps} steps with warmup_steps {self.warmup_steps} and decay_steps {self.decay_steps}: "
                 "give at least one step, and no negative number."
             )
         if not 0 <= self.minimum <= 1:
@@ -101,5 +102,6 @@ class ScheduleConfig:
         needed = {"constant": 0, "wsd": self.warmup_steps + self.decay_steps}.get(self.name, self.warmup_steps + 1)
         if needed > self.steps:
             raise ValueError(
-                f"{self.name}: warm-up and decay need {needed} steps and the run has {self.steps}. Shorten them, or train for longer."
+                f"{self.name}: warm-up and decay need {needed} steps and the run has {self.steps}. Lower warmup_steps or decay_steps, "
+                "or train for longer."
             )

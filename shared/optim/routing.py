@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from shared.course.errors import SettingError
 from shared.model.roles import role_of
 
 DECAYING = ("embedding", "matrix", "expert")
@@ -50,7 +51,7 @@ def route(model: nn.Module, rule: str, *, no_decay: list[str], to_adamw: list[st
         own = "adamw" if rule == "muon" and (not is_matrix or name in kept) else rule
         routes.setdefault((own, decays), []).append(name)
     if rule == "muon" and not any(own == "muon" for own, _ in routes):
-        raise ValueError("Muon was asked for and not one parameter is a matrix for it: use adamw, or look at to_adamw and the roles.")
+        raise SettingError("Muon was asked for and not one parameter is a matrix for it: use adamw, or look at to_adamw and the roles.")
     return [Route(own, decays, tuple(names)) for (own, decays), names in routes.items()]
 
 
@@ -60,7 +61,8 @@ def matching(parameters: dict[str, Tensor], patterns: list[str], option: str) ->
     for pattern in patterns:
         matched = {name for name in parameters if fnmatchcase(name, pattern)}
         if not matched:
-            raise ValueError(f"{option}: no trainable parameter has a name like {pattern!r}. Names look like {next(iter(parameters))!r}.")
+            like = next(iter(parameters))
+            raise SettingError(f"optimizer.{option}: no trainable parameter has a name like {pattern!r}. Names look like {like!r}.")
         found |= matched
     return found
 

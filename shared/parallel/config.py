@@ -94,7 +94,7 @@ class ParallelConfig:
             )
         if self.zero and self.fully_sharded > 1:
             raise ValueError("parallel.zero beside fully_sharded: full sharding already cuts gradients and state. Set zero to 0.")
-        if self.prefetch < 0 or self.check_every < 0 or self.bucket_megabytes <= 0:
+        if self.prefetch < 0 or self.check_every < 0 or not self.bucket_megabytes > 0:
             raise ValueError("parallel: prefetch and check_every must be at least 0, and bucket_megabytes above 0.")
         longest, shortest = (bound(self.collective_timeout, self.init_timeout) for bound in (max, min))
         if not 0 < self.heartbeat_timeout <= shortest <= longest < math.inf:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shared.course.errors import SettingError
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import AXES, ParallelConfig
 from shared.parallel.health.agreement import require_agreement
@@ -43,7 +44,7 @@ class Mesh:
         require_agreement(world, "configuration", {"parallel": config})  # before groups are made that would not be the same
         if config.ranks != world.size:
             degrees = " x ".join(f"{name} {getattr(config, name)}" for name in AXES.values() if getattr(config, name) > 1) or "1"
-            raise ValueError(
+            raise SettingError(
                 f"This layout needs {config.ranks} ranks ({degrees}) and there are {world.size}: start as many, or change a degree."
             )
         self.config, self.world = config, world

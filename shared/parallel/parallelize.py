@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from shared.course.errors import SettingError
 from shared.model.init import materialize
 from shared.optim.config import OptimizerConfig
 from shared.optim.routing import Route, route
@@ -169,7 +170,7 @@ def require_sensible(model: nn.Module, mesh: Mesh, trained: bool) -> None:
     asked = {"fully_sharded": mesh.fsdp.size > 1, "activation_checkpointing": config.activation_checkpointing != "none"}
     needs_blocks = [name for name, wanted in asked.items() if wanted]
     if needs_blocks and not getattr(getattr(model, "stack", None), "blocks", None):
-        raise ValueError(f"parallel.{needs_blocks[0]} works block by block, and {type(model).__name__} has no stack of blocks.")
+        raise SettingError(f"parallel.{needs_blocks[0]} works block by block, and {type(model).__name__} has no stack of blocks.")
 
 
 def require_effect(strategy: ParallelStrategy) -> None:

@@ -30,7 +30,7 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.sharding import Parameters, Region, region_of, sharding_of
 from shared.totals import Runner, Totals, Updater
 
-SHOWN = ("trackers", "project", "wandb_mode", "mlflow_uri")  # of the engine's configuration: what rank 0 alone acts on
+OWN = ("output", "trackers", "project", "wandb_mode", "mlflow_uri")  # of the engine's keys: folders are looked into, trackers are rank 0's
 
 
 class ParallelStrategy(Strategy):
@@ -97,7 +97,7 @@ class ParallelStrategy(Strategy):
             CheckpointError: without a shared folder, this layout could keep nothing.
         """
         settings = [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
-        config = {name: value for name, value in vars(engine.config).items() if name not in SHOWN}
+        config = {name: value for name, value in vars(engine.config).items() if name not in OWN}
         facts = {"steps": engine.steps, "optimizer": {"class": type(engine.optimizer).__name__, "groups": settings}, "engine": config}
         require_agreement(self.mesh.world, "run", facts)
         if told := engine.saver.begin():

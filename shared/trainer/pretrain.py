@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 
 from shared.course import binding
-from shared.course.errors import CourseError
 from shared.data.completion import require_prompt
 from shared.data.mixture import shares_in_words
 from shared.model.chunked_loss import packed_next_token_objective
@@ -35,6 +34,7 @@ from shared.optim.updater import Update
 from shared.output_files import require_writable
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
+from shared.parallel.comm.processes import broken_connections_named
 from shared.parallel.config import layout_name
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.mesh import Mesh
@@ -43,6 +43,7 @@ from shared.trainer import provenance
 from shared.trainer.axes import RUN_AXES
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
+from shared.trainer.fitting import require_memory
 from shared.trainer.loaders import evaluation_loader, loaders
 from shared.trainer.report import Results
 from shared.trainer.results import evaluate_and_report
@@ -69,18 +70,15 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
 
     Raises:
         SystemExit: the run was asked to leave before its end; the code is the one that shells give to that signal.
-        CourseError: something that the reader can mend, in one sentence.
+        CourseError: something that the reader can mend, in one sentence: among others, settings that only fail together.
     """
     world = world or SingleRankCommunicator()
     console = console if world.rank == 0 else Console(quiet=True)
     require_agreement(world, "configuration", config)  # first of all: what follows has ranks meet as the configuration says
-    with ExitStack() as held:  # from before the first file of the run to after the last
+    with ExitStack() as held, broken_connections_named(world):  # from before the first file of the run to after the last
         leads = ranks_that_share(world, config.engine.output)[0] == world.rank
         agreed(world, lambda: hold_folder(config.engine.output, held, leads, console))
-        try:
-            run = build(config, console, world)
-        except ValueError as error:  # settings that only fail together, such as a pattern of names that this model does not have
-            raise CourseError(str(error)) from error
+        run = build(config, console, world)
         loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
         engine = run.engine.fit(loader, held_out, steps=config.steps)
         if engine.step < config.steps and engine.leaving:
@@ -103,10 +101,12 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     device = pick_device(config.engine.device)
     if device.type == "cpu":
         keep_freed_memory()
+    agreed(mesh.world, lambda: require_memory(config, device))  # with the least vocabulary, before hours of preparing text
     began = time.perf_counter()
     text = prepared_text(config, mesh.world, console)
     preparation_seconds = time.perf_counter() - began
     config = resolved(config, text, device, mesh.world)
+    agreed(mesh.world, lambda: require_memory(config, device))
     for prompt in config.report.prompts:
         require_prompt(text.tokenizer, prompt)
     if config.report.export:
@@ -149,8 +149,8 @@ def prepared_text(config: TrainerConfig, world: Communicator, console: Console) 
     made = world.gather_objects(text and text.folder.name)[first]
     text = agreed(world, lambda: text or open_prepared(folder / made, config.data.prepare))
     stores = {"training": text.training, "held_out": text.held_out}
-    facts = {side: {"documents": len(store), "tokens": store.token_count, "sha256": store.fingerprint} for side, store in stores.items()}
-    require_agreement(world, "text", facts | {"tokenizer": text.tokenizer.identity, "end_token": text.tokenizer.end})
+    facts = {side: {"documents": len(store), "tokens": store.token_count, "sha256": store.fingerprint[:12]} for side, store in stores.items()}
+    require_agreement(world, "text", facts | {"tokenizer": text.tokenizer.identity[:12], "end_token": text.tokenizer.end})
     return text
 
 
@@ -197,10 +197,14 @@ def announce(config: TrainerConfig, text: PreparedText, device: torch.device, co
     tokens = config.steps * config.data.batch_size * config.data.seq
     shares = shares_in_words(config.data.prepare.sources)
     mixture = f"Data mixture, by tokens: {shares}.\n" if shares else ""
+    if text.report.unreadable:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in text.report.unreadable.items())
+        mixture += f"Left out, for there was no text in it: {reasons}. Examples: {text.folder / 'report.json'}\n"
     console.print(
         f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {text.training.token_count / 1e6:.1f} million tokens "
         f"of text ({len(text.training):,} documents; {len(text.held_out):,} held out), {tokens / 1e6:.1f} million to be seen.\n"
         f"{mixture}{binding.summary()}\nEverything lands in {config.engine.output}.",
+        markup=False,
         highlight=False,
         soft_wrap=True,
     )

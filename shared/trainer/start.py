@@ -6,18 +6,22 @@ What cannot be, a layout or any other setting, is refused here, before anything 
 `chapters/12_grpo/train.py` with the same words after it: `parallel.fully_sharded=4 parallel.data_parallel=2`.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from shared.course.errors import CourseError
+from shared.course.errors import CourseError, SettingError
+from shared.course.launch import end_quietly_on_interrupt, refuse
 from shared.course.paths import CHECKOUT
-from shared.parallel.config import AXES, ParallelConfig, layout_name, parse_layout, require_built
-from shared.trainer.axes import BROUGHT
+from shared.course.strict_yaml import parse_yaml
+from shared.parallel.config import AXES, VIEWS, ParallelConfig, layout_name, parse_layout, require_built
 from shared.trainer.settings import parse_words, read_settings
 
+MOST_RANKS = 16  # for each core of this machine
 TRAIN = CHECKOUT / "chapters" / "12_grpo" / "train.py"
 
 
@@ -29,26 +33,52 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
     Raises:
         CourseError: a layout that cannot be, or no configuration.
     """
+    from shared.trainer.axes import BROUGHT  # imports torch, which takes seconds
+
     if not words or "=" in words[0]:
         raise CourseError("Give a configuration after the layout, such as chapters/12_grpo/laptop.yaml.")
     said = dict(word.removeprefix("--").split("=", 1) for word in words[1:] if "=" in word)
+    asked = {key: parse_yaml(text, key) for key, text in said.items() if key.split(".")[0] in ("parallel", "engine")}
     try:
         config = parse_layout(layout, ParallelConfig(backend=said.get("parallel.backend", "course")))
         require_built(config, BROUGHT)
         written = read_settings(Path(words[0]))
-        backend = said.get("parallel.backend") or (written.get("parallel") or {}).get("backend", "course")
+        backend = said.get("parallel.backend") or section(written, "parallel").get("backend", "course")
         config = replace(config, backend=backend)
+    except CourseError:
+        raise
     except ValueError as error:
-        raise CourseError(str(error)) from error
+        raise SettingError(str(error)) from error
+    of_words = {key.removeprefix("parallel."): value for key, value in asked.items() if key.startswith("parallel.")}
+    for where, parallel in ((words[0], section(written, "parallel")), ("a word", section(asked, "parallel") | of_words)):
+        require_agreement(layout, config, parallel, where)
+    if config.ranks > MOST_RANKS * (os.cpu_count() or 1):
+        raise SettingError(f"LAYOUT {layout} needs {config.ranks} processes, and this machine has {os.cpu_count()} CPU cores: give fewer.")
     words = [*words, *(f"parallel.{name}={getattr(config, name)}" for name in (*AXES.values(), "zero"))]
-    if "engine.output" not in said and config.ranks > 1:
-        output = Path((written.get("engine") or {}).get("output") or "runs/engine")
+    output = section(written, "engine").get("output", "runs/engine")
+    named = "engine.output" in said or "output" in section(asked, "engine")
+    if not named and config.ranks > 1 and isinstance(output, str) and output:  # another one is refused with the other settings
+        output = Path(output)
         name = "-".join([output.name, layout_name(config)] + [backend] * (backend != "course"))  # the report looks for this name
         words.append(f"engine.output={output.with_name(name)}")
     # They meet on this machine and by this name, whatever the machine calls itself, and whether anybody knows it by that.
     here = ["--standalone", "--local-addr", "localhost"]
     launcher = ["-m", "torch.distributed.run", *here, "--nproc-per-node", str(config.ranks)] if config.ranks > 1 else []
     return [sys.executable, *launcher, str(TRAIN), *words], config.ranks
+
+
+def section(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """The settings of a section; none where it is no section, which is refused with the other settings."""
+    return found if isinstance(found := settings.get(name), dict) else {}
+
+
+def require_agreement(layout: str, config: ParallelConfig, parallel: dict[str, Any], where: str) -> None:
+    """Refuse degrees of the section `parallel` that are not the layout's, rather than let one of the two win in silence."""
+    for name in (*AXES.values(), *VIEWS.values(), "zero"):
+        if name in parallel and parallel[name] != getattr(config, name):
+            raise SettingError(
+                f"LAYOUT {layout} means parallel.{name}={getattr(config, name)}, and {where} gives {parallel[name]!r}: leave one out."
+            )
 
 
 def main(words: list[str]) -> None:
@@ -74,6 +104,7 @@ def torchrun(words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    logging.disable(logging.WARNING)  # its lines about the signal that it passes on, three for two ranks; its errors are shown
     try:
         run.main(list(words))
     except ChildFailedError as error:  # the rank has said why
@@ -81,11 +112,14 @@ def torchrun(words: Sequence[str]) -> int:
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 
 if __name__ == "__main__":
+    end_quietly_on_interrupt()
     try:
         main(sys.argv[1:])
     except CourseError as error:
-        sys.exit(f"\n{error}")
+        refuse(error)

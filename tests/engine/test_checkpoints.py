@@ -17,6 +17,7 @@ from runs import Loader, held_out, resumable_engine, weights
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
+from shared.engine.checkpoint import folder as checkpointing
 from shared.engine.config import CheckpointConfig
 
 SCRIPT = CHECKOUT / "tests" / "support" / "runs.py"
@@ -100,11 +101,12 @@ def test_where_none_is_intact_the_run_is_refused(tmp_path):
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
+    resumable_engine(tmp_path).fit(Loader(), steps=5)
     monkeypatch.setattr("shared.engine.checkpoint.folder.FORMAT", 99)
-    engine = resumable_engine(tmp_path).fit(Loader(), steps=1)
+    resumable_engine(tmp_path).fit(Loader(), steps=7)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="format 99, and this version reads 1"):
-        engine.checkpoints.load(1)
+    with pytest.raises(CheckpointError, match="step-00000007 has the format 99, and this version reads 2"):
+        resumable_engine(tmp_path).fit(Loader(), steps=9)
 
 
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path):
@@ -125,22 +127,22 @@ def test_the_output_folder_is_tried_before_any_work(tmp_path):
 
 
 class FullDisk:
-    """A storage that runs out of space after some saves."""
+    """A disk that is full after some saves."""
 
-    def __init__(self, checkpoints: Checkpoints, saves: int):
-        self.before, self.left = checkpoints.storage, saves
+    def __init__(self, saves: int):
+        self.before, self.left = checkpointing.save_tensors, saves
 
-    def write(self, folder, name, tensors):
-        self.left -= name == "weights"
+    def write(self, tensors, path):
+        self.left -= path.stem == "weights"
         if self.left < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.before.write(folder, name, tensors)
+        self.before(tensors, path)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_full_disk_costs_a_checkpoint_and_no_training(tmp_path, asynchronous, capsys):
+def test_a_full_disk_costs_a_checkpoint_and_no_training(tmp_path, asynchronous, capsys, monkeypatch):
     engine = resumable_engine(tmp_path, checkpoint=CheckpointConfig(every=5, asynchronous=asynchronous))
-    engine.checkpoints.storage = FullDisk(engine.checkpoints, saves=1)
+    monkeypatch.setattr(checkpointing, "save_tensors", FullDisk(saves=1).write)
     with pytest.raises(CheckpointError, match="step 16 could not be written.*No space left on device.*Step 5 is still saved"):
         engine.fit(Loader(), steps=16)
     assert engine.step == 16 and engine.checkpoints.steps() == [5]

@@ -53,12 +53,17 @@ def test_resources_of_a_gpu_are_torchs(monkeypatch):
     assert [metrics[f"memory/gpu_{name}_gib"] for name in ("allocated", "reserved", "peak")] == [3, 5, 4]
     assert metrics["gpu/utilisation"] == 0.87
 
-    def missing(device):
-        raise ModuleNotFoundError("pynvml does not seem to be installed")
+    class NvmlError(Exception):
+        """As the library's own, which is no RuntimeError."""
 
-    monkeypatch.setattr(torch.cuda, "utilization", missing)
-    resources.on_start(engine)
-    assert "gpu/utilisation" not in resources.measure(engine)
+    for error in (ModuleNotFoundError("pynvml does not seem to be installed"), NvmlError("Not Supported")):
+
+        def missing(device, error=error):
+            raise error
+
+        monkeypatch.setattr(torch.cuda, "utilization", missing)
+        resources.on_start(engine)
+        assert "gpu/utilisation" not in resources.measure(engine)
 
 
 def test_a_profile_holds_the_chosen_steps_and_their_operations(tmp_path):

@@ -73,7 +73,7 @@ def test_mine_names_a_missing_part_before_it_starts(tmp_path, text_file):
     ("options", "said"),
     [
         (["--step", "3"], "Did you mean 'steps'"),
-        (["--steps", "many"], "Expected a <class 'int'>. Got value: many"),
+        (["--steps", "many"], "steps is 'many': give a whole number"),
         (["--impl", "theirs"], "theirs"),
         (["--data", "[nowhere.txt]"], "nowhere.txt does not exist"),
         (["--data", "[short.txt]"], "fewer than one window of 64 + 1"),

@@ -11,7 +11,8 @@ from shared.parallel.comm import addresses
 from shared.parallel.comm.addresses import choose_interface, reachable_interface, route_to
 from shared.parallel.comm.processes import from_torchrun
 
-A, B = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.1.5"], "eth1": ["10.0.0.1", "fe80::1%eth1"]}, {"lo": ["127.0.0.1"], "wlan0": ["10.0.0.2"]}
+A = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.1.5"], "eth1": ["10.0.0.1", "fe80::1%eth1"]}
+B = {"lo": ["127.0.0.1"], "wlan0": ["10.0.0.2"]}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_what_is_chosen_is_set_and_what_the_user_has_set_stays(monkeypatch, no_c
 
 def test_a_machine_without_such_an_address_names_the_setting_unless_it_is_set(monkeypatch, no_choice):
     monkeypatch.setattr(addresses, "route_to", lambda host, port: ("192.0.2.1", "192.0.2.9"))
-    with pytest.raises(CourseError, match=r"^Rank 0, on .* at 192\.0\.2\.1, .* Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME .* one of: .*lo"):
+    with pytest.raises(CourseError, match=r"^Rank 0, on .* at 192\.0\.2\.1, .* Set GLOO_SOCKET_IFNAME .* one of: .*lo"):
         choose_interface(torch.distributed.HashStore(), 0, 1, "a", 29400)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     choose_interface(torch.distributed.HashStore(), 0, 1, "a", 29400)

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import cloudpickle
@@ -204,6 +205,19 @@ def test_a_rank_that_could_not_connect_is_not_the_cause(monkeypatch, tmp_path):
         launch.results_of({0: (None, stopped.value), 1: (None, KeyError("the cause"))}, [0, 0], 1.0, tmp_path)
 
 
+def test_a_connection_that_torchs_own_engine_loses_is_named_by_the_heartbeat():
+    """DDP waits for its operations itself, and raises an error of gloo that names nobody; `test_two_machines.py` has a real one."""
+    world = object.__new__(processes.ProcessCommunicator)
+    world.process = SimpleNamespace(heartbeat=SimpleNamespace(connection_error=lambda error: CommunicationError("rank 1 has sent none")))
+    lost = "Got the following error when running the callback: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read"
+    for message, kind in ((lost, CommunicationError), ("mat1 and mat2 shapes cannot be multiplied", RuntimeError)):
+        with pytest.raises(kind) as raised, processes.broken_connections_named(world):
+            raise RuntimeError(message)
+        assert type(raised.value) is kind
+    with pytest.raises(RuntimeError, match="gloo"), processes.broken_connections_named(SimpleNamespace()):
+        raise RuntimeError(lost)
+
+
 def test_the_first_failed_rank_is_named_not_those_that_followed(tmp_path):
     with pytest.raises(CommunicationError, match="^rank 1 of 2 ended with signal SIGKILL$"):
         launch.results_of({0: None, 1: None}, [EXIT_CODE, -signal.SIGKILL], 1.0, tmp_path)
@@ -232,3 +246,15 @@ def test_processes_print_in_the_parent_in_rank_order(capsys):
 
     assert run_processes(call, 2) == [(True, 1)] * 2
     assert capsys.readouterr().out == "rank 0: begins\nrank 0: ends 7\nrank 1: begins\nrank 1: ends 7\n"
+
+
+def test_a_torch_that_sorts_a_groups_ranks_is_given_none_in_another_order(monkeypatch):
+    """torch 2.11 has no `sort_ranks`. The groups of a mesh are in ascending order, which it keeps."""
+    made = []
+    monkeypatch.setattr(processes, "KEEP_ORDER", {})
+    monkeypatch.setattr(processes.dist, "new_group", lambda ranks, timeout, **options: made.append((ranks, options)))
+    world = SimpleNamespace(process=SimpleNamespace(timeout=timedelta(seconds=1)))
+    processes.ProcessCommunicator.new_group(world, "tp", (0, 2))
+    assert made == [([0, 2], {"group_desc": "tp"})]
+    with pytest.raises(ValueError, match=r"would sort the ranks \[2, 0\] of the group 'tp'"):
+        processes.ProcessCommunicator.new_group(world, "tp", (2, 0))

@@ -1,7 +1,7 @@
-"""What happens on several machines when a rank dies, a machine hangs, or the network fails: `python tests/support/network_table.py [NAME ...]`.
+"""What happens on several machines when a rank dies or the network fails: `python tests/support/network_table.py [NAME ...]`.
 
-Machines are namespaces (`two_machines`). torchrun starts the trainer on each of them; when step 10 is saved the fault happens. The table says
-which machine spoke after how many seconds and how the run went on: by itself, or by the same command typed again on every machine.
+Machines are namespaces (`two_machines`). torchrun starts the trainer on each of them; when step 10 is saved the fault happens. The table
+says which machine spoke after how many seconds and how the run went on: by itself, or by the same command given again on every machine.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from two_machines import Job, Machine, Machines, torchrun
 
 Fault = Callable[[list[Machine]], None]
 SPOKEN = re.compile(
-    r"^(rank \d+ (has sent|has had|cannot reach|lost its|has waited|of \d+ could|stopped:)|deadlock|mismatch|Rank \d|.* holds no)|did not connect"
+    r"^(rank \d+ (has sent|has had|cannot reach|lost its|has waited|of \d+ could|stopped:)|deadlock|mismatch|Rank \d)|did not connect"
 )
 TINY = {
     "steps": 40,
@@ -36,7 +36,7 @@ SAVED = "step-00000010"
 
 @dataclass(frozen=True)
 class Case:
-    """what: the fault, in words. happen: causes it. layout: words of the configuration. options: of torchrun."""
+    """what: the fault, in words. happen: causes it. layout: words of the configuration. per_node: ranks on each machine."""
 
     what: str
     happen: Fault
@@ -45,12 +45,12 @@ class Case:
     rendezvous: str = "static"
     shared: bool = True
     machines: int = 2
-    words: tuple[str, ...] = ()
+    per_node: int = 1
 
 
 @dataclass
 class Found:
-    """said: machine -> (seconds from the fault, sentence). codes: machine -> exit codes of its ranks. ended: machine -> (seconds, torchrun's)."""
+    """By machine: what was said first, with the seconds since the fault; the ranks' exit codes; when torchrun ended, and its code."""
 
     said: dict[str, tuple[float, str]] = field(default_factory=dict)
     codes: dict[str, list[int]] = field(default_factory=dict)
@@ -71,7 +71,8 @@ def cut(seconds: float) -> Fault:
 
 
 def on_rank(rank: int, number: signal.Signals) -> Fault:
-    return lambda machines: machines[rank].rank(rank).send_signal(number)
+    """Send a signal to a rank, on the last machine where it is not rank 0."""
+    return lambda machines: machines[-1 if rank else 0].rank(rank).send_signal(number)
 
 
 def nothing(machines: list[Machine]) -> None:
@@ -90,6 +91,7 @@ CASES = {
     "cut 50": Case("b's link is cut for 50 s", cut(50)),
     "cut 5": Case("b's link is cut for 5 s", cut(5)),
     "stop": Case("rank 1 is stopped", on_rank(1, signal.SIGSTOP)),
+    "stop c10d": Case("rank 1 is stopped", on_rank(1, signal.SIGSTOP), rendezvous="c10d"),
     "stop b": Case("all of b is stopped", lambda machines: machines[1].stop()),
     "stop a": Case("all of a is stopped", lambda machines: machines[0].stop()),
     "power": Case("b loses its power", lambda machines: machines[1].end()),
@@ -104,12 +106,13 @@ CASES = {
     "three": Case("c's link is cut for good", cut(1e6), layout="parallel.data_parallel=3", machines=3),
     "three c10d": Case("rank 2 is killed", on_rank(2, signal.SIGKILL), layout="parallel.data_parallel=3", machines=3, rendezvous="c10d"),
     "own folders": Case("rank 1 is killed", on_rank(1, signal.SIGKILL), shared=False),
-    "own folders fsdp": Case("b's link is cut for good", cut(1e6), shared=False, layout=FSDP),
+    "own folders cut": Case("b's link is cut for 50 s", cut(50), shared=False, rendezvous="c10d"),
+    "own folders fsdp": Case("rank 2 is killed", on_rank(2, signal.SIGKILL), f"parallel.data_parallel=2 {FSDP}", shared=False, per_node=2),
 }
 
 
 def words_of(case: Case, file: Path, output: Path) -> list[object]:
-    return [TRAIN, file, f"engine.output={output}", case.layout, f"parallel.backend={case.backend}", *case.words]
+    return [TRAIN, file, f"engine.output={output}", *case.layout.split(), f"parallel.backend={case.backend}"]
 
 
 def prepared_text(scratch: Path) -> Path:
@@ -129,7 +132,7 @@ def whole(case: Case, scratch: Path) -> dict[str, torch.Tensor]:
     if not (kept / "model" / "model.safetensors").exists():
         shutil.rmtree(scratch / name, ignore_errors=True)
         with Machines(scratch / name, "abc"[: case.machines]) as machines:
-            jobs = torchrun(machines, words_of(case, prepared_text(scratch), machines[0].folder / "run"), case.rendezvous)
+            jobs = torchrun(machines, words_of(case, prepared_text(scratch), machines[0].folder / "run"), case.rendezvous, case.per_node)
             codes = [job.wait(600) for job in jobs]
             assert not any(codes), "\n".join(job.output for job in jobs)
     return load_file(kept / "model" / "model.safetensors")
@@ -141,7 +144,7 @@ def run_case(case: Case, scratch: Path, limit: float = 120.0) -> Found:
     folder = Path(tempfile.mkdtemp(prefix="case-", dir=scratch)) / "machines"
     with Machines(folder, "abc"[: case.machines], case.shared) as machines:
         kept = [machine.kept / "run" for machine in machines]
-        jobs = torchrun(machines, words_of(case, file, machines[0].folder / "run"), case.rendezvous, options=["--max-restarts", "2"])
+        jobs = torchrun(machines, words_of(case, file, machines[0].folder / "run"), case.rendezvous, case.per_node, ["--max-restarts", "2"])
         deadline = time.monotonic() + 300
         while not (kept[0] / "checkpoints" / SAVED).exists():
             assert time.monotonic() < deadline and all(job.ended is None for job in jobs), "\n".join(job.output for job in jobs)
@@ -157,7 +160,7 @@ def run_case(case: Case, scratch: Path, limit: float = 120.0) -> Found:
     found.outputs = "\n".join(f"--- {job.machine.name}\n{job.output}" for job in jobs)
     if not finished:
         with Machines(folder, "abc"[: case.machines], case.shared) as machines:
-            jobs = torchrun(machines, words_of(case, file, machines[0].folder / "run"), case.rendezvous)
+            jobs = torchrun(machines, words_of(case, file, machines[0].folder / "run"), case.rendezvous, case.per_node)
             codes = [job.wait(600) for job in jobs]
             found.resumed = f"the command again, {went_on(jobs) or 'from the start'}" if not any(codes) else f"NOT: exit codes {codes}"
             found.outputs += "\n".join(f"--- again, {job.machine.name}\n{job.output}" for job in jobs)
@@ -182,11 +185,11 @@ def note(found: Found, name: str, job: Job, at: float) -> None:
 
 
 def row(case: Case, found: Found) -> str:
-    said = "; ".join(f"{name} after {seconds:.0f} s: {sentence}" for name, (seconds, sentence) in found.said.items()) or "nobody"
+    said = [f"{name} after {seconds:.0f} s: {sentence.split(';')[0]}" for name, (seconds, sentence) in found.said.items()]
     codes = ", ".join(f"{name} {' '.join(map(str, dict.fromkeys(codes)))}" for name, codes in found.codes.items() if codes)
-    layout = case.layout.replace("parallel.data_parallel=", "dp").replace("parallel.fully_sharded=", "fsdp")
+    layout = case.layout.replace("parallel.data_parallel=", "dp").replace("parallel.fully_sharded=", "fsdp").replace(" ", "_")
     where = f"{layout}, {case.backend}, {case.rendezvous}, {'one folder' if case.shared else 'own folders'}"
-    return f"| {case.what} | {where} | {said} | {codes} | {found.resumed} | {found.difference:.1g} |"
+    return f"| {case.what} | {where} | {'; '.join(said) or 'nobody'} | {codes} | {found.resumed} | {found.difference:.1g} |"
 
 
 HEAD = "| fault | run | who spoke, after how long, and what | exit codes of ranks | went on | difference |\n|---|---|---|---|---|---|"

@@ -151,7 +151,7 @@ class Machine:
 
     Attributes:
         name: also its hostname. address: its IPv4 address. address6: its IPv6 address.
-        folder: the path, on this machine, of the folder for runs. The path is the same on all machines; whether the folder is, `shared` says.
+        folder: the path, on this machine, of the folder for runs. All machines have one path; whether it is one folder, `shared` says.
         kept: where this process finds that folder, also when the machine is gone.
         path_of: path on this machine -> path by which this process can read and write the file while the machine runs.
     """
@@ -229,7 +229,7 @@ class Machine:
             process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        for process in self.processes():
+        for process in [*self.processes(), *(job.process for job in self.network.jobs if job.machine is self)]:
             process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
@@ -275,6 +275,7 @@ class Machines:
         for space in [*(machine.space for machine in self.machines), self.switch]:
             space.end()
         for job in self.jobs:
+            job.process.kill()  # nsenter stops itself with a child that is stopped
             job.process.wait()
             job.reader.join()
             job.process.stdout.close()

@@ -9,11 +9,12 @@ from rich.console import Console
 from trainer_runs import TRAIN, settings_file
 
 from shared.course.errors import CourseError
+from shared.course.typed import RENAMED
 from shared.parallel.planning.memory import estimate_memory
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pretrain import pretrain
-from shared.trainer.settings import RENAMED, parse_text, parse_words, read_settings
+from shared.trainer.settings import parse_text, parse_words, read_settings
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def prepared(tmp_path_factory):
     ("words", "sentence"),
     [
         (["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
-        (["steps=many"], 'key "steps"'),
+        (["steps=many"], "steps is 'many': give a whole number"),
         (["steps=0"], "A schedule of 0 steps"),
         (["data.seq=4096"], "data.seq is 4096 and model.max_position_embeddings only 96"),
         (["data.micro_batch_size=3"], "not a multiple of data.micro_batch_size, 3"),
@@ -35,11 +36,12 @@ def prepared(tmp_path_factory):
         (["seed=-1"], "seed is -1"),
         (["report.top_k=0"], "report.top_k is 0"),
         (["faster"], "'faster' is no key=value"),
+        (["engine.trackers=[consol]"], "Did you mean 'console'"),
         (["model.architecture=encoder"], "needs a decoder"),
         (["seed=9223372036854775808"], "give less than 2**63"),
         (["data.epochs=0"], "data.epochs is 0: give at least 1, or null"),
         (["engine.early_stopping=2", "engine.evaluate_every=0"], "early_stopping counts evaluations, and evaluate_every is 0"),
-        (["parallel.heartbeat_timeout=.inf"], "at most collective_timeout and init_timeout, which must be finite"),
+        (["parallel.heartbeat_timeout=.inf"], "parallel.heartbeat_timeout is inf: give a finite number"),
         (["data.prepare.sources=[{path: x, limit: 0}]"], "limit is 0: give at least 1 document"),
         (["parallel.recompute=blocks"], "parallel.recompute is an older name: say parallel.activation_checkpointing"),
         (["parallel.activation_checkpointing=blocks"], "parallel.activation_checkpointing blocks is an older name: say full."),
@@ -56,7 +58,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, wor
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"engine": {"trackers": ["consol"]}}, "Did you mean 'console'"),
         ({"optimizer": {"to_adamw": ["nothing*"]}}, "nothing"),
         ({"model": {"position": "alibi"}}, "No known format can describe this model"),
         ({"steps": 5000, "data": {"epochs": 2}}, "data.epochs is 2, which gives .* rows, enough for .* steps of 4, and steps is 5,000"),
@@ -80,7 +81,7 @@ def test_a_damaged_record_is_named(tmp_path, prepared):
 def test_without_a_configuration_the_usage_is_printed(capsys):
     with pytest.raises(SystemExit) as left:
         parse_words(TrainerConfig, [])
-    assert left.value.code == 2 and "give a configuration first" in capsys.readouterr().err
+    assert left.value.code == 2 and "Give a configuration first" in capsys.readouterr().err
 
 
 def test_help_explains_every_field(capsys):
@@ -118,7 +119,7 @@ def test_the_configuration_for_two_cards_of_24_gigabytes_fits():
 def test_a_null_in_a_file_is_refused_where_a_value_is_needed(tmp_path, prepared, capsys, section, key):
     with pytest.raises(SystemExit):
         parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared, **{section: {key: None}}))])
-    assert f"{section}.{key} is null: give a value, or leave it out" in " ".join(capsys.readouterr().err.split())
+    assert f"{section}.{key} is null: give " in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_section_that_is_left_empty_changes_nothing(tmp_path, prepared):

@@ -109,6 +109,8 @@ def test_the_exported_model_generates_the_same_tokens_in_transformers(finished):
     prompt = "class Lexer:\n    def "
     ids = tokenizer.encode(prompt)
     assert their_tokenizer(prompt)["input_ids"] == ids
+    ends = (theirs.generation_config.eos_token_id, theirs.config.eos_token_id, their_tokenizer.eos_token_id)
+    assert ends == 3 * (tokenizer.end_id,) and theirs.config.bos_token_id is None and theirs.generation_config.max_length == 96
     drawn = [token.item() for token in generate(load_pretrained(folder), torch.tensor([ids]), 24, context=96, temperature=0.0)]
     output = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=tokenizer.end_id)
     assert output[0, len(ids) :].tolist() == drawn

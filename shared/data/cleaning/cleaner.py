@@ -60,6 +60,8 @@ class CleaningConfig:
             raise ValueError(f"The cleaning stages are {list(self.stages)}: give each at most once.")
         if bool(self.languages) != ("language" in self.stages):
             raise ValueError("Languages and the cleaning stage 'language' need each other: give both or neither.")
+        if not 0 <= self.min_bytes <= self.max_bytes:
+            raise ValueError(f"min_bytes is {self.min_bytes} and max_bytes {self.max_bytes}: give at least 0, and max_bytes no less.")
         for name in ("min_probability", "similarity"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give more than 0 and at most 1.")

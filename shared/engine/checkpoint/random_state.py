@@ -34,6 +34,18 @@ def get_random_state() -> RandomState:
     return RandomState(states, [version, list(internal), gauss], numpy)
 
 
+def require_usable(state: RandomState) -> RandomState:
+    """The same state, after throw-away generators have taken it.
+
+    Raises:
+        TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError: it is no state of a generator, whichever notices it first.
+    """
+    torch.Generator().set_state(state.torch["cpu"])
+    random.Random().setstate(python_state(state))
+    np.random.RandomState().set_state(numpy_state(state))
+    return state
+
+
 def set_random_state(state: RandomState) -> None:
     """Put the generators back. A GPU that this machine does not have is left out: its numbers were drawn elsewhere."""
     torch.set_rng_state(state.torch["cpu"].cpu())
@@ -42,8 +54,15 @@ def set_random_state(state: RandomState) -> None:
             torch.cuda.set_rng_state(state.torch[f"cuda:{index}"].cpu(), index)
     if "mps" in state.torch and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state.torch["mps"].cpu())
+    random.setstate(python_state(state))
+    np.random.set_state(numpy_state(state))
+
+
+def python_state(state: RandomState) -> tuple[Any, ...]:
     version, internal, gauss = state.python
-    random.setstate((version, tuple(internal), gauss))
+    return version, tuple(internal), gauss
+
+
+def numpy_state(state: RandomState) -> tuple[Any, ...]:
     numpy = state.numpy
-    keys = np.array(numpy["keys"], dtype=np.uint32)
-    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    return numpy["name"], np.array(numpy["keys"], dtype=np.uint32), numpy["position"], numpy["has_gauss"], numpy["cached"]

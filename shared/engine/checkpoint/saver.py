@@ -18,8 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
+from shared.course.errors import CourseError
+from shared.engine.checkpoint.folder import Checkpoints
 from shared.engine.checkpoint.snapshot import Snapshot, Stateful, restore, take_snapshot
+from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoint
 
 CALLBACK = "callback."  # how a callback's name begins among the parts of a checkpoint
 
@@ -88,17 +90,53 @@ class Saver:
     def restore(self, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
         """Resume from the newest intact checkpoint. Returns its step, None where there is none, and a sentence for each damaged one.
 
+        One whose parts cannot take their state is damaged where an older one's can; where none can, it is their code that is wrong.
+
         Raises:
-            CheckpointError: no checkpoint is intact, or the newest does not fit this run.
+            CheckpointError: no checkpoint is intact, or the newest that is does not fit this run.
         """
-        snapshot, damaged = self.checkpoints.newest()
-        if snapshot is None:
-            return None, damaged
+        parts, failures = {name: Part(name, part) for name, part in parts.items()}, []
+
+        def use(step: int) -> int:
+            try:
+                return self.restore_step(step, optimizer, parts)
+            except PartFailed as failed:
+                failures.append(failed.__cause__)
+                raise DamagedCheckpoint.of(self.checkpoints.path(step), f"{failed}.") from failed
+
+        try:
+            return self.checkpoints.first_intact(lambda step: self.checkpoints.agreed(partial(use, step)))
+        except CheckpointError:
+            if failures:
+                raise failures[0] from None
+            raise
+
+    def restore_step(self, step: int, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> int:
+        snapshot = self.checkpoints.load(step)
         mine, snapshot = shared_callbacks(parts, snapshot)
         try:
-            return restore(snapshot, self.state, optimizer, mine), damaged
+            return restore(snapshot, self.state, optimizer, mine)
         except ValueError as error:
-            raise CheckpointError(f"{self.checkpoints.path(snapshot.step)} does not fit this run. {error}") from error
+            raise CheckpointError(f"{self.checkpoints.path(step)} does not fit this run. {error}") from error
+
+
+class PartFailed(Exception):
+    """A part could not take the state that a checkpoint has for it; the cause says why."""
+
+
+class Part:
+    """A part of a run, whose failure to take its state is told from what `restore` refuses."""
+
+    def __init__(self, name: str, part: Stateful):
+        self.name, self.part = name, part
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        try:
+            self.part.load_state_dict(state)
+        except CourseError:  # a refusal in a sentence
+            raise
+        except Exception as error:
+            raise PartFailed(f"its state of {self.name} cannot be taken ({type(error).__name__}: {error})") from error
 
 
 def shared_callbacks(parts: Mapping[str, Stateful], snapshot: Snapshot) -> tuple[dict[str, Stateful], Snapshot]:

@@ -82,4 +82,5 @@ BERT = Format(
     },
     ignored=(r"bert\.pooler\..*", r"cls\.seq_relationship\..*", r".*\.position_ids", r"cls\.predictions\.decoder\.bias"),
     renamed={".gamma": ".weight", ".beta": ".bias"},
+    token_ids={"pad_token_id": 0},
 )  # fmt: skip

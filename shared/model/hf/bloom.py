@@ -69,4 +69,5 @@ BLOOM = Format(
     tied=("lm_head.weight",),
     required={"apply_residual_connection_post_layernorm": (False,), "quantization_config": (None,)},
     prefix="transformer.",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
 )  # fmt: skip

@@ -90,4 +90,5 @@ GPT2 = Format(
     },
     ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),
     prefix="transformer.",
+    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
 )  # fmt: skip

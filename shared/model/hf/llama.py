@@ -157,14 +157,14 @@ def tensors(config: ModelConfig) -> list[FileTensor]:
     return stored
 
 
-def relative(model_type: str, architecture: str, read, write) -> Format:
+def relative(model_type: str, architecture: str, read, write, **token_ids: int) -> Format:
     return Format(
         model_type, architecture, read, write, tensors, tied=("lm_head.weight",), required=COMMON_REQUIRED,
-        ignored=(r".*\.rotary_emb\.inv_freq",),
+        ignored=(r".*\.rotary_emb\.inv_freq",), token_ids=token_ids,
     )  # fmt: skip
 
 
-LLAMA = relative("llama", "LlamaForCausalLM", read_llama, write_llama)
+LLAMA = relative("llama", "LlamaForCausalLM", read_llama, write_llama, bos_token_id=1, eos_token_id=2)
 QWEN2 = relative("qwen2", "Qwen2ForCausalLM", read_qwen2, write_qwen2)
 QWEN3 = relative("qwen3", "Qwen3ForCausalLM", read_qwen3, write_qwen3)
-MISTRAL = relative("mistral", "MistralForCausalLM", read_mistral, write_mistral)
+MISTRAL = relative("mistral", "MistralForCausalLM", read_mistral, write_mistral, bos_token_id=1, eos_token_id=2)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.hf.files import INDEX, SINGLE, PretrainedError, TensorFolder, read_json, write_json, write_tensors
 from shared.model.hf.format import FileTensor, Format
+from shared.model.hf.generation import TokenIds, every_id, read_token_ids, require_token_ids, write_generation
 from shared.model.hf.registry import read_config, write_config
 from shared.model.init import allocate
 from shared.model.transformer import TIED_TO, TransformerModel
@@ -42,12 +44,13 @@ def load_pretrained(
         PretrainedError: no such folder, no or damaged files, a model that is not built here, tensors that do not fit.
     """
     folder = Path(folder)
-    known, config = read_folder(folder)
+    known, config, token_ids = read_folder(folder)
     files = TensorFolder(folder)
     if known.tied_by_file:
         config = replace(config, tie_word_embeddings=not set(known.tied) & set(files.shapes))
     with torch.device("meta"):
         model = TransformerModel(config, builders)
+    model.token_ids = token_ids
     stored = {entry.name: entry for entry in known.tensors(model.config)}
     if extra := not_in_format(stored.values(), model):
         raise PretrainedError(
@@ -98,15 +101,16 @@ def require_equal_tied(folder: Path, known: Format, config: ModelConfig, files: 
             )
 
 
-def read_folder(folder: Path) -> tuple[Format, ModelConfig]:
-    """The format and the configuration that a folder describes."""
+def read_folder(folder: Path) -> tuple[Format, ModelConfig, dict[str, Any]]:
+    """The format and the configuration that a folder describes, and its `eos_token_id` and the like."""
     if not folder.is_dir():
         raise PretrainedError(f"{folder} is no folder: give the one that holds a model's config.json.")
     raw = read_json(folder / "config.json")
     try:
-        return read_config(raw)
+        known, config = read_config(raw)
     except (ValueError, TypeError) as error:
         raise PretrainedError(f"{folder / 'config.json'}: {error}") from None
+    return known, config, read_token_ids(known, folder, raw)
 
 
 def names_in_files(known: Format, stored: dict[str, FileTensor], files: TensorFolder, config: ModelConfig) -> dict[str, str]:
@@ -151,7 +155,12 @@ def listed(names: Iterable[str]) -> str:
 
 
 def save_pretrained(
-    model: TransformerModel, folder: Path | str, *, model_type: str | None = None, max_shard_bytes: int = 5 * 10**9
+    model: TransformerModel,
+    folder: Path | str,
+    *,
+    model_type: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    token_ids: TokenIds | None = None,
 ) -> None:
     """Write a whole model into a folder that transformers loads. A tied head is written once, as the embedding.
 
@@ -162,13 +171,17 @@ def save_pretrained(
         folder: made if it is not there.
         model_type: the format; None for the first that can hold the model. GPT-3's dense models are of type gpt2.
         max_shard_bytes: the weights are split into files of at most this size.
+        token_ids: the tokenizer's `eos_token_id`, `bos_token_id`, `pad_token_id`, by these names, those that it has; None for the ones
+            that the model was imported with. Without an end token, `generate` of transformers stops at its longest text only.
 
     Raises:
-        ValueError: no format can describe the model, part of it is absent or sharded, or it has parameters or buffers that the format
-            does not name.
+        ValueError: no format can describe the model, part of it is absent or sharded, it has parameters or buffers that the format
+            does not name, or no row for one of the ids.
     """
     folder = Path(folder)
     known, raw = write_config(model.config, model_type)
+    require_token_ids(token_ids or {}, model.config)
+    ids = every_id(model.token_ids if token_ids is None else token_ids, model.config)
     parameters = {name: parameter.detach() for name, parameter in logical_parameters(model).items()}
     stored = {entry.name: entry for entry in known.tensors(model.config)}
     if sharded := sorted(name for name, parameter in logical_parameters(model).items() if hasattr(parameter, "sharding")):
@@ -189,4 +202,5 @@ def save_pretrained(
         if old.name not in written:
             old.unlink(missing_ok=True)
     dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
-    write_json(folder / "config.json", raw | {"dtype": dtype})
+    write_generation(folder, ids, model.config)
+    write_json(folder / "config.json", raw | ids | {"dtype": dtype})

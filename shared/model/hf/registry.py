@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from shared.course.errors import SettingError
 from shared.model.config import ModelConfig
 from shared.model.hf.bert import BERT
 from shared.model.hf.bloom import BLOOM
@@ -54,7 +55,7 @@ def write_config(config: ModelConfig, model_type: str | None = None) -> tuple[Fo
             return known, raw
     nearest = min(lost, key=lambda name: len(lost[name]))
     fields = ", ".join(f"{name} {here!r} (it would be {there!r})" for name, (here, there) in lost[nearest].items())
-    raise ValueError(f"No {'such' if model_type else 'known'} format can describe this model. {nearest} would lose: {fields}.")
+    raise SettingError(f"No {'such' if model_type else 'known'} format can describe this model. {nearest} would lose: {fields}.")
 
 
 def lost_fields(config: ModelConfig, read_back: ModelConfig) -> dict[str, tuple]:

@@ -104,5 +104,6 @@ T5 = Format(
     tied=("lm_head.weight",),
     tied_by_file=True,  # transformers 5 writes tie_word_embeddings as true for every T5
     required={"quantization_config": (None,)},
+    token_ids={"eos_token_id": 1, "pad_token_id": 0},
     ignored=(r"(encoder|decoder)\.embed_tokens\.weight", r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"),
 )  # fmt: skip

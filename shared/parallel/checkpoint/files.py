@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shared.engine.checkpoint.folder import CheckpointError
+from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoint, Described, difference
 from shared.parallel.sharding import Box, Region, whole_region
 from shared.tensor_files import save_tensors
 
@@ -40,7 +40,7 @@ class StoredShard(NamedTuple):
 
 
 class ShardFiles:
-    """A `Storage` that reads one rank's shards.
+    """A `Storage` of one rank's shards.
 
     Args:
         weights: name -> where this rank's numbers of a weight lie in the whole.
@@ -52,21 +52,25 @@ class ShardFiles:
         self.wanted: dict[str, Mapping[str, Region]] = {"weights": weights, "optimizer": optimizer}
         self.elsewhere = set(elsewhere)
 
-    def write(self, folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
-        raise NotImplementedError("Ranks write their files by `write_shards`, and one of them completes the folder.")
-
-    def read(self, folder: Path, name: str) -> dict[str, Tensor]:
+    def read(self, folder: Path, name: str, expected: Any) -> dict[str, Tensor]:
         """This rank's numbers of each tensor: in the shape of its box, or flat. State of which it holds nothing is left out, and what only
         other ranks hold.
 
         Raises:
-            CheckpointError: a tensor has another shape than this run's, or parts of it are missing.
+            DamagedCheckpoint: the shards are not what the table of contents says, or do not make up the whole of each tensor.
+            CheckpointError: a tensor has another shape than this run's.
         """
         with ExitStack() as files:
             found: dict[str, list[StoredShard]] = {}
             for path in files_of(folder, name):
-                for entry, shards in shards_in(files.enter_context(safe_open(path, "pt"))).items():
+                try:
+                    of_file = shards_in(files.enter_context(safe_open(path, "pt")))
+                except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                    raise DamagedCheckpoint.of(folder, f"{path.name} does not say where its numbers lie ({error}).") from error
+                for entry, shards in of_file.items():
                     found.setdefault(entry, []).extend(shards)
+            if wrong := wrong_shards(found) or difference(whole_tensors(found), expected):
+                raise DamagedCheckpoint.of(folder, f"{wrong}.")
             wanted = {entry: self.region_of(folder, name, entry, shards[0].region.shape) for entry, shards in found.items()}
             return {entry: read_region(folder, entry, found[entry], region) for entry, region in wanted.items() if region is not None}
 
@@ -89,6 +93,38 @@ class ShardFiles:
                 "model that was saved."
             )
         return whole_region(shape)
+
+
+def wrong_shards(found: Mapping[str, Sequence[StoredShard]]) -> str | None:
+    """What is wrong with stored shards as parts of their tensors; None where they add up to the whole of each. Gaps are found where the shards
+    are read, and with no gap, parts that add up do not overlap. A count of steps stands in each file of its parameter, and counts once."""
+    for entry, shards in found.items():
+        shape = shards[0].region.shape
+        for file, key, region in shards:
+            ends = [start + size for start, size in zip(region.offsets, region.sizes, strict=True)]
+            if len(ends) != len(region.shape) or region.shape != shape or any(end > size for end, size in zip(ends, shape, strict=True)):
+                return f"{key} is no part of a tensor of shape {list(shape)}"
+            if tuple(file.get_slice(key).get_shape()) != tuple(region.local_shape) or region.stop > math.prod(region.sizes):
+                return f"{key} has the shape {list(file.get_slice(key).get_shape())}"
+        if dtypes := sorted({stored_dtype(shard) for shard in shards})[1:]:
+            return f"{entry} is of several dtypes, {dtypes[0]} among them"
+        if (held := sum(region.numel for region in {shard.region for shard in shards})) != math.prod(shape):
+            return f"its files hold {held} of the {math.prod(shape)} numbers of {entry}"
+    return None
+
+
+def whole_tensors(found: Mapping[str, Sequence[StoredShard]]) -> Described:
+    return {entry: [stored_dtype(shards[0]), list(shards[0].region.shape)] for entry, shards in found.items()}
+
+
+def stored_dtype(shard: StoredShard) -> str:
+    return str(empty_like(shard).dtype).removeprefix("torch.")
+
+
+def empty_like(shard: StoredShard) -> Tensor:
+    """A tensor of a stored shard's dtype; of a count of steps, which has no dimension to slice, the shard itself."""
+    view = shard.file.get_slice(shard.key)
+    return view[:0] if view.get_shape() else shard.file.get_tensor(shard.key)
 
 
 def rank_file(name: str, rank: int, ranks: int) -> str:
@@ -146,8 +182,7 @@ def region_from(shape: tuple[int, ...], box: str | None, start: str | None, stop
 
 def read_region(folder: Path, entry: str, shards: Sequence[StoredShard], wanted: Region) -> Tensor:
     """The numbers of a region, from the stored shards that overlap it."""
-    first = shards[0].file.get_slice(shards[0].key)
-    flat = torch.empty(wanted.numel, dtype=(first[:0] if first.get_shape() else shards[0].file.get_tensor(shards[0].key)).dtype)
+    flat = torch.empty(wanted.numel, dtype=empty_like(shards[0]).dtype)
     filled = torch.zeros(wanted.numel, dtype=torch.bool)
     for region, shard in {shard.region: shard for shard in shards}.items():
         for stored, at in region.boxes():
@@ -158,7 +193,7 @@ def read_region(folder: Path, entry: str, shards: Sequence[StoredShard], wanted:
                     target.of(flat[here].view(box.sizes)).copy_(read_box(shard, stored, at, within(common, stored)))
                     target.of(filled[here].view(box.sizes)).fill_(True)
     if missing := int((~filled).sum()):
-        raise CheckpointError(f"The checkpoint {folder} is damaged: of {entry}, {missing} numbers are in none of its files.")
+        raise DamagedCheckpoint.of(folder, f"of {entry}, {missing} numbers are in none of its files.")
     return flat.view(wanted.local_shape)
 
 

@@ -7,17 +7,18 @@ Left out on purpose: fetching a checkpoint from another machine. Copy the folder
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shared.engine.checkpoint.folder import MANIFEST, STATE, CheckpointError, Checkpoints, require_intact
+from shared.course.errors import CourseError
+from shared.engine.checkpoint.folder import MANIFEST, STATE, Checkpoints, Result, require_intact
 from shared.engine.checkpoint.random_state import RandomState, get_random_state
 from shared.engine.checkpoint.snapshot import Snapshot
+from shared.engine.checkpoint.soundness import RANDOM_STATE, CheckpointError, DamagedCheckpoint, misfit
 from shared.parallel.checkpoint.files import ShardFiles, rank_file
-from shared.parallel.health.agreement import agreed
 
 if TYPE_CHECKING:
     from shared.parallel.strategy import ParallelStrategy
@@ -43,8 +44,8 @@ class RankCheckpoints(Checkpoints):
         """Whether all ranks see the same folder."""
         return len(self.sharing) == self.world.size
 
-    def newest(self, steps: Sequence[int] | None = None) -> tuple[Snapshot | None, list[str]]:
-        """The newest intact checkpoint that all machines have, and a sentence for each newer one that is damaged or not everywhere."""
+    def candidates(self) -> tuple[Sequence[int], list[str]]:
+        """The steps that all machines have, and a sentence for each newer one that is not everywhere."""
         everyone = self.world.gather_objects({str(step): self.identity(step) for step in self.steps()})
         for rank, of_rank in enumerate(everyone):
             if self.shared and of_rank.keys() != everyone[0].keys():
@@ -60,9 +61,7 @@ class RankCheckpoints(Checkpoints):
                 f"The machines share no folder, and no step is the same in {self.folder} on all of them ({seen}): copy the checkpoints of "
                 "one machine to the others, or choose another output folder."
             )
-        elsewhere = [f"Step {step} of {self.folder} is not the same on all machines." for step in found if step > max(common)]
-        snapshot, damaged = super().newest(common)
-        return snapshot, elsewhere + damaged
+        return common, [f"Step {step} of {self.folder} is not the same on all machines." for step in found if step > max(common)]
 
     def identity(self, step: int) -> str:
         """What tells a step apart from the same step of another run, without reading all of it; every machine has the same."""
@@ -73,7 +72,7 @@ class RankCheckpoints(Checkpoints):
 
     def load(self, step: int) -> Snapshot:
         """The snapshot with this rank's numbers, and of the optimizer's groups and values those that it has parameters of."""
-        snapshot = agreed(self.world, partial(super().load, step), CheckpointError)
+        snapshot = self.agreed(partial(super().load, step))
         held, everywhere = self.strategy.optim_regions, self.strategy.optim_holders.shapes
         values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if name not in held or held[name].numel}
         groups = [
@@ -81,19 +80,32 @@ class RankCheckpoints(Checkpoints):
             for group in snapshot.optimizer.groups
         ]
         values = {name: of_name for name, of_name in values.items() if name in held or name not in everywhere}
-        optimizer = replace(snapshot.optimizer, values=values, groups=groups)
-        return replace(snapshot, optimizer=optimizer, random=self.random_state(step))
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, values=values, groups=groups))
 
     def require_intact(self, folder: Path) -> None:
         """Verify checksums on all ranks, before any rank reads a file that may be damaged."""
         share = slice(self.sharing.index(self.world.rank), None, len(self.sharing))
-        agreed(self.world, partial(require_intact, folder, share), CheckpointError)
+        self.agreed(partial(require_intact, folder, share))
 
-    def random_state(self, step: int) -> RandomState:
+    def agreed(self, call: Callable[[], Result]) -> Result:
+        """Return the result of `call`; where it fails on any rank, raise the same error on all. Damage comes first: what is
+        damaged fits no run."""
+        result, problem = None, None
+        try:
+            result = call()
+        except CourseError as error:
+            problem = [str(error), isinstance(error, DamagedCheckpoint)]
+        if problems := [each for each in self.world.gather_objects(problem) if each]:
+            sentence, is_damage = max(problems, key=lambda each: each[1])
+            raise (DamagedCheckpoint if is_damage else CheckpointError)(sentence)
+        return result
+
+    def random_state(self, folder: Path, state: dict[str, Any]) -> RandomState:
         """This rank's random state. A rank that did not exist when the run was saved keeps the state that it was started with."""
-        state = json.loads((self.path(step) / STATE).read_text(encoding="utf-8"))
+        if wrong := misfit(state.get(RANDOM, []), [RANDOM_STATE], RANDOM):
+            raise DamagedCheckpoint.of(folder, f"{wrong}.")
         of_ranks = [state["random"], *state.get(RANDOM, [])]
         if self.world.rank >= len(of_ranks):
             return get_random_state()
         name = Path(rank_file("random", self.world.rank, len(of_ranks))).stem
-        return RandomState(self.storage.read(self.path(step), name), **of_ranks[self.world.rank])
+        return self.usable(folder, name, state, of_ranks[self.world.rank])

@@ -12,8 +12,9 @@ machine does there what rank 0 does above. A run is resumed from the newest step
 """
 
 import json
+import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,12 +26,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shared.engine.checkpoint.atomic import atomic_save, force_to_disk
-from shared.engine.checkpoint.folder import MANIFEST, STATE, CheckpointError, fingerprint, reason_of, state_of
+from shared.engine.checkpoint.folder import MANIFEST, STATE, fingerprint, reason_of, state_of
 from shared.engine.checkpoint.saver import Saver
 from shared.engine.checkpoint.snapshot import Snapshot
+from shared.engine.checkpoint.soundness import CheckpointError, Described
 from shared.parallel.checkpoint.files import rank_file, write_shards
 from shared.parallel.checkpoint.folder import RANDOM, RankCheckpoints
-from shared.parallel.health.agreement import ranks_that_share
+from shared.parallel.health.agreement import rank_names, ranks_that_share
 from shared.parallel.health.replicas import require_equal_state
 from shared.parallel.sharding import Region, whole_region
 
@@ -74,12 +76,12 @@ class RankSaver(Saver):
             CheckpointError: the folder is not shared, and the ranks of a machine do not hold the whole.
         """
         self.checkpoints.sharing = ranks_that_share(self.world, self.checkpoints.folder.parent)
-        machines = {tuple(each) for each in self.world.gather_objects(self.checkpoints.sharing)}
+        everyone = self.world.gather_objects([self.checkpoints.sharing, platform.node()])
         if self.checkpoints.shared:
             return None
-        told = f"{self.checkpoints.folder.parent} is not one folder for all ranks: ranks " + " and ranks ".join(
-            ", ".join(map(str, ranks)) for ranks in sorted(machines)
-        )
+        hosts, machines = [host for _, host in everyone], {tuple(sharing) for sharing, _ in everyone}
+        names = " and ".join(rank_names(ranks, hosts) for ranks in sorted(machines))
+        told = f"{self.checkpoints.folder.parent} is not one folder for all ranks: {names}"
         tables = self.strategy.holders, self.strategy.optim_holders
         if not all(table.complete_among(ranks) for table in tables for ranks in machines):
             raise CheckpointError(
@@ -93,7 +95,7 @@ class RankSaver(Saver):
         require_equal_state(self.strategy, snapshot, notes)
         self.step, staging = snapshot.step, self.checkpoints.path(snapshot.step).with_suffix(".ranks")
         files = self.own_files(snapshot)
-        self.common = self.common_state(snapshot, notes)
+        self.common = self.common_state(snapshot, notes, files)
         problem = next(filter(None, self.world.gather_objects(empty_folder(staging) if self.leads else None)), None)
         if self.asynchronous:
             files = {file: {at: tensor.to("cpu", copy=True) for at, tensor in shards.items()} for file, shards in files.items()}
@@ -130,19 +132,25 @@ class RankSaver(Saver):
         tensors = [{name: torch.tensor(state, dtype=torch.uint8) for name, state in states.items()} for states in everyone]
         return dict(enumerate(tensors)) if self.leads else {}
 
-    def common_state(self, snapshot: Snapshot, notes: dict[str, Any]) -> str:
-        """The text of `state.json`: what is the same on all ranks from rank 0, what differs from those that have it."""
+    def common_state(self, snapshot: Snapshot, notes: dict[str, Any], files: Mapping[str, Shards]) -> str:
+        """The text of `state.json`: what is the same on all ranks from rank 0, what differs from those that have it. files: as `own_files`
+        gives them."""
         held = self.strategy.optim_regions
         values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if held[name].numel}
         random = {key: value for key, value in asdict(snapshot.random).items() if key != "torch"}
-        everyone = self.world.gather_objects([values, random, [group["names"] for group in snapshot.optimizer.groups]])
-        merged = {name: of_name for values, _, _ in reversed(everyone) for name, of_name in values.items()}
+        own = [values, random, [group["names"] for group in snapshot.optimizer.groups], contents_of(files)]
+        everyone = self.world.gather_objects(own)
+        merged = {name: of_name for values, *_ in reversed(everyone) for name, of_name in values.items()}
         groups = []
         for number, group in enumerate(snapshot.optimizer.groups):
-            names = dict.fromkeys(name for _, _, of_groups in everyone for name in of_groups[number])
+            names = dict.fromkeys(name for _, _, of_groups, _ in everyone for name in of_groups[number])
             groups.append(group | {"names": list(names)})
+        contents: dict[str, Described] = {}
+        for *_, of_rank in everyone:
+            for name, tensors in of_rank.items():
+                contents.setdefault(name, {}).update(tensors)
         snapshot = replace(snapshot, optimizer=replace(snapshot.optimizer, values=merged, groups=groups))
-        text = json.dumps(state_of(snapshot, notes) | {RANDOM: [random for _, random, _ in everyone[1:]]})
+        text = json.dumps(state_of(snapshot, notes, contents) | {RANDOM: [random for _, random, *_ in everyone[1:]]})
         return text if self.checkpoints.shared else self.world.gather_objects(text)[0]
 
     def finished(self, wait: bool = False) -> Path | None:
@@ -193,6 +201,18 @@ class RankSaver(Saver):
     def is_best(self, loss: float) -> bool:
         """Whether a loss is the best so far, decided by rank 0."""
         return self.world.gather_objects(super().is_best(loss))[0]
+
+
+def contents_of(files: Mapping[str, Shards]) -> dict[str, Described]:
+    """This rank's share of the table of contents: by set of tensors, dtype and shape of the whole of each of which it writes a shard. The
+    random state of each rank is a set of its own."""
+    found: dict[str, Described] = {}
+    for file, shards in files.items():
+        name = Path(file).stem
+        tensors = found.setdefault(name if name.startswith("random") else name.split("-")[0], {})
+        for (entry, region), tensor in shards.items():
+            tensors[entry] = [str(tensor.dtype).removeprefix("torch."), list(region.shape)]
+    return found
 
 
 def empty_folder(path: Path) -> str | None:

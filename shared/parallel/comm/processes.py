@@ -8,9 +8,12 @@ Left out on purpose: the algorithms of gloo and NCCL. Two of gloo's are replaced
 `shared.parallel.comm.collectives` builds all-reduce from sends and receives.
 """
 
+import inspect
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from uuid import uuid4
@@ -36,9 +39,12 @@ from shared.parallel.health.agreement import program, require_agreement
 from shared.parallel.health.heartbeat import RAISE_GRACE, Heartbeat, Timeouts, deadline
 from shared.parallel.comm.trace import CommTrace
 
+BROKEN = re.compile("gloo/transport|ncclRemoteError")  # how torch's errors of connections can be told from others
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Ranks keep the group's order, where torch lets them (2.13); a mesh's groups are in ascending order.
+KEEP_ORDER = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,9 @@ class ProcessCommunicator(Communicator):
         return ProcessCommunicator(self.process, torch_groups[mine], mine, axis, self.trace, self.splits) if mine in torch_groups else self
 
     def new_group(self, axis: str, members: Sequence[int]) -> dist.ProcessGroup:
-        # Ranks keep the group's order: torch would sort them.
-        return dist.new_group(list(members), self.process.timeout, group_desc=axis, sort_ranks=False)
+        if not KEEP_ORDER and list(members) != sorted(members):
+            raise ValueError(f"torch {torch.__version__} would sort the ranks {list(members)} of the group {axis!r}: use torch 2.13.")
+        return dist.new_group(list(members), self.process.timeout, group_desc=axis, **KEEP_ORDER)
 
     def wrap(self, work: dist.Work, finish: Callable[[], None] = lambda: None, point_to_point: bool = False) -> Work:
         """Torch's work as ours: waiting for it watches the heartbeat, and then calls `finish`."""
@@ -210,6 +217,21 @@ def fresh_store(store: dist.Store, rank: int, ranks: int, timeout: float) -> dis
                 store.set(f"prefix/{store.get(f'asks/{other}').decode()}", name)
         time.sleep(0.01)
     return dist.PrefixStore(name, store)
+
+
+@contextmanager
+def broken_connections_named(world: Communicator) -> Iterator[None]:
+    """Raise what the heartbeat finds where torch's own engines, which wait by themselves, lose a connection within the block.
+
+    Raises:
+        CommunicationError: instead of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(world, ProcessCommunicator) or not BROKEN.search(str(error)):
+            raise
+        raise world.process.heartbeat.connection_error(error) from error
 
 
 def leave_world(world: Communicator, ended: str) -> None:

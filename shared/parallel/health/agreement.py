@@ -10,7 +10,7 @@ sentence, which names the key, both values, and the ranks with their hosts.
     text           the trainer                           what the prepared shards hold, and the tokenizer
     model          `apply_parallel`                      names, shapes and initial weights, by checksum, before anything is sharded
     run            `RuntimeEngine.fit`                   the engine's keys, the optimizer's settings, the number of steps
-    checkpoint     `RankCheckpoints.newest`              its manifest, where machines share no folder
+    checkpoint     `RankCheckpoints.candidates`         its manifest, where machines share no folder
     state          `RankSaver.save`                      `shared.parallel.health.replicas`, before every save
 
 May differ: the patch release of Python, the host, its processor, its number of threads, and in a script of your own what only rank 0 acts
@@ -21,7 +21,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -99,7 +99,7 @@ def sentence(topic: str, hosts: list[str], facts: list[dict[str, str]]) -> str:
     return f"The ranks do not agree: {'; '.join(told)}{more}. {CURES[topic]}"
 
 
-def rank_names(ranks: list[int], hosts: list[str]) -> str:
+def rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """
     >>> rank_names([0, 1], ["alpha", "alpha", "beta"])
     'ranks 0, 1 (alpha)'

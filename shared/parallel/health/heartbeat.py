@@ -213,7 +213,8 @@ class Heartbeat:
             if seconds >= limit and rank != self.rank:
                 message = self.last_seen[rank]
                 step = f" (step {message.step})" if message.step else ""
-                return f"rank {rank} has sent no heartbeat for {seconds:.0f} s: it died, hangs or cannot be reached; {message.last_call()}{step}"
+                silent = f"rank {rank} has sent no heartbeat for {seconds:.0f} s: it died, hangs or cannot be reached"
+                return f"{silent}; {message.last_call()}{step}"
         return None
 
     def deadlock(self) -> str | None:

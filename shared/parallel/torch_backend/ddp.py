@@ -8,6 +8,7 @@ ZeRO-1 is DDP with this course's partition: `ZeroRedundancyOptimizer` sends whol
 Left out on purpose: CUDA graphs, and compiled autograd.
 """
 
+import inspect
 import warnings
 from collections.abc import Collection, Sequence
 
@@ -21,6 +22,10 @@ from shared.parallel.data.engine import DataEngine
 from shared.parallel.data.zero import Zero
 from shared.parallel.mesh import Mesh
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
+
+# Buffers stay each rank's own. The option was renamed in torch 2.13.
+NAMES_OF_IT = ("forward_sync_buffers", "broadcast_buffers")
+LEAVE_BUFFERS = {next(name for name in NAMES_OF_IT if name in inspect.signature(DistributedDataParallel).parameters): False}
 
 
 class TorchReplicas(DataEngine):
@@ -45,9 +50,9 @@ class TorchReplicas(DataEngine):
             model,
             process_group=mesh.data.torch_group,
             bucket_cap_mb=mesh.config.bucket_megabytes,
-            forward_sync_buffers=False,
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
+            **LEAVE_BUFFERS,
         )
         self.model.register_comm_hook(mesh.data, summed)
 

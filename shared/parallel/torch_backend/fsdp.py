@@ -60,7 +60,8 @@ class TorchSharded(DataEngine):
             unit.set_force_sum_reduction_for_comms(True)  # a factor of 1 is otherwise a multiplication that gloo does not know
             unit.set_custom_all_gather(NotedAllGather(mesh.fsdp))
             unit.set_custom_reduce_scatter(NotedReduceScatter(mesh.fsdp))
-        model.set_reduce_scatter_unused_params(True)  # or ranks that use different parameters send each other different amounts
+        if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.13 on; before, ranks that use different parameters hang
+            model.set_reduce_scatter_unused_params(True)
         model.compile = partial(compile_each, blocks)
         fetch_ahead(blocks, mesh.config.prefetch)
         if is_meta:

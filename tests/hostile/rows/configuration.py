@@ -1,10 +1,193 @@
-"""Values that cannot be, through the configuration file and the words after it."""
+"""Values that cannot be, and files that are no configuration, through the trainer's command and the launcher."""
 
-from hostile import Row, chapter, start, trainer
+from pathlib import Path
 
-ROWS = [
-    Row("a word for a number", trainer("steps=many"), "steps"),
-    Row("an unknown key", trainer("optimzer.lr=1"), "Did you mean 'optimizer.lr'?"),
-    Row("no steps", chapter("01", "--steps", "0"), "steps is 0", code=1),
-    Row("no such layout", start("dp0", "{folder}/tiny.yaml"), "parallel.data_parallel is 0", code=1),
+from hostile import Row, start, trainer
+
+
+def written(text: str | bytes, name: str = "a.yaml"):
+    """A file of this text in the row's folder."""
+
+    def make(folder: Path) -> None:
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return make
+
+
+def ring(folder: Path) -> None:
+    for name, below in (("a", "b"), ("b", "c"), ("c", "a")):
+        (folder / f"{name}.yaml").write_text(f"extends: {below}.yaml\nsteps: 1\n")
+
+
+def large(folder: Path) -> None:
+    with open(folder / "a.yaml", "wb") as file:
+        file.truncate(100 * 2**20)
+
+
+def loop(folder: Path) -> None:
+    (folder / "a.yaml").symlink_to(folder / "b.yaml")
+    (folder / "b.yaml").symlink_to(folder / "a.yaml")
+
+
+def unreadable(folder: Path) -> None:
+    (folder / "a.yaml").mkdir()
+
+
+def fifo(folder: Path) -> None:
+    import os
+
+    os.mkfifo(folder / "a.yaml")
+
+
+def bomb(merge: bool = False) -> str:
+    """Nine levels, each ten times the one below: a billion entries from 300 bytes."""
+    names = "abcdefghij"
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"] if not merge else ["a: &a {x: 1}"]
+    for below, name in zip(names, names[1:], strict=False):
+        ten = ", ".join([f"*{below}"] * 10)
+        lines.append(f"{name}: &{name} {{<<: [{ten}]}}" if merge else f"{name}: &{name} [{ten}]")
+    return "\n".join(lines)
+
+
+def file(name: str, text: str | bytes, says: str | tuple[str, ...], **more) -> Row:
+    """The trainer on a file of this text."""
+    return Row(name, trainer(config="a.yaml"), says, make=written(text), **more)
+
+
+FILES = [
+    file("YAML bomb: aliases of aliases", bomb(), ("a.yaml", "aliases repeat"), seconds=3.0),
+    file("YAML bomb: merged keys", bomb(merge=True), ("a.yaml", "aliases repeat"), seconds=3.0),
+    file("an alias to itself", "steps: 1\nmodel: &m\n  a: *m\n", ("a.yaml, line", "refers to itself")),
+    file("nested 100,000 deep", "a: " + "[" * 100_000, ("a.yaml", "nested too deeply"), seconds=5.0),
+    file("nested 300 deep", "a: " + "{a: " * 300 + "1" + "}" * 300, "There is no setting a.", seconds=5.0),
+    Row("a file of 100 MB", trainer(config="a.yaml"), ("a.yaml", "104,857,600 bytes"), make=large, seconds=3.0),
+    file("a key twice", "steps: 5\nseed: 1\nsteps: 6\n", "gives steps twice, in line 1 and in line 3"),
+    file("a key twice in a section", "model:\n  hidden_size: 32\n  hidden_size: 64\n", "gives hidden_size twice, in line 2 and in line 3"),
+    file("a key that is a number", "1: 2\n", ("a.yaml, line 1", "'1' is no name")),
+    file("a key that is a list", "[a]: 2\n", ("a.yaml, line 1", "is no name")),
+    file("a key that is null", "null: 2\n", ("line 1", "'null' is no name")),
+    file("a key with a dot", "optimizer.lr: 3\n", ("optimizer.lr", "below its section")),
+    file("no keys", "- 1\n", "holds no keys"),
+    file("an empty file", "", "holds no keys"),
+    file("no YAML", "steps: [", ("a.yaml", "not YAML, line 1")),
+    file("a tab", "model:\n\thidden_size: 3\n", ("a.yaml", "not YAML, line 2")),
+    file("a Python object", "steps: !!python/object/apply:os.system [ls]\n", ("a.yaml", "line 1", "python/object")),
+    file("an unknown alias", "steps: *a\n", ("a.yaml", "line 1", "undefined alias")),
+    file("two documents", "steps: 1\n---\nsteps: 2\n", ("a.yaml", "line")),
+    file("bytes that are no UTF-8", b"steps: \xff\xfe\n", ("a.yaml", "not UTF-8")),
+    file("UTF-16", "steps: 1\n".encode("utf-16"), ("a.yaml", "not UTF-8")),
+    file("a zero byte", b"steps: 1\0\n", ("a.yaml", "not YAML")),
+    file("noise", bytes(range(256)) * 20, ("a.yaml",)),
+    file("an octal number", "steps: 010\n", "steps is '010': give a whole number"),
+    file("a number of base 60", "steps: 1:30\n", "steps is '1:30': give a whole number"),
+    file("a date", "steps: 2026-01-01\n", "steps is '2026-01-01': give a whole number"),
+    file("a number of 5,000 digits", f"steps: {'9' * 5000}\n", "steps is "),
+    file("extends itself", "extends: a.yaml\n", "extends itself"),
+    Row("a ring of files", trainer(config="a.yaml"), "extends itself, by way of a.yaml, b.yaml, c.yaml", make=ring),
+    file("extends nothing", "extends: b.yaml\n", ("b.yaml", "which a.yaml extends")),
+    file("extends a list", "extends: [b.yaml, c.yaml]\n", "give the name of one file"),
+    file("extends a path with a zero byte", 'extends: "b\\0.yaml"\n', ("a.yaml",)),
+    file("schedule.steps apart from steps", "steps: 6\nschedule: {steps: 9}\n", ("a.yaml", "give steps")),
+    Row("a file that is not there", trainer(config="none.yaml"), "none.yaml"),
+    Row("a folder for a file", trainer(config="a.yaml"), "a.yaml", make=unreadable),
+    Row("a FIFO for a file", trainer(config="a.yaml"), "a.yaml", make=fifo),
+    Row("a loop of links", trainer(config="a.yaml"), ("There is no file", ".yaml"), make=loop),
+    Row("a path too long for a file", trainer(config="x" * 5000), "There is no"),
+    Row("two configurations", trainer("{folder}/tiny.yaml"), "Two configurations cannot be given"),
+    Row("no configuration", trainer(config=""), "Give a configuration first"),
+    Row("a word first", trainer(config="steps=3"), "Give a configuration first"),
+    Row("a word without a value", trainer("faster"), "'faster' is no key=value"),
+    Row("a word without a key", trainer("=3"), "There is no setting ''"),
+    Row("a word that is no UTF-8", trainer("engine.project=\udcff"), "engine.project", environment={}),
+    Row("a path that is no UTF-8", trainer("engine.output=\udcff"), "engine.output"),
+    Row("a word that is no YAML", trainer("report.prompts=['"), "report.prompts is not YAML"),
+    Row("a bomb in a word", trainer(f"report.prompts=[{'[' * 5000}"), "report.prompts is nested too deeply"),
+    Row("schedule.steps as a word", trainer("schedule.steps=3"), "give steps"),
 ]
+
+TYPES = [
+    Row("a section that is a number", trainer(model=3), "model is 3: it is a section"),
+    Row("a section that is a list", trainer(data=[1]), "data is [1]: it is a section"),
+    Row("a section that is text", trainer(engine="x"), "engine is 'x': it is a section"),
+    Row("a section within a section that is a number", trainer(engine={"checkpoint": 3}), "engine.checkpoint is 3: it is a section"),
+    Row("a number that is a section", trainer(steps={"a": 1}), "steps is {'a': 1}: give a whole number"),
+    Row("a section as a word", trainer("model=3"), "model is 3: it is a section"),
+    Row("a section that is null as a word", trainer("model=null"), "model is null"),
+    Row("a section that is broken", trainer("engine=["), "engine is not YAML"),
+    Row("a word for a number", trainer("steps=many"), "steps is 'many': give a whole number"),
+    Row("a fraction for a count", trainer("steps=1.5"), "steps is 1.5: give a whole number"),
+    Row("true for a count", trainer("steps=true"), "steps is True: give a whole number"),
+    Row("true for a number", trainer("optimizer.lr=true"), "optimizer.lr is True: give a number"),
+    Row("nothing for a count", trainer("steps="), "steps is null"),
+    Row("a word for a choice", trainer("optimizer.name=adam"), ("optimizer.name is 'adam'", "Did you mean 'adamw'?")),
+    Row("a number for a choice", trainer("optimizer.name=3"), "optimizer.name is 3: give one of adamw"),
+    Row("maybe", trainer("optimizer.nesterov=maybe"), "optimizer.nesterov is 'maybe': give true or false"),
+    Row("true for one of 0, 1, 2", trainer(parallel={"zero": True}), "parallel.zero is True: give one of 0, 1, 2"),
+    Row("three betas", trainer("optimizer.betas=[0.9, 0.9, 0.9]"), "optimizer.betas is [0.9, 0.9, 0.9]"),
+    Row("betas of text", trainer("optimizer.betas=[a, b]"), "optimizer.betas[0] is 'a': give a number"),
+    Row("one tracker for a list", trainer("engine.trackers=console"), "engine.trackers is 'console': give a list"),
+    Row("an unknown tracker", trainer("engine.trackers=[consol]"), ("engine.trackers[0] is 'consol'", "Did you mean 'console'?")),
+    Row("a section for a list", trainer(engine={"trackers": {"console": 1}}), "engine.trackers is {'console': 1}: give a list"),
+    Row("a source that is no section", trainer("data.prepare.sources=[x]"), "data.prepare.sources[0] is 'x': it is a section"),
+    Row("sources that are no list", trainer(data={"prepare": {"sources": "embedded"}}), "data.prepare.sources is 'embedded': give a list"),
+    Row("no sources", trainer("data.prepare.sources=[]"), "data.prepare: There are no sources"),
+    Row("a number for a path", trainer(engine={"output": 3}), "engine.output is 3: give a path"),
+    Row("a list for a path", trainer(engine={"output": ["a"]}), "engine.output is ['a']: give a path"),
+    Row("a prompt that is null", trainer("report.prompts=[null]"), "report.prompts[0] is null"),
+    Row("scaling without its type", trainer("model.rope_scaling.factor=3"), "model.rope_scaling.rope_type is missing"),
+    Row("an unknown key", trainer("optimzer.lr=1"), "Did you mean 'optimizer.lr'?"),
+    Row("an unknown section", trainer(optimzer={"lr": 1}), ("no setting optimzer.", "Did you mean 'optimizer'?")),
+    Row("an unknown key in a section", trainer(model={"hidden_sizes": 1}), "Did you mean 'model.hidden_size'?"),
+    Row("an unknown key two levels down", trainer(engine={"checkpoint": {"evry": 1}}), "Did you mean 'engine.checkpoint.every'?"),
+    Row("an unknown key of a source", trainer("data.prepare.sources=[{pth: x}]"), "Did you mean 'data.prepare.sources[0].path'?"),
+    Row("a key below a number", trainer("steps.x=3"), ("no setting steps.x.", "Did you mean 'steps'?")),
+    Row("a key in the wrong section", trainer("engine.lr=3"), "Did you mean 'optimizer.lr'?"),
+    Row("a renamed key", trainer("parallel.recompute=blocks"), "is an older name: say parallel.activation_checkpointing"),
+    Row("a renamed key in a file", trainer(max_gradient_norm=1), "max_gradient_norm is an older name: say max_grad_norm."),
+    Row("a renamed value", trainer("model.attention=naive"), "model.attention naive is an older name: say eager."),
+    Row("an unknown mode", trainer("mode=sft"), "mode is 'sft': give one of pretrain"),
+    Row("whose implementation", trainer("impl=theirs"), "theirs"),
+    Row("an implementation that is a list", trainer(impl=["mine"]), "There is no implementation ['mine']"),
+    Row("no such layout", start("dp0", "{folder}/tiny.yaml"), "parallel.data_parallel is 0"),
+    Row("a layout of a million ranks", start("dp1000000", "{folder}/tiny.yaml"), ("LAYOUT dp1000000", "CPU cores")),
+    Row("a layout and a word that differ", start("dp2", "{folder}/tiny.yaml", "parallel.data_parallel=4"),
+        ("LAYOUT dp2 means parallel.data_parallel=2", "gives 4")),
+    Row("a layout and a file that differ", start("fsdp2", "{folder}/tiny.yaml", parallel={"data_parallel": 2}),
+        ("LAYOUT fsdp2 means parallel.data_parallel=1", "tiny.yaml gives 2")),
+    Row("a layout and a section as a word", start("dp2", "{folder}/tiny.yaml", "parallel={zero: 1}"), ("parallel.zero=0", "gives 1")),
+    Row("a layout and parallel as a number", start("dp2", "{folder}/tiny.yaml", parallel=3), "parallel is 3: it is a section"),
+    Row("a layout and an empty output", start("dp2", "{folder}/tiny.yaml", engine={"output": ""}), "engine.output is ''"),
+    Row("a layout and an unknown key", start("dp2", "{folder}/tiny.yaml", "optimzer.lr=1"), "Did you mean 'optimizer.lr'?"),
+    Row("a layout alone", start("dp2"), "Give a configuration after the layout"),
+]  # fmt: skip
+
+SIZES = [
+    Row("hidden_size 10**9", trainer("model.hidden_size=1000000000"), ("does not fit into memory", "GiB"), code=1),
+    Row("intermediate_size 10**12", trainer("model.intermediate_size=1000000000000"), "does not fit into memory", code=1),
+    Row("a thousand wide blocks", trainer("model.hidden_size=100000", "model.num_hidden_layers=10000"), "does not fit into memory", code=1),
+    Row("seq 10**9", trainer("data.seq=1000000000", "model.max_position_embeddings=1000000000"), ("does not fit", "data.seq"), code=1),
+    Row("batch 10**9", trainer("data.batch_size=1000000000", "data.micro_batch_size=1000000000"), "does not fit", code=1),
+    Row("batch 10**10 in micro-batches of 2", trainer("data.batch_size=10000000000"), ("does not fit", "data.batch_size"), code=1),
+    Row("learned positions 10**12", trainer("model.max_position_embeddings=1000000000000", "model.position=learned", "report.export=false"),
+        "does not fit into memory", code=1),
+]  # fmt: skip
+
+TOGETHER = [  # what only fails together: found when the run is built
+    Row("a pattern that matches nothing", trainer("optimizer.to_adamw=[nothing*]"), ("optimizer.to_adamw", "'nothing*'"), code=1),
+    Row("no decay for nothing", trainer("optimizer.no_decay=[nothing*]"), ("optimizer.no_decay", "'nothing*'"), code=1),
+    Row("a model that no format holds", trainer("model.position=alibi"), "No known format can describe this model", code=1),
+    Row("more ranks than were started", trainer("parallel.data_parallel=2"), ("This layout needs 2 ranks", "there are 1"), code=1),
+    Row("a device that is not here", trainer("engine.device=mps"), "PyTorch finds no MPS device", code=1),
+    Row("a layout of a later chapter", trainer("parallel.pipeline_parallel=2"), "comes with chapter 08"),
+    Row("an encoder", trainer("model.architecture=encoder"), "needs a decoder"),
+    Row("zero with one replica", trainer("parallel.zero=1"), "parallel.zero is 1"),
+    Row("experts without their chapter", trainer("model.experts={num_experts: 2}"), "experts come with chapter 09"),
+    Row("too few layer types", trainer("model.layer_types=[full_attention]"), "layer_types needs one entry for each block"),
+    Row("eager attention with dropout", trainer("model.attention=eager", "model.attention_dropout=0.1"), "eager attention has no dropout"),
+    Row("lion with fused", trainer("optimizer.name=lion", "optimizer.fused=true"), "lion does not use it"),
+    Row("some sources weighted", trainer("data.prepare.sources=[{path: a, weight: 1}, {path: b}]"), "Some sources have a weight"),
+    Row("an unknown cleaning stage", trainer("data.prepare.cleaning.stages=[repare]"), "Did you mean 'repair'?"),
+    Row("an empty prompt", trainer("report.prompts=['']"), "report.prompts holds an empty text"),
+]
+
+ROWS = [*FILES, *TYPES, *SIZES, *TOGETHER]

@@ -1,0 +1,282 @@
+"""Ranks that were given different things are refused before the first step, and ranks that came to differ before a save."""
+
+import platform
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from agreement_table import OWN_FOLDERS, ROWS, prepare_machines, run_row
+from rich.console import Console
+from sharded_runs import ADAMW, SMALL, batch_of, build, share
+from two_machines import Machines
+
+from shared.course.errors import CourseError
+from shared.course.paths import CHECKOUT
+from shared.engine.callbacks import Callback
+from shared.engine.config import CheckpointConfig, EngineConfig
+from shared.engine.engine import RuntimeEngine
+from shared.optim.build import build_optimizer
+from shared.optim.updater import Update
+from shared.parallel.comm.communicator import SingleRankCommunicator
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.comm.threads import run_threads
+from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.health import agreement
+from shared.parallel.health.agreement import agreed, program, ranks_that_share, require_agreement
+from shared.parallel.mesh import Mesh
+from shared.parallel.parallelize import apply_parallel
+
+CPU = torch.device("cpu")
+
+
+def said(call) -> str:
+    """The sentence with which a rank refuses; empty where it does not."""
+    try:
+        call()
+    except CourseError as error:
+        return str(error)
+    return ""
+
+
+# What is compared, and how it is said.
+
+
+def test_the_sentence_names_each_key_both_values_and_the_ranks_with_their_hosts(monkeypatch):
+    def compare(world):
+        facts = {"same": [1, {"x": Path("a")}], "rate": 0.1 + 0.2 * (world.rank == 1), "only": {"here": None} if world.rank else {}}
+        return said(lambda: require_agreement(world, "configuration", facts))
+
+    monkeypatch.setattr(platform, "node", lambda: "alpha")
+    assert set(run_threads(compare, 3)) == {
+        "The ranks do not agree: rate is 0.1 on ranks 0, 2 (alpha) and 0.30000000000000004 on rank 1 (alpha); only.here is missing on rank 0 "
+        "(alpha) and None on ranks 1, 2 (alpha). Start all machines with the same file and the same words."
+    }
+    facts = {"nan": float("nan"), "config": ParallelConfig()}
+    assert run_threads(lambda world: said(lambda: require_agreement(world, "run", facts)), 2) == ["", ""]
+
+
+def test_of_many_differences_the_first_are_listed_and_the_others_counted():
+    compare = lambda world: said(lambda: require_agreement(world, "text", {f"key{n}": world.rank for n in range(7)}))  # noqa: E731
+    told, _ = run_threads(compare, 2)
+    assert told.count(" is 0 on rank 0 ") == agreement.LISTED and "; and 3 more. Copy the folder" in told
+
+
+def test_what_fails_on_one_rank_fails_on_all_with_its_sentence():
+    def fail(rank):
+        if rank == 1:
+            raise CourseError("rank 1's disk is full")
+        return rank
+
+    assert run_threads(lambda world: said(lambda: agreed(world, lambda: fail(world.rank))), 3) == ["rank 1's disk is full"] * 3
+    assert run_threads(lambda world: agreed(world, lambda: world.rank), 3) == [0, 1, 2]
+
+
+def test_ranks_find_out_which_of_them_see_one_folder_and_leave_nothing_there(tmp_path):
+    at = {0: "a", 1: "b", 2: "a", 3: "c"}
+    assert run_threads(lambda world: ranks_that_share(world, tmp_path / at[world.rank]), 4) == [[0, 2], [1], [0, 2], [3]]
+    assert not list(tmp_path.glob("*/*")) and not list(tmp_path.glob("*/.*"))
+
+
+def python(*version):
+    return lambda patch: patch.setattr(platform, "python_version_tuple", lambda: version)
+
+
+def library(patch):
+    patch.setattr(agreement.metadata, "version", lambda name: "0.1")
+
+
+MINOR = platform.python_version_tuple()[:2]
+PROGRAMS = {  # what is another on rank 1 -> how it gets there, and what the sentence must hold; nothing where that may differ
+    "torch": (lambda patch: patch.setattr(torch, "__version__", "2.9.1"), "versions.torch is"),
+    "python": (python("3", "10", "1"), "and 3.10 on rank 1"),
+    "patch release": (python(*MINOR, "99"), ""),
+    "library": (library, "versions.safetensors is"),
+    "exercises": (lambda patch: patch.setattr(agreement.binding, "origins", lambda: {"01.train_step": "mine"}), "mine on rank 1"),
+    "place of the copy": (lambda patch: patch.setattr(agreement, "CHECKOUT", Path("copy")), ""),
+    "core": (lambda patch: patch.setattr(agreement, "CHECKOUT", Path("core")), "files.shared/loss.py is"),
+    "solution": (lambda patch: patch.setattr(agreement, "CHECKOUT", Path("solution")), "files.solutions/01_training_loop.py is"),
+    "one file more": (lambda patch: patch.setattr(agreement, "CHECKOUT", Path("more")), "files.shared/new.py is missing on rank 0"),
+}
+
+
+def programs(world, folder):
+    told = {}
+    for what, (change, _) in PROGRAMS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr(agreement, "CHECKOUT", Path("right"))
+            if world.rank:
+                change(patch)
+            agreement.source_files.cache_clear()
+            told[what] = said(lambda: require_agreement(world, "program", program(CPU)))
+    told["device"] = said(lambda: require_agreement(world, "program", program(torch.device("cuda" if world.rank else "cpu"))))
+    return told
+
+
+def test_other_code_or_packages_on_a_rank_are_named(tmp_path):
+    edits = {"right": "", "copy": "", "core": "shared/loss.py", "solution": "solutions/01_training_loop.py", "more": "shared/new.py"}
+    for name, edit in edits.items():
+        for part in ("shared", "solutions"):
+            (tmp_path / name / part).mkdir(parents=True)
+        for file in ("shared/loss.py", "solutions/01_training_loop.py"):
+            shutil.copy(CHECKOUT / file, tmp_path / name / file)
+        if edit:
+            with (tmp_path / name / edit).open("a") as edited:
+                edited.write("# edited\n")
+    told = run_processes(programs, 2, tmp_path)
+    assert told[0] == told[1] and "device is cpu on rank 0" in told[0].pop("device")
+    for what, (_, words) in PROGRAMS.items():
+        assert words in told[0][what] and bool(words) == bool(told[0][what]), (what, told[0][what])
+
+
+# A script with an engine of its own.
+
+
+class Loader:
+    def __init__(self, mesh):
+        self.step, self.data = 0, mesh.data
+
+    def __iter__(self):
+        while True:
+            self.step += 1
+            yield [share(batch_of(self.step, 0), self.data.rank, self.data.size)]
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
+
+class Nudge(Callback):
+    """At the end of step 2, which is saved, something of the last rank changes by itself."""
+
+    every_rank = True
+
+    def __init__(self, what):
+        self.what = what
+
+    def on_step(self, engine):
+        if engine.step == 2 and engine.strategy.rank == engine.strategy.size - 1:
+            self.what(engine)
+
+
+def fit(world, folder, layout="dp2", steps=4, rate=0.01, callbacks=(), model=SMALL, scale=1.0, own=False, **settings):
+    """A run, and its weights. own: whether each rank sees a disk of its own under `folder`."""
+    mesh = Mesh(replace(parse_layout(layout), check_every=0), world)
+    plain = build(model)
+    with torch.no_grad():
+        dict(plain.named_parameters())["stack.blocks.0.attention.q_proj.weight"][0, 0] *= scale
+    optimizer = replace(ADAMW, lr=rate)
+    strategy = apply_parallel(plain, mesh, optimizer)
+    config = EngineConfig(folder / f"disk-{world.rank}" if own else folder, device="cpu", checkpoint=CheckpointConfig(every=2, keep_last=3))
+    engine = RuntimeEngine(
+        strategy, build_optimizer(strategy.optim_params, optimizer, strategy.routes), replace(config, **settings),
+        updater=Update(1.0, norm=strategy.grad_norm), callbacks=callbacks, console=Console(quiet=True),
+    )  # fmt: skip
+    engine.fit(Loader(mesh), steps=steps)
+    return {name: tensor.clone() for name, tensor in strategy.whole_weights()}
+
+
+RUNS = {  # given to rank 1 alone -> what the sentence must hold
+    "rate": ({"rate": 0.02}, "optimizer.lr is 0.01 on rank 0"),
+    "steps": ({"steps": 6}, "steps is 4 on rank 0"),
+    "log": ({"log_every": 3}, "engine.log_every is 10 on rank 0"),
+    "evaluation": ({"evaluate_every": 3}, "engine.evaluate_every is 100 on rank 0"),
+    "save": ({"checkpoint": CheckpointConfig(every=3, keep_last=3)}, "engine.checkpoint.every is 2 on rank 0"),
+    "resume": ({"checkpoint": CheckpointConfig(every=2, keep_last=3, resume=False)}, "engine.checkpoint.resume is True on rank 0"),
+    "width": ({"model": replace(SMALL, intermediate_size=24)}, "weights.stack.blocks.0.feed_forward"),
+    "weights": ({"scale": 1.5}, "weights.stack.blocks.0.attention.q_proj.weight is torch.float64"),
+    "layout": ({"layout": "fsdp2"}, "parallel.data_parallel is 2 on rank 0"),
+    "trackers": ({"trackers": []}, ""),
+}
+NUDGES = {
+    "weight": (lambda engine: nudge(first_weight(engine)), "after step 2, the weights of rank 1 are not those of rank 0"),
+    "moment": (lambda engine: nudge(state_of(engine)["exp_avg"]), "after step 2, the optimizer states of rank 1 are not those"),
+    "step count": (lambda engine: state_of(engine)["step"].add_(1), "after step 2, the optimizer states of rank 1 are not those"),
+    "rate": (lambda engine: engine.optimizer.param_groups[0].update(lr=0.03), "optimizer.0.lr is 0.01 on rank 0"),
+    "norm": (lambda engine: engine.strategy.measured.mul_(1 + 1e-9), "gradient norm is"),
+    "position": (lambda engine: setattr(engine.stateful["loader"], "step", 9), "saved.loader.step is 2 on rank 0"),
+}
+
+
+def first_weight(engine):
+    return next(iter(engine.model.parameters()))
+
+
+def state_of(engine):
+    return engine.optimizer.state[next(iter(engine.optimizer.param_groups[0]["params"]))]
+
+
+def nudge(tensor):
+    with torch.no_grad():
+        tensor.view(-1)[3] += tensor.view(-1)[3].abs() * 1e-12 + 1e-30
+
+
+def refusals(world, folder):
+    started = {what: said(partial(fit, world, folder / what, **(given if world.rank else {}))) for what, (given, _) in RUNS.items()}
+    saved = {what: said(partial(fit, world, folder / what, callbacks=[Nudge(change)])) for what, (change, _) in NUDGES.items()}
+    return started, saved
+
+
+def test_a_script_whose_ranks_differ_is_refused_before_its_first_step_and_before_it_saves(tmp_path):
+    (started, saved), others = run_processes(refusals, 2, tmp_path)
+    assert others == (started, saved), "all ranks say the same"
+    for what, (_, words) in RUNS.items():
+        assert words in started[what] and bool(words) == bool(started[what]), (what, started[what])
+    for what, (_, words) in NUDGES.items():
+        assert words in saved[what] and not list(tmp_path.glob(f"{what}/checkpoints/step-*")), (what, saved[what])
+
+
+# Machines that share no folder.
+
+
+def apart(world, folder):
+    """Runs whose ranks see one disk each: weights and sentences."""
+    told = {"whole": fit(world, folder / "whole", steps=6)}
+    fit(world, folder / "apart", own=True)
+    if world.rank:  # its power was gone before it had the last one
+        shutil.rmtree(folder / "apart" / "disk-1" / "checkpoints" / "step-00000004")
+    told["resumed"] = fit(world, folder / "apart", steps=6, own=True)
+    if world.rank:
+        shutil.rmtree(folder / "apart" / "disk-1")
+    told["lost"] = said(lambda: fit(world, folder / "apart", steps=8, own=True))
+    fit(world, folder / "other", rate=0.02, own=True)
+    fit(world, folder / "this", own=True)
+    if world.rank:
+        shutil.rmtree(folder / "this" / "disk-1" / "checkpoints")
+        shutil.move(folder / "other" / "disk-1" / "checkpoints", folder / "this" / "disk-1")
+    told["other"] = said(lambda: fit(world, folder / "this", own=True))
+    for layout in ("fsdp2", "dp2_zero1"):
+        told[layout] = said(lambda layout=layout: fit(world, folder / layout, layout, own=True))
+    return told
+
+
+def test_without_a_shared_folder_each_machine_keeps_all_and_a_run_resumes_from_the_newest_common_step(tmp_path):
+    told, others = run_processes(apart, 2, tmp_path)
+    for name, weight in told["whole"].items():
+        assert torch.equal(weight, told["resumed"][name]) and torch.equal(weight, others["resumed"][name]), name
+    alone = fit(SingleRankCommunicator(), tmp_path / "apart" / "disk-0", "one", steps=6)
+    assert all(torch.equal(weight, alone[name]) for name, weight in told["whole"].items()), "one machine's folder is a checkpoint by itself"
+    assert "rank 0 has 2, 4, 6; rank 1 has none" in told["lost"] and "copy the checkpoints" in told["lost"]
+    assert "no step is the same" in told["other"] and "rank 1 has 2, 4" in told["other"]
+    for layout in ("fsdp2", "dp2_zero1"):
+        assert "no machine holds the whole" in told[layout] and "parallel.data_parallel=2 parallel.fully_sharded=1" in told[layout]
+        assert not list(tmp_path.glob(f"{layout}/*/checkpoints"))
+    for what in ("lost", "other", "fsdp2", "dp2_zero1"):
+        assert others[what].replace("disk-1", "disk-0") == told[what]
+
+
+# Two machines.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_two_machines_that_were_given_different_things_both_say_what(name, tmp_path):
+    with Machines(tmp_path / "machines", shared=name not in OWN_FOLDERS) as machines:
+        found = run_row(name, machines, prepare_machines(machines, tmp_path))
+    assert ROWS[name].names in found.said["a"] and found.said["b"] == found.said["a"], found.said
+    assert found.codes == [1, 1]
