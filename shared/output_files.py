@@ -1,10 +1,15 @@
-"""Chapter 01. Atomic writes, and a check before any work that the output folder can be written to.
+"""Chapter 01. Atomic writes, a full disk as a sentence, and a check before any work that the output folder can be written to.
 
 Folders that must be whole, such as checkpoints, are chapter 04's (`shared.engine.checkpoint.atomic`).
 """
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from shared.course.errors import CourseError
 
@@ -20,12 +25,46 @@ def require_writable(folder: Path) -> None:
         raise CourseError(f"The output folder {folder} cannot be written ({error.strerror}): give another output folder.") from None
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within it, a disk that has no room, or any other refusal of the operating system, is a sentence that names the file or folder `path`.
+
+    Raises:
+        CourseError: what is written within it cannot be.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if (reason := system_reason(error)) is None:
+            raise
+        raise CourseError(
+            f"{path} cannot be written ({reason}): free space there or move what is in its way, and give the same command again."
+        ) from error
+
+
+def system_reason(error: Exception) -> str | None:
+    """The operating system's words for an error, also within one of the safetensors library; None where another cause has it."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = re.search(r"(?:I/O error|IoError)\W+(.*?) \(os error", str(error))
+    return found and found[1]
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all, also when the process or the machine dies half way."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file that is there as a whole or not at all, also when the process or the machine dies half way.
+
+    Raises:
+        CourseError: the disk is full, or the file cannot be written for another reason.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)  # or half of it would take the room that the next attempt needs
+            raise

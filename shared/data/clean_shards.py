@@ -8,8 +8,10 @@ same parts as one that was not interrupted.
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -53,11 +55,28 @@ class CleanShards:
 
     def record(self, number: int) -> dict:
         """Sizes of a part's two sides, and the report up to its end."""
-        return json.loads(self.path(number, ".json").read_text(encoding="utf-8"))
+        with self.undamaged(self.path(number, ".json")) as path:
+            return checked(json.loads(path.read_text(encoding="utf-8")), "training_documents")
+
+    def whole(self) -> dict:
+        """The record of all parts together."""
+        with self.undamaged(self.folder / LAST) as path:
+            return checked(json.loads(path.read_text(encoding="utf-8")), "parts")
+
+    @contextmanager
+    def undamaged(self, path: Path) -> Iterator[Path]:
+        """Says which file is damaged, and that the text can be prepared again, where a library says only what it did not expect."""
+        try:
+            yield path
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, pyarrow.ArrowException) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CourseError(
+                f"{path} is damaged ({reason}): delete {self.folder.parent}, and the same command prepares the text again."
+            ) from error
 
     def size(self, side: str) -> int:
         """Bytes of text of one side, "training" or "held_out", over all parts."""
-        return json.loads((self.folder / LAST).read_text(encoding="utf-8"))[f"{side}_bytes"]
+        return self.whole()[f"{side}_bytes"]
 
     def documents_of_sources(self, sources: int) -> list[int]:
         """How many documents to train on each source has."""
@@ -65,7 +84,8 @@ class CleanShards:
         return [sum(counts.get(str(source), 0) for counts in records) for source in range(sources)]
 
     def report(self) -> CleaningReport:
-        return CleaningReport.from_dict(json.loads((self.folder / LAST).read_text(encoding="utf-8"))["report"])
+        with self.undamaged(self.folder / LAST):
+            return CleaningReport.from_dict(self.whole()["report"])
 
     def make(
         self, sources: Sequence[Source], config: CleaningConfig, part_bytes: int, workers: int, progress: Callable[[int], None]
@@ -106,7 +126,8 @@ class CleanShards:
         record = self.record(parts - 1)
         cleaner = Cleaner(config, CleaningReport.from_dict(record["report"]))
         for number in range(parts):
-            _, arrays = map_arrays(self.path(number, ".remembered.safetensors"))
+            with self.undamaged(self.path(number, ".remembered.safetensors")) as path:
+                _, arrays = map_arrays(path)
             ends = {name.removesuffix(" ends"): end for name, end in arrays.items() if name.endswith(" ends")}
             cleaner.remember({name: np.split(arrays[name], end[:-1]) if len(end) else [] for name, end in ends.items()})
         return cleaner, cleaner.report.documents_in
@@ -150,7 +171,7 @@ class CleanShards:
 
     def documents(self, number: int, held_out: bool, rows: int = 64) -> Iterator[tuple[list[str], list[str]]]:
         """Names and texts of one part's documents of one side, some at a time."""
-        with pyarrow.parquet.ParquetFile(self.path(number, ".parquet")) as file:
+        with self.undamaged(self.path(number, ".parquet")) as path, pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=rows):
                 chosen = batch.filter(batch.column("held_out") if held_out else pyarrow.compute.invert(batch.column("held_out")))
                 yield chosen.column("name").to_pylist(), chosen.column("text").to_pylist()
@@ -204,6 +225,13 @@ def nothing_kept(report: CleaningReport) -> str:
         f"Cleaning left no text to train on: of {counted(report.documents_in)}, 0 were kept. Dropped: {listed}. "
         "Give other text, or less strict cleaning (prepare.cleaning)."
     )
+
+
+def checked(record: Any, field: str) -> dict:
+    """A record that holds what it must: the report, and this field."""
+    if not isinstance(record, dict) or not {field, "report", "training_bytes", "held_out_bytes"} <= set(record):
+        raise ValueError("it is no record of cleaned text")
+    return record
 
 
 def counted(documents: int) -> str:

@@ -71,10 +71,10 @@ def require_prompt(tokenizer: TextTokenizer, prompt: str) -> None:
         CourseError: the prompt is no Unicode text, or has no token.
     """
     try:
-        ids = tokenizer.encode(prompt)
+        prompt.encode()
     except UnicodeEncodeError:
         raise CourseError(f"The prompt {prompt!r} holds half a character (a lone surrogate): give UTF-8 text.") from None
-    if not ids:
+    if not tokenizer.encode(prompt):
         raise CourseError(f"The prompt {prompt!r} has no token in the vocabulary: give another one.")
 
 

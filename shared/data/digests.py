@@ -31,7 +31,7 @@ class Digests:
         self.path, self.changed = path, False
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             kept = {}
         self.kept: dict[str, list] = kept if isinstance(kept, dict) else {}
 

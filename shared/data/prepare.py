@@ -1,8 +1,9 @@
 """Chapter 03. Data preparation, from raw text to token shards: read, clean, split, tokenize, store.
 
 Everything lands in a folder named after the configuration and the content of the text that it was applied to, so preparing the same
-again finds it done, and preparing something else never overwrites it. Each file is whole or not there; an interrupted preparation,
-even a killed one, resumes after the last whole file, and ends with the same bytes.
+again finds it done, and preparing something else never overwrites it. Of two processes that prepare the same, one waits for the other.
+Each file is whole or not there; an interrupted preparation, even a killed one, resumes after the last whole file, and ends with the same
+bytes.
 
     clean/00000.parquet ...      cleaned text, with the names of its documents (`shared.data.clean_shards`)
     tokenizer.json               trained on it, or copied from the one that was given, with the name of its end token beside it
@@ -16,6 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +32,8 @@ from shared.data.clean_shards import CleanShards
 from shared.data.digests import Digests
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.sources import Source, identity
-from shared.data.tokenizer import BYTES, TextTokenizer, special_names
+from shared.data.tokenizer import BYTES, TextTokenizer, TokenizerError, special_names
+from shared.folder_lock import FolderLock
 from shared.output_files import require_writable, write_atomically
 
 SMALLEST_VOCABULARY = len(special_names(0)) + BYTES  # without sentinels
@@ -114,7 +117,9 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
         require_writable(output)
     digests.save()
     parts = CleanShards(folder / "clean", config.held_out_share)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    say = lambda sentence: console.print(sentence, markup=False, highlight=False)  # noqa: E731
+    lock = nullcontext() if finished(folder, parts) else FolderLock(folder, wait=True, say=say)  # finished text may be read-only
+    with lock, Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         if not parts.complete():
             advance = counter(bar, "cleaning", None)
             parts.make(config.sources, config.cleaning, config.part_bytes, config.workers, advance)
@@ -133,6 +138,14 @@ def open_prepared(folder: Path, config: PrepareConfig) -> PreparedText:
     stores = {side: TokenStore(folder / side, tokenizer.identity) for side in SIDES}
     documents = parts.documents_of_sources(len(config.sources))
     return PreparedText(folder, stores["training"], stores["held_out"], tokenizer, parts.report(), documents)
+
+
+def finished(folder: Path, parts: CleanShards) -> bool:
+    """Whether every file is there."""
+    files = ["report.png", "tokenizer.json"]
+    return parts.complete() and all(
+        (folder / file).exists() for file in files + [f"{side}/{number:05}{ENDING}" for side in SIDES for number in range(parts.count())]
+    )
 
 
 def fingerprint(config: PrepareConfig, digest: Callable[[Path], str]) -> str:
@@ -159,7 +172,10 @@ def tokenizer_of(config: PrepareConfig, folder: Path, parts: CleanShards, bar: P
     """The folder's tokenizer: there already, the one that was given, or a new one."""
     path = folder / "tokenizer.json"
     if path.exists():
-        return TextTokenizer.load(path)
+        try:
+            return TextTokenizer.load(path)
+        except TokenizerError as error:
+            raise TokenizerError(f"{error} Or delete {folder}, and the same command prepares the text again.") from None
     if config.tokenizer:
         tokenizer = TextTokenizer.load(config.tokenizer)
         tokenizer.require_lossless(next(parts.documents(0, held_out=False))[1])

@@ -119,7 +119,7 @@ class Shard:
             sound = counts == (int(self.metadata["documents"]), int(self.metadata["tokens"]))
             sound &= len(self.offsets) == counts[0] + 1 and self.offsets[0] == 0 and self.offsets[-1] == counts[1]
             sound &= bool((np.diff(self.offsets) >= 0).all())
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ShardError(f"{path} is cut short, or no shard ({error}): delete it and prepare the text again.") from None
         if not sound or (verify and checksum(arrays, self.metadata) != self.metadata.get("sha256")):
             raise ShardError(f"{path} was changed after it was written: delete it and prepare the text again.")

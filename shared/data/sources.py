@@ -161,7 +161,8 @@ def files_of(folder: Path, suffixes: tuple[str, ...] = (), skip: Skip | None = N
     found: list[Path] = []
 
     def refuse_closed(error: OSError) -> None:
-        raise CorpusError(f"The folder {error.filename} cannot be read ({error.strerror}): make it readable, or give another folder.") from None
+        cure = "make it readable, or give another folder"
+        raise CorpusError(f"The folder {error.filename} cannot be read ({error.strerror}): {cure}.") from None
 
     for place, folders, names in os.walk(folder, onerror=refuse_closed):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -221,6 +222,9 @@ def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
 
     Args:
         digest: the hash of a file's content (`shared.data.digests`).
+
+    Raises:
+        CorpusError: a file cannot be read.
     """
     settings = {name: value for name, value in vars(source).items() if name != "weight"}
     known: dict[str, Any] = {"settings": json.loads(json.dumps(settings)), "kind": source.resolved_kind()}
@@ -229,5 +233,9 @@ def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
     elif known["kind"] != "hub":
         path = existing(source.path)
         files = files_of(path, source.suffixes if known["kind"] != "saved" else ()) if path.is_dir() else [path]
-        known["files"] = [(str(file), digest(file)) for file in files]
+        try:
+            # What has no size is not opened, here as in `read_path`.
+            known["files"] = [(str(file), digest(file) if file.stat().st_size else None) for file in files]
+        except OSError as error:
+            raise CorpusError(f"{error.filename} cannot be read ({error.strerror}): make it readable, or leave it out.") from None
     return known

@@ -7,6 +7,7 @@ as ordinary text. A tokenizer's identity is a hash of all that it is, so data ca
 
 import hashlib
 import json
+import re
 import stat
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ MASK = "<|mask|>"
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|turn_end|>")  # for chapter 10
 ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # what others call the end of a document
 BYTES = 256
+LONGEST_WORD = 1000  # characters; the library's trainer takes the square of a word's length: 200,000 letters without a space, 90 seconds
 PROBE = "def F(x):\n    return  x + 1\n"  # capitals, runs of spaces and lines, which tokenizers for search drop
 DIFFERING = 0.1  # share of texts that may come back otherwise, such as by a character that the vocabulary lacks
 
@@ -62,16 +64,16 @@ class TextTokenizer:
     def __init__(self, tokenizer: Tokenizer, end: str | None = None):
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self.identity = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
-        tokenizer.encode_special_tokens = True
-        self.tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder().items()
-        self.special_ids: dict[str, int] = {token.content: number for number, token in added if token.special}
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > 2 * len(vocabulary) + 1000:
             tokens = f"{len(vocabulary):,} tokens and ids up to {self.vocab_size - 1:,}"
             raise TokenizerError(f"The tokenizer has {tokens}: a model keeps a row for each id, so number the tokens without gaps.")
+        self.identity = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()  # the library lists the ids one by one, gaps too
+        tokenizer.encode_special_tokens = True
+        self.tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_ids: dict[str, int] = {token.content: number for number, token in added if token.special}
         found = next((name for name in ([end] if end else ENDS) if name in self.special_ids), None)
         if found is None:
             wanted = repr(end) if end else "that ends a document"
@@ -103,7 +105,7 @@ class TextTokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator((piece for text in texts for piece in without_long_words(text)), trainer)
         return cls(tokenizer, END)
 
     @classmethod
@@ -162,8 +164,8 @@ class TextTokenizer:
     def require_lossless(self, texts: Sequence[str] = (PROBE,)) -> None:
         """Refuse a tokenizer that does not give text back: a model would learn other text, and bits per byte would divide by other bytes.
 
-        Two differences are allowed: a space before the text, which Llama's and RoBERTa's add, and composed characters (Unicode NFC), as Qwen's
-        makes them.
+        Two differences are allowed: a space before the text, which Llama's and RoBERTa's add, and composed characters (Unicode NFC),
+        as Qwen's makes them.
 
         Args:
             texts: to try it with; of many, DIFFERING may come back otherwise.
@@ -234,6 +236,16 @@ class TextTokenizer:
             else:
                 lengths[number] = len(token.replace("▁", " ").encode())
         return lengths
+
+
+def without_long_words(text: str) -> list[str]:
+    """A text; in pieces of LONGEST_WORD characters, where it has longer words or longer runs of spaces."""
+    half = LONGEST_WORD // 2  # a long run covers one of these pieces whole, and most texts have none such
+    if not any(len(text[first : first + half].split()) < 2 for first in range(0, len(text) - half + 1, half)):
+        return [text]
+    if max(map(len, text.split()), default=0) <= LONGEST_WORD and not re.search(rf"\s{{{LONGEST_WORD + 1}}}", text):
+        return [text]
+    return [text[first : first + LONGEST_WORD] for first in range(0, len(text), LONGEST_WORD)]
 
 
 def difference(wanted: str, back: str) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from shared.course.errors import CourseError
 from shared.engine.trackers.external import flat
-from shared.engine.trackers.jsonl import read_jsonl
+from shared.engine.trackers.jsonl import read_damaged
 from shared.parallel.config import layout_name
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
@@ -27,15 +27,25 @@ def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
     other = output.with_name(output.name.removesuffix(f"-{config.parallel.backend}").removesuffix(f"-{name}"))
     if config.parallel.ranks == 1 or other == output or not same_run(other, config):
         return {}
-    here, there = read_jsonl(output / "metrics.jsonl"), read_jsonl(other / "metrics.jsonl")
+    (here, _), (there, _) = (read_damaged(folder / "metrics.jsonl") for folder in (output, other))  # what can be compared is
     found = {}
     for metric in ("train/loss", "validation/loss"):
         pairs = [(here[step][metric], there[step][metric]) for step in here if metric in here[step] and metric in there.get(step, {})]
         if pairs:
             found[f"largest difference in {metric} to {other}"] = largest(abs(mine - theirs) for mine, theirs in pairs)
     if config.report.export and (other / "model").is_dir():
-        found[f"largest difference in weights to {other}, relative"] = largest_difference(output / "model", other / "model")
+        try:
+            found[f"largest difference in weights to {other}, relative"] = largest_difference(output / "model", other / "model")
+        except (OSError, SafetensorError):  # another run's damage is no reason to end this one without its report
+            found["weights"] = f"not compared: the model in {other / 'model'} cannot be read"
     return found
+
+
+def known_causes(config: TrainerConfig) -> dict[str, str]:
+    """What else than rounding makes this run another one than that of a single process."""
+    if (config.model.hidden_dropout or config.model.attention_dropout) and config.parallel.data_ranks > 1:
+        return {"dropout": "its draws differ by layout, so losses and weights do as well"}
+    return {}
 
 
 def same_run(folder: Path, config: TrainerConfig) -> bool:
@@ -44,7 +54,7 @@ def same_run(folder: Path, config: TrainerConfig) -> bool:
         return False
     try:
         before = flat(provenance.read_record(folder / provenance.CONFIG))
-    except CourseError:  # another run's damage is no reason to end this one without its report
+    except CourseError:
         return False
     now = flat(provenance.plain(config))
     return all(before.get(key) == value for key, value in now.items() if not provenance.may_change(key))

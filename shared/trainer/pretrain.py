@@ -196,6 +196,9 @@ def announce(config: TrainerConfig, text: PreparedText, device: torch.device, co
     tokens = config.steps * config.data.batch_size * config.data.seq
     shares = shares_in_words(config.data.prepare.sources)
     mixture = f"Data mixture, by tokens: {shares}.\n" if shares else ""
+    if text.report.unreadable:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in text.report.unreadable.items())
+        mixture += f"Left out, for there was no text in it: {reasons}. Examples: {text.folder / 'report.json'}\n"
     console.print(
         f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {text.training.token_count / 1e6:.1f} million tokens "
         f"of text ({len(text.training):,} documents; {len(text.held_out):,} held out), {tokens / 1e6:.1f} million to be seen.\n"

@@ -47,7 +47,7 @@ def keep_record(config: Any, output: Path) -> None:
     if path.exists() and (output / "checkpoints").is_dir():
         require_same(read_record(path), plain(config), output)
     write_atomically(path, yaml.safe_dump(plain(config), sort_keys=False).encode())  # a run that is killed right here must still find it
-    (output / CODE).write_text(json.dumps(code_version(), indent=1), encoding="utf-8")
+    write_atomically(output / CODE, json.dumps(code_version(), indent=1).encode())
 
 
 def saved_value(output: Path, key: str) -> Any:
@@ -63,8 +63,8 @@ def read_record(path: Path) -> dict[str, Any]:
         CourseError: the file is not what `keep_record` wrote.
     """
     try:
-        record = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+        record = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError):
         record = None
     if not isinstance(record, dict):
         raise CourseError(

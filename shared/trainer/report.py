@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from shared.course import figures as style
 from shared.data.completion import Gap
+from shared.output_files import write_atomically
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 
@@ -33,11 +34,10 @@ class Results:
 def write_report(config: TrainerConfig, results: Results) -> None:
     """Write the HTML file and, beside it in `figures`, each figure as a PNG."""
     folder = config.engine.output / "figures"
-    folder.mkdir(exist_ok=True)
     pictures = {}
     for name, figure in drawn(results).items():
         content = png(figure)
-        (folder / f"{name}.png").write_bytes(content)
+        write_atomically(folder / f"{name}.png", content)
         pictures[name] = base64.b64encode(content).decode()
     template = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     page = template.render(
@@ -46,10 +46,18 @@ def write_report(config: TrainerConfig, results: Results) -> None:
         pictures=pictures,
         samples=results.samples,
         completions=results.completions,
-        code=json.loads((config.engine.output / provenance.CODE).read_text(encoding="utf-8")),
+        code=code_of(config.engine.output),
         config=yaml.safe_dump(provenance.plain(config), sort_keys=False),
     )
-    results.report.write_text(page, encoding="utf-8")
+    write_atomically(results.report, page.encode())
+
+
+def code_of(output: Path) -> dict[str, Any]:
+    """The code's version as the run's folder has it."""
+    try:
+        return dict(json.loads((output / provenance.CODE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # no reason to end a finished run without its report
+        return {"version": f"unknown: {output / provenance.CODE} is damaged"}
 
 
 def format_value(name: str, value: Any) -> str:

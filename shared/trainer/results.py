@@ -13,15 +13,16 @@ from torch import nn
 from shared.data.completion import continue_ids, fill_gap, find_gaps
 from shared.engine.debug.anomalies import put_weights
 from shared.devices import on_device
-from shared.engine.trackers.jsonl import read_jsonl
+from shared.engine.trackers.jsonl import read_damaged
 from shared.loop import evaluate
 from shared.model.counting import parameter_counts
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
+from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
-from shared.trainer.comparison import compare_with_single_process
+from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.loaders import evaluation_loader
 from shared.trainer.report import Results, format_value, write_report
 
@@ -47,9 +48,12 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         gaps = find_gaps(text.held_out, text.tokenizer, count, config.seed, before=seq, after=seq // 2)
         completions = [fill_gap(model, text.tokenizer, gap, seq // 8, context=seq) for gap in gaps]
     if config.report.export:
-        save_pretrained(model, config.engine.output / "model", token_ids={"eos_token_id": text.tokenizer.end_id})
-        text.tokenizer.save_pretrained(config.engine.output / "model", model.config.max_position_embeddings)
-    metrics = read_jsonl(config.engine.output / "metrics.jsonl")
+        with writing(config.engine.output / "model"):
+            save_pretrained(model, config.engine.output / "model", token_ids={"eos_token_id": text.tokenizer.end_id})
+            text.tokenizer.save_pretrained(config.engine.output / "model", model.config.max_position_embeddings)
+    metrics, damage = read_damaged(config.engine.output / "metrics.jsonl")
+    if damage:
+        console.print(f"{config.engine.output / 'metrics.jsonl'} is damaged ({damage}): the report shows the rest.", markup=False)
     held_out_bytes = evaluation_loader(config, text, None).byte_count(text.tokenizer.byte_lengths)
     summary = {
         "held-out bits per byte": bits_per_byte(totals.loss_sum, held_out_bytes),
@@ -57,7 +61,8 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         "gaps filled exactly": f"{sum(completion.right for completion in completions)} of {len(completions)}",
         **costs(run, metrics, time.perf_counter() - began),
         **layout_summary(run, memory),
-        **compare_with_single_process(config),
+        **(compared := compare_with_single_process(config)),
+        **(known_causes(config) if compared else {}),
     }
     results = Results(metrics, summary, samples, completions, config.engine.output / "report.html")
     write_report(config, results)
@@ -120,7 +125,7 @@ def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: floa
 
 def keep(results: Results, path: Path) -> None:
     record = {"summary": results.summary, "samples": results.samples, "completions": [gap._asdict() for gap in results.completions]}
-    path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    write_atomically(path, json.dumps(record, indent=1).encode())
 
 
 def show(results: Results, console: Console) -> None:

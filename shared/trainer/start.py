@@ -6,6 +6,7 @@ What cannot be, a layout or any other setting, is refused here, before anything 
 `chapters/12_grpo/train.py` with the same words after it: `parallel.fully_sharded=4 parallel.data_parallel=2`.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -101,6 +102,7 @@ def torchrun(words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    logging.disable(logging.WARNING)  # its lines about the signal that it passes on, three for two ranks; its errors are shown
     try:
         run.main(list(words))
     except ChildFailedError as error:  # the rank has said why
@@ -108,6 +110,8 @@ def torchrun(words: Sequence[str]) -> int:
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 

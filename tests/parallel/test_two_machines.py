@@ -93,6 +93,9 @@ while True:
 """
 
 
+LATE = "rank {} of 2 could not connect to the others within 15 s: read the output on their machines"
+
+
 def ranks(machines, master, **environment):
     """One rank on each machine, without torchrun, which takes as long again to start."""
     common = {"MASTER_ADDR": master, "MASTER_PORT": "29400", "WORLD_SIZE": str(len(machines))} | environment
@@ -118,7 +121,7 @@ def test_a_name_that_leads_nowhere_is_refused_on_both_machines(tmp_path):
     with Machines(tmp_path / "machines", hosts="debian") as (a, b):
         jobs = ranks([a, b], "a", INIT="15")
         assert jobs[1].wait(TIMEOUT) and "MASTER_ADDR is 'a', which this machine cannot reach" in jobs[1].output
-        assert jobs[0].wait(TIMEOUT) and "ranks [1] did not connect within 15 s: read the output on their machines" in jobs[0].output
+        assert jobs[0].wait(TIMEOUT) and LATE.format(0) in jobs[0].output
 
 
 @pytest.mark.slow
@@ -135,10 +138,9 @@ def test_ranks_that_cannot_connect_say_so_within_their_time(when, tmp_path):
             b.cut()
             codes = [job.wait(TIMEOUT) for job in jobs]
             assert codes == [EXIT_CODE] * 2
-            assert all("could not connect to the others within 15 s: read the output on their machines" in job.output for job in jobs)
         else:
-            assert jobs[0].wait(TIMEOUT) and "ranks [1] did not connect within 15 s" in jobs[0].output
-            assert jobs[1].wait(TIMEOUT) and "rank 1 of 2 could not connect to the others within 15 s" in jobs[1].output
+            assert all(job.wait(TIMEOUT) for job in jobs)
+        assert all(LATE.format(rank) in job.output for rank, job in enumerate(jobs))
 
 
 @pytest.mark.slow
@@ -194,6 +196,6 @@ def test_the_commands_of_the_readme_train_the_model_of_one_process(shared, tmp_p
 def test_a_run_on_two_machines_goes_on_to_the_same_weights_after(name, tmp_path):
     """`network_table.py` has more cases. A rank may speak later on a busy machine, but not after the kernel gave up the connection."""
     found = run_case(CASES[name], tmp_path)
-    assert found.difference == 0.0 and "from step 10" in found.resumed, found.outputs
+    assert found.difference == 0.0 and re.search(r"from step 1\d", found.resumed), found.outputs
     assert "a" in found.said and (name in ("kill", "own folders") or "b" in found.said), found.outputs
     assert all(seconds < 120 for seconds, _ in found.said.values())

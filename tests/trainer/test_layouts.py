@@ -1,6 +1,7 @@
 """The trainer on two ranks: the same run as on one, by `make run LAYOUT=...`; refusals before anything starts; another layout goes on."""
 
 import json
+import logging
 import os
 import runpy
 import shutil
@@ -187,6 +188,36 @@ def test_ctrl_c_is_the_ranks_to_answer_and_has_the_code_of_one_process(monkeypat
     monkeypatch.setattr(run, "main", Mock(side_effect=SignalException("told", signal.SIGINT)))
     assert start.torchrun([]) == 130
     assert int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60, "a step and its save may take longer than torchrun's half minute"
+
+
+def test_torchruns_own_warnings_of_a_signal_are_not_shown_and_its_errors_are(monkeypatch, caplog):
+    def main(words):
+        logger = logging.getLogger("torch.distributed.elastic.agent.server.api")
+        logger.warning("Sending process 7 closing signal SIGINT")
+        logger.error("failed")
+        raise SignalException("told", signal.SIGINT)
+
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(run, "main", main)
+    assert start.torchrun([]) == 130 and [record.message for record in caplog.records] == ["failed"]
+    logging.getLogger("afterwards").warning("shown")
+    assert caplog.records[-1].message == "shown"
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_two_ranks_shows_no_lines_of_torchrun_and_the_same_command_goes_on(tmp_path):
+    file = settings_file(tmp_path, tmp_path / "prepared", engine={"log_every": 1, "evaluate_every": 0}, report={"completions": 0})
+    words = [sys.executable, "-m", "shared.trainer.start", "dp2", str(file), "steps=100000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    running = subprocess.Popen(words, start_new_session=True, **pipes)
+    while "step" not in running.stdout.readline().split():
+        assert running.poll() is None
+    second = subprocess.run(words, **pipes, timeout=TIMEOUT)
+    assert second.returncode == 1 and "run-dp2 is in use by process" in second.stderr and "(job " in second.stderr
+    assert len(second.stderr.strip().splitlines()) == 1, second.stderr
+    os.killpg(running.pid, signal.SIGINT)
+    said, errors = running.communicate(timeout=TIMEOUT)
+    assert running.returncode == 130 and "The same command goes on from step" in said and not errors.strip(), errors
 
 
 def test_a_rank_without_a_gpu_of_its_own_says_so_whichever_it_is(tmp_path):

@@ -3,6 +3,7 @@
 Counts and a few examples are all that is kept, so a report of a million documents is as small as one of ten.
 """
 
+import io
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from shared.course import figures
 from shared.data.cleaning.stages import Verdict
+from shared.output_files import write_atomically
 
 EXAMPLES = 3  # kept for each reason
 LENGTH_BINS = 32  # bin b holds lengths of 2**b to 2**(b + 1) - 1 bytes
@@ -101,7 +103,7 @@ class CleaningReport:
         return table
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        write_atomically(path, json.dumps(asdict(self), indent=1).encode())
 
     @classmethod
     def load(cls, path: Path) -> "CleaningReport":
@@ -139,7 +141,9 @@ class CleaningReport:
 
         figure = Figure(figsize=(10, 3.4), layout="constrained")
         self.draw(figure)
-        figure.savefig(path)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        write_atomically(path, buffer.getvalue())
 
 
 def keep_example(reasons: dict[str, int], examples: list[Dropped], dropped: Dropped) -> None:

@@ -30,6 +30,7 @@ from shared.engine.checkpoint.random_state import RandomState, require_usable
 from shared.engine.checkpoint.snapshot import Snapshot
 from shared.engine.checkpoint.soundness import FORMAT, CheckpointError, DamagedCheckpoint, Described
 from shared.engine.checkpoint.soundness import described, difference, problem_of, unlisted
+from shared.output_files import system_reason
 from shared.tensor_files import save_tensors
 
 FOLDER = re.compile(r"step-(\d{8})")
@@ -248,7 +249,7 @@ def state_of(snapshot: Snapshot, notes: dict[str, Any], tensors: dict[str, Descr
 
 def reason_of(error: Exception) -> str:
     """The operating system's words, without its numbers."""
-    return getattr(error, "strerror", None) or str(error)
+    return system_reason(error) or str(error)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ from shared.engine.callbacks import Callback, Metrics
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.engine.checkpoint.snapshot import weights_of
 from shared.loop import evaluate
+from shared.output_files import writing
 from shared.tensor_files import save_tensors
 from shared.totals import Batch, Objective
 
@@ -112,12 +114,13 @@ class CatchAnomalies(Callback):
 
     def stop(self, engine: "RuntimeEngine", reason: str, metrics: Metrics) -> None:
         folder = self.folder(engine)
-        losses = save_anomaly(folder, engine, reason, metrics, engine.strategy.full_weights())
+        losses, problem = save_anomaly(folder, engine, reason, metrics, engine.strategy.full_weights())
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
         where = f"micro-batch {', '.join(map(str, bad))} of 0 to {len(losses) - 1}" if bad else "every micro-batch's loss is finite"
+        kept = f"{folder}: `replay(folder, model, objective)` of shared.engine.debug.anomalies computes its losses again."
         raise BrokenStep(
-            f"Step {engine.step + 1} was stopped before it reached the weights: {reason} ({where}). Its batch and the weights are in "
-            f"{folder}: `replay(folder, model, objective)` of shared.engine.debug.anomalies computes its losses again.",
+            f"Step {engine.step + 1} was stopped before it reached the weights: {reason} ({where}). "
+            + (problem or f"Its batch and the weights are in {kept}"),
             microbatch=bad[0] if bad else 0,
         )
 
@@ -126,8 +129,8 @@ class CatchAnomalies(Callback):
         told = f"Step {engine.step + 1}: {reason}."
         if self.saved < self.keep:
             self.saved += 1
-            save_anomaly(self.folder(engine), engine, reason, metrics, {})
-            told += f" Its batch is in {self.folder(engine)}."
+            _, problem = save_anomaly(self.folder(engine), engine, reason, metrics, {})
+            told += f" {problem}" if problem else f" Its batch is in {self.folder(engine)}."
         engine.console.print(told, markup=False, highlight=False, soft_wrap=True)
 
     def folder(self, engine: "RuntimeEngine") -> Path:
@@ -150,8 +153,10 @@ def microbatch_losses(model: nn.Module, microbatches: Sequence[Batch], objective
     return [each.mean_loss if each.token_count else 0.0 for each in totals]
 
 
-def save_anomaly(folder: Path, engine: "RuntimeEngine", reason: str, metrics: Metrics, weights: dict[str, Tensor]) -> list[float]:
-    """Write a step's micro-batches and what is known of them. Returns each micro-batch's loss.
+def save_anomaly(
+    folder: Path, engine: "RuntimeEngine", reason: str, metrics: Metrics, weights: dict[str, Tensor]
+) -> tuple[list[float], str]:
+    """Write a step's micro-batches and what is known of them. Returns each micro-batch's loss, and a sentence where the disk has no room.
 
     `batch.safetensors` holds tensor `<name>` of micro-batch i as `<i>.<name>`; `anomaly.json` the step, the reason, the metrics
     and the losses; `weights.safetensors`, if any are given, the weights as `shared.engine.checkpoint.snapshot.weights_of` names them.
@@ -167,27 +172,45 @@ def save_anomaly(folder: Path, engine: "RuntimeEngine", reason: str, metrics: Me
         if weights:
             save_tensors({name: weight.contiguous() for name, weight in weights.items()}, partial / "weights.safetensors")
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    atomic_save(folder, write)
-    return losses
+    try:
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            atomic_save(folder, write)
+    except CourseError as error:  # what was found matters more than its files
+        return losses, str(error)
+    return losses, ""
 
 
 def read_anomaly(folder: Path | str) -> dict[str, Any]:
     """What `anomaly.json` says: `step`, `reason`, `metrics`, `losses`.
 
     Raises:
-        CourseError: no anomaly was saved in this folder.
+        CourseError: no anomaly was saved in this folder, or its file is damaged.
     """
     path = Path(folder) / "anomaly.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no saved anomaly: give a folder anomalies/step-XXXXXXXX of a run.")
-    return from_json(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise CourseError(f"{path} is damaged ({error}): give another saved anomaly.") from None
+
+
+def saved_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """
+    Raises:
+        CourseError: the file is missing or damaged.
+    """
+    try:
+        return load_file(path, device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise CourseError(f"{path} is damaged ({error}): give another saved anomaly.") from None
 
 
 def load_batch(folder: Path | str, device: torch.device | str = "cpu") -> list[Batch]:
     """The saved micro-batches, in their order."""
     microbatches: dict[int, Batch] = {}
-    for key, tensor in load_file(Path(folder) / "batch.safetensors", device=str(device)).items():
+    for key, tensor in saved_tensors(Path(folder) / "batch.safetensors", device).items():
         index, _, name = key.partition(".")
         microbatches.setdefault(int(index), {})[name] = tensor
     return [microbatches[index] for index in sorted(microbatches)]
@@ -211,7 +234,7 @@ def replay(folder: Path | str, model: nn.Module, objective: Objective, *, saved_
     read_anomaly(folder)
     weights = Path(folder) / "weights.safetensors"
     if saved_weights and weights.is_file():
-        put_weights(model, load_file(weights))
+        put_weights(model, saved_tensors(weights))
     device = next(model.parameters()).device
     return microbatch_losses(model, load_batch(folder, device), objective)
 

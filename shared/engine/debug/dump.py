@@ -24,6 +24,7 @@ from shared.engine.callbacks import Callback
 from shared.engine.debug.statistics import activation_statistics, magnitude_histogram
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.loop import evaluate
+from shared.output_files import writing
 from shared.tensor_files import save_tensors
 from shared.totals import Batch
 
@@ -101,7 +102,11 @@ def recorder(name: str, entries: dict[str, Entry], kept: dict[str, Tensor] | Non
 
 
 def write_dump(folder: Path, dump: Dump, tensors: dict[str, Tensor] | None = None) -> None:
-    """`dump.json`, and `tensors.safetensors` (names `<kind>.<name>`) where there are tensors; complete or not at all."""
+    """`dump.json`, and `tensors.safetensors` (names `<kind>.<name>`) where there are tensors; complete or not at all.
+
+    Raises:
+        CourseError: the disk is full, or the folder cannot be written to.
+    """
     entries = to_json({kind: {name: asdict(entry) for name, entry in named.items()} for kind, named in dump.entries.items()})
 
     def write(partial: Path) -> None:
@@ -109,21 +114,25 @@ def write_dump(folder: Path, dump: Dump, tensors: dict[str, Tensor] | None = Non
         if tensors:
             save_tensors(tensors, partial / "tensors.safetensors")
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    atomic_save(folder, write)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        atomic_save(folder, write)
 
 
 def read_dump(folder: Path | str) -> Dump:
     """
     Raises:
-        CourseError: the folder holds no dump.
+        CourseError: the folder holds no dump, or a damaged one.
     """
     path = Path(folder) / "dump.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no dump: give a folder dumps/step-XXXXXXXX of a run.")
-    record = from_json(json.loads(path.read_text(encoding="utf-8")))
-    entries = {kind: {name: Entry(**entry) for name, entry in named.items()} for kind, named in record["entries"].items()}
-    return Dump(record["step"], entries)
+    try:
+        record = from_json(json.loads(path.read_text(encoding="utf-8")))
+        entries = {kind: {name: Entry(**entry) for name, entry in named.items()} for kind, named in record["entries"].items()}
+        return Dump(record["step"], entries)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CourseError(f"{path} is damaged ({error}): give another dump, or make a new one with engine.dump.every.") from None
 
 
 class ModelDump(Callback):
@@ -202,9 +211,13 @@ class ModelDump(Callback):
         gradients = ((name, p.grad / count) for name, p in named if p.grad is not None)
         entries = [describe_all(named), describe_all(gradients), self.activations]
         tensors = self.all_tensors(named, count) if self.tensors else None
-        write_dump(folder, Dump(engine.step + 1, dict(zip(KINDS, entries, strict=True))), tensors)
+        told = f"Dump of step {engine.step + 1}: {folder}"
+        try:
+            write_dump(folder, Dump(engine.step + 1, dict(zip(KINDS, entries, strict=True))), tensors)
+        except CourseError as error:  # a run goes on without its dump
+            told = str(error)
         self.activations, self.kept = {}, {}
-        engine.console.print(f"Dump of step {engine.step + 1}: {folder}", markup=False, highlight=False, soft_wrap=True)
+        engine.console.print(told, markup=False, highlight=False, soft_wrap=True)
 
     def folder(self, engine: "RuntimeEngine", why: str = "") -> Path:
         rank = engine.strategy.rank  # each dumps its own shards

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
+from shared.output_files import writing
 from shared.totals import Batch
 
 if TYPE_CHECKING:
@@ -59,18 +60,23 @@ class Profile(Callback):
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
         self.profiler.stop()
-        written = self.write(engine.output / "profile", engine.device.type == "cuda")
+        told = f"Profile of steps {self.began} to {engine.step}: "
+        try:
+            told += str(self.write(engine.output / "profile", engine.device.type == "cuda"))
+        except CourseError as error:  # a run goes on without its profile
+            told += str(error)
         self.profiler = None
-        engine.console.print(f"Profile of steps {self.began} to {engine.step}: {written}", markup=False, highlight=False, soft_wrap=True)
+        engine.console.print(told, markup=False, highlight=False, soft_wrap=True)
 
     def write(self, folder: Path, gpu: bool) -> Path:
         """Write the trace and the table, and return the trace's path."""
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"steps-{self.began:08d}-{self.last_step:08d}.json"
-        self.profiler.export_chrome_trace(str(path))
-        key = "self_cuda_time_total" if gpu else "self_cpu_time_total"
-        table = self.profiler.key_averages().table(sort_by=key, row_limit=ROWS, max_name_column_width=48)
-        path.with_suffix(".txt").write_text(table, encoding="utf-8")
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.profiler.export_chrome_trace(str(path))
+            key = "self_cuda_time_total" if gpu else "self_cpu_time_total"
+            table = self.profiler.key_averages().table(sort_by=key, row_limit=ROWS, max_name_column_width=48)
+            path.with_suffix(".txt").write_text(table, encoding="utf-8")
         return path
 
     def on_end(self, engine: "RuntimeEngine") -> None:

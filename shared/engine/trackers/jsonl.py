@@ -2,19 +2,27 @@
 
     {"step": 20, "train/loss": 2.31, "speed/tokens_per_second": 5120.4}
 
+A log never ends a run. Lines for which the disk has no room wait in memory; a damaged file is kept under another name, and what can be
+read of it goes on.
+
 A run that diverges is the one whose metrics somebody will want to read, and JSON has no words for NaN and Infinity: Python would write
 them bare, which other readers refuse. Here they are the strings "nan", "inf" and "-inf".
 
 Left out on purpose: settings (the engine writes its configuration beside the file) and rotation.
 """
 
+import errno
 import json
 import math
+import os
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Metrics
-from shared.output_files import write_atomically
+from shared.output_files import write_atomically, writing
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
@@ -27,32 +35,67 @@ class JsonlTracker(Callback):
         path: of the file; None for `metrics.jsonl` in the run's folder.
 
     A resumed run cuts the lines after the step from which it resumes. A run from step 0 renames a file that exists already to the
-    first free name metrics.1.jsonl, metrics.2.jsonl, ...
+    first free name metrics.1.jsonl, metrics.2.jsonl, ..., as a resumed run does with one that is damaged.
     """
 
     expendable = True
 
     def __init__(self, path: Path | str | None = None):
         self.path = Path(path) if path else None
-        self.file: TextIO | None = None
+        self.file: BinaryIO | None = None
+        self.waiting: list[bytes] = []  # lines that are not on the disk yet
+        self.told = False
 
     def on_start(self, engine: "RuntimeEngine") -> None:
         self.path = self.path or engine.output / "metrics.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            if engine.step:
-                cut_after(self.path, engine.step)
-            else:
-                move_aside(self.path)
-        self.file = self.path.open("a", encoding="utf-8")
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(self.path):
+                if engine.step:
+                    self.cut_after(engine)
+                else:
+                    move_aside(self.path)
+            self.file = self.path.open("ab", buffering=0)
+
+    def cut_after(self, engine: "RuntimeEngine") -> None:
+        """Keep the lines up to the engine's step. What is damaged is set aside as a whole, and its readable lines go on in a new file."""
+        lines, problem = readable_lines(self.path)
+        if problem:
+            aside = move_aside(self.path)
+            show(engine, f"{self.path} is damaged ({problem}): it is kept as {aside}, and its {len(lines):,} readable lines go on.")
+        write_atomically(self.path, b"".join(line for row, line in lines if row["step"] <= engine.step))
 
     def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
-        self.file.write(json.dumps({"step": engine.step} | to_json(metrics)) + "\n")
-        self.file.flush()
+        self.waiting.append(json.dumps({"step": engine.step} | to_json(metrics)).encode() + b"\n")
+        self.write(engine)
+
+    def write(self, engine: "RuntimeEngine") -> None:
+        """Append the lines that wait. Of a line that does not fit nothing stays in the file."""
+        whole = self.file.seek(0, os.SEEK_END)
+        try:
+            while self.waiting:
+                line = self.waiting[0]
+                if self.file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                whole += len(self.waiting.pop(0))
+        except OSError as error:
+            with suppress(OSError):
+                self.file.truncate(whole)
+            if not self.told:
+                told = f"{self.path} cannot be written ({error.strerror}): free space there. Its lines wait in memory; training goes on."
+                show(engine, told)
+            self.told = True
 
     def on_end(self, engine: "RuntimeEngine") -> None:
         if self.file is not None:
+            self.write(engine)
+            if self.waiting:
+                show(engine, f"The last {len(self.waiting):,} logs are missing in {self.path}, for which there was no room.")
             self.file.close()
+
+
+def show(engine: "RuntimeEngine", sentence: str) -> None:
+    engine.console.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def to_json(value: Any) -> Any:
@@ -78,25 +121,56 @@ def from_json(value: Any) -> Any:
 
 
 def read_jsonl(path: Path | str) -> dict[int, Metrics]:
-    """Step -> metrics, of all lines of that step. A last line that a killed run left half written is no line."""
+    """Step -> metrics, of all lines of that step. A last line that a killed run left half written is no line.
+
+    Raises:
+        CourseError: the file cannot be read, or a line of it is none that `JsonlTracker` wrote.
+    """
+    lines, problem = readable_lines(Path(path))
+    if problem:
+        raise CourseError(f"{path} is damaged ({problem}): move it aside, or delete what cannot be read.")
+    return by_step(row for row, _ in lines)
+
+
+def read_damaged(path: Path | str) -> tuple[dict[int, Metrics], str]:
+    """The numbers of a file that may be damaged or missing, by step, and in words what is wrong with the rest; "" where nothing is."""
+    lines, problem = readable_lines(Path(path))
+    return by_step({name: value for name, value in row.items() if isinstance(value, int | float)} for row, _ in lines), problem
+
+
+def by_step(rows: Iterable[dict[str, Any]]) -> dict[int, Metrics]:
     metrics: dict[int, Metrics] = {}
-    for row in map(json.loads, whole_lines(Path(path))):
-        metrics.setdefault(row.pop("step"), {}).update(from_json(row))
+    for row in rows:
+        metrics.setdefault(row.pop("step"), {}).update(row)
     return metrics
 
 
-def cut_after(path: Path, step: int) -> None:
-    """Keep the lines up to `step`."""
-    kept = [line for line in whole_lines(path) if json.loads(line)["step"] <= step]
-    write_atomically(path, "".join(kept).encode())
+def readable_lines(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], str]:
+    """The rows that can be read, each with its line, and what is wrong with the others."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would keep its reader waiting
+            return [], "it is no file"
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        return [], error.strerror
+    rows = [parsed(line) for line in lines]
+    bad = [number for number, row in enumerate(rows, start=1) if row is None]
+    problem = f"{len(bad):,} of its {len(lines):,} lines cannot be read, the first is line {bad[0]}" if bad else ""
+    return [(row, line + b"\n") for row, line in zip(rows, lines, strict=True) if row is not None], problem
 
 
-def whole_lines(path: Path) -> list[str]:
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """A line's row; None where it is no object with a step."""
+    try:
+        row = from_json(json.loads(line))
+        return row if type(row["step"]) is int else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
-def move_aside(path: Path) -> None:
+def move_aside(path: Path) -> Path:
+    """Rename a file, or what is in its place, to the first free name with a number in it, which is returned."""
     number = 1
-    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while os.path.lexists(free := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
-    path.rename(free)
+    return path.rename(free)

@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PretrainedError(f"{path.parent} has no {path.name}: give the folder that holds a model's {path.name}.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PretrainedError(f"{path} cannot be read ({error}): copy it again.") from None
     if not isinstance(raw, dict):
         raise PretrainedError(f"{path} holds no JSON object: copy it again.")
