@@ -96,7 +96,7 @@ def next_lines(exercise: Exercise, workspace: Path) -> list[Line]:
 
 def tally(found: Sequence[ExerciseStatus]) -> str:
     yours = sum(status.passed for status in found)
-    return f"{yours} of {len(found)} parts of the trainer are yours."
+    return f"{yours} of {len(found)} exercises are yours (a run counts the ones that it uses)."
 
 
 def progress_bar(found: Sequence[ExerciseStatus], width: int = 30) -> str:

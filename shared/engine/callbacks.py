@@ -125,7 +125,7 @@ class Callbacks:
         with suppress(OSError):  # of a terminal that was closed
             engine.console.print(
                 f"{type(callback).__name__} failed at step {engine.step} and is set aside, training goes on without it: "
-                f"{in_a_line(error)} (Traceback: {log})", style="yellow", markup=False, highlight=False, soft_wrap=True,
+                f"{in_a_line(error)} (Details: {log})", style="yellow", markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
         with suppress(Exception):  # what it keeps elsewhere is to be marked as incomplete, where it still can be
             callback.on_error(engine, error)

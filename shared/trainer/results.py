@@ -110,11 +110,13 @@ def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: floa
         values = sorted(row[name] for row in metrics.values() if name in row)
         return values[len(values) // 2] if values else None
 
+    peaks = [row["speed/peak_flops"] for row in metrics.values() if "speed/peak_flops" in row]
     return {
         "parameters": sum(parameter_counts(run.config.model).values()),
         "training tokens": max((int(row.get("progress/tokens", 0)) for row in metrics.values()), default=0),
         "tokens per second": median("speed/tokens_per_second"),
         "model FLOPs utilisation": median("speed/mfu"),
+        **({"peak FLOP/s, which steps raised": max(peaks)} if peaks else {}),
         "peak memory, GiB": run.costs.peak_memory / GIB,
         "seconds to prepare the text": run.preparation_seconds,
         "seconds in training steps": run.costs.training,

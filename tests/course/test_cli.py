@@ -44,7 +44,7 @@ def test_every_command_of_the_learner_is_there_and_shows_examples(learner):
 
 def test_the_command_alone_says_what_to_do(learner):
     told = learner.course().stdout
-    assert told.startswith(f"0 of {len(catalogue.all_exercises())} parts of the trainer are yours.")
+    assert told.startswith(f"0 of {len(catalogue.all_exercises())} exercises are yours")
     assert f"Next: {FIRST}" in told and f"course check {FIRST}" in told and "course --help" in told
 
 

@@ -83,7 +83,7 @@ def test_status_follows_the_file_and_the_record(learner):
     learner.write("evaluate")
     assert states()[0] == status.PASSED, "comments and other exercises are not this answer"
     told = learner.course("status").stdout
-    assert f"1 of {TOTAL} parts of the trainer are yours." in told and "Next: 01.accumulate_gradients" in learner.course("next").stdout
+    assert f"1 of {TOTAL} exercises are yours" in told and "Next: 01.accumulate_gradients" in learner.course("next").stdout
     learner.path.write_text(learner.text.replace("targets != -100", "targets >= 0"), encoding="utf-8")
     assert states()[0] == status.CHANGED and f"0 of {TOTAL}" in learner.course("status").stdout
     learner.path.write_text("def", encoding="utf-8")

@@ -119,7 +119,7 @@ def test_watch_follows_the_file_and_the_keyboard(learner):
     learner.path.write_text(stub, encoding="utf-8")
     terminal.expect("01.accumulate_gradients  NOT ATTEMPTED")
     terminal.type("s")
-    terminal.expect(f"0 of {TOTAL} parts of the trainer are yours.")
+    terminal.expect(f"0 of {TOTAL} exercises are yours")
     terminal.type("q")
     assert terminal.end() == 0 and "Traceback" not in terminal.text
 
@@ -133,7 +133,7 @@ def test_watch_moves_on_after_a_pass_and_leaves_at_control_c(learner):
     terminal.expect("q quit")
     assert f"{FIRST}  PASS" in terminal.text and f"-] 1 of {TOTAL}" in terminal.text
     terminal.process.send_signal(2)
-    assert terminal.end() == 0 and f"1 of {TOTAL} parts of the trainer are yours." in terminal.text and "Traceback" not in terminal.text
+    assert terminal.end() == 0 and f"1 of {TOTAL} exercises are yours" in terminal.text and "Traceback" not in terminal.text
 
 
 def test_long_lines_go_on_below_their_value_and_code_stays_whole():

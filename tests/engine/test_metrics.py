@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import MODEL, SEQ, Loader, Recorder, batch, make_engine
+from runs import MODEL, SEQ, Loader, Recorder, batch, make_engine, printed
 
 from shared.course.errors import CourseError
 from shared.engine.metrics import throughput as monitoring
@@ -117,7 +117,7 @@ def test_throughput_counts_read_tokens_and_the_seconds_of_steps(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(monitoring, "time", clock)
     engine = SimpleNamespace(strategy=Strategy(TransformerModel(MODEL)), microbatches=[batch(1, 0, 3), batch(1, 1, 2)])
-    throughput = Throughput(peak_flops=1e6)
+    throughput = Throughput(peak_flops=1e12)
     throughput.on_start(engine)
     stepped(throughput, clock, engine, compute=1.0)
     stepped(throughput, clock, engine, compute=3.0)
@@ -129,7 +129,7 @@ def test_throughput_counts_read_tokens_and_the_seconds_of_steps(monkeypatch):
     assert metrics["speed/step_seconds"] == seconds / 2
     shares = {name.removeprefix("speed/share."): value for name, value in metrics.items() if name.startswith("speed/share")}
     assert shares == pytest.approx({"data": 0.25 / 3.875, "compute": 3 / 3.875, "update": 0.5 / 3.875, "other": 0.125 / 3.875})
-    assert metrics["speed/mfu"] == pytest.approx(flops_per_token(MODEL, SEQ) * 2 * 5 * SEQ / seconds / 1e6)
+    assert metrics["speed/mfu"] == pytest.approx(flops_per_token(MODEL, SEQ) * 2 * 5 * SEQ / seconds / 1e12)
     stepped(throughput, clock, engine, compute=7.0)
     assert throughput.measure(engine)["speed/step_seconds"] == 7.875, "the window begins anew at each log"
     assert set(throughput.measure(engine)) == {"progress/tokens", "progress/samples"}, "without a step there is no speed"
@@ -139,12 +139,25 @@ def test_throughput_counts_replicas_and_both_sides_of_an_encoder_decoder():
     ids = torch.zeros(2, 7, dtype=torch.int64)
     assert tokens_of({"input_ids": ids, "decoder_input_ids": ids[:, :3], "targets": ids[:, :3]}) == 14 + 6
     engine = SimpleNamespace(microbatches=[batch(1, 0, 3)], timings={}, strategy=SimpleNamespace(data_size=4, size=8))
-    throughput = Throughput(peak_flops=1e6, config=MODEL)
+    throughput = Throughput(peak_flops=1e12, config=MODEL)
     throughput.on_batch(engine, engine.microbatches)
     throughput.on_step(engine)
     assert (throughput.tokens, throughput.samples) == (4 * 3 * SEQ, 12)
     metrics = throughput.measure(engine)
-    assert metrics["speed/mfu"] == pytest.approx(flops_per_token(MODEL, SEQ) * metrics["speed/tokens_per_second"] / 8e6)
+    assert metrics["speed/mfu"] == pytest.approx(flops_per_token(MODEL, SEQ) * metrics["speed/tokens_per_second"] / 8e12)
+
+
+def test_a_peak_that_steps_beat_grows_and_says_so_once(tmp_path):
+    """The peak of a CPU is measured, and another program may have used the CPU just then: utilisation would be above 100 %."""
+    recorder = Recorder()
+    engine = make_engine(tmp_path, [Throughput(peak_flops=1e3), recorder]).fit(Loader(), steps=8)
+    assert len(recorder.logs) == 5 and all(0 < log["speed/mfu"] <= 1 for log in recorder.logs.values())
+    assert printed(engine).count("of the peak of 1e+03 FLOP/s, so the peak is too low and grows") == 1
+    peaks = [log["speed/peak_flops"] for log in recorder.logs.values()]
+    assert peaks == sorted(peaks) and peaks[0] > 1e3
+    calm = Recorder()
+    engine = make_engine(tmp_path / "calm", [Throughput(peak_flops=1e15), calm]).fit(Loader(), steps=2)
+    assert "grows" not in printed(engine) and "speed/peak_flops" not in calm.logs[2]
 
 
 def test_utilisation_without_a_countable_model_is_refused_at_the_start(tmp_path):

@@ -35,17 +35,19 @@ class Throughput(Callback):
     Every token that the model reads counts, padding included: its arithmetic is done whether or not it counts in the loss.
 
     Args:
-        peak_flops: FLOP/s of one device (`shared.engine.metrics.peaks`); None to leave MFU out.
+        peak_flops: FLOP/s of one device (`shared.engine.metrics.peaks`); None to leave MFU out. A CPU's is measured, and a moment in which
+            other programs used it makes that too low. A step that beats it is a better measurement, so the peak grows, and says so once.
         config: the model's configuration, for `model_flops_per_token`; None for the model's own `config`. Needed for MFU only.
 
     Metrics: `speed/tokens_per_second`, `speed/samples_per_second`, `speed/step_seconds`, `speed/mfu`, means over the steps since
-    the last log; `speed/share.<phase>` of the logged step, with `other` for what is no phase (callbacks, copies to the device);
-    `progress/tokens`, `progress/samples`, from the run's first step.
+    the last log; `speed/peak_flops` once the peak has grown; `speed/share.<phase>` of the logged step, with `other` for what is no phase
+    (callbacks, copies to the device); `progress/tokens`, `progress/samples`, from the run's first step.
     """
 
     def __init__(self, peak_flops: float | None = None, config: ModelConfig | None = None):
         self.peak_flops, self.config = peak_flops, config
         self.tokens = self.samples = 0
+        self.grown = False
         self.by_length: dict[int, int] = {}  # seq -> FLOPs per token
         self.begin_window()
 
@@ -67,6 +69,7 @@ class Throughput(Callback):
 
     def on_step(self, engine: "RuntimeEngine") -> None:
         self.steps += 1
+        flops = 0
         self.step_seconds = engine.timings.get("data", 0.0) + time.perf_counter() - self.began
         self.seconds += self.step_seconds
         for batch in engine.microbatches:
@@ -77,7 +80,21 @@ class Throughput(Callback):
             self.tokens += tokens
             self.samples += shares * samples
             if self.peak_flops is not None:
-                self.flops += tokens * self.flops_per_token(seq)
+                flops += tokens * self.flops_per_token(seq)
+        self.flops += flops
+        if self.peak_flops is not None:
+            self.grow_peak(engine, flops / self.step_seconds / engine.strategy.size)
+
+    def grow_peak(self, engine: "RuntimeEngine", reached: float) -> None:
+        """Take the FLOP/s that a step reached on each device for the peak, where they are more."""
+        if reached <= self.peak_flops:
+            return
+        if not self.grown:
+            engine.console.print(
+                f"Step {engine.step} reached {reached / self.peak_flops:.0%} of the peak of {self.peak_flops:.3g} FLOP/s, so the peak is "
+                "too low and grows to what is reached: MFU of earlier steps was shown too high.", highlight=False, soft_wrap=True,
+            )  # fmt: skip
+        self.peak_flops, self.grown = reached, True
 
     def flops_per_token(self, seq: int) -> int:
         if seq not in self.by_length:
@@ -95,6 +112,7 @@ class Throughput(Callback):
             metrics |= {f"speed/share.{phase}": spent / self.step_seconds for phase, spent in phases.items()}
             if self.peak_flops is not None:
                 metrics["speed/mfu"] = mfu(self.flops / self.window_tokens, rate, self.peak_flops * engine.strategy.size)
+                metrics |= {"speed/peak_flops": self.peak_flops} if self.grown else {}
         self.begin_window()
         return metrics
 

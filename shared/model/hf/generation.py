@@ -38,7 +38,7 @@ def require_token_ids(token_ids: TokenIds, config: ModelConfig) -> None:
 
 
 def every_id(token_ids: TokenIds, config: ModelConfig) -> ConfigJson:
-    """The ids as the files have them. The decoder of an encoder-decoder starts with padding, as T5's does, unless something else is given."""
+    """The ids as the files have them. An encoder-decoder starts with padding, as T5 does, unless something else is given."""
     ids = dict.fromkeys(KEYS) | dict(token_ids)
     return {START: ids["pad_token_id"]} | ids if config.architecture == "encoder-decoder" else ids
 
