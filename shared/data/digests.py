@@ -4,8 +4,8 @@ A time of modification is no key: a copy or a checkout changes it without changi
 Reading and hashing takes 0.5 to 1.5 seconds for each GB, more on a slow disk; a file that has not been written since costs one `stat`.
 
 A kept hash counts while path, device, inode, size, and both times are equal. The second time (ctime) is the one that matters: the kernel
-sets it at each write, and no program can set it back. It moves in ticks of some milliseconds, so the hash of a file that was written less than
-`SETTLED` seconds before it was read is not kept: another write could fall into the same tick (git's "racy" entries).
+sets it at each write, and no program can set it back. It moves in ticks of some milliseconds, so the hash of a file that was written less
+than `SETTLED` seconds before it was read is not kept: another write could fall into the same tick (git's "racy" entries).
 
 Left out on purpose: datasets of the hub, which are known by name and revision.
 """

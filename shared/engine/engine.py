@@ -27,7 +27,7 @@ from shared.engine.config import EngineConfig
 from shared.engine.defaults import default_callbacks
 from shared.engine.shutdown import ShutdownRequest
 from shared.engine.checkpoint.snapshot import Stateful
-from shared.engine.checkpoint.saver import CALLBACK
+from shared.engine.checkpoint.saver import CALLBACK, remember_rates
 from shared.engine.metrics.accumulator import MetricAccumulator, PhaseTimer
 from shared.engine.strategy import Strategy
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
@@ -71,7 +71,7 @@ class RuntimeEngine:
         self.console = console or Console()
         self.device = pick_device(config.device)
         self.strategy = model if isinstance(model, Strategy) else Strategy(model.to(self.device))
-        self.model, self.optimizer = self.strategy.model, optimizer
+        self.model, self.optimizer = self.strategy.model, remember_rates(optimizer)
         self.timer, self.objective = PhaseTimer(self.device), objective
         self.runner = self.timer.timed("compute", self.strategy.runner(runner))
         self.reducer = self.timer.timed("reduce", self.strategy.reducer)
@@ -105,7 +105,7 @@ class RuntimeEngine:
             steps: of the whole run.
 
         Raises:
-            CourseError: something that the reader can mend, in one sentence: the folder, a checkpoint, the data's end.
+            CourseError: what the reader can mend, in one sentence: the folder, a checkpoint (`Saver.restore`), the data's end.
         """
         self.steps, self.val_loader, self.stopped, self.stateful = steps, val_loader, None, self.stateful_parts(train_loader)
         with self.strategy.locked(self.output, self.console) as self.lock:

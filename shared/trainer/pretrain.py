@@ -149,8 +149,8 @@ def prepared_text(config: TrainerConfig, world: Communicator, console: Console) 
     made = world.gather_objects(text and text.folder.name)[first]
     text = agreed(world, lambda: text or open_prepared(folder / made, config.data.prepare))
     stores = {"training": text.training, "held_out": text.held_out}
-    facts = {side: {"documents": len(store), "tokens": store.token_count, "sha256": store.fingerprint[:12]} for side, store in stores.items()}
-    require_agreement(world, "text", facts | {"tokenizer": text.tokenizer.identity[:12], "end_token": text.tokenizer.end})
+    sizes = {side: {"documents": len(each), "tokens": each.token_count, "sha256": each.fingerprint[:12]} for side, each in stores.items()}
+    require_agreement(world, "text", sizes | {"tokenizer": text.tokenizer.identity[:12], "end_token": text.tokenizer.end})
     return text
 
 

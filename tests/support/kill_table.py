@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from io import StringIO
@@ -61,11 +62,12 @@ class Killer:
     def __init__(self, folder: Path, ranks: int, generator: random.Random, found: Found, one_rank: bool):
         self.folder, self.ranks, self.generator, self.found, self.one_rank = folder, ranks, generator, found, one_rank
         self.killed: set[int] = set()
+        self.ended: Callable[[], bool] = lambda: False  # whether what starts the ranks has ended
 
     def training(self) -> list[int]:
         """The processes of ranks that train, once all do; empty where they do not in two minutes."""
         began = time.monotonic()
-        while time.monotonic() < began + 120:
+        while time.monotonic() < began + 120 and not self.ended():
             with suppress(OSError, ValueError):
                 found = [int((self.folder / "signs" / str(rank)).read_text()) for rank in range(self.ranks)]
                 if not self.killed & set(found):
@@ -140,9 +142,11 @@ def under_torchrun(folder: Path, row: str, kills: int, generator: random.Random)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryFile("w+") as output:
         started = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        killer.ended = lambda: started.poll() is not None
         try:
             for _ in range(kills):
-                killer.kill_once()
+                if not killer.ended():
+                    killer.kill_once()
             killer.training()
             enough_after(folder)
             if code := started.wait(timeout=120):
@@ -151,7 +155,10 @@ def under_torchrun(folder: Path, row: str, kills: int, generator: random.Random)
             started.terminate()
             started.wait()
         output.seek(0)
-        read_output(found, output.read(), attempts=kills + 1)
+        said = output.read()
+        if found.strange:
+            found.strange.append(said[:2000] + said[-2000:])
+        read_output(found, said, attempts=kills + 1)
     return found
 
 

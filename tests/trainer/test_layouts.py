@@ -227,6 +227,23 @@ def test_a_rank_without_a_gpu_of_its_own_says_so_whichever_it_is(tmp_path):
     assert done.returncode == 1 and "Rank 1 of this machine has no GPU of its own" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("on_all_ranks", "local_rank", "speaks"), [(True, "0", True), (True, "3", False), (False, "0", True), (False, "3", True)]
+)
+def test_one_rank_of_each_machine_says_what_all_know_and_any_rank_what_it_alone_knows(
+    tmp_path, monkeypatch, on_all_ranks, local_rank, speaks
+):
+    error = CourseError("something is wrong")
+    error.on_all_ranks = on_all_ranks
+    monkeypatch.setattr("shared.trainer.pretrain.pretrain", Mock(side_effect=error))
+    monkeypatch.setattr("shared.parallel.comm.processes.from_torchrun", Mock(return_value=(None, None)))
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(sys, "argv", [str(TRAIN), str(settings_file(tmp_path, tmp_path / "prepared"))])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(TRAIN), run_name="__main__")
+    assert left.value.code == ("\nsomething is wrong" if speaks else 1)
+
+
 def test_how_long_ranks_wait_for_one_that_prepares_text_is_the_configurations(tmp_path, monkeypatch):
     """Text for the shipped run on two cards takes hours, and the other ranks wait for it in one operation."""
     joining = Mock(side_effect=KeyboardInterrupt)

@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 
 OF_THIS_RUN = ("params", "param_names", "foreach", "fused", "capturable")  # what a group holds, and how its step is computed
 
+DRIVEN = ("lr", "base_lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")  # by a schedule
+CYCLED = ("momentum", "betas")  # too, where a schedule of PyTorch's has left max_momentum in the group
+
 Plain = float | int | bool | str | None | list | tuple
 
 
@@ -70,6 +73,36 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Optimize
         if group["params"]:
             settings = copy.deepcopy(saved[names[group["params"][0]]])
             group.update({key: value for key, value in settings.items() if key != "names"})
+
+
+def require_same_settings(model: nn.Module, optimizer: Optimizer, state: OptimizerState) -> None:
+    """Refuse an optimizer that was given other settings than the saved one: the saved ones would take their place without a word.
+
+    Raises:
+        ValueError: the settings of a parameter's group differ, by key, with both values. Learning rates are compared as they were given,
+            not as a schedule has left them.
+    """
+    names = names_of(model, optimizer)
+    saved = {name: group for group in state.groups for name in group["names"]}
+    for group in optimizer.param_groups:
+        for name in (names[parameter] for parameter in group["params"] if names[parameter] in saved):
+            here, there = settings_of(group), settings_of(saved[name])
+            left_out = CYCLED if "max_momentum" in saved[name] else ()
+            for key in sorted(here.keys() - left_out):
+                values = here[key], there.get(key)
+                if values[0] != values[1] and not (key == "lr" and None in values):
+                    raise ValueError(
+                        f"The optimizer's {key} for {name} is {values[0]} here and {values[1]} in the saved run: resume with what was "
+                        "saved, or begin a new run in another output folder. To change it on purpose, resume with what was saved and set it in "
+                        "optimizer.param_groups in a callback's on_start, which comes after the checkpoint is loaded."
+                    )
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group was given, as JSON gives it back, without what a schedule drives. `lr` is the rate that was given, or None."""
+    left_out = {*OF_THIS_RUN, *DRIVEN, "names"}
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in group.items() if key not in left_out}
+    return given | {"lr": None if "max_lr" in group else group.get("initial_lr")}  # max_lr: of a cycle, which chooses all rates
 
 
 def placed(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from shared.course.errors import CourseError
 from shared.engine.checkpoint.folder import Checkpoints
-from shared.engine.checkpoint.snapshot import Snapshot, Stateful, restore, take_snapshot
+from shared.engine.checkpoint.optimizer_state import require_same_settings
+from shared.engine.checkpoint.snapshot import Snapshot, Stateful, restore, take_snapshot, weights_of
 from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoint
 
 CALLBACK = "callback."  # how a callback's name begins among the parts of a checkpoint
@@ -90,7 +91,11 @@ class Saver:
     def restore(self, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
         """Resume from the newest intact checkpoint. Returns its step, None where there is none, and a sentence for each damaged one.
 
-        One whose parts cannot take their state is damaged where an older one's can; where none can, it is their code that is wrong.
+        From the checkpoint: weights, the optimizer's state and settings, the position in the data, random numbers, the state of callbacks
+        that both have. The optimizer's settings and the weights' dtypes must be what was saved. This run's own: schedule, batch size,
+        number of steps, engine configuration, layout.
+
+        A checkpoint whose parts cannot take their state is damaged where an older one's can; where none can, their code is wrong.
 
         Raises:
             CheckpointError: no checkpoint is intact, or the newest that is does not fit this run.
@@ -115,9 +120,34 @@ class Saver:
         snapshot = self.checkpoints.load(step)
         mine, snapshot = shared_callbacks(parts, snapshot)
         try:
+            require_same_dtypes(self.state, snapshot)
+            if shapes_of(weights_of(self.state)) == shapes_of(snapshot.weights):  # of another model, `restore` says more
+                require_same_settings(self.state, optimizer, snapshot.optimizer)
             return restore(snapshot, self.state, optimizer, mine)
         except ValueError as error:
             raise CheckpointError(f"{self.checkpoints.path(step)} does not fit this run. {error}") from error
+
+
+def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def remember_rates(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer, with the learning rate that it was given kept as `initial_lr` in each group, as PyTorch's schedules do."""
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return optimizer
+
+
+def require_same_dtypes(model: nn.Module, snapshot: Snapshot) -> None:
+    """Refuse weights of another dtype: casting them would lose digits, or keep a precision that they do not have."""
+    for name, weight in weights_of(model).items():
+        saved = snapshot.weights.get(name, weight)
+        if saved.dtype != weight.dtype:
+            raise ValueError(
+                f"The weight {name} is {str(weight.dtype)[6:]} here and {str(saved.dtype)[6:]} in the saved run: resume in that dtype, or "
+                "begin a new run in another output folder."
+            )
 
 
 class PartFailed(Exception):

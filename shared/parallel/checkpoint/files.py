@@ -96,8 +96,8 @@ class ShardFiles:
 
 
 def wrong_shards(found: Mapping[str, Sequence[StoredShard]]) -> str | None:
-    """What is wrong with stored shards as parts of their tensors; None where they add up to the whole of each. Gaps are found where the shards
-    are read, and with no gap, parts that add up do not overlap. A count of steps stands in each file of its parameter, and counts once."""
+    """What is wrong with stored shards as parts of their tensors; None where they add up to the whole of each. Gaps are found where the
+    shards are read, and with no gap, parts that add up do not overlap. A count of steps stands in several files, and counts once."""
     for entry, shards in found.items():
         shape = shards[0].region.shape
         for file, key, region in shards:
