@@ -74,6 +74,7 @@ class ParallelStrategy(Strategy):
         weights = self.state.state_dict(keep_vars=True)
         self.holders = Holders(self.weight_regions, mesh.world, {name: tensor.dtype for name, tensor in weights.items()})
         self.optim_holders = Holders(self.optim_regions, mesh.world)
+        self.optim_holders.require_complete()
         self.partial = self.partial_gradients()
         if around:
             self.optim_params = self.united([engine.optim_params for engine in around])
