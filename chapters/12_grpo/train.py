@@ -19,7 +19,6 @@ from rich.console import Console  # noqa: E402
 
 from shared.course import binding  # noqa: E402
 from shared.course.errors import CourseError  # noqa: E402
-from shared.parallel.comm.communicator import CommunicationError  # noqa: E402
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -33,25 +32,18 @@ def main(words: list[str]) -> None:
     except CourseError as error:
         refuse(error)
     from shared.parallel.comm.processes import from_torchrun
-    from shared.parallel.health.agreement import RanksDisagree
     from shared.trainer.config import TrainerConfig
     from shared.trainer.pretrain import pretrain
     from shared.trainer.settings import parse_words
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config = parse_words(TrainerConfig, words)
-    try:
-        parallel = config.parallel
-        world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
-    except RanksDisagree:
-        raise
-    except CourseError as error:  # of this rank alone, where a machine has fewer GPUs than ranks: nobody else tells
-        sys.exit(f"\n{error}")
+    parallel = config.parallel
+    world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
     pretrain(config, Console(markup=False, emoji=False), world)
 
 
 if __name__ == "__main__":
-    first = os.environ.get("LOCAL_RANK", "0") == "0"  # torchrun's own variable
     try:
         main(sys.argv[1:])
     except OSError as error:
@@ -60,10 +52,9 @@ if __name__ == "__main__":
         sys.exit(
             f"\nThe disk has no room for {error.filename or 'a file of the run'} ({error.strerror}): free space; the same command goes on."
         )
-    except CommunicationError as error:
-        sys.exit(f"\n{error}")
-    except CourseError as error:  # the same on all ranks, so one of each machine tells
-        sys.exit(f"\n{error}" if first else 1)
+    except CourseError as error:
+        told_by_another = error.on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0"  # torchrun's own variable
+        sys.exit(1 if told_by_another else f"\n{error}")
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -2,7 +2,12 @@
 
 
 class CourseError(Exception):
-    """Something that the reader can put right. Shown as its message, without a traceback."""
+    """Something that the reader can put right. Shown as its message, without a traceback.
+
+    on_all_ranks: whether every process of a run raises the same, so that one of each machine shows it.
+    """
+
+    on_all_ranks = False
 
 
 class SettingError(CourseError, ValueError):

@@ -34,7 +34,7 @@ from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.sources import Source, identity
 from shared.data.tokenizer import BYTES, TextTokenizer, TokenizerError, special_names
 from shared.folder_lock import FolderLock
-from shared.output_files import write_atomically
+from shared.output_files import require_writable, write_atomically
 
 SMALLEST_VOCABULARY = len(special_names(0)) + BYTES  # without sentinels
 FORMAT = 2  # of the whole folder; another one means that the same text must be prepared again
@@ -113,6 +113,8 @@ def prepare(config: PrepareConfig, output: Path, console: Console | None = None)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeElapsedColumn())
     digests = Digests(output / DIGESTS)
     folder = output / fingerprint(config, digests.of)
+    if not folder.is_dir():
+        require_writable(output)
     digests.save()
     parts = CleanShards(folder / "clean", config.held_out_share)
     say = lambda sentence: console.print(sentence, markup=False, highlight=False)  # noqa: E731

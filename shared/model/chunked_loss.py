@@ -4,7 +4,7 @@ Logits are the largest tensor of a small model: [batch * seq, vocab] float32, an
 over rows, so each chunk of rows can be finished, its gradient included, before the next one begins (Hsu et al. 2024, Liger Kernel).
 The numbers are those of `shared.loss.next_token_objective`; the memory is that of one chunk.
 
-What is computed from logits is the head's (`shared.model.embedding.Head`): a head that holds a part of the vocabulary brings its own.
+What is computed from logits are the head's scores (`shared.model.embedding.TargetScores`): a head that holds a part of the vocabulary has its own.
 
 Left out on purpose: second derivatives. The gradient is computed once, with the loss.
 """
@@ -48,7 +48,7 @@ def chunked_loss(head: nn.Module, hidden_states: Tensor, targets: Tensor, rows: 
     """Cross-entropy summed over the targets, their count, and `correct`. A tie for the likeliest token counts as correct.
 
     Args:
-        head: a `Head`: [..., D] -> [..., vocab], with the functions of its logits. Called once for each chunk.
+        head: a `Head`: [..., D] -> [..., vocab], with its `scores`. Called once for each chunk.
         hidden_states: [..., D].
         targets: [...] int64; a target of -100 does not count.
         rows: predictions in a chunk; None for about two million logits.
@@ -99,13 +99,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             with torch.set_grad_enabled(with_gradient):
                 chunk = chunk.detach().requires_grad_(with_gradient)
                 logits = head(chunk)
-            values = logits.detach()
+            scores = head.scores(logits.detach(), its_targets)
             if with_gradient:
-                upstream = head.logits_gradient(values, its_targets)
-                hidden_gradient, *more = torch.autograd.grad(logits, [chunk, *parameters], upstream)
+                hidden_gradient, *more = torch.autograd.grad(logits, [chunk, *parameters], scores.gradient())
                 hidden_gradients.append(hidden_gradient)
                 parameter_gradients = [a.add_(b) for a, b in zip(parameter_gradients, more, strict=True)] if parameter_gradients else more
-            totals.append((*head.cross_entropy(values, its_targets), head.count_correct(values, its_targets)))
+            totals.append((*scores.cross_entropy(), scores.count_correct()))
         ctx.save_for_backward(*([torch.cat(hidden_gradients)] if with_gradient else []), *parameter_gradients)
         loss_sum, token_count, correct = (torch.stack(column).sum() for column in zip(*totals, strict=True))
         ctx.mark_non_differentiable(token_count, correct)
@@ -119,16 +118,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class TokenLosses(torch.autograd.Function):
-    """A head's `token_losses`, differentiated by its `logits_gradient`."""
+    """The `token_losses` of a head's scores, differentiated by their `gradient`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, head: nn.Module) -> Tensor:
         ctx.save_for_backward(logits, targets)
         ctx.head = head
-        return head.token_losses(logits, targets)
+        return head.scores(logits, targets).token_losses()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         logits, targets = ctx.saved_tensors
-        return ctx.head.logits_gradient(logits, targets).mul_(upstream.unsqueeze(-1)), None, None
+        return ctx.head.scores(logits, targets).gradient().mul_(upstream.unsqueeze(-1)), None, None

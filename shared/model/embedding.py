@@ -43,8 +43,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The language-model head: [batch, seq, D] -> logits [batch, seq, vocab]. BERT's has a layer with activation and norm before it.
 
-    Whatever a loss computes from logits is a method here, so that a head whose ranks hold a part of the vocabulary each can override all
-    of it: `chunked_loss` and `token_log_probs` call nothing else. Logits are [rows, vocab], targets [rows] int64 or -100.
+    Losses ask `scores` for whatever they compute from logits, so that a head of which each rank holds a part of the vocabulary can return
+    scores of its own: `chunked_loss` and `token_log_probs` call nothing else.
     """
 
     def __init__(self, config: ModelConfig, builders: Builders):
@@ -61,28 +61,47 @@ class Head(nn.Module):
             x = self.norm(self.activation(self.transform(x)))
         return self.linear(x if self.scale == 1.0 else x * self.scale)
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(self, logits: Tensor, targets: Tensor) -> "TargetScores":
+        """What losses compute from the logits that `forward` returned."""
+        return TargetScores(logits, targets)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, from what `forward` returned."""
+        return logits
+
+
+class TargetScores:
+    """What losses compute from logits: the cross-entropy, its gradient, and how many targets had the largest logit.
+
+    Args:
+        logits: [rows, vocab].
+        targets: [rows] int64; -100 does not count.
+    """
+
+    def __init__(self, logits: Tensor, targets: Tensor):
+        self.logits, self.targets, self.counted = logits, targets, targets != IGNORED
+        self.dtype = torch.promote_types(logits.dtype, torch.float32)  # in which softmax and losses are computed
+
+    def cross_entropy(self) -> tuple[Tensor, Tensor]:
         """The summed loss and the number of targets, both []."""
-        return cross_entropy(logits, targets)
+        return cross_entropy(self.logits, self.targets)
 
-    def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def token_losses(self) -> Tensor:
         """The loss of each target: [rows], in float32 at least; 0 where a target does not count. Its sum is that of `cross_entropy`."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return nn.functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none")
+        return nn.functional.cross_entropy(self.logits.to(self.dtype), self.targets, ignore_index=IGNORED, reduction="none")
 
-    def logits_gradient(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def gradient(self) -> Tensor:
         """The gradient of the summed cross-entropy: softmax(logits) - one_hot(target), and 0 where a target does not count.
 
         Returns:
-            [rows, vocab] in the dtype of `logits`, computed in float32 at least.
+            [rows, vocab] in the dtype of the logits, computed in float32 at least.
         """
-        gradient = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        counted = (targets != IGNORED).unsqueeze(-1)
-        gradient.scatter_add_(-1, targets.unsqueeze(-1).where(counted, 0), -counted.to(gradient.dtype))
-        return gradient.mul_(counted).to(logits.dtype)
+        gradient = self.logits.softmax(dim=-1, dtype=self.dtype)
+        counted = self.counted.unsqueeze(-1)
+        gradient.scatter_add_(-1, self.targets.unsqueeze(-1).where(counted, 0), -counted.to(gradient.dtype))
+        return gradient.mul_(counted).to(self.logits.dtype)
 
-    def count_correct(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def count_correct(self) -> Tensor:
         """How many targets had the largest logit: []."""
-        counted = targets != IGNORED
-        target_logits = logits.gather(-1, targets.where(counted, 0).unsqueeze(-1)).squeeze(-1)
-        return (counted & (target_logits == logits.amax(dim=-1))).sum()
+        target_logits = self.logits.gather(-1, self.targets.where(self.counted, 0).unsqueeze(-1)).squeeze(-1)
+        return (self.counted & (target_logits == self.logits.amax(dim=-1))).sum()

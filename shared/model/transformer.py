@@ -106,7 +106,7 @@ class TransformerModel(nn.Module):
         )  # fmt: skip
         if self.head is None:
             return x
-        return self.head(x) if head_fn is None else head_fn(self.head, x)
+        return self.head.whole_logits(self.head(x)) if head_fn is None else head_fn(self.head, x)
 
     def encode(self, input_ids: Tensor, mask: Mask | None = None) -> Tensor:
         """An encoder-decoder's encoder alone: [batch, T] ids -> [batch, T, D]."""

@@ -101,6 +101,8 @@ class ParallelConfig:
             raise ValueError(
                 "parallel: heartbeat_timeout must be above 0 and at most collective_timeout and init_timeout, which must be finite."
             )
+        if self.backend == "torch" and self.tensor_parallel > 1:
+            raise ValueError("parallel.tensor_parallel with backend torch is not built: use backend course.")
         if self.backend == "torch" and self.zero == 2:
             raise ValueError(
                 "parallel.zero 2 with backend torch: PyTorch has no such engine. Use zero 1, fully_sharded, or backend course."

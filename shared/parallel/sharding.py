@@ -257,6 +257,19 @@ def sharding_of(parameter: Tensor) -> Sharding | None:
     return getattr(parameter, "sharding", None)
 
 
+def padded_numel(parameter: Tensor) -> int:
+    """How many numbers of a parameter any rank of its group has at most. Shards of shards are planned by it, so that ranks whose parts of one
+    parameter differ in size (a vocabulary that does not divide) still lay out everything else in the same way."""
+    sharding = sharding_of(parameter)
+    return parameter.numel() if sharding is None else max(math.prod(part.shape) for part in sharding.parts)
+
+
+def is_uneven(parameter: Tensor) -> bool:
+    """Whether ranks have parts of a parameter that differ in size."""
+    sharding = sharding_of(parameter)
+    return sharding is not None and len({math.prod(part.shape) for part in sharding.parts}) > 1
+
+
 def region_of(parameter: Tensor) -> Region:
     """Where the numbers that this rank holds of a parameter lie in the whole."""
     sharding = sharding_of(parameter)

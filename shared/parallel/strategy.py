@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.engine.callbacks import Callback
+from shared.engine.checkpoint.folder import CheckpointError
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.engine.strategy import Strategy
 from shared.model.transformer import TransformerModel
@@ -23,7 +24,7 @@ from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine, Subset, add_over, complete
-from shared.parallel.health.agreement import require_agreement
+from shared.parallel.health.agreement import agreed, require_agreement
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
 from shared.parallel.holders import Holders
 from shared.parallel.mesh import Mesh
@@ -73,6 +74,7 @@ class ParallelStrategy(Strategy):
         weights = self.state.state_dict(keep_vars=True)
         self.holders = Holders(self.weight_regions, mesh.world, {name: tensor.dtype for name, tensor in weights.items()})
         self.optim_holders = Holders(self.optim_regions, mesh.world)
+        self.optim_holders.require_complete()
         self.partial = self.partial_gradients()
         if around:
             self.optim_params = self.united([engine.optim_params for engine in around])
@@ -99,7 +101,7 @@ class ParallelStrategy(Strategy):
         config = {name: value for name, value in vars(engine.config).items() if name not in OWN}
         facts = {"steps": engine.steps, "optimizer": {"class": type(engine.optimizer).__name__, "groups": settings}, "engine": config}
         require_agreement(self.mesh.world, "run", facts)
-        if told := engine.saver.begin():
+        if told := agreed(self.mesh.world, engine.saver.begin, CheckpointError):
             engine.console.print(told, highlight=False, soft_wrap=True)
 
     # The parts of a step.

@@ -19,6 +19,7 @@ from shared.optim.config import OptimizerConfig
 from shared.optim.precision import Precision
 from shared.optim.schedules import ScheduleConfig
 from shared.parallel.config import ParallelConfig, require_built
+from shared.trainer.axes import BROUGHT
 
 WORTH = 1.3  # times faster must bfloat16 be, before the casts that autocast adds are paid for
 FIM_SLACK = 8  # positions that a row keeps free for each piece: three special tokens, and tokens that a cut splits in two
@@ -139,7 +140,7 @@ class TrainerConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self):
-        require_built(self.parallel)
+        require_built(self.parallel, BROUGHT)
         require(self.steps >= 1, f"steps is {self.steps}: give at least 1.")
         require(self.seed >= 0, f"seed is {self.seed}: give at least 0.")
         require(self.seed < 2**63, f"seed is {self.seed}: give less than 2**63.")

@@ -40,6 +40,7 @@ from shared.parallel.health.agreement import agreed, ranks_that_share, require_a
 from shared.parallel.mesh import Mesh
 from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
+from shared.trainer.axes import RUN_AXES
 from shared.trainer.callbacks import BitsPerByte, Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.fitting import require_memory
@@ -115,7 +116,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
 
     torch.manual_seed(config.seed + mesh.data.rank)
     dtype = None if config.precision == "float32" else getattr(torch, config.precision)
-    strategy = apply_parallel(plain_model(config, mesh, device), mesh, config.optimizer, dtype, device, config.seed)
+    strategy = apply_parallel(plain_model(config, mesh, device), mesh, config.optimizer, dtype, device, config.seed, RUN_AXES)
     scaler = LossScaler() if config.precision == "float16" else None
     costs, traffic = Costs(), Traffic(mesh.world.trace)
     engine = RuntimeEngine(
@@ -148,14 +149,14 @@ def prepared_text(config: TrainerConfig, world: Communicator, console: Console) 
     made = world.gather_objects(text and text.folder.name)[first]
     text = agreed(world, lambda: text or open_prepared(folder / made, config.data.prepare))
     stores = {"training": text.training, "held_out": text.held_out}
-    facts = {side: {"documents": len(store), "tokens": store.token_count, "sha256": store.fingerprint[:12]} for side, store in stores.items()}
-    require_agreement(world, "text", facts | {"tokenizer": text.tokenizer.identity[:12], "end_token": text.tokenizer.end})
+    sizes = {side: {"documents": len(each), "tokens": each.token_count, "sha256": each.fingerprint[:12]} for side, each in stores.items()}
+    require_agreement(world, "text", sizes | {"tokenizer": text.tokenizer.identity[:12], "end_token": text.tokenizer.end})
     return text
 
 
 def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> TransformerModel:
     """The model before it is parallelized; where weights will be cut, without memory, because no rank need have room for all of them."""
-    if mesh.fsdp.size > 1:
+    if mesh.fsdp.size > 1 or mesh.tp.size > 1:
         with torch.device("meta"):
             return TransformerModel(config.model)
     return TransformerModel(config.model, seed=config.seed).to(device)

@@ -33,13 +33,15 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
     Raises:
         CourseError: a layout that cannot be, or no configuration.
     """
+    from shared.trainer.axes import BROUGHT  # imports torch, which takes seconds
+
     if not words or "=" in words[0]:
         raise CourseError("Give a configuration after the layout, such as chapters/12_grpo/laptop.yaml.")
     said = dict(word.removeprefix("--").split("=", 1) for word in words[1:] if "=" in word)
     asked = {key: parse_yaml(text, key) for key, text in said.items() if key.split(".")[0] in ("parallel", "engine")}
     try:
         config = parse_layout(layout, ParallelConfig(backend=said.get("parallel.backend", "course")))
-        require_built(config)
+        require_built(config, BROUGHT)
         written = read_settings(Path(words[0]))
         backend = said.get("parallel.backend") or section(written, "parallel").get("backend", "course")
         config = replace(config, backend=backend)

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import json
 import os
 import signal
@@ -11,9 +12,13 @@ import threading
 import time
 
 import pytest
+from rich.console import Console
 
 from shared import folder_lock
 from shared.course.errors import CourseError
+from shared.data.cleaning.cleaner import CleaningConfig
+from shared.data.prepare import PrepareConfig, prepare
+from shared.data.sources import Source
 from shared.folder_lock import FolderInUse, FolderLock, myself
 
 SECONDS = 60  # of a machine that does much else
@@ -251,3 +256,21 @@ def test_a_disk_without_room_for_the_lock_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.undo()
     with FolderLock(tmp_path):
         pass
+
+
+def test_of_two_processes_that_prepare_the_same_text_one_waits_for_the_other(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"Number {i} is the square of no number but {i * i}.\n" for i in range(400)))
+    config = PrepareConfig(sources=(Source(str(tmp_path / "text.txt")),), vocab_size=400)
+    name = prepare(config, tmp_path / "first").folder.name
+    holder = Holder(tmp_path / "second" / name).begin()
+    assert holder.line() == "has it"
+
+    class Output(io.StringIO):
+        def write(self, text):
+            if "is in use by process" in text:
+                holder.end()
+            return super().write(text)
+
+    console = Console(file=Output(), width=1000)
+    assert prepare(config, tmp_path / "second", console).folder.name == name
+    assert console.file.getvalue().rstrip().endswith("Waiting for it.") and holder.process.returncode == 0

@@ -1,8 +1,13 @@
 """Every row of the hostile table (tests/hostile/rows) ends as it says, with a sentence and without a traceback."""
 
+import signal
+import subprocess
+import sys
+
 import hostile
 import pytest
 from hostile import Row, call, trainer
+from trainer_runs import TRAIN
 
 ROWS = {f"{theme}: {row.name}": row for theme, rows in hostile.themes().items() for row in rows}
 
@@ -45,3 +50,15 @@ def spoils():
 def test_the_table_would_notice(row, problem, tmp_path):
     """What each row is held to is held: a hang, a traceback, a lost checkpoint, another sentence, another exit code."""
     assert problem in " ".join(hostile.run(row, tmp_path).problems)
+
+
+def test_ctrl_c_during_imports_is_one_word_and_exit_code_130(tmp_path):
+    """While PyTorch is imported: -X importtime tells that it has begun, and it goes on for seconds."""
+    command = [sys.executable, "-X", "importtime", str(TRAIN), "none.yaml"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
+        for line in run.stderr:
+            if "torch." in line:
+                break
+        run.send_signal(signal.SIGINT)
+        said = run.stderr.read()
+    assert run.returncode == 130 and "Stopped." in said and "Traceback" not in said

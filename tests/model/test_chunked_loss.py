@@ -160,49 +160,56 @@ def test_token_log_probs_never_hold_all_logits():
         assert not log_probs(model, batch, rows=16).requires_grad and len(sizes) == 16
 
 
-class HalvedVocabulary(Head):
+class HalvedScores:
     """Half of the vocabulary on each of two ranks, in little: both halves are here, and nothing looks at whole logits but in parts."""
 
-    def halves(self, logits, targets):
-        middle = logits.shape[-1] // 2
-        for part, first in ((logits[:, :middle], 0), (logits[:, middle:], middle)):
-            here = (targets >= first) & (targets < first + part.shape[-1])
-            yield part, here, (targets - first).where(here, 0).unsqueeze(-1)
+    def __init__(self, logits, targets):
+        self.logits, self.targets = logits, targets
+        self.counted = targets != IGNORED
 
-    def statistics(self, logits, targets):
+    def halves(self):
+        middle = self.logits.shape[-1] // 2
+        for part, first in ((self.logits[:, :middle], 0), (self.logits[:, middle:], middle)):
+            here = (self.targets >= first) & (self.targets < first + part.shape[-1])
+            yield part, here, (self.targets - first).where(here, 0).unsqueeze(-1)
+
+    def statistics(self):
         """logsumexp, the target's logit and the largest: a sum or a maximum over the ranks each."""
-        normalizer = torch.stack([part.logsumexp(dim=-1) for part, _, _ in self.halves(logits, targets)]).logsumexp(dim=0)
-        chosen = sum(part.gather(-1, index).squeeze(-1) * here for part, here, index in self.halves(logits, targets))
-        largest = torch.stack([part.amax(dim=-1) for part, _, _ in self.halves(logits, targets)]).amax(dim=0)
+        normalizer = torch.stack([part.logsumexp(dim=-1) for part, _, _ in self.halves()]).logsumexp(dim=0)
+        chosen = sum(part.gather(-1, index).squeeze(-1) * here for part, here, index in self.halves())
+        largest = torch.stack([part.amax(dim=-1) for part, _, _ in self.halves()]).amax(dim=0)
         return normalizer, chosen, largest
 
-    def cross_entropy(self, logits, targets):
-        return self.token_losses(logits, targets).sum(), (targets != IGNORED).sum()
+    def cross_entropy(self):
+        return self.token_losses().sum(), self.counted.sum()
 
-    def token_losses(self, logits, targets):
-        normalizer, chosen, _ = self.statistics(logits, targets)
-        return (normalizer - chosen) * (targets != IGNORED)
+    def token_losses(self):
+        normalizer, chosen, _ = self.statistics()
+        return (normalizer - chosen) * self.counted
 
-    def logits_gradient(self, logits, targets):
-        normalizer, _, _ = self.statistics(logits, targets)
+    def gradient(self):
+        normalizer, _, _ = self.statistics()
         parts = []
-        for part, here, index in self.halves(logits, targets):
+        for part, here, index in self.halves():
             gradient = (part - normalizer.unsqueeze(-1)).exp()
             parts.append(gradient.scatter_add(-1, index, -here.to(part.dtype).unsqueeze(-1)))
-        return torch.cat(parts, dim=-1) * (targets != IGNORED).unsqueeze(-1)
+        return torch.cat(parts, dim=-1) * self.counted.unsqueeze(-1)
 
-    def count_correct(self, logits, targets):
-        _, chosen, largest = self.statistics(logits, targets)
-        return ((chosen == largest) & (targets != IGNORED)).sum()
+    def count_correct(self):
+        _, chosen, largest = self.statistics()
+        return ((chosen == largest) & self.counted).sum()
 
 
-def test_a_head_with_losses_of_its_own_serves_every_objective(monkeypatch):
-    """Chapter 07's vocabulary-parallel head in little: nothing but the head's own functions looks at its logits."""
+class HalvedVocabulary(Head):
+    scores = staticmethod(HalvedScores)
+
+
+def test_a_head_with_scores_of_its_own_serves_every_objective(monkeypatch):
+    """Chapter 07's vocabulary-parallel head in little: nothing but the head's own scores looks at its logits."""
     batch, plain, parallel = batch_of(3, 13), TransformerModel(CONFIG).double(), TransformerModel(CONFIG).double()
     parallel.head.__class__ = HalvedVocabulary
     expected = [packed_next_token_objective(plain, batch), log_probs(plain, batch)]
-    for name in ("cross_entropy", "token_losses", "logits_gradient", "count_correct"):
-        monkeypatch.delattr(Head, name)
+    monkeypatch.delattr(Head, "scores")
     found = [packed_next_token_objective(parallel, batch), log_probs(parallel, batch)]
     assert torch.equal(found[0].metrics["correct"], expected[0].metrics["correct"])
     torch.testing.assert_close(found[0].loss_sum, expected[0].loss_sum, rtol=1e-13, atol=0)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement_table import OWN_FOLDERS, ROWS, prepare_machines, run_row
+from agreement_table import OWN_FOLDERS, ROWS, finished, prepare_machines, run_row, start
 from rich.console import Console
+from safetensors.torch import load_file
 from sharded_runs import ADAMW, SMALL, batch_of, build, share
 from two_machines import Machines
 
@@ -51,8 +52,8 @@ def test_the_sentence_names_each_key_both_values_and_the_ranks_with_their_hosts(
 
     monkeypatch.setattr(platform, "node", lambda: "alpha")
     assert set(run_threads(compare, 3)) == {
-        "The ranks do not agree: rate is 0.1 on ranks 0, 2 (alpha) and 0.30000000000000004 on rank 1 (alpha); only.here is missing on rank 0 "
-        "(alpha) and None on ranks 1, 2 (alpha). Start all machines with the same file and the same words."
+        "The ranks do not agree: rate is 0.1 on ranks 0, 2 (alpha) and 0.30000000000000004 on rank 1 (alpha); only.here is missing on "
+        "rank 0 (alpha) and None on ranks 1, 2 (alpha). Start all machines with the same file and the same words."
     }
     facts = {"nan": float("nan"), "config": ParallelConfig()}
     assert run_threads(lambda world: said(lambda: require_agreement(world, "run", facts)), 2) == ["", ""]
@@ -164,15 +165,16 @@ class Nudge(Callback):
             self.what(engine)
 
 
-def fit(world, folder, layout="dp2", steps=4, rate=0.01, callbacks=(), model=SMALL, scale=1.0, own=False, **settings):
-    """A run, and its weights. own: whether each rank sees a disk of its own under `folder`."""
+def fit(world, folder, layout="dp2", steps=4, rate=0.01, callbacks=(), model=SMALL, scale=1.0, per_disk=0, **settings):
+    """A run, and its weights. per_disk: how many ranks see one disk, each of which is a folder in `folder`; 0 for all."""
     mesh = Mesh(replace(parse_layout(layout), check_every=0), world)
     plain = build(model)
     with torch.no_grad():
         dict(plain.named_parameters())["stack.blocks.0.attention.q_proj.weight"][0, 0] *= scale
     optimizer = replace(ADAMW, lr=rate)
     strategy = apply_parallel(plain, mesh, optimizer)
-    config = EngineConfig(folder / f"disk-{world.rank}" if own else folder, device="cpu", checkpoint=CheckpointConfig(every=2, keep_last=3))
+    output = folder / (f"disk-{world.rank // per_disk}" if per_disk else "")
+    config = EngineConfig(output, device="cpu", checkpoint=CheckpointConfig(every=2, keep_last=3))
     engine = RuntimeEngine(
         strategy, build_optimizer(strategy.optim_params, optimizer, strategy.routes), replace(config, **settings),
         updater=Update(1.0, norm=strategy.grad_norm), callbacks=callbacks, console=Console(quiet=True),
@@ -237,21 +239,21 @@ def test_a_script_whose_ranks_differ_is_refused_before_its_first_step_and_before
 def apart(world, folder):
     """Runs whose ranks see one disk each: weights and sentences."""
     told = {"whole": fit(world, folder / "whole", steps=6)}
-    fit(world, folder / "apart", own=True)
+    fit(world, folder / "apart", per_disk=1)
     if world.rank:  # its power was gone before it had the last one
         shutil.rmtree(folder / "apart" / "disk-1" / "checkpoints" / "step-00000004")
-    told["resumed"] = fit(world, folder / "apart", steps=6, own=True)
+    told["resumed"] = fit(world, folder / "apart", steps=6, per_disk=1)
     if world.rank:
         shutil.rmtree(folder / "apart" / "disk-1")
-    told["lost"] = said(lambda: fit(world, folder / "apart", steps=8, own=True))
-    fit(world, folder / "other", rate=0.02, own=True)
-    fit(world, folder / "this", own=True)
+    told["lost"] = said(lambda: fit(world, folder / "apart", steps=8, per_disk=1))
+    fit(world, folder / "other", rate=0.02, per_disk=1)
+    fit(world, folder / "this", per_disk=1)
     if world.rank:
         shutil.rmtree(folder / "this" / "disk-1" / "checkpoints")
         shutil.move(folder / "other" / "disk-1" / "checkpoints", folder / "this" / "disk-1")
-    told["other"] = said(lambda: fit(world, folder / "this", own=True))
+    told["other"] = said(lambda: fit(world, folder / "this", per_disk=1))
     for layout in ("fsdp2", "dp2_zero1"):
-        told[layout] = said(lambda layout=layout: fit(world, folder / layout, layout, own=True))
+        told[layout] = said(lambda layout=layout: fit(world, folder / layout, layout, per_disk=1))
     return told
 
 
@@ -270,7 +272,44 @@ def test_without_a_shared_folder_each_machine_keeps_all_and_a_run_resumes_from_t
         assert others[what].replace("disk-1", "disk-0") == told[what]
 
 
+def apart_in_shards(world, folder):
+    """Replicas over two disks, each cut over the two ranks that see it."""
+    whole = fit(world, folder / "whole", "dp2_fsdp2", steps=6)
+    fit(world, folder / "apart", "dp2_fsdp2", per_disk=2)
+    if world.rank == 3:
+        shutil.rmtree(folder / "apart" / "disk-1" / "checkpoints" / "step-00000004")
+    return whole, fit(world, folder / "apart", "dp2_fsdp2", steps=6, per_disk=2)
+
+
+@pytest.mark.slow
+def test_replicas_that_are_cut_within_each_machine_need_no_shared_folder(tmp_path):
+    for whole, resumed in run_processes(apart_in_shards, 4, tmp_path):
+        assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+    alone = fit(SingleRankCommunicator(), tmp_path / "apart" / "disk-1", "one", steps=6)
+    assert all(torch.equal(weight, alone[name]) for name, weight in whole.items())
+
+
 # Two machines.
+
+
+@pytest.mark.slow
+def test_two_machines_without_a_shared_folder_resume_or_are_refused_before_the_first_step(tmp_path):
+    with Machines(tmp_path / "machines", shared=False) as (a, b):
+        file = prepare_machines([a, b], tmp_path)
+        finished([a, b], file)
+        model = a.kept / "run" / "model" / "model.safetensors"
+        weights = load_file(model)
+        model.unlink()
+        shutil.rmtree(b.kept / "run" / "checkpoints" / "step-00000006")
+        jobs = finished([a, b], file)
+        assert "not one folder for all ranks: rank 0 (a) and rank 1 (b) each keep a whole checkpoint" in jobs[0].output
+        assert "Step 6 of" in jobs[0].output and "Going on from step 4" in jobs[0].output
+        again = load_file(model)
+        assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
+        words = ["parallel.data_parallel=1", "parallel.fully_sharded=2", f"engine.output={a.folder / 'cut'}"]
+        jobs = start([a, b], file, words)
+        assert [job.wait(300) for job in jobs] == [1, 1]
+        assert all("no machine holds the whole model" in job.output for job in jobs)
 
 
 @pytest.mark.slow

@@ -5,13 +5,14 @@ The trainer runs on two machines that are namespaces (`two_machines`), each with
 
 import argparse
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer_runs import TRAIN, settings_file
-from two_machines import Job, Machine, Machines, command_of
+from two_machines import Job, Machine, Machines
 
 from shared.course.paths import CHECKOUT
 
@@ -88,7 +89,8 @@ OWN_FOLDERS = ("text", "tokenizer", "checkpoint", "lost")  # machines that share
 
 @dataclass
 class Found:
-    """said: by machine, what it printed of the refusal. codes: of the two torchruns. seconds: until both had ended."""
+    """said: by machine, what it printed of the refusal. codes: of the two ranks. seconds: from the start of both, imports included, until
+    both had ended."""
 
     said: dict[str, str] = field(default_factory=dict)
     codes: list[int] = field(default_factory=list)
@@ -113,7 +115,7 @@ def prepare_machines(machines: list[Machine], scratch: Path) -> Path:
 
 
 def run_row(name: str, machines: list[Machine], file: Path) -> Found:
-    """The same command on both machines, with what the row says otherwise on b."""
+    """The same command on all machines, with what the row says otherwise on b."""
     row, (a, b) = ROWS[name], machines
     environment, undo = {}, []
     if row.edit:
@@ -138,13 +140,15 @@ def run_row(name: str, machines: list[Machine], file: Path) -> Found:
     return found
 
 
-def start(machines: list[Machine], file: Path, words: list[str], only_b: list[str] = (), environment: dict[str, str] | None = None):
-    """The trainer under torchrun on both machines."""
+def start(
+    machines: list[Machine], file: Path, words: list[str], only_b: list[str] = (), environment: dict[str, str] | None = None
+) -> list[Job]:
+    """A rank of the trainer on each machine, as torchrun would start it, which takes as long again to start itself."""
+    place = {"WORLD_SIZE": str(len(machines)), "MASTER_ADDR": machines[0].address, "MASTER_PORT": "29400"}
     jobs = []
-    for number, machine in enumerate(machines):
-        mine = [*words, *(only_b if number else [])]
-        command = [*command_of(machines, number, "static"), TRAIN, file, *mine]
-        jobs.append(machine.start(command, **(environment or {} if number else {})))
+    for rank, machine in enumerate(machines):
+        mine, own = (only_b, environment or {}) if rank else ([], {})
+        jobs.append(machine.start([sys.executable, TRAIN, file, *words, *mine], RANK=str(rank), LOCAL_RANK="0", **place, **own))
     return jobs
 
 
@@ -154,10 +158,12 @@ def sentence_of(job: Job) -> str:
     return told[0] if len(told) == 1 else f"{len(told)} times: {job.output}"
 
 
-def finished(machines: list[Machine], file: Path, *words: str) -> None:
+def finished(machines: list[Machine], file: Path, *words: str) -> list[Job]:
+    """A run that ends well."""
     jobs = start(machines, file, list(words))
     codes = [job.wait(TIMEOUT) for job in jobs]
     assert codes == [0, 0], "\n".join(job.output for job in jobs)
+    return jobs
 
 
 def other_text(a: Machine, b: Machine, file: Path) -> None:
@@ -174,7 +180,7 @@ def other_tokenizer(a: Machine, b: Machine, file: Path) -> None:
             f"pathlib.Path('{machine.folder}/tokenizer').mkdir(exist_ok=True); "
             f"TextTokenizer.train(['{text * 50}'] * 9, 300, 2).save_pretrained(pathlib.Path('{machine.folder}/tokenizer'), 96)"
         )
-        done = machine.run("python", "-c", code)
+        done = machine.run(sys.executable, "-c", code)
         assert done[0] == 0, done[1]
 
 

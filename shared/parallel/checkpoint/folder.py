@@ -1,4 +1,4 @@
-"""Chapter 06. Sharded checkpoints as one rank reads them: its shards, its share of the checksums, and the newest step that all machines have.
+"""Chapter 06. Sharded checkpoints as one rank reads them: its shards, its share of the checksums, the newest step of all machines.
 
 Where machines share no folder, each has a whole checkpoint of its own (`shared.parallel.checkpoint.saver`), and a step counts only if it is
 the same on all of them.

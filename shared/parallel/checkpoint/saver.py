@@ -7,8 +7,8 @@
 Ranks communicate between steps only, never from the thread. If a rank cannot write, all ranks raise the same error. A save that is under
 way when a rank dies is discarded, and the checkpoint before it remains.
 
-Without a shared folder every machine keeps a whole checkpoint of its own, where its ranks hold all (`RankSaver.begin`): the first rank of each
-machine does there what rank 0 does above. A run is resumed from the newest step that all machines have.
+Without a shared folder every machine keeps a whole checkpoint of its own, where its ranks hold all (`RankSaver.begin`): the first rank of
+each machine does there what rank 0 does above. A run is resumed from the newest step that all machines have.
 """
 
 import json
@@ -168,7 +168,7 @@ class RankSaver(Saver):
         answers = self.world.gather_objects([files, problem])
         problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]
         written = {name: entry for rank in self.checkpoints.sharing for name, entry in answers[rank][0].items()}
-        for stage in (partial(self.complete, written), partial(self.checkpoints.remove_old, self.step)):  # first on all machines, then remove
+        for stage in (partial(self.complete, written), partial(self.checkpoints.remove_old, self.step)):  # all machines have it: then remove
             reason = problem_of(stage) if self.leads and not problems else None
             reasons = enumerate(self.world.gather_objects(reason))
             problems = problems or [f"rank {rank}: {reason}" for rank, reason in reasons if reason]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shared.course.binding import exercise
 from shared.parallel.comm.communicator import Communicator, Work
-from shared.parallel.sharding import Span, make_shard, split_spans
+from shared.parallel.sharding import Span, is_uneven, make_shard, split_spans
 
 
 @dataclass
@@ -205,7 +205,7 @@ class FlatParam:
 
 class Unit:
     """An FSDP unit, whose parameters are gathered and freed together: one `FlatParam`, or several where some are frozen, of another dtype,
-    or shared over other ranks.
+    shared over other ranks, or cut unevenly: parameters that other ranks hold as well are then sharded there as here.
 
     apart: whether parameters whose gradient is partial over other ranks get a flat of their own.
 
@@ -227,10 +227,10 @@ class Unit:
             parameter = slot.parameter
             # One that other pipeline stages hold too must be sharded there as here, so it shares its flat with nothing else.
             elsewhere = getattr(parameter, "partial_over", None) if apart else None
-            kind = (parameter.requires_grad, parameter.dtype, getattr(parameter, "shared_over", group), elsewhere)
+            kind = (parameter.requires_grad, parameter.dtype, getattr(parameter, "shared_over", group), elsewhere, is_uneven(parameter))
             kinds.setdefault(kind, []).append(slot)
         self.flats = [
-            FlatParam(kind, over, dtype if own.is_floating_point else None, device, value_of) for (_, own, over, _), kind in kinds.items()
+            FlatParam(kind, over, dtype if own.is_floating_point else None, device, value_of) for (_, own, over, *_), kind in kinds.items()
         ]
         self.awaits_backward = self.open = False
 

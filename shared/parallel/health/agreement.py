@@ -54,6 +54,8 @@ Result = TypeVar("Result")
 class RanksDisagree(CourseError):
     """Ranks were given different things; every rank raises the same sentence."""
 
+    on_all_ranks = True
+
 
 def require_agreement(world: Communicator, topic: str, facts: Any) -> None:
     """Compare facts over all ranks. Every rank calls it; 64 characters of each travel, and all facts only where they differ.
@@ -146,7 +148,9 @@ def agreed(world: Communicator, work: Callable[[], Result], error: type[CourseEr
     except error as failure:
         problem = str(failure)
     if problems := [each for each in world.gather_objects(problem) if each]:
-        raise error(problems[0])
+        failure = error(problems[0])
+        failure.on_all_ranks = True
+        raise failure
     return result
 
 

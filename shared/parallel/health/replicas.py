@@ -7,11 +7,11 @@ sums up the bits of its weights, and the sums are compared.
     checksum of a parameter = sum over rows i of (2 i + 1) * (sum of the row's bits, read as whole numbers)    mod 2^64
 
 A single bit always changes it. Before every save the optimizer's state is compared as well, and with it what is not a tensor: the gradient
-norm as each rank has it, loss scale, learning rates, the loader's position. So no checkpoint is written by ranks that differ. Of weights and
-state, what several ranks hold is compared; a shard that one rank alone holds has no other to be compared with.
+norm as each rank has it, loss scale, learning rates, the loader's position. So no checkpoint is written by ranks that differ. Of weights
+and state, what several ranks hold is compared; a shard that one rank alone holds has no other to be compared with.
 
-A save of 13.8 million parameters with AdamW compares for 46 ms on dp2, beside 370 ms for the copy that an asynchronous save makes; for 8 ms on
-fsdp2, where shards have no double (`tests/benchmarks/replica_check.py`; medians on 2 busy CPU cores).
+A save of 13.8 million parameters with AdamW compares for 46 ms on dp2, beside 370 ms for the copy that an asynchronous save makes; for
+8 ms on fsdp2, where shards have no double (`tests/benchmarks/replica_check.py`; medians on 2 busy CPU cores).
 
 Left out on purpose: changes that cancel each other within a row, which a real hash would see, at a cost; and random states, since each rank
 of this floor draws its own numbers.
@@ -44,6 +44,8 @@ LOSS_SCALE = CALLBACK + "KeepLossScale"  # other callbacks may measure what is a
 
 class ReplicasDiffer(CommunicationError):
     """Ranks that should hold the same weights do not; the message says which, and where first."""
+
+    on_all_ranks = True
 
 
 class ReplicaCheck(Callback):

@@ -178,7 +178,7 @@ TOGETHER = [  # what only fails together: found when the run is built
     Row("a model that no format holds", trainer("model.position=alibi"), "No known format can describe this model", code=1),
     Row("more ranks than were started", trainer("parallel.data_parallel=2"), ("This layout needs 2 ranks", "there are 1"), code=1),
     Row("a device that is not here", trainer("engine.device=mps"), "PyTorch finds no MPS device", code=1),
-    Row("a layout of a later chapter", trainer("parallel.tensor_parallel=2"), "comes with chapter 07"),
+    Row("a layout of a later chapter", trainer("parallel.pipeline_parallel=2"), "comes with chapter 08"),
     Row("an encoder", trainer("model.architecture=encoder"), "needs a decoder"),
     Row("zero with one replica", trainer("parallel.zero=1"), "parallel.zero is 1"),
     Row("experts without their chapter", trainer("model.experts={num_experts: 2}"), "experts come with chapter 09"),

@@ -1,0 +1,139 @@
+"""Chapter 07. Tensor-parallel operators f and g, and their sequence-parallel pair: collectives whose backward pass is the other's forward.
+
+    f   copy_to_ranks        identity         backward: all-reduce         in front of matrices that are cut by columns
+    g   sum_over_ranks       all-reduce       backward: identity           behind a matrix that is cut by rows
+        gather_sequence      all-gather       backward: reduce-scatter     f, where the stream is cut along the sequence
+        scatter_sequence     reduce-scatter   backward: all-gather         g, where the stream is cut along the sequence
+        split_sequence       own slice        backward: all-gather         a whole stream, the same on all ranks, is cut
+        join_sequence        all-gather       backward: own slice          the same stream is whole again
+        join_vocabulary      all-gather       backward: own slice          logits of all ranks
+
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.) An all-reduce is a reduce-scatter and an all-gather, so the
+sequence-parallel pair sends the same bytes. Each operator assumes what its backward pass needs: behind f every rank computes something
+else from the same x, so the gradients of x add; behind g all ranks compute the same, so each has the whole gradient.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shared.parallel.comm.communicator import Communicator
+
+Collective = Callable[[Tensor, Communicator], Tensor]
+
+
+def all_reduced(x: Tensor, group: Communicator) -> Tensor:
+    """The sum over the group, in a new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(total)
+    return total
+
+
+def all_gathered(part: Tensor, group: Communicator) -> Tensor:
+    """[batch, seq / ranks, ...] of each rank -> [batch, seq, ...]."""
+    rows = part.new_empty(group.size, *part.shape)
+    group.all_gather(rows, part.contiguous())
+    return rows.transpose(0, 1).flatten(1, 2)
+
+
+def reduce_scattered(whole: Tensor, group: Communicator) -> Tensor:
+    """[batch, seq, ...] -> this rank's slice of the sum over the group, [batch, seq / ranks, ...]."""
+    rows = whole.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
+    part = rows.new_empty(rows.shape[1:])
+    group.reduce_scatter(part, rows)
+    return part
+
+
+def own_slice(whole: Tensor, group: Communicator) -> Tensor:
+    """[batch, seq, ...] -> this rank's slice of the sequence, [batch, seq / ranks, ...]."""
+    return whole.unflatten(1, (group.size, -1))[:, group.rank].contiguous()
+
+
+def require_divisible(length: int, group: Communicator) -> None:
+    """Refuse a sequence that cannot be cut evenly.
+
+    Raises:
+        ValueError: with the nearest lengths that can.
+    """
+    if length % group.size:
+        lower = length - length % group.size
+        raise ValueError(
+            f"Sequence parallelism cuts the sequence over {group.size} ranks, and {length} positions do not divide by that: "
+            f"give {lower} or {lower + group.size}, or set parallel.sequence_parallel to false."
+        )
+
+
+def own_tokens(whole: Tensor, group: Communicator, sizes: Sequence[int]) -> Tensor:
+    """[..., vocab] -> this rank's tokens, [..., sizes[rank]]."""
+    return whole.split(list(sizes), dim=-1)[group.rank].contiguous()
+
+
+def all_tokens(part: Tensor, group: Communicator, sizes: Sequence[int]) -> Tensor:
+    """[..., sizes[rank]] of each rank -> [..., vocab]."""
+    padded = part.new_zeros(*part.shape[:-1], max(sizes))
+    padded[..., : part.shape[-1]] = part
+    rows = part.new_empty(group.size, *padded.shape)
+    group.all_gather(rows, padded)
+    return torch.cat([row[..., :size] for row, size in zip(rows, sizes, strict=True)], dim=-1)
+
+
+def same(x: Tensor, group: Communicator) -> Tensor:
+    return x.view_as(x)
+
+
+class Operator(torch.autograd.Function):
+    """A collective whose backward pass is another one: both are functions (tensor, group) -> tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, group: Communicator) -> Tensor:
+        ctx.back, ctx.group = back, group
+        return there(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(upstream, ctx.group), None, None, None
+
+
+def copy_to_ranks(x: Tensor, group: Communicator) -> Tensor:
+    """f: x, the same on all ranks, of which each rank computes a part of what follows."""
+    return Operator.apply(x, same, all_reduced, group)
+
+
+def sum_over_ranks(x: Tensor, group: Communicator) -> Tensor:
+    """g: the sum of what each rank has, with which all ranks continue."""
+    return Operator.apply(x, all_reduced, same, group)
+
+
+def gather_sequence(part: Tensor, group: Communicator) -> Tensor:
+    """[batch, seq / ranks, D] -> [batch, seq, D], of which each rank computes a part of what follows."""
+    return Operator.apply(part, all_gathered, reduce_scattered, group)
+
+
+def scatter_sequence(whole: Tensor, group: Communicator) -> Tensor:
+    """[batch, seq, D] -> this rank's positions of the sum over the ranks, [batch, seq / ranks, D]."""
+    return Operator.apply(whole, reduce_scattered, all_gathered, group)
+
+
+def split_sequence(whole: Tensor, group: Communicator) -> Tensor:
+    """[batch, seq, D], the same on all ranks -> this rank's positions, [batch, seq / ranks, D].
+
+    Raises:
+        ValueError: the sequence does not divide by the ranks.
+    """
+    require_divisible(whole.shape[1], group)
+    return Operator.apply(whole, own_slice, all_gathered, group)
+
+
+def join_sequence(part: Tensor, group: Communicator) -> Tensor:
+    """[batch, seq / ranks, D] -> [batch, seq, D], with which all ranks continue in the same way."""
+    return Operator.apply(part, all_gathered, own_slice, group)
+
+
+def join_vocabulary(part: Tensor, sizes: Sequence[int], group: Communicator) -> Tensor:
+    """Logits [..., vocab of this rank] -> [..., vocab]. sizes: how many tokens each rank has."""
+    return Operator.apply(part, partial(all_tokens, sizes=sizes), partial(own_tokens, sizes=sizes), group)
