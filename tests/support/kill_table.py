@@ -110,6 +110,7 @@ def in_processes(folder: Path, row: str, kills: int, generator: random.Random) -
     ranks, found = RANKS_OF[layout], Found()
     killer = Killer(folder, ranks, generator, found, one_rank=False)
     for attempt in range(kills + 1):
+        shutil.rmtree(folder / "signs", ignore_errors=True)  # of an attempt that was not killed, they would stand for this one
         if attempt == kills:
             enough_after(folder)
         helper = threading.Thread(target=killer.kill_once) if attempt < kills else None
