@@ -88,7 +88,7 @@ class Zero(DataParallel):
         for parameters in plan:
             planned = partition([max(part_sizes(p)) for p in parameters], [self.names[p] in self.whole for p in parameters], self.held)
             self.held = [held + sum(stop - start for start, stop in rank) for held, rank in zip(self.held, zip(*planned), strict=True)]
-            ranges = [[(min(start, p.numel()), min(stop, p.numel())) for start, stop in row] for p, row in zip(parameters, planned, strict=True)]
+            ranges = [[(min(a, p.numel()), min(b, p.numel())) for a, b in row] for p, row in zip(parameters, planned, strict=True)]
             shardings = [split_spans(parameter, of_ranks, self.group) for parameter, of_ranks in zip(parameters, ranges, strict=True)]
             buckets.append(SharedBucket(parameters, shardings, self.group, self.under_way_now if self.alone else None))
         return buckets
