@@ -49,7 +49,7 @@ SPINE = (
     Stop("shared/data/loader.py", 30, "micro-batches for each rank, resumed exactly"),
     Stop("shared/engine/callbacks.py", 15, "the hooks of a run"),
     Stop("shared/engine/checkpoint/folder.py", 35, "atomic checkpoints with checksums"),
-    Stop("shared/engine/strategy.py", 10, "what a run asks of its ranks; here, one process"),
+    Stop("shared/engine/strategy.py", 12, "what a run asks of its ranks; here, one process"),
     Stop("shared/engine/engine.py", 45, "the loop with what a long run needs around it"),
     Stop("shared/optim/adamw.py", 15, "AdamW's step"),
     Stop("shared/optim/muon.py", 25, "the momentum of a matrix, orthogonalised"),

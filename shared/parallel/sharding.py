@@ -19,7 +19,7 @@ Left out on purpose: fused matrices of which a rank holds several boxes; this mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -257,17 +257,11 @@ def sharding_of(parameter: Tensor) -> Sharding | None:
     return getattr(parameter, "sharding", None)
 
 
-def padded_numel(parameter: Tensor) -> int:
-    """How many numbers of a parameter any rank of its group has at most. Shards of shards are planned by it, so that ranks whose parts of one
-    parameter differ in size (a vocabulary that does not divide) still lay out everything else in the same way."""
+def part_sizes(parameter: Tensor) -> list[int]:
+    """How many numbers of a parameter each rank of its group has. Shards of shards are planned by the most that any has, so that ranks whose
+    parts of one parameter differ in size (a vocabulary that does not divide) still lay out everything else in the same way."""
     sharding = sharding_of(parameter)
-    return parameter.numel() if sharding is None else max(math.prod(part.shape) for part in sharding.parts)
-
-
-def is_uneven(parameter: Tensor) -> bool:
-    """Whether ranks have parts of a parameter that differ in size."""
-    sharding = sharding_of(parameter)
-    return sharding is not None and len({math.prod(part.shape) for part in sharding.parts}) > 1
+    return [parameter.numel()] if sharding is None else [math.prod(part.shape) for part in sharding.parts]
 
 
 def region_of(parameter: Tensor) -> Region:
@@ -295,19 +289,3 @@ def copy_facts(source: Tensor, target: nn.Parameter) -> nn.Parameter:
         if hasattr(source, fact):
             setattr(target, fact, getattr(source, fact))
     return target
-
-
-class Parameters(nn.Module):
-    """Parameters under the names of the whole model, which hold dots: what an optimizer is built over, and a part of a model.
-
-    Args:
-        named: name -> this rank's shard (`make_shard`), or a parameter that it holds whole.
-    """
-
-    def __init__(self, named: Mapping[str, nn.Parameter]):
-        super().__init__()
-        self.named = dict(named)
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names of the whole model, which cannot be registered in this module."""
-        return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in self.named.items())

@@ -23,12 +23,12 @@ from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.data.engine import DataEngine, Subset, add_over, complete
+from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, complete
 from shared.parallel.health.agreement import agreed, require_agreement
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
 from shared.parallel.holders import Holders
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Parameters, Region, region_of, sharding_of
+from shared.parallel.sharding import Region, region_of, sharding_of
 from shared.totals import Runner, Totals, Updater
 
 OWN = ("output", "trackers", "project", "wandb_mode", "mlflow_uri")  # of the engine's keys: folders are looked into, trackers are rank 0's

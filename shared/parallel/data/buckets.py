@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.parallel.comm.communicator import Communicator, Work
-from shared.parallel.sharding import padded_numel
+from shared.parallel.sharding import part_sizes
 
 MEBIBYTE = 2**20
 
@@ -78,7 +78,7 @@ def plan_buckets(parameters: Iterable[nn.Parameter], megabytes: float) -> list[l
     for parameter in parameters:
         kind = parameter.dtype, parameter.device
         bucket = open_ones.setdefault(kind, [])
-        if sum(padded_numel(each) for each in (*bucket, parameter)) * parameter.element_size() > megabytes * MEBIBYTE and bucket:
+        if sum(max(part_sizes(each)) for each in (*bucket, parameter)) * parameter.element_size() > megabytes * MEBIBYTE and bucket:
             closed.append(open_ones.pop(kind))
             bucket = open_ones.setdefault(kind, [])
         bucket.append(parameter)

@@ -109,3 +109,19 @@ class Subset(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
+
+
+class Parameters(nn.Module):
+    """Parameters under the names of the whole model, which hold dots: what an optimizer is built over, and a part of a model.
+
+    Args:
+        named: name -> this rank's shard (`make_shard`), or a parameter that it holds whole.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter]):
+        super().__init__()
+        self.named = dict(named)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names of the whole model, which cannot be registered in this module."""
+        return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in self.named.items())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shared.course.binding import exercise
 from shared.parallel.comm.communicator import Communicator, Work
-from shared.parallel.sharding import Span, is_uneven, make_shard, split_spans
+from shared.parallel.sharding import Span, make_shard, part_sizes, split_spans
 
 
 @dataclass
@@ -227,7 +227,8 @@ class Unit:
             parameter = slot.parameter
             # One that other pipeline stages hold too must be sharded there as here, so it shares its flat with nothing else.
             elsewhere = getattr(parameter, "partial_over", None) if apart else None
-            kind = (parameter.requires_grad, parameter.dtype, getattr(parameter, "shared_over", group), elsewhere, is_uneven(parameter))
+            uneven = len(set(part_sizes(parameter))) > 1
+            kind = (parameter.requires_grad, parameter.dtype, getattr(parameter, "shared_over", group), elsewhere, uneven)
             kinds.setdefault(kind, []).append(slot)
         self.flats = [
             FlatParam(kind, over, dtype if own.is_floating_point else None, device, value_of) for (_, own, over, *_), kind in kinds.items()

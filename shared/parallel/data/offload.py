@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shared.parallel.comm.communicator import SingleRankCommunicator
-from shared.parallel.data.engine import DataEngine
-from shared.parallel.sharding import Parameters, copy_facts, sharding_of
+from shared.parallel.data.engine import DataEngine, Parameters
+from shared.parallel.sharding import copy_facts, sharding_of
 from shared.totals import Batch, Objective, Runner, Totals, Updater
 
 

@@ -21,7 +21,8 @@ from shared.optim.routing import Route
 from shared.parallel.data.buckets import Bucket, take_gradients
 from shared.parallel.comm.communicator import Communicator, Work
 from shared.parallel.data.ddp import DataParallel
-from shared.parallel.sharding import Parameters, Range, Sharding, Span, make_shard, padded_numel, split_spans
+from shared.parallel.data.engine import Parameters
+from shared.parallel.sharding import Range, Sharding, Span, make_shard, part_sizes, split_spans
 from shared.parallel.comm.collectives import all_gather_v, are_equal, reduce_scatter_v
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
@@ -85,9 +86,9 @@ class Zero(DataParallel):
     def make_buckets(self, plan: Sequence[Sequence[nn.Parameter]]) -> list[Bucket]:
         buckets = []
         for parameters in plan:
-            planned = partition([padded_numel(p) for p in parameters], [self.names[p] in self.whole for p in parameters], self.held)
+            planned = partition([max(part_sizes(p)) for p in parameters], [self.names[p] in self.whole for p in parameters], self.held)
             self.held = [held + sum(stop - start for start, stop in rank) for held, rank in zip(self.held, zip(*planned), strict=True)]
-            ranges = [[(min(start, p.numel()), min(stop, p.numel())) for start, stop in row] for p, row in zip(parameters, planned, strict=True)]
+            ranges = [[(min(a, p.numel()), min(b, p.numel())) for a, b in row] for p, row in zip(parameters, planned, strict=True)]
             shardings = [split_spans(parameter, of_ranks, self.group) for parameter, of_ranks in zip(parameters, ranges, strict=True)]
             buckets.append(SharedBucket(parameters, shardings, self.group, self.under_way_now if self.alone else None))
         return buckets

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shared.model.init import initial_value
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.data.engine import DataEngine
+from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.data.fsdp import compile_each
 from shared.parallel.mesh import Mesh
 from shared.parallel.comm.processes import all_gather_single, reduce_scatter_single
-from shared.parallel.sharding import Box, Parameters, Sharding, make_shard, sharding_of
+from shared.parallel.sharding import Box, Sharding, make_shard, sharding_of
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 
