@@ -59,7 +59,8 @@ def test_ctrl_c_during_imports_is_one_word_and_exit_code_130(tmp_path):
     """While PyTorch is imported: a stand-in says that its import has begun, and takes a minute."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("import sys, time\nprint('begun', file=sys.stderr, flush=True)\ntime.sleep(60)\n")
-    command, environment = [sys.executable, str(TRAIN), "none.yaml"], os.environ | {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
+    laptop = CHECKOUT / "chapters" / "12_grpo" / "laptop.yaml"
+    command, environment = [sys.executable, str(TRAIN), str(laptop)], os.environ | {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr.readline() == "begun\n"
         run.send_signal(signal.SIGINT)
