@@ -1,4 +1,4 @@
-"""Chapter 07. Tensor-parallel operators f and g, and their sequence-parallel pair: collectives whose backward pass is the other's forward.
+"""Chapter 07. Tensor-parallel operators f and g, and their pair for sequence parallelism: each one's backward pass is the other's forward.
 
     f   copy_to_ranks        identity         backward: all-reduce         in front of matrices that are cut by columns
     g   sum_over_ranks       all-reduce       backward: identity           behind a matrix that is cut by rows
