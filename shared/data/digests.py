@@ -13,8 +13,10 @@ Left out on purpose: datasets of the hub, which are known by name and revision.
 import hashlib
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from shared.course.errors import CourseError
 from shared.output_files import write_atomically
 
 SETTLED = 10.0  # seconds; file servers' clocks may be off by a few
@@ -53,5 +55,7 @@ class Digests:
         return digest
 
     def save(self) -> None:
+        """Keep the hashes, where the folder can be written to: in one that can only be read they are computed at each start."""
         if self.changed:
-            write_atomically(self.path, json.dumps(self.kept).encode())
+            with suppress(CourseError):
+                write_atomically(self.path, json.dumps(self.kept).encode())

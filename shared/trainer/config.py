@@ -19,6 +19,7 @@ from shared.optim.config import OptimizerConfig
 from shared.optim.precision import Precision
 from shared.optim.schedules import ScheduleConfig
 from shared.parallel.config import ParallelConfig, require_built
+from shared.parallel.tensor.axis import require_even
 from shared.trainer.axes import BROUGHT
 
 WORTH = 1.3  # times faster must bfloat16 be, before the casts that autocast adds are paid for
@@ -160,6 +161,12 @@ class TrainerConfig:
         require(
             share % min(self.data.micro_batch_size, share) == 0,
             f"A rank's share of the batch is {share} rows and not a multiple of data.micro_batch_size, {self.data.micro_batch_size}.",
+        )
+        ranks = self.parallel.tensor_parallel
+        require_even(self.model.resolved(), ranks)
+        require(
+            not self.parallel.sequence_parallel or self.data.seq % ranks == 0,
+            f"data.seq is {self.data.seq}, which parallel.sequence_parallel cuts over {ranks} ranks: give a multiple of {ranks}.",
         )
         longest = self.model.max_position_embeddings
         require(

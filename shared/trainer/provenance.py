@@ -22,7 +22,8 @@ from shared.output_files import write_atomically
 
 CONFIG, CODE = "config.yaml", "code.json"
 MAY_CHANGE = (  # decides nothing about the weights
-    "engine", "report", "impl", "parallel", "data.prepared", "data.held_out_rows", "data.prepare.workers"
+    "engine", "report", "impl", "parallel", "data.prepared", "data.held_out_rows", "data.prepare.workers",
+    "schedule.steps",  # the same as steps, which is compared
 )  # fmt: skip
 
 

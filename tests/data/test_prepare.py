@@ -158,6 +158,15 @@ def test_the_hash_of_a_file_that_was_just_written_is_not_kept(tmp_path):
     assert not (tmp_path / "kept.json").exists()
 
 
+def test_hashes_that_cannot_be_kept_stop_nothing(tmp_path, monkeypatch):
+    """As in a folder of finished text that can only be read, whose sources were copied since."""
+    monkeypatch.setattr(digests, "SETTLED", 0.0)
+    folder, output = write_folder(tmp_path / "code"), tmp_path / "prepared"
+    (output / "sources.json").mkdir(parents=True)
+    time.sleep(0.05)
+    assert prepare(config_of(folder), output).folder == prepare(config_of(folder), output).folder
+
+
 def test_the_size_of_parts_changes_no_document(raw, prepared, tmp_path):
     other = prepare(replace(config_of(raw), part_bytes=10**6), tmp_path)
     assert len(other.training.shards) == 1 and other.report == prepared.report

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from layout_runs import LayoutRun, largest_difference
-from sharded_runs import ADAMW, batch_of
+from sharded_runs import ADAMW, STEPS, batch_of
 from stand_in_axes import PipelineStandIn, stand_ins, with_experts
 from test_composition import CASES, CONFIG, SGD, TIED, name_of, run
 
@@ -16,11 +16,12 @@ from shared.model.hf.pretrained import save_pretrained
 from shared.model.init import initialize
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import CommunicationError, SingleRankCommunicator
+from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.config import parse_layout
-from shared.parallel.data.engine import Subset
+from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.data.engine import DataEngine, Subset
 from shared.parallel.data.zero import Zero
-from shared.parallel.health.replicas import ReplicasDiffer, require_equal
+from shared.parallel.health.replicas import ReplicaCheck, ReplicasDiffer, require_equal
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.strategy import ParallelStrategy, add_partial
@@ -198,3 +199,71 @@ def test_zero_engines_of_two_groups_do_not_wait_within_the_backward_pass(alone):
             run_threads(work, 4)
     else:
         assert all(run_threads(work, 4))
+
+
+class Beside:
+    """An axis that puts an engine of its own in front of the data engines, as a pipeline does; this one does nothing."""
+
+    brings = ()
+
+    def shape(self, model, mesh):
+        pass
+
+    def around(self, strategy):
+        engine = DataEngine(strategy.module, strategy.mesh.loss)
+        engine.optim_params = torch.nn.Module()
+        return ParallelStrategy(strategy.module, strategy.mesh, [engine, *strategy.engines], strategy.around, strategy.routes)
+
+
+def trained_beside(world, layout: ParallelConfig):
+    return LayoutRun(world, layout, config=CONFIG, optimizer=ADAMW, axes=(Beside(),)).train(STEPS).weights()
+
+
+def test_an_axis_that_adds_an_engine_leaves_ddps_wrapper_around_the_model():
+    """An objective that called the module inside would exchange no gradients, and each rank would train a model of its own."""
+    alone = LayoutRun(SingleRankCommunicator(), parse_layout("one"), config=CONFIG, optimizer=ADAMW).train(STEPS).weights()
+    found = run_processes(trained_beside, 2, parse_layout("dp2", ParallelConfig(backend="torch")), timeout=300)
+    assert all(largest_difference(weights, alone) < 1e-9 for weights in found)
+
+
+class FrozenEnd(PipelineStandIn):
+    def shape(self, model, mesh):
+        super().shape(model, mesh)
+        model.requires_grad_(mesh.pp.rank == 0)
+
+
+def test_ranks_without_a_trained_parameter_decide_on_the_optimizers_offload_as_the_others_do():
+    """The last stage is frozen, so its ranks have no shard whose device they could ask. The model is on the CPU: nobody offloads."""
+    layout = parse_layout("pp2_dp2_zero1", ParallelConfig(offload_optimizer=True))
+
+    def work(world):
+        parallel = LayoutRun(world, layout, config=CONFIG, axes=(FrozenEnd(),)).parallel
+        return len(list(parallel.optim_params.parameters())) > 0, len(parallel.around)
+
+    assert run_threads(work, 4) == [(True, 0), (True, 0), (False, 0), (False, 0)]
+
+
+@pytest.mark.parametrize("differs", ["running_mean", "weight"])
+def test_replicas_may_have_buffers_of_their_own_but_no_parameters(differs, tmp_path):
+    """Between saves, and before one."""
+
+    def work(world, save: bool):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+            getattr(model[1], differs).fill_(1.0 + world.rank)
+        strategy = ParallelStrategy(model, Mesh(parse_layout("dp2"), world), [])
+        if not save:
+            return ReplicaCheck(strategy).compare(3)
+        saver = strategy.saver(tmp_path, asynchronous=False)
+        saver.save(3, torch.optim.SGD(strategy.optim_params.parameters(), lr=0.1), {}, {})
+        saver.close()
+
+    for save in (False, True):
+        if differs == "weight":
+            with pytest.raises(ReplicasDiffer, match="after step 3, the weights of rank 1 .* is 1.weight"):
+                run_threads(work, 2, save)
+        else:
+            run_threads(work, 2, save)
+    assert len(list(tmp_path.glob("step-*"))) == (differs != "weight")

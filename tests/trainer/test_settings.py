@@ -192,3 +192,10 @@ def test_keys_that_a_record_no_longer_has_differ_and_free_ones_do_not(tmp_path):
     differing = r"another configuration: data\.prepare\.vocab_size \(512 there, 300 here\), gone \(7 there, None here\)\. "
     with pytest.raises(CourseError, match=differing):
         provenance.require_same(saved, now, tmp_path)
+
+
+def test_a_run_of_another_length_is_refused_by_the_key_that_can_be_given(tmp_path):
+    """The schedule's steps are the run's, and refused as a word."""
+    saved, now = ({"steps": steps, "schedule": {"steps": steps}} for steps in (4, 8))
+    with pytest.raises(CourseError, match=r"another configuration: steps \(4 there, 8 here\)\. "):
+        provenance.require_same(saved, now, tmp_path)

@@ -20,7 +20,7 @@ of this floor draws its own numbers.
 import zlib
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,31 +119,34 @@ def require_equal_state(strategy: "ParallelStrategy", snapshot: Snapshot, notes:
             total = total + (2 * number + 1) * each.to(total.device)
         return total + zlib.crc32(str(sorted(values.get(name, {}).items())).encode())
 
-    compare_sums(sum_of_state, strategy.optim_holders, world, "the optimizer states", snapshot.step)
+    holders = strategy.optim_holders
+    compare_sums(sum_of_state, holders.shapes, holders, world, "the optimizer states", snapshot.step)
 
 
 def require_equal(weights: Mapping[str, Tensor], holders: Holders, world: Communicator, step: int = 0) -> None:
     """Compare each tensor over the ranks that hold the same part of it; every rank calls it. A number for each tensor and rank travels.
 
     Args:
-        weights: this rank's, by name.
+        weights: this rank's, by name; a tensor of `holders` that is in no rank's weights, such as a buffer, is not compared.
         holders: who holds what of them.
 
     Raises:
         ReplicasDiffer: on every rank, the same sentence.
     """
-    compare_sums(lambda name: checksum(weights[name]), holders, world, "the weights", step)
+    compare_sums(lambda name: checksum(weights[name]), weights, holders, world, "the weights", step)
 
 
-def compare_sums(sum_of: Callable[[str], Tensor], holders: Holders, world: Communicator, what: str, step: int) -> None:
-    """Compare the checksums, [] int64, of what several ranks hold. Those of other tensors are not computed."""
+def compare_sums(
+    sum_of: Callable[[str], Tensor], own: Container[str], holders: Holders, world: Communicator, what: str, step: int
+) -> None:
+    """Compare the checksums, [] int64, of what several ranks hold. Those of other tensors are not computed. own: the names to compare."""
     several = {name for (name, _), ranks in holders.ranks.items() if len(ranks) > 1}
     if not several:
         return
     names = [name for name in holders.shapes if name in several]
-    held = [name for name in names if holders.copies(name) > 1]
-    own = dict(zip(held, torch.stack([sum_of(name) for name in held]).tolist() if held else (), strict=True))
-    sums = dict(zip(names, zip(*world.gather_objects([own.get(name, 0) for name in names]), strict=True), strict=True))
+    held = [name for name in names if name in own and holders.copies(name) > 1]
+    mine = dict(zip(held, torch.stack([sum_of(name) for name in held]).tolist() if held else (), strict=True))
+    sums = dict(zip(names, zip(*world.gather_objects([mine.get(name, 0) for name in names]), strict=True), strict=True))
     for (name, _), ranks in holders.ranks.items():
         if len(ranks) > 1 and len({sums[name][rank] for rank in ranks}) > 1:
             when = f"after step {step}, " if step else ""

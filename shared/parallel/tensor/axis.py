@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from shared.course.errors import SettingError
 from shared.model.attention import Attention
 from shared.model.block import Block
 from shared.model.config import ModelConfig
@@ -230,18 +231,18 @@ def require_even(config: ModelConfig, ranks: int) -> None:
     """Refuse sizes that cannot be cut.
 
     Raises:
-        ValueError: names the size, and degrees that divide it.
+        SettingError: names the size, and degrees that divide it.
     """
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     sizes = {"num_attention_heads": heads, "intermediate_size": config.intermediate_size}
     for name, size in sizes.items():
         if size % ranks:
             possible = [degree for degree in range(1, heads + 1) if heads % degree == 0 == config.intermediate_size % degree]
-            raise ValueError(f"parallel.tensor_parallel {ranks} does not divide {name} {size}: give one of {possible}, or another model.")
+            raise SettingError(f"parallel.tensor_parallel {ranks} does not divide {name} {size}: give one of {possible}, or another model.")
     if key_value_heads % ranks and ranks % key_value_heads:
-        raise ValueError(
+        raise SettingError(
             f"parallel.tensor_parallel {ranks} and num_key_value_heads {key_value_heads}: one must divide the other, so that each rank has "
             "whole heads, or each head a number of ranks."
         )
     if config.vocab_size < ranks:
-        raise ValueError(f"A vocabulary of {config.vocab_size} tokens cannot be cut over {ranks} ranks.")
+        raise SettingError(f"A vocabulary of {config.vocab_size} tokens cannot be cut over {ranks} ranks.")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shared.course.errors import SettingError
 from shared.parallel.comm.communicator import Communicator
 
 Collective = Callable[[Tensor, Communicator], Tensor]
@@ -57,11 +58,11 @@ def require_divisible(length: int, group: Communicator) -> None:
     """Refuse a sequence that cannot be cut evenly.
 
     Raises:
-        ValueError: with the nearest lengths that can.
+        SettingError: with the nearest lengths that can.
     """
     if length % group.size:
         lower = length - length % group.size
-        raise ValueError(
+        raise SettingError(
             f"Sequence parallelism cuts the sequence over {group.size} ranks, and {length} positions do not divide by that: "
             f"give {lower} or {lower + group.size}, or set parallel.sequence_parallel to false."
         )
@@ -123,7 +124,7 @@ def split_sequence(whole: Tensor, group: Communicator) -> Tensor:
     """[batch, seq, D], the same on all ranks -> this rank's positions, [batch, seq / ranks, D].
 
     Raises:
-        ValueError: the sequence does not divide by the ranks.
+        SettingError: the sequence does not divide by the ranks.
     """
     require_divisible(whole.shape[1], group)
     return Operator.apply(whole, own_slice, all_gathered, group)

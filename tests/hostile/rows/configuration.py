@@ -158,6 +158,8 @@ TYPES = [
     Row("a layout and parallel as a number", start("dp2", "{folder}/tiny.yaml", parallel=3), "parallel is 3: it is a section"),
     Row("a layout and an empty output", start("dp2", "{folder}/tiny.yaml", engine={"output": ""}), "engine.output is ''"),
     Row("a layout and an unknown key", start("dp2", "{folder}/tiny.yaml", "optimzer.lr=1"), "Did you mean 'optimizer.lr'?"),
+    Row("a layout that cuts two heads over four ranks", start("tp4", "{folder}/tiny.yaml"), "4 does not divide num_attention_heads 2"),
+    Row("rows that cannot be cut", start("tp2", "{folder}/tiny.yaml", "parallel.sequence_parallel=true", "data.seq=95"), "data.seq is 95"),
     Row("a layout alone", start("dp2"), "Give a configuration after the layout"),
 ]  # fmt: skip
 
