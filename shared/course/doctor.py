@@ -27,6 +27,10 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
 ENOUGH_DISK, LITTLE_DISK = 5 * 2**30, 2**30  # bytes free: for the longer runs; for a check and a notebook
 INSTALL = "`make install` installs what pyproject.toml names."
+TRIED = {  # with which Python and PyTorch the README's commands were run, start to end; all others only resolve and install
+    "3.11": "PyTorch 2.13.0 for CPUs, on Debian 12",
+    "3.14": "PyTorch 2.13.0 with CUDA 13, on Debian 14 without a GPU",
+}
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,16 @@ def python_version(required: str) -> Finding:
 
     version = platform.python_version()
     if SpecifierSet(required).contains(version, prereleases=True):
-        return Finding(OK, "Python", f"{version}, {sys.executable}")
+        return Finding(OK, "Python", f"{version}, {sys.executable}; {tried(version)}")
     return Finding(PROBLEM, "Python", f"{version}, but the course needs {required}. `make install PYTHON=python3.12` uses another one.")
+
+
+def tried(version: str) -> str:
+    """What the course was tried with, for a version of Python."""
+    minor = ".".join(version.split(".")[:2])
+    if minor in TRIED:
+        return f"the course was tried with Python {minor} and {TRIED[minor]}"
+    return f"the course was tried with Python {' and '.join(TRIED)}, and its packages install with {minor}"
 
 
 def command_on_path() -> Finding:

@@ -35,6 +35,8 @@ def test_a_problem_is_counted_and_ends_with_code_1(learner):
 
 def test_another_python_is_a_problem():
     assert doctor.python_version(">=3.11").level == OK
+    assert "was tried with Python 3.14 and PyTorch 2.13.0 with CUDA" in doctor.tried("3.14.8")
+    assert doctor.tried("3.12.1") == "the course was tried with Python 3.11 and 3.14, and its packages install with 3.12"
     found = doctor.python_version(">=3.99")
     assert found.level == PROBLEM and ">=3.99" in found.sentence and "make install PYTHON=" in found.sentence
 

@@ -93,7 +93,7 @@ def test_a_bad_option_is_one_sentence_before_any_work(tmp_path, options, said):
 def test_an_unknown_key_in_a_yaml_file_is_named_with_the_nearest(tmp_path):
     (tmp_path / "mine.yaml").write_text("model:\n  windw: 8\n")
     done = run("--config", "mine.yaml", cwd=tmp_path)
-    assert refused(done, "windw") and "Did you mean 'window'" in done.stderr and done.returncode == 2
+    assert refused(done, "windw") and "Did you mean 'model.window'" in done.stderr and done.returncode == 2
 
 
 def test_help_explains_every_option(tmp_path):

@@ -13,12 +13,12 @@ from shared.engine.checkpoint.optimizer_state import name_optimizer_state
 from shared.optim.build import build_optimizer
 from shared.optim.updater import Update
 from shared.parallel.comm.communicator import SingleRankCommunicator
-from shared.parallel.data.engine import DataEngine
+from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.config import ParallelConfig
 from shared.parallel.holders import Holders
 from shared.parallel.mesh import Mesh
 from shared.parallel.sharding import (
-    Box, Parameters, Sharding, Span, boxes_of_span, make_shard, region_of, sharding_of, split_dimension, split_spans, whole_region,
+    Box, Sharding, Span, boxes_of_span, make_shard, region_of, sharding_of, split_dimension, split_spans, whole_region,
 )  # fmt: skip
 from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.comm.threads import run_threads

@@ -111,7 +111,8 @@ class Throughput(Callback):
             phases = engine.timings | {"other": self.step_seconds - sum(engine.timings.values())}
             metrics |= {f"speed/share.{phase}": spent / self.step_seconds for phase, spent in phases.items()}
             if self.peak_flops is not None:
-                metrics["speed/mfu"] = mfu(self.flops / self.window_tokens, rate, self.peak_flops * engine.strategy.size)
+                utilisation = mfu(self.flops / self.window_tokens, rate, self.peak_flops * engine.strategy.size)
+                metrics["speed/mfu"] = min(1.0, utilisation)  # the peak is at least the fastest step's: more is rounding
                 metrics |= {"speed/peak_flops": self.peak_flops} if self.grown else {}
         self.begin_window()
         return metrics
