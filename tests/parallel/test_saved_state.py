@@ -85,5 +85,7 @@ def test_a_models_fingerprint_has_its_dtypes_shapes_and_what_is_frozen():
             parameter.fill_(0.0)
         return fingerprints(change(model))["weight"]
 
-    told = [of(lambda model: model), of(lambda model: model.double()), of(lambda model: model.requires_grad_()), of(lambda model: model.to("meta"))]
-    assert told == ["torch.float32 [2, 2] frozen 0", "torch.float64 [2, 2] frozen 0", "torch.float32 [2, 2] 0", "torch.float32 [2, 2] frozen meta"]
+    same, wide, trained, empty = lambda model: model, torch.nn.Module.double, torch.nn.Module.requires_grad_, lambda model: model.to("meta")
+    assert [of(change) for change in (same, wide, trained, empty)] == [
+        "torch.float32 [2, 2] frozen 0", "torch.float64 [2, 2] frozen 0", "torch.float32 [2, 2] 0", "torch.float32 [2, 2] frozen meta",
+    ]  # fmt: skip
