@@ -53,7 +53,8 @@ def test_the_sentence_names_each_key_both_values_and_the_ranks_with_their_hosts(
     monkeypatch.setattr(platform, "node", lambda: "alpha")
     assert set(run_threads(compare, 3)) == {
         "The ranks do not agree: rate is 0.1 on ranks 0, 2 (alpha) and 0.30000000000000004 on rank 1 (alpha); only.here is missing on "
-        "rank 0 (alpha) and None on ranks 1, 2 (alpha). Start all machines with the same file and the same words."
+        "rank 0 (alpha) and None on ranks 1, 2 (alpha). Start all machines with the same configuration file and the same key=value "
+        "settings."
     }
     facts = {"nan": float("nan"), "config": ParallelConfig()}
     assert run_threads(lambda world: said(lambda: require_agreement(world, "run", facts)), 2) == ["", ""]
@@ -196,9 +197,9 @@ RUNS = {  # given to rank 1 alone -> what the sentence must hold
     "trackers": ({"trackers": []}, ""),
 }
 NUDGES = {
-    "weight": (lambda engine: nudge(first_weight(engine)), "after step 2, the weights of rank 1 are not those of rank 0"),
-    "moment": (lambda engine: nudge(state_of(engine)["exp_avg"]), "after step 2, the optimizer states of rank 1 are not those"),
-    "step count": (lambda engine: state_of(engine)["step"].add_(1), "after step 2, the optimizer states of rank 1 are not those"),
+    "weight": (lambda engine: nudge(first_weight(engine)), "after step 2, the weights of rank 1 differ from the weights of rank 0"),
+    "moment": (lambda engine: nudge(state_of(engine)["exp_avg"]), "after step 2, the optimizer states of rank 1 differ from"),
+    "step count": (lambda engine: state_of(engine)["step"].add_(1), "after step 2, the optimizer states of rank 1 differ from"),
     "rate": (lambda engine: engine.optimizer.param_groups[0].update(lr=0.03), "optimizer.0.lr is 0.01 on rank 0"),
     "norm": (lambda engine: engine.strategy.measured.mul_(1 + 1e-9), "gradient norm is"),
     "position": (lambda engine: setattr(engine.stateful["loader"], "step", 9), "saved.loader.step is 2 on rank 0"),
