@@ -91,6 +91,13 @@ def test_a_disk_and_a_terminal_that_take_nothing_do_not_end_the_run_either(tmp_p
     assert engine.fit(Loader(), steps=2).step == 2
 
 
+def test_one_that_fails_once_more_when_it_is_set_aside_does_not_end_the_run_either(tmp_path, monkeypatch):
+    flaky = Flaky("on_log")
+    monkeypatch.setattr(flaky, "on_error", lambda engine, error: 1 / 0)
+    engine = make_engine(tmp_path, [flaky]).fit(Loader(), steps=2)
+    assert engine.step == 2 and flaky.told[-1] == "on_end"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
 def test_what_is_no_failure_of_it_ends_the_run(error, tmp_path):
     with pytest.raises(type(error)):

@@ -1,9 +1,13 @@
 """What ranks compare before a save: all that they have in common, each number of the optimizer's state, and not what is a rank's own."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_agreement import said
 
+from shared.engine.checkpoint.soundness import CheckpointError
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.parallel.health.replicas import LOSS_SCALE, checksum, fingerprints
@@ -64,6 +68,30 @@ def test_what_ranks_have_in_common_is_compared_before_a_save(what, tmp_path):
 
     first, second = run_threads(work, 2)
     assert first == second and words in first and bool(words) == bool(first)
+
+
+class Other(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("kind, refusal, words", [
+    (torch.optim.AdamW, None, ""), (Other, None, "optimizer.class is AdamW on rank 0"), (torch.optim.AdamW, "no disk", "no disk"),
+])  # fmt: skip
+def test_before_the_first_step_all_ranks_say_what_one_has_otherwise(kind, refusal, words):
+    def work(world):
+        strategy = ParallelStrategy(torch.nn.Linear(3, 2), Mesh(parse_layout("dp2"), world), [])
+        optimizer = (kind if world.rank else torch.optim.AdamW)(strategy.optim_params.parameters(), lr=0.1)
+        saver = SimpleNamespace(begin=partial(begun, refusal if world.rank else None))
+        engine = SimpleNamespace(optimizer=optimizer, saver=saver, steps=3, config=SimpleNamespace(output=world.rank))
+        return said(lambda: strategy.begin(engine))
+
+    first, second = run_threads(work, 2)
+    assert first == second and words in first and bool(words) == bool(first)
+
+
+def begun(refusal):
+    if refusal:
+        raise CheckpointError(refusal)
 
 
 def test_a_checksum_sees_each_bit_rows_that_change_places_and_pieces_at_any_offset():

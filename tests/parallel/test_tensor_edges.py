@@ -83,12 +83,13 @@ def test_log_probabilities_of_tokens_and_their_gradients():
         torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_an_id_outside_of_the_vocabulary_is_an_error_as_in_one_process():
+@pytest.mark.parametrize("first, last", [(0, 31), (-1, 30)])
+def test_an_id_outside_of_the_vocabulary_is_an_error_as_in_one_process(first, last):
     def work(world):
         model = TransformerModel(config_of("llama"))
         TensorParallel().shape(model, Mesh(ParallelConfig(tensor_parallel=2), world))
-        with pytest.raises(IndexError, match="from 0 to 31 in a vocabulary of 31"):
-            model(torch.tensor([[0, 31]]))
+        with pytest.raises(IndexError, match=f"from {first} to {last} in a vocabulary of 31"):
+            model(torch.tensor([[first, last]]))
 
     run_threads(work, 2)
 
