@@ -9,7 +9,7 @@
 #   make test                  what must hold before every commit
 #   make test CHAPTER=06       one chapter's part of it: its floor, its comparisons with other libraries, its checks, its notebook
 #   make test-all              also what takes longer: other rounding and thread counts, mutation of the solutions
-#   make gpu                   what needs an NVIDIA GPU, in slices that resume; ARGS="--slice attention", ARGS=--list
+#   make gpu                   checks and timings on an NVIDIA GPU, in slices that resume; ARGS=--list, ARGS="--slice attention"
 #   make install               the environment alone
 #   make clean                 remove the environment and what runs left behind
 #

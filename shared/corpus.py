@@ -20,7 +20,7 @@ from shared.course.errors import CourseError
 END_OF_DOCUMENT = 0
 VOCAB_SIZE = 256
 HELD_OUT_SHARE = 0.05
-IRREGULAR = "is no regular file"  # but a FIFO, a device, a socket, or a link to nothing
+IRREGULAR = "is not a regular file"  # but a FIFO, a device, a socket, or a link to nothing
 NOT_COURSE_TEXT = {"tests", "testing", "benchmarks"}  # folders that a reader would not call good prose or code
 
 
@@ -145,7 +145,7 @@ def find(text: str) -> tuple[Path, int]:
     """The path that a text names, and its mode; 0 where nothing is.
 
     Raises:
-        CorpusError: it cannot be looked at: a home of nobody's, a name too long, links in a circle, a folder that is closed.
+        CorpusError: it cannot be looked at: the home of an unknown user, a name too long, links in a circle, a folder without permission.
     """
     try:
         path = Path(text).expanduser()

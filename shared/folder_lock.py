@@ -81,7 +81,8 @@ class FolderLock:
                 told = True
                 time.sleep(FIRST_BEAT)
             except OSError as error:
-                raise CourseError(f"{self.path} cannot be written ({error.strerror}): free space there, or give another folder.") from None
+                cure = "free space there, move what is in its way, or give another folder"
+                raise CourseError(f"{self.path} cannot be written ({error.strerror}): {cure}.") from None
         HELD[self.key] = self
         self.thread.start()
         return self

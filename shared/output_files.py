@@ -22,7 +22,7 @@ def require_writable(folder: Path) -> None:
         probe.touch()
         probe.unlink(missing_ok=True)  # another process of the run may have been faster
     except OSError as error:
-        raise CourseError(f"The output folder {folder} cannot be written ({error.strerror}): give another output folder.") from None
+        raise CourseError(f"The folder {folder} cannot be written to ({error.strerror}): give another one.") from None
 
 
 @contextmanager

@@ -6,7 +6,7 @@
     python chapters/02_transformer/experiments.py --experiment attention
     python chapters/02_transformer/experiments.py --experiment scale
 
-Interrupt one and start it again: it goes on. With --steps 20 each ends within a minute and shows nothing but that it runs.
+Interrupt one and start it again: it continues. With --steps 20 each ends within a minute and shows nothing but that it runs.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Train chapter 02's small LLaMA with the engine: watched, saved, and resumed exactly. Interrupt it and start it again.
 
-python chapters/04_runtime_engine/run.py                               goes on where it stopped, if it did
+python chapters/04_runtime_engine/run.py                               continues where it stopped, if it did
 python chapters/04_runtime_engine/run.py --impl mine                   with your own exercises
 python chapters/04_runtime_engine/run.py --engine.dump.every 500       every field of EngineConfig is an option
 """
@@ -90,7 +90,7 @@ def run(config: RunConfig) -> None:
     print_header(console, corpus, model, engine.device)  # after the engine, whose callbacks bring the last of the parts that it counts
     engine.fit(loader, held_out, steps=config.steps)
     if engine.shutdown.reason and engine.step < config.steps:
-        console.print(f"The same command goes on from step {engine.step}.", highlight=False)
+        console.print(f"The same command resumes from step {engine.step}.", highlight=False)
     else:
         show_results(config, engine, texts, console)
 

@@ -6,7 +6,7 @@
     python chapters/05_optimizers/experiments.py --experiment order
 
 `optimizer` first tries four learning rates for each of four optimizers. Then it lets each run at its best one and notes when it is at the
-loss where AdamW ended; Muon also in shorter runs with schedules of their own. Interrupt one and start it again: it goes on. With
+loss where AdamW ended; Muon also in shorter runs with schedules of their own. Interrupt one and start it again: it continues. With
 --steps 10 each ends within a minute and shows nothing but that it runs.
 """
 

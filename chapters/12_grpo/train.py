@@ -50,7 +50,7 @@ if __name__ == "__main__":
         if error.errno not in NO_ROOM:
             raise
         sys.exit(
-            f"\nThe disk has no room for {error.filename or 'a file of the run'} ({error.strerror}): free space; the same command goes on."
+            f"\nThe disk has no room for {error.filename or 'a file of the run'} ({error.strerror}): free space, then repeat the command."
         )
     except CourseError as error:
         told_by_another = error.on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0"  # torchrun's own variable

@@ -53,7 +53,7 @@ def options_of(arguments: Sequence[str]) -> list[tuple[str, str]]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            raise SettingError(f"{word!r} is no option: write --key value.")
+            raise SettingError(f"{word!r} is not an option: write --key value.")
         key, given, value = word[2:].partition("=")
         if not given:
             if not rest or rest[0].startswith("--"):

@@ -1,4 +1,4 @@
-"""Floor 0. YAML of a configuration, read strictly: no key twice, no alias bomb, no date or octal number where somebody wrote text.
+"""Floor 0. YAML of a configuration, read strictly: no key twice, no alias bomb, no text read as a date or an octal number.
 
 YAML 1.1, which PyYAML reads, takes `1e-3` for text, `010` for 8, `1:30` for 90 and `2026-01-01` for a date. Here numbers are what JSON
 calls numbers, with `.inf` and `.nan`, and everything else is text.
@@ -36,14 +36,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The keys of a YAML file.
 
     Raises:
-        CourseError: it cannot be read, is too large, holds no keys, or is no YAML as `parse_yaml` takes it.
+        CourseError: it cannot be read, is too large, holds no keys, or is not YAML that `parse_yaml` takes.
     """
     try:
         if path.stat().st_size > LARGEST:
             raise CourseError(f"{path} has {path.stat().st_size:,} bytes, and a configuration at most {LARGEST:,}: give another file.")
         settings = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
     except OSError as error:
-        raise CourseError(f"{path} cannot be read ({error.strerror}): give another file, or the right to read it.") from None
+        raise CourseError(f"{path} cannot be read ({error.strerror}): give another file, or make it readable.") from None
     except UnicodeDecodeError as error:
         raise CourseError(f"{path} is not YAML: it is not UTF-8 (byte {error.start}). Save it as UTF-8.") from None
     if not isinstance(settings, dict):
@@ -52,13 +52,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What YAML text stands for.
+    """The value of YAML text.
 
     Args:
         where: names the text in sentences: the file's path, or a key.
 
     Raises:
-        CourseError: it is no YAML, gives a key twice, refers to itself, or repeats so much that it would not fit into memory.
+        CourseError: it is not YAML, gives a key twice, refers to itself, or repeats so much that it would not fit into memory.
     """
     try:
         loader = StrictLoader(text.encode(errors="surrogateescape").decode(errors="replace"))
@@ -70,7 +70,7 @@ def parse_yaml(text: str, where: str) -> Any:
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise CourseError(f"{where} is not YAML{line}: {error.problem or error.context}.") from None
+        raise CourseError(f"{where} is not YAML{line}: {' '.join(filter(None, (error.context, error.problem)))}.") from None
     except yaml.YAMLError as error:  # a character that may not be in a file
         raise CourseError(f"{where} is not YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:
@@ -78,13 +78,13 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def count_entries(node: yaml.Node, where: str, counted: dict[int, int]) -> int:
-    """The nodes that are seen from this one, each as often as it is named.
+    """How many nodes this one expands to, counting each alias in full.
 
     Args:
         counted: filled with the number of each node by its id; 0 while it is being counted.
 
     Raises:
-        CourseError: a key is given twice or is no text, or a node holds itself.
+        CourseError: a key is given twice or is not text, or a node contains itself.
     """
     if counted.get(id(node)) == 0:
         raise CourseError(f"{where}, line {node.start_mark.line + 1}: what begins here refers to itself. Write it out, or leave it out.")
@@ -101,12 +101,13 @@ def count_entries(node: yaml.Node, where: str, counted: dict[int, int]) -> int:
 
 
 def require_single_keys(node: yaml.MappingNode, where: str) -> None:
-    """Refuse a key that a section gives twice, of which the last would win in silence, and one that is no text."""
+    """Refuse a key that a section gives twice, of which the last would win in silence, and one that is not text."""
     lines: dict[str, int] = {}
     for key, _ in node.value:
         line = key.start_mark.line + 1
         if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-            raise CourseError(f"{where}, line {line}: {str(key.value)[:60]!r} is no name of a setting: write `name: value`.")
+            key_text = repr(key.value[:60]) if isinstance(key.value, str) else "a list or a section"
+            raise CourseError(f"{where}, line {line}: {key_text} is not the name of a setting: write `name: value`.")
         if key.value in lines and key.tag.endswith("str"):
             raise CourseError(f"{where} gives {key.value} twice, in line {lines[key.value]} and in line {line}: leave one out.")
         lines[key.value] = line

@@ -1,6 +1,6 @@
 """Floor 0. Typed configuration: settings from YAML and the command line become a tree of dataclasses; what does not fit is refused by key.
 
-Types are those of the dataclasses' fields: numbers, text, paths, choices (`Literal`), lists, tuples, dataclasses, and each of them or None.
+Fields may hold numbers, text, paths, choices (`Literal`), lists, tuples, dataclasses, or one of these or None.
 """
 
 import difflib
@@ -41,7 +41,7 @@ def configured(config_class: type[Config], settings: Any, key: str = "", base: C
     Args:
         settings: what YAML gave: a value for each key, or a section of them.
         key: the section's own name, with a dot between levels.
-        base: has the values of what is not said; None for the class's defaults.
+        base: has the values of fields that are not given; None for the class's defaults.
 
     Raises:
         SettingError: a key that does not exist, a value that is not of its field's type, or that the configuration refuses. Names the key.
@@ -67,7 +67,7 @@ def typed(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     hints = [member for member in members(hint) if member is not NoneType]
     section = next((member for member in hints if is_dataclass(member)), None)
     if value is None and section and len(members(hint)) == 1:
-        value = {}  # a section of which nothing is said
+        value = {}  # a section that sets nothing
     if value is None:
         if NoneType in members(hint):
             return None
@@ -109,7 +109,7 @@ def chosen(hint: Any, value: Any, key: str, whole: Any) -> Any:
         if choice == value and type(choice) is type(value):
             return choice
     if (now := RENAMED_VALUES.get((key.rpartition(".")[2], str(value)))) in choices:
-        raise SettingError(f"{key} {value} is an older name: say {now}.")
+        raise SettingError(f"{key} {value} is an older name: write {now}.")
     near = difflib.get_close_matches(str(value), [choice for choice in choices if isinstance(choice, str)], n=1)
     raise SettingError(f"{key} is {shown(value)}: give {wanted(whole)}.{f' Did you mean {near[0]!r}?' if near else ''}")
 
@@ -124,7 +124,7 @@ def usable_path(text: str, key: str) -> Path:
     if not text:
         problem = "an empty path"
     elif "\0" in text:
-        problem = "no path, with a zero byte in it"
+        problem = "which has a zero byte in it"
     elif any(len(name.encode(errors="surrogateescape")) > LONGEST_NAME for name in text.split("/")) or len(text) > LONGEST_PATH:
         problem = "too long for a path"
     elif any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -138,13 +138,13 @@ def usable_path(text: str, key: str) -> Path:
 
 
 def with_words(config_class: type, settings: dict[str, Any], words: Mapping[str, str]) -> dict[str, Any]:
-    """Settings with those of the command line over them.
+    """A file's settings, overridden by the command line's.
 
     Args:
         words: key, with a dot between levels -> value, as YAML or, where the field is text, as it is.
 
     Raises:
-        SettingError: a key that does not exist, or a value that is no YAML.
+        SettingError: a key that does not exist, or a value that is not YAML.
     """
     for key, text in words.items():
         hint = hint_of(config_class, key)
@@ -188,7 +188,7 @@ def value_of(hint: Any, text: str, key: str) -> Any:
     plain = any(member in (str, Path, PathText) or (get_origin(member) is Literal and text in get_args(member)) for member in members(hint))
     if plain and text not in ("null", "Null", "NULL") and not (many and text.startswith("[")):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise SettingError(f"{key} is {shown(text)}, which is no UTF-8: give it in UTF-8.")
+            raise SettingError(f"{key} is {shown(text)}, which is not UTF-8: give it in UTF-8.")
         return text
     return parse_yaml(text, key)
 
@@ -213,7 +213,7 @@ def unknown_key(key: str, known: list[str]) -> str:
     """The sentence for a key that does not exist, with the one that was probably meant."""
     for old, new in RENAMED.items():
         if f".{old}".endswith(f".{key}"):
-            return f"{key} is an older name: say {new.removeprefix(old[: len(old) - len(key)])}."
+            return f"{key} is an older name: write {new.removeprefix(old[: len(old) - len(key)])}."
     if key in known:  # of a file, where it stands as one name
         return f"There is no setting named {key!r} with the dot in it: write it below its section, `{key.replace('.', ': {', 1)}: ...}}`."
     last = {name.rpartition(".")[2]: name for name in reversed(known)}
@@ -250,8 +250,8 @@ def wanted(hint: Any) -> str:
             asked.append(f"one of {', '.join(map(str, get_args(member)))}")
         elif origin in (list, tuple):
             kind = KINDS.get(get_args(member)[0], "{name: value}").removeprefix("a ")
-            count = "" if origin is list or get_args(member)[-1] is Ellipsis else f"{len(get_args(member))} times "
-            asked.append(f"a list, [{count}{kind}]" if count else f"a list such as [{kind}, {kind}]")
+            count = 0 if origin is list or get_args(member)[-1] is Ellipsis else len(get_args(member))
+            asked.append(f"a list of {count}, [{', '.join([kind] * count)}]" if count else f"a list such as [{kind}, {kind}]")
         else:
             asked.append("null" if member is NoneType else KINDS.get(member, "a section of `name: value`"))
     return " or ".join(asked)

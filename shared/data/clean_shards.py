@@ -229,7 +229,7 @@ def nothing_kept(report: CleaningReport) -> str:
 def checked(record: Any, field: str) -> dict:
     """A record that holds what it must: the report, and this field."""
     if not isinstance(record, dict) or not {field, "report", "training_bytes", "held_out_bytes"} <= set(record):
-        raise ValueError("it is no record of cleaned text")
+        raise ValueError("it is not a record of cleaned text")
     return record
 
 

@@ -1,6 +1,6 @@
 """Chapter 03. Content hashes (SHA-256) of source files, kept between runs, so that prepared text is keyed by content.
 
-A time of modification is no key: a copy or a checkout changes it without changing a byte, and tools such as rsync set it to what it was.
+The time of modification is not used: a copy or a checkout changes it without changing a byte, and tools like rsync set it to what it was.
 Reading and hashing takes 0.5 to 1.5 seconds for each GB, more on a slow disk; a file that has not been written since costs one `stat`.
 
 A kept hash counts while path, device, inode, size, and both times are equal. The second time (ctime) is the one that matters: the kernel

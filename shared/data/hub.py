@@ -75,7 +75,7 @@ def unbroken(records: Any, source: "Source") -> Iterator[Any]:
             record = next(records)
         except StopIteration:
             return
-        except Exception as error:  # of any library of the stream, none of which is ours
+        except Exception as error:  # raised by any of the libraries that stream it
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise CorpusError(
                 f"The hub dataset {source.path!r} broke off after record {given:,} ({reason}). Start again when the network is back, or "
@@ -91,7 +91,7 @@ def open_saved(source: "Source") -> Any:
 
     try:
         opened = load_from_disk(str(Path(source.path).expanduser()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the library takes what its JSON files say unseen
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the library does not check what its JSON files say
         raise CorpusError(f"{source.path} is not a whole dataset folder ({first_line(error)}): save it again.") from None
     if not isinstance(opened, DatasetDict):
         return opened

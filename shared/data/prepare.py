@@ -1,7 +1,7 @@
 """Chapter 03. Data preparation, from raw text to token shards: read, clean, split, tokenize, store.
 
-Everything lands in a folder named after the configuration and the content of the text that it was applied to, so preparing the same
-again finds it done, and preparing something else never overwrites it. Of two processes that prepare the same, one waits for the other.
+Everything is written to a folder named after the configuration and the content of the text, so preparing the same again finds it
+done, and preparing something else never overwrites it. Of two processes that prepare the same, one waits for the other.
 Each file is whole or not there; an interrupted preparation, even a killed one, resumes after the last whole file, and ends with the same
 bytes.
 
@@ -81,7 +81,7 @@ class PrepareConfig:
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share is {self.held_out_share}: give more than 0 and less than 1.")
         if self.tokenizer is None and self.vocab_size < (least := SMALLEST_VOCABULARY + self.sentinels):
-            raise ValueError(f"vocab_size is {self.vocab_size}: special tokens, {self.sentinels} sentinels and 256 bytes need {least}.")
+            raise ValueError(f"vocab_size is {self.vocab_size}: give at least {least} (with {self.sentinels} sentinels and bytes).")
         for name, least in (("tokenizer_bytes", 1), ("part_bytes", 1), ("workers", 0), ("sentinels", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least {least}.")

@@ -197,7 +197,7 @@ def text_of(record: Any, field: str, place: str, skip: Skip) -> bytes | None:
         FieldError: the record has no such field, or something else than text in it.
     """
     if not isinstance(record, dict):
-        return skip(place, "is no record with fields")
+        return skip(place, "is not a record with fields")
     require_field(field, record, place)
     value = record[field]
     if value is None:

@@ -118,7 +118,7 @@ class TextTokenizer:
         path, mode = find(str(path))
         file = path / "tokenizer.json" if stat.S_ISDIR(mode) else path
         if not stat.S_ISREG(find(str(file))[1]):
-            what = "is no file" if file.exists() else "does not exist"
+            what = "is not a file" if file.exists() else "does not exist"
             raise TokenizerError(f"{file} {what}: give a tokenizer.json or the folder that holds it.")
         try:
             tokenizer = Tokenizer.from_file(str(file))

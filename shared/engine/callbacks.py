@@ -38,7 +38,7 @@ class Callback:
 
     every_rank: whether it takes part on every rank of a distributed run, because all ranks measure or decide together; without, on rank 0
         alone, because it only shows or keeps what all know.
-    expendable: whether training goes on without it where it fails, as it does for trackers.
+    expendable: whether training continues without it when it fails, as it does for trackers.
     """
 
     every_rank = False
@@ -88,7 +88,7 @@ class Callback:
 class Callbacks:
     """Several callbacks, told one after the other in their order; `on_end` reaches all of them, whatever one raises.
 
-    An expendable one that fails is named once, and from there on told the run's end alone. Its state stays in the checkpoints, so that
+    An expendable one that fails is named once, and from then on only its `on_end` is called. Its state stays in the checkpoints, so that
     a resumed run takes it up again where it was.
     """
 
@@ -113,7 +113,7 @@ class Callbacks:
                 self.set_aside(callback, engine, error)
 
     def set_aside(self, callback: Callback, engine: "RuntimeEngine", error: Exception) -> None:
-        """Say once that training goes on without an expendable callback, and why."""
+        """Say once that training continues without an expendable callback, and why."""
         if callback in self.failed:
             return
         self.failed.append(callback)
@@ -124,10 +124,10 @@ class Callbacks:
                 file.write(f"{type(callback).__name__}, step {engine.step}\n{''.join(traceback.format_exception(error))}\n")
         with suppress(OSError):  # of a terminal that was closed
             engine.console.print(
-                f"{type(callback).__name__} failed at step {engine.step} and is set aside, training goes on without it: "
+                f"{type(callback).__name__} failed at step {engine.step} and is set aside; training continues without it: "
                 f"{in_a_line(error)} (Details: {log})", style="yellow", markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
-        with suppress(Exception):  # what it keeps elsewhere is to be marked as incomplete, where it still can be
+        with suppress(Exception):  # a tracker marks its run as incomplete, if it still can
             callback.on_error(engine, error)
 
     def measured(self, engine: "RuntimeEngine") -> Metrics:

@@ -26,8 +26,8 @@ class CheckpointConfig:
     resume: bool = True
 
     def __post_init__(self):
-        require(self.every >= 0, f"checkpoint.every is {self.every}: give steps, or 0 to save only at the end.")
-        require(self.keep_last >= 1, f"checkpoint.keep_last is {self.keep_last}: keep at least 1, or a damaged one leaves nothing.")
+        require(self.every >= 0, f"engine.checkpoint.every is {self.every}: give steps, or 0 to save only at the end.")
+        require(self.keep_last >= 1, f"engine.checkpoint.keep_last is {self.keep_last}: keep at least 1, or a damaged one leaves nothing.")
 
 
 @dataclass
@@ -45,8 +45,8 @@ class AnomalyConfig:
     window: int = 64
 
     def __post_init__(self):
-        require(self.spike_deviations >= 0, f"anomalies.spike_deviations is {self.spike_deviations}: give at least 0.")
-        require(self.window >= 8, f"anomalies.window is {self.window}: give at least 8 losses to judge by.")
+        require(self.spike_deviations >= 0, f"engine.anomalies.spike_deviations is {self.spike_deviations}: give at least 0.")
+        require(self.window >= 8, f"engine.anomalies.window is {self.window}: give at least 8 losses to judge by.")
 
 
 @dataclass
@@ -62,7 +62,7 @@ class DumpConfig:
     on_anomaly: bool = True
 
     def __post_init__(self):
-        require(self.every >= 0, f"dump.every is {self.every}: give steps, or 0 for none.")
+        require(self.every >= 0, f"engine.dump.every is {self.every}: give steps, or 0 for none.")
 
 
 @dataclass
@@ -78,7 +78,7 @@ class ProfileConfig:
     steps: int = 3
 
     def __post_init__(self):
-        require(self.first_step >= 0 and self.steps >= 1, "profile.first_step must be at least 0, and profile.steps at least 1.")
+        require(self.first_step >= 0 and self.steps >= 1, "engine.profile.first_step must be at least 0, and profile.steps at least 1.")
 
 
 @dataclass

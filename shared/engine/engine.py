@@ -272,7 +272,7 @@ class RuntimeEngine:
             return
         step, damaged = self.saver.restore(self.optimizer, self.stateful)
         for sentence in damaged:
-            self.console.print(Text(f"{sentence} Going on from the one before it.", "yellow"), soft_wrap=True)
+            self.console.print(Text(f"{sentence} Resuming from the one before it.", "yellow"), soft_wrap=True)
         if step is not None:
             self.step = self.saved_at = step
             self.console.print(Text(f"Going on from step {step}, saved in {self.checkpoints.path(step)}."), soft_wrap=True)
@@ -294,7 +294,7 @@ class RuntimeEngine:
             self.saved_at = -1
             if last:
                 raise
-            self.console.print(Text(f"{error} Training goes on; the next checkpoint will be tried.", "red"), soft_wrap=True)
+            self.console.print(Text(f"{error} Training continues; the next checkpoint will be tried.", "red"), soft_wrap=True)
             return
         if folder is not None:
             self.callbacks.tell("on_save", self, folder)

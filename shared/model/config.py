@@ -243,11 +243,11 @@ def require_sizes(config: ModelConfig) -> None:
     heads, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     if config.head_dim is None and config.hidden_size % heads:
         raise ValueError(
-            f"hidden_size ({config.hidden_size}) is no multiple of num_attention_heads ({heads}): change one, or give head_dim."
+            f"hidden_size ({config.hidden_size}) is not a multiple of num_attention_heads ({heads}): change one, or give head_dim."
         )
     if heads % groups:
         raise ValueError(
-            f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({groups}): every group needs as many queries."
+            f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups}), so groups would differ: change one."
         )
     head_dim = config.head_dim or config.hidden_size // heads
     if config.position == "rope" and head_dim % 2:

@@ -36,8 +36,8 @@ class ParallelConfig:
         data_parallel: how many replicas of the model each see their share of the batch.
         fully_sharded: over how many ranks each replica's weights, gradients and optimizer state are cut (FSDP, ZeRO-3).
         context_parallel: over how many ranks each sequence is cut.
-        tensor_parallel: over how many ranks each matrix is cut.
-        sequence_parallel: whether tensor-parallel ranks also shard the activations between the matrices, along the sequence.
+        tensor_parallel: over how many ranks each matrix is cut (tensor parallelism).
+        sequence_parallel: whether tensor-parallel ranks also cut the activations between the matrices, along the sequence.
         expert_parallel: over how many of the data-parallel ranks experts are spread.
         zero: what the data-parallel replicas share out among themselves: 0 nothing, 1 the optimizer's state, 2 gradients as well.
         activation_checkpointing: which activations are computed again in the backward pass instead of kept: none; full, those of whole
@@ -82,7 +82,7 @@ class ParallelConfig:
                 "(data_parallel x fully_sharded): experts are spread over those."
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ValueError("parallel.sequence_parallel goes with tensor parallelism: give tensor_parallel 2 or more.")
+            raise ValueError("parallel.sequence_parallel needs tensor parallelism: give tensor_parallel 2 or more, or leave it out.")
         if self.zero == 2 and self.pipeline_parallel > 1:
             raise ValueError(
                 "parallel.zero 2 with pipeline_parallel: gradients would be exchanged after every micro-batch, and a schedule does not "
@@ -95,11 +95,15 @@ class ParallelConfig:
         if self.zero and self.fully_sharded > 1:
             raise ValueError("parallel.zero beside fully_sharded: full sharding already cuts gradients and state. Set zero to 0.")
         if self.prefetch < 0 or self.check_every < 0 or not self.bucket_megabytes > 0:
-            raise ValueError("parallel: prefetch and check_every must be at least 0, and bucket_megabytes above 0.")
+            raise ValueError(
+                f"parallel.prefetch is {self.prefetch}, check_every {self.check_every} and bucket_megabytes {self.bucket_megabytes}: "
+                "prefetch and check_every must be at least 0, and bucket_megabytes above 0."
+            )
         longest, shortest = (bound(self.collective_timeout, self.init_timeout) for bound in (max, min))
         if not 0 < self.heartbeat_timeout <= shortest <= longest < math.inf:
             raise ValueError(
-                "parallel: heartbeat_timeout must be above 0 and at most collective_timeout and init_timeout, which must be finite."
+                f"parallel.heartbeat_timeout is {self.heartbeat_timeout}, collective_timeout {self.collective_timeout} and init_timeout "
+                f"{self.init_timeout}: heartbeat_timeout must be above 0, and the other two finite and no shorter."
             )
         if self.backend == "torch" and self.tensor_parallel > 1:
             raise ValueError("parallel.tensor_parallel with backend torch is not built: use backend course.")

@@ -75,7 +75,7 @@ class DataConfig:
             )
         require(
             self.batch_size % self.micro_batch_size == 0,
-            f"data.batch_size is {self.batch_size} and not a multiple of data.micro_batch_size, {self.micro_batch_size}.",
+            f"data.batch_size is {self.batch_size} and not a multiple of data.micro_batch_size, {self.micro_batch_size}: change one.",
         )
 
 

@@ -82,7 +82,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
         loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
         engine = run.engine.fit(loader, held_out, steps=config.steps)
         if engine.step < config.steps and engine.leaving:
-            console.print(f"The same command goes on from step {engine.step}.", highlight=False)
+            console.print(f"The same command resumes from step {engine.step}.", highlight=False)
             raise SystemExit(128 + signal.Signals[engine.stopped])
         return evaluate_and_report(run, console)
 

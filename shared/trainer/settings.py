@@ -26,7 +26,7 @@ def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
     path = Path(os.path.realpath(path))
     if path in seen:
-        raise CourseError(f"{path} extends itself, by way of {', '.join(file.name for file in seen)}.")
+        raise CourseError(f"{path} extends itself, by way of {', '.join(file.name for file in seen)}: remove one `extends`.")
     if not os.path.isfile(path):
         kind = "file" if os.path.lexists(path) else "configuration"
         raise CourseError(f"There is no {kind} {path}{f', which {seen[-1].name} extends' if seen else ''}: give a YAML file.")
@@ -70,7 +70,7 @@ def parse_words(config_class: type[Config], words: list[str]) -> Config:
         for word in changes:
             if "=" not in word:
                 second = " Two configurations cannot be given: one may extend the other." if word.endswith((".yaml", ".yml")) else ""
-                raise SettingError(f"{word!r} is no key=value.{second}")
+                raise SettingError(f"{word!r} is not a setting: write key=value.{second}")
         changes = dict(change.removeprefix("--").split("=", 1) for change in changes)
         if "schedule.steps" in changes:
             raise SettingError("schedule.steps is the length of the run: give steps.")

@@ -50,7 +50,7 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
     except ValueError as error:
         raise SettingError(str(error)) from error
     of_words = {key.removeprefix("parallel."): value for key, value in asked.items() if key.startswith("parallel.")}
-    for where, parallel in ((words[0], section(written, "parallel")), ("a word", section(asked, "parallel") | of_words)):
+    for where, parallel in ((words[0], section(written, "parallel")), ("the command line", section(asked, "parallel") | of_words)):
         require_agreement(layout, config, parallel, where)
     if config.ranks > MOST_RANKS * (os.cpu_count() or 1):
         raise SettingError(f"LAYOUT {layout} needs {config.ranks} processes, and this machine has {os.cpu_count()} CPU cores: give fewer.")

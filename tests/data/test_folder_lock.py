@@ -22,7 +22,7 @@ from shared.data.sources import Source
 from shared.folder_lock import FolderInUse, FolderLock, myself
 
 SECONDS = 60  # of a machine that does much else
-# Waits until it is told to begin, takes the lock, says so, and holds it until its input ends.
+# Waits for a line on standard input, takes the lock, says so, and holds it until its input ends.
 HOLDER = """
 import os, sys, time
 from pathlib import Path

@@ -108,7 +108,7 @@ def test_what_is_no_text_is_reported_by_name_or_refused(tmp_path):
     assert skipped == {
         "empty.txt": "is empty", "latin.txt": "is not UTF-8 (byte 3 is 0xe9)", "picture.png": "is a binary file (it holds zero bytes)",
         "rows.jsonl:2": "is empty", "rows.jsonl:3": "is not JSON", "rows.jsonl:4": "is not UTF-8", "rows.jsonl:5": "is empty",
-        "rows.jsonl:6": "is no record with fields", "rows.csv:2": "is not UTF-8 (byte 4 is 0xff)",
+        "rows.jsonl:6": "is not a record with fields", "rows.csv:2": "is not UTF-8 (byte 4 is 0xff)",
     }  # fmt: skip
     with pytest.raises(CorpusError, match=r"^latin.txt is not UTF-8 \(byte 3 is 0xe9\)\.$"):
         read(str(tmp_path / "latin.txt"))

@@ -45,7 +45,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, text_file):
     more = ["--data", text_file, "--steps", 300, "--engine.output"]
     first = start(*more, tmp_path / "left", cwd=tmp_path, interrupt_after="step")
     assert first.returncode == 0 and re.search(r"Stopped after step \d+ of 300: SIGINT", first.stdout), first.stderr
-    left = re.search(r"The same command goes on from step (\d+)", first.stdout)[1]
+    left = re.search(r"The same command resumes from step (\d+)", first.stdout)[1]
     second = start(*more, tmp_path / "left", cwd=tmp_path)
     assert second.returncode == 0 and f"Going on from step {left}" in second.stdout
     assert start(*more, tmp_path / "whole", cwd=tmp_path).returncode == 0

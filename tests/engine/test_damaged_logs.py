@@ -119,7 +119,7 @@ def test_lines_wait_for_room_on_the_disk(tmp_path):
         assert list(read_jsonl(tmp_path / "metrics.jsonl")) == [0] and (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
     assert printed(engine) == (
         f"{tmp_path / 'metrics.jsonl'} cannot be written (No space left on device): free space there. Its lines wait in memory; "
-        "training goes on.\n"
+        "training continues.\n"
     )
     tracker.file.room, engine.step = 10**6, 4
     tracker.on_log(engine, {"train/loss": 1.0})

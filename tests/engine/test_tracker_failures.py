@@ -57,7 +57,7 @@ def test_it_is_named_once_and_the_others_go_on(hook, tmp_path):
     engine = make_engine(tmp_path, [flaky, recorder], every=2).fit(Loader(), steps=4)
     assert engine.step == 4 and list(recorder.logs) == [1, 2, 4] and flaky.told == TOLD[hook]
     [line] = [line for line in printed(engine).splitlines() if "Flaky" in line]
-    assert "training goes on without it: RuntimeError: the [network] is gone" in line
+    assert "training continues without it: RuntimeError: the [network] is gone" in line
     assert "raise self.error" in (tmp_path / FAILURES).read_text()
     again = Flaky()
     make_engine(tmp_path, [again, Recorder()], every=2).fit(Loader(), steps=6)
@@ -91,6 +91,13 @@ def test_a_disk_and_a_terminal_that_take_nothing_do_not_end_the_run_either(tmp_p
     assert engine.fit(Loader(), steps=2).step == 2
 
 
+def test_one_that_fails_once_more_when_it_is_set_aside_does_not_end_the_run_either(tmp_path, monkeypatch):
+    flaky = Flaky("on_log")
+    monkeypatch.setattr(flaky, "on_error", lambda engine, error: 1 / 0)
+    engine = make_engine(tmp_path, [flaky]).fit(Loader(), steps=2)
+    assert engine.step == 2 and flaky.told[-1] == "on_end"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
 def test_what_is_no_failure_of_it_ends_the_run(error, tmp_path):
     with pytest.raises(type(error)):
@@ -106,7 +113,7 @@ def test_another_callback_that_fails_ends_the_run(tmp_path):
 
 def test_a_sentence_is_shown_without_the_name_of_its_class(tmp_path):
     said = printed(make_engine(tmp_path, [Flaky("on_start", CourseError("Install it."))]).fit(Loader(), steps=2))
-    assert "training goes on without it: Install it." in said
+    assert "training continues without it: Install it." in said
 
 
 def test_every_tracker_may_fail():
@@ -133,7 +140,7 @@ def test_a_resumed_run_goes_on_in_the_same_place(name, tmp_path):
     """It fails at step 6 of 8, with a checkpoint at 4 and one at 8: what was logged in between is missing, and nothing stands twice."""
     recorder = Recorder()
     first = make_engine(tmp_path, [failing_at_6(make_tracker(name)), recorder], every=4).fit(Loader(), steps=8)
-    assert printed(first).count("set aside, training goes on without it: ConnectionError: no route to host") == 1
+    assert printed(first).count("set aside; training continues without it: ConnectionError: no route to host") == 1
     second = make_engine(tmp_path, [make_tracker(name), recorder], every=4).fit(Loader(), steps=10)
     assert "set aside" not in printed(second)
     expected = {step: recorder.logs[step] for step in (1, 2, 4, 10)}

@@ -7,7 +7,7 @@ python tests/gpu/run.py --again              also those that have a result
 python tests/gpu/run.py --write              put the table of the results into tests/benchmarks/README.md
 python tests/gpu/run.py --device cpu --size small      start each slice without a GPU: nothing is measured, and nothing counts as held
 
-Results go into runs/gpu/results.json after each slice, so a run that was stopped goes on with the next one. A slice that fails (an
+Results go into runs/gpu/results.json after each slice, so a run that was stopped continues with the next one. A slice that fails (an
 exception, a claim that does not hold, no memory, more than eight minutes) is recorded with its error, and the others run.
 """
 

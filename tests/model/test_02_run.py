@@ -60,7 +60,7 @@ def test_other_models_are_an_option_away(tmp_path, text_file, model):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--model.num_attention_heads", "3"], "no multiple of num_attention_heads (3)"),
+        (["--model.num_attention_heads", "3"], "not a multiple of num_attention_heads (3)"),
         (["--model.positon", "rope"], "Did you mean 'model.position'"),
         (["--model.position", "rotary"], "rotary"),
         (["--model.architecture", "encoder"], "needs a decoder"),

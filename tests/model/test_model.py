@@ -164,8 +164,8 @@ def test_a_parameter_can_say_its_role_itself():
     [
         ({"position": "ropee"}, "position is 'ropee': choose .*Did you mean 'rope'"),
         ({"hidden_act": "swish"}, "hidden_act is 'swish'"),
-        ({"num_attention_heads": 5}, "no multiple of num_attention_heads"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "no multiple of num_key_value_heads"),
+        ({"num_attention_heads": 5}, "not a multiple of num_attention_heads"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "not a multiple of num_key_value_heads"),
         ({"head_dim": 7}, "turns pairs of dimensions"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"hidden_dropout": 1.0}, "probability"),

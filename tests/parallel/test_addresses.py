@@ -2,6 +2,7 @@
 
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,6 +46,13 @@ def test_what_is_chosen_is_set_and_what_the_user_has_set_stays(monkeypatch, no_c
     assert os.environ["GLOO_SOCKET_IFNAME"] in dict(socket.if_nameindex()).values() and os.environ["NCCL_SOCKET_IFNAME"] == "mine"
 
 
+def test_nccl_gets_the_whole_name_and_not_the_beginning_of_names(monkeypatch, no_choice):
+    """Without `=`, eth1 stands for eth10 as well."""
+    monkeypatch.setattr(addresses, "route_to", lambda host, port: ("127.0.0.1", "127.0.0.1"))
+    choose_interface(torch.distributed.HashStore(), 0, 1, "localhost", 29400)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={os.environ['GLOO_SOCKET_IFNAME']}"
+
+
 def test_a_machine_without_such_an_address_names_the_setting_unless_it_is_set(monkeypatch, no_choice):
     monkeypatch.setattr(addresses, "route_to", lambda host, port: ("192.0.2.1", "192.0.2.9"))
     with pytest.raises(CourseError, match=r"^Rank 0, on .* at 192\.0\.2\.1, .* Set GLOO_SOCKET_IFNAME .* one of: .*lo"):
@@ -52,6 +60,21 @@ def test_a_machine_without_such_an_address_names_the_setting_unless_it_is_set(mo
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     choose_interface(torch.distributed.HashStore(), 0, 1, "a", 29400)
     assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+def test_what_one_machine_lacks_is_said_by_all_ranks(monkeypatch, no_choice):
+    routes = {"a": ("127.0.0.1", "127.0.1.1"), "b": ("192.0.2.1", "127.0.0.1")}  # by what each calls MASTER_ADDR; b has no such address
+    monkeypatch.setattr(addresses, "route_to", lambda host, port: routes[host])
+    store = torch.distributed.HashStore()
+
+    def choose(rank):
+        with pytest.raises(CourseError) as refused:
+            choose_interface(store, rank, 2, "ab"[rank], 29400)
+        return str(refused.value)
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(choose, range(2))
+    assert first == second and first.startswith("Rank 1, on ")
 
 
 def test_the_route_to_this_machine_itself_is_found():

@@ -30,7 +30,8 @@ def test_the_sentence_names_each_key_both_values_and_the_ranks_with_their_hosts(
     monkeypatch.setattr(platform, "node", lambda: "alpha")
     assert set(run_threads(compare, 3)) == {
         "The ranks do not agree: rate is 0.1 on ranks 0, 2 (alpha) and 0.30000000000000004 on rank 1 (alpha); only.here is missing on "
-        "rank 0 (alpha) and None on ranks 1, 2 (alpha). Start all machines with the same file and the same words."
+        "rank 0 (alpha) and None on ranks 1, 2 (alpha). Start all machines with the same configuration file and the same key=value "
+        "settings."
     }
     facts = {"nan": float("nan"), "config": ParallelConfig()}
     assert run_threads(lambda world: said(lambda: require_agreement(world, "run", facts)), 2) == ["", ""]

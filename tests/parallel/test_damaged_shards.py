@@ -73,7 +73,7 @@ CHANGES = {
     "no generators of rank 1": (state(set_at("random_of_ranks", 0, [])), r"random_of_ranks\[0\] is \[\]"),
     "generators in words": (state(set_at("random_of_ranks", "none")), "random_of_ranks is 'none'"),
     "half the state of rank 1's generators": (
-        state(set_at("random_of_ranks", 0, "python", [3, [1], None])), "its random-rank-00001 is no state of the generators"
+        state(set_at("random_of_ranks", 0, "python", [3, [1], None])), "its random-rank-00001 is not a state of the generators"
     ),
     "rank 1's file of generators lost": (
         resigned(lambda folder: (folder / "random-rank-00001.safetensors").unlink()), "cpu is not there"

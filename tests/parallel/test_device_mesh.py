@@ -105,7 +105,7 @@ def test_too_few_ranks_are_refused_with_the_degrees():
     [
         ({"data_parallel": 0}, "parallel.data_parallel is 0: give at least 1"),
         ({"expert_parallel": 2, "data_parallel": 3}, "expert_parallel is 2, which does not divide the 3"),
-        ({"sequence_parallel": True}, "goes with tensor parallelism"),
+        ({"sequence_parallel": True}, "needs tensor parallelism"),
         ({"zero": 2, "data_parallel": 2, "pipeline_parallel": 2}, "Use zero 1"),
         ({"zero": 1}, "there is one replica"),
         ({"zero": 1, "data_parallel": 2, "fully_sharded": 2}, "full sharding already cuts"),

@@ -82,9 +82,9 @@ RUNS = {  # given to rank 1 alone -> what the sentence must hold
     "trackers": ({"trackers": []}, ""),
 }
 NUDGES = {
-    "weight": (lambda engine: nudge(first_weight(engine)), "after step 2, the weights of rank 1 are not those of rank 0"),
-    "moment": (lambda engine: nudge(state_of(engine)["exp_avg"]), "after step 2, the optimizer states of rank 1 are not those"),
-    "step count": (lambda engine: state_of(engine)["step"].add_(1), "after step 2, the optimizer states of rank 1 are not those"),
+    "weight": (lambda engine: nudge(first_weight(engine)), "after step 2, the weights of rank 1 differ from the weights of rank 0"),
+    "moment": (lambda engine: nudge(state_of(engine)["exp_avg"]), "after step 2, the optimizer states of rank 1 differ from"),
+    "step count": (lambda engine: state_of(engine)["step"].add_(1), "after step 2, the optimizer states of rank 1 differ from"),
     "rate": (lambda engine: engine.optimizer.param_groups[0].update(lr=0.03), "optimizer.0.lr is 0.01 on rank 0"),
     "norm": (lambda engine: engine.strategy.measured.mul_(1 + 1e-9), "gradient norm is"),
     "position": (lambda engine: setattr(engine.stateful["loader"], "step", 9), "saved.loader.step is 2 on rank 0"),

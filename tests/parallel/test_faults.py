@@ -123,9 +123,9 @@ def two_layers():
 
 
 @pytest.mark.parametrize("ranks, wrong, sentence", [
-    (2, [1], "after step 8, the weights of rank 1 are not those of rank 0; the first parameter that differs is 1.weight"),
-    (3, [0], "the weights of rank 0 are not those of ranks 1, 2; "),
-    (4, [1, 3], "the weights of ranks 1, 3 are not those of ranks 0, 2; "),
+    (2, [1], "after step 8, the weights of rank 1 differ from the weights of rank 0; the first parameter that differs is 1.weight"),
+    (3, [0], "the weights of rank 0 differ from the weights of ranks 1, 2; "),
+    (4, [1, 3], "the weights of ranks 1, 3 differ from the weights of ranks 0, 2; "),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
 def test_one_bit_in_one_weight_is_caught_and_its_rank_is_named(ranks, wrong, sentence, kind):

@@ -14,6 +14,7 @@ from shared.model.chunked_loss import packed_next_token_objective, token_log_pro
 from shared.model.config import ModelConfig
 from shared.model.embedding import TargetScores
 from shared.model.feed_forward import FeedForward
+from shared.model.masks import AttentionMask
 from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
 from shared.parallel.comm.communicator import SingleRankCommunicator
@@ -82,12 +83,13 @@ def test_log_probabilities_of_tokens_and_their_gradients():
         torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_an_id_outside_of_the_vocabulary_is_an_error_as_in_one_process():
+@pytest.mark.parametrize("first, last", [(0, 31), (-1, 30)])
+def test_an_id_outside_of_the_vocabulary_is_an_error_as_in_one_process(first, last):
     def work(world):
         model = TransformerModel(config_of("llama"))
         TensorParallel().shape(model, Mesh(ParallelConfig(tensor_parallel=2), world))
-        with pytest.raises(IndexError, match="from 0 to 31 in a vocabulary of 31"):
-            model(torch.tensor([[0, 31]]))
+        with pytest.raises(IndexError, match=f"from {first} to {last} in a vocabulary of 31"):
+            model(torch.tensor([[first, last]]))
 
     run_threads(work, 2)
 
@@ -164,6 +166,22 @@ def test_ranks_draw_masks_of_their_own_where_activations_are_cut():
     (first, kept, after), (second, _, after_too) = in_processes(work, 2)
     assert not torch.equal(first[0], second[0]) and not torch.equal(first[0], first[1])
     assert set(first[0].tolist()) == {0.0, 2.0} and torch.equal(kept, torch.ones(3)) and torch.equal(after, after_too)
+
+
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_a_cut_models_layers_draw_masks_of_their_own_where_ranks_have_other_numbers(by_sequence):
+    """Attention always, since each rank has other heads; the stream where it is cut, and else all ranks must draw the same."""
+
+    def work(world):
+        model = TransformerModel(replace(config_of("gpt2"), hidden_dropout=0.5, attention_dropout=0.5))
+        TensorParallel().shape(model, Mesh(ParallelConfig(tensor_parallel=2, sequence_parallel=by_sequence), world))
+        block = model.train().stack.blocks["0"]
+        torch.manual_seed(1)
+        ones = torch.ones(1, 2, 20, 4)
+        return block.dropout(torch.ones(200)), block.attention.attend(ones, ones, ones, AttentionMask(), 1.0, 0.5), torch.rand(3)
+
+    (stream, mixed, after), (other_stream, other_mixed, other_after) = in_processes(work, 2)
+    assert torch.equal(stream, other_stream) is not by_sequence and not torch.equal(mixed, other_mixed) and torch.equal(after, other_after)
 
 
 # Checkpoints, the meta device, export.

@@ -11,11 +11,13 @@ from sharded_runs import ADAMW, MUON, ROWS, STEPS, translation_objective
 from shared.loss import next_token_objective
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.model.config import ModelConfig
+from shared.model.transformer import TransformerModel
 from shared.optim.config import OptimizerConfig
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.parallel.health.replicas import require_equal
+from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import AXES
 from shared.parallel.tensor.axis import TensorParallel
 
@@ -120,3 +122,16 @@ def test_beside_data_parallelism_and_activation_checkpointing(layout, family, op
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_an_objective_that_takes_whole_logits(layout, family):
     require_same(run(layout, family, objective=next_token_objective), expected(family))
+
+
+def test_a_part_keeps_whether_it_is_trained_and_what_its_whole_is_marked_with():
+    def work(world):
+        model = TransformerModel(config_of("llama"))
+        attention = model.stack.blocks["0"].attention
+        whole = attention.q_proj.weight.requires_grad_(False)
+        whole.role = "expert"
+        TensorParallel().shape(model, Mesh(parse_layout("tp2"), world))
+        part = attention.q_proj.weight
+        assert part.numel() == whole.numel() / 2 and part.role == "expert" and not part.requires_grad
+
+    run_threads(work, 2)

@@ -154,7 +154,7 @@ def test_a_long_list_of_missing_tensors_is_cut(folder):
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "yarn RoPE scaling with mscale"),
         ({"hidden_act": "xielu"}, "activation 'xielu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
-        ({"num_key_value_heads": 4}, "no multiple of num_key_value_heads"),
+        ({"num_key_value_heads": 4}, "not a multiple of num_key_value_heads"),
     ],
 )
 def test_a_config_that_asks_for_what_is_not_built_is_refused(folder, changes, said):

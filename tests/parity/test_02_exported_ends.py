@@ -149,6 +149,9 @@ def test_ids_that_the_model_does_not_have_are_refused(tmp_path):
     model = TransformerModel(read_config({"model_type": "llama"} | LLAMA)[1])
     with pytest.raises(ValueError, match="eos_token_id is 97, and the model's ids are 0 to 96"):
         save_pretrained(model, tmp_path, token_ids={"eos_token_id": 97})
+    for wrong in (-1, [5, 97]):
+        with pytest.raises(ValueError, match="pad_token_id is .*, and the model's ids are 0 to 96"):
+            save_pretrained(model, tmp_path, token_ids={"pad_token_id": wrong})
     with pytest.raises(ValueError, match="token_ids has 'eos'"):
         save_pretrained(model, tmp_path, token_ids={"eos": 5})
     assert not (tmp_path / "config.json").exists()

@@ -207,7 +207,7 @@ def line(row: str, torchrun: bool, found: Found) -> str:
     return "| " + " | ".join(map(str, cells)) + " |" + "".join(f"\n  STRANGE: {each}" for each in found.strange)
 
 
-HEAD = "| layout | backend | started as | kills | of these within a save | resumed | steps | weights |\n" + "|---" * 8 + "|"
+HEAD = "| layout | backend | started as | kills | of these during a save | starts that resumed | steps of each run | weights |\n" + "|---" * 8 + "|"
 
 
 def start_server() -> None:

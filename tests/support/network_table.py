@@ -1,7 +1,7 @@
 """What happens on several machines when a rank dies or the network fails: `python tests/support/network_table.py [NAME ...]`.
 
 Machines are namespaces (`two_machines`). torchrun starts the trainer on each of them; when step 10 is saved the fault happens. The table
-says which machine spoke after how many seconds and how the run went on: by itself, or by the same command given again on every machine.
+says which machine spoke after how many seconds and how the run resumed: by itself, or by the same command given again on every machine.
 """
 
 import argparse
@@ -189,10 +189,11 @@ def row(case: Case, found: Found) -> str:
     codes = ", ".join(f"{name} {' '.join(map(str, dict.fromkeys(codes)))}" for name, codes in found.codes.items() if codes)
     layout = case.layout.replace("parallel.data_parallel=", "dp").replace("parallel.fully_sharded=", "fsdp").replace(" ", "_")
     where = f"{layout}, {case.backend}, {case.rendezvous}, {'one folder' if case.shared else 'own folders'}"
-    return f"| {case.what} | {where} | {'; '.join(said) or 'nobody'} | {codes} | {found.resumed} | {found.difference:.1g} |"
+    return f"| {case.what} | {where} | {'; '.join(said) or 'none'} | {codes} | {found.resumed} | {found.difference:.1g} |"
 
 
-HEAD = "| fault | run | who spoke, after how long, and what | exit codes of ranks | went on | difference |\n|---|---|---|---|---|---|"
+HEAD = "| fault | layout, backend, rendezvous, output folder | machine, seconds until it speaks, its message " \
+    "| exit codes of ranks | resumed | largest difference in weights |\n|---|---|---|---|---|---|"
 
 
 def main(words: Sequence[str]) -> None:

@@ -217,7 +217,7 @@ def test_ctrl_c_of_two_ranks_shows_no_lines_of_torchrun_and_the_same_command_goe
     assert second.stderr.count("is in use by") == 1 and "Traceback" not in second.stderr, second.stderr
     os.killpg(running.pid, signal.SIGINT)
     said, errors = running.communicate(timeout=TIMEOUT)
-    assert running.returncode == 130 and "The same command goes on from step" in said and not errors.strip(), errors
+    assert running.returncode == 130 and "The same command resumes from step" in said and not errors.strip(), errors
 
 
 def test_a_rank_without_a_gpu_of_its_own_says_so_whichever_it_is(tmp_path):

@@ -35,7 +35,7 @@ def prepared(tmp_path_factory):
         (["data.held_out_rows=0"], "data.held_out_rows is 0"),
         (["seed=-1"], "seed is -1"),
         (["report.top_k=0"], "report.top_k is 0"),
-        (["faster"], "'faster' is no key=value"),
+        (["faster"], "'faster' is not a setting: write key=value"),
         (["engine.trackers=[consol]"], "Did you mean 'console'"),
         (["model.architecture=encoder"], "needs a decoder"),
         (["seed=9223372036854775808"], "give less than 2**63"),
@@ -43,10 +43,10 @@ def prepared(tmp_path_factory):
         (["engine.early_stopping=2", "engine.evaluate_every=0"], "early_stopping counts evaluations, and evaluate_every is 0"),
         (["parallel.heartbeat_timeout=.inf"], "parallel.heartbeat_timeout is inf: give a finite number"),
         (["data.prepare.sources=[{path: x, limit: 0}]"], "limit is 0: give at least 1 document"),
-        (["parallel.recompute=blocks"], "parallel.recompute is an older name: say parallel.activation_checkpointing"),
-        (["parallel.activation_checkpointing=blocks"], "parallel.activation_checkpointing blocks is an older name: say full."),
-        (["model.attention=naive"], "model.attention naive is an older name: say eager."),
-        (["model.attention=fused"], "say sdpa."),
+        (["parallel.recompute=blocks"], "parallel.recompute is an older name: write parallel.activation_checkpointing"),
+        (["parallel.activation_checkpointing=blocks"], "parallel.activation_checkpointing blocks is an older name: write full."),
+        (["model.attention=naive"], "model.attention naive is an older name: write eager."),
+        (["model.attention=fused"], "write sdpa."),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, words, sentence):
@@ -172,7 +172,7 @@ def test_every_renamed_key_is_refused_with_its_name_now(tmp_path, capsys):
         (tmp_path / "old.yaml").write_text(yaml.safe_dump(record))
         with pytest.raises(SystemExit):
             parse_words(TrainerConfig, [str(tmp_path / "old.yaml")])
-        assert f"{old} is an older name: say {new}." in " ".join(capsys.readouterr().err.split())
+        assert f"{old} is an older name: write {new}." in " ".join(capsys.readouterr().err.split())
         here = TrainerConfig()
         for name in new.split(" ")[0].split("."):
             here = getattr(here, name)

@@ -121,7 +121,7 @@ def test_the_exported_model_generates_the_same_tokens_in_transformers(finished):
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, finished, prepared):
     path = settings_file(tmp_path, prepared, engine={"log_every": 1})
     left = train(path, interrupt_after=r"step\s+3 of 6")
-    assert left.returncode == 130 and "The same command goes on from step 3" in left.stdout, left.stderr + left.stdout
+    assert left.returncode == 130 and "The same command resumes from step 3" in left.stdout, left.stderr + left.stdout
     assert not (tmp_path / "run" / "report.html").exists()
     again = train(path)
     assert again.returncode == 0 and "Going on from step" in again.stdout, again.stderr

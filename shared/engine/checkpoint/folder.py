@@ -153,7 +153,7 @@ class Checkpoints:
         try:
             return require_usable(RandomState(torch_states, **rest))
         except (TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError) as error:
-            raise DamagedCheckpoint.of(folder, f"its {name} is no state of the generators ({error}).") from error
+            raise DamagedCheckpoint.of(folder, f"its {name} is not a state of the generators ({error}).") from error
 
     def require_intact(self, folder: Path) -> None:
         require_intact(folder)
@@ -226,7 +226,7 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
     try:
         problem = problem_of(state := json.loads((folder / STATE).read_text(encoding="utf-8")), step)
     except (ValueError, RecursionError):
-        problem = f"its {STATE} is no JSON"
+        problem = f"its {STATE} is not JSON"
     except CheckpointError as error:
         raise CheckpointError(f"{folder} {error}") from None
     if problem:
@@ -235,7 +235,7 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
 
 
 def state_of(snapshot: Snapshot, notes: dict[str, Any], tensors: dict[str, Described]) -> dict[str, Any]:
-    """What `state.json` holds: everything of a snapshot that is no tensor, and a table of contents. tensors: the tensors of each set."""
+    """What `state.json` holds: everything of a snapshot but its tensors, and a table of contents. tensors: the tensors of each set."""
     return {
         "format": FORMAT,
         "step": snapshot.step,

@@ -155,7 +155,7 @@ class PartFailed(Exception):
 
 
 class Part:
-    """A part of a run, whose failure to take its state is told from what `restore` refuses."""
+    """A part of a run. If it cannot take its state it raises `PartFailed`, which is not one of `restore`'s refusals."""
 
     def __init__(self, name: str, part: Stateful):
         self.name, self.part = name, part

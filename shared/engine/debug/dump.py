@@ -214,7 +214,7 @@ class ModelDump(Callback):
         told = f"Dump of step {engine.step + 1}: {folder}"
         try:
             write_dump(folder, Dump(engine.step + 1, dict(zip(KINDS, entries, strict=True))), tensors)
-        except CourseError as error:  # a run goes on without its dump
+        except CourseError as error:  # the run continues without its dump
             told = str(error)
         self.activations, self.kept = {}, {}
         engine.console.print(told, markup=False, highlight=False, soft_wrap=True)

@@ -63,7 +63,7 @@ class Profile(Callback):
         told = f"Profile of steps {self.began} to {engine.step}: "
         try:
             told += str(self.write(engine.output / "profile", engine.device.type == "cuda"))
-        except CourseError as error:  # a run goes on without its profile
+        except CourseError as error:  # the run continues without its profile
             told += str(error)
         self.profiler = None
         engine.console.print(told, markup=False, highlight=False, soft_wrap=True)

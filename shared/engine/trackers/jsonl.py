@@ -2,8 +2,8 @@
 
     {"step": 20, "train/loss": 2.31, "speed/tokens_per_second": 5120.4}
 
-A log never ends a run. Lines for which the disk has no room wait in memory; a damaged file is kept under another name, and what can be
-read of it goes on.
+A log never ends a run. Lines for which the disk has no room wait in memory; a damaged file is kept under another name, and its
+readable lines are copied to a new one.
 
 A run that diverges is the one whose metrics somebody will want to read, and JSON has no words for NaN and Infinity: Python would write
 them bare, which other readers refuse. Here they are the strings "nan", "inf" and "-inf".
@@ -58,11 +58,11 @@ class JsonlTracker(Callback):
             self.file = self.path.open("ab", buffering=0)
 
     def cut_after(self, engine: "RuntimeEngine") -> None:
-        """Keep the lines up to the engine's step. What is damaged is set aside as a whole, and its readable lines go on in a new file."""
+        """Keep the lines up to the engine's step. A damaged file is set aside whole, and its readable lines are copied to a new one."""
         lines, problem = readable_lines(self.path)
         if problem:
             aside = move_aside(self.path)
-            show(engine, f"{self.path} is damaged ({problem}): it is kept as {aside}, and its {len(lines):,} readable lines go on.")
+            show(engine, f"{self.path} is damaged ({problem}): it is kept as {aside}, its {len(lines):,} readable lines stay in use.")
         write_atomically(self.path, b"".join(line for row, line in lines if row["step"] <= engine.step))
 
     def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
@@ -82,7 +82,7 @@ class JsonlTracker(Callback):
             with suppress(OSError):
                 self.file.truncate(whole)
             if not self.told:
-                told = f"{self.path} cannot be written ({error.strerror}): free space there. Its lines wait in memory; training goes on."
+                told = f"{self.path} cannot be written ({error.strerror}): free space there. Its lines wait in memory; training continues."
                 show(engine, told)
             self.told = True
 
@@ -121,10 +121,10 @@ def from_json(value: Any) -> Any:
 
 
 def read_jsonl(path: Path | str) -> dict[int, Metrics]:
-    """Step -> metrics, of all lines of that step. A last line that a killed run left half written is no line.
+    """Step -> metrics, of all lines of that step. A last line that a killed run left half written does not count.
 
     Raises:
-        CourseError: the file cannot be read, or a line of it is none that `JsonlTracker` wrote.
+        CourseError: the file cannot be read, or it has a line that `JsonlTracker` did not write.
     """
     lines, problem = readable_lines(Path(path))
     if problem:
@@ -149,7 +149,7 @@ def readable_lines(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], str]
     """The rows that can be read, each with its line, and what is wrong with the others."""
     try:
         if path.exists() and not path.is_file():  # a pipe would keep its reader waiting
-            return [], "it is no file"
+            return [], "it is not a file"
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         return [], error.strerror
@@ -160,7 +160,7 @@ def readable_lines(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], str]
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """A line's row; None where it is no object with a step."""
+    """A line's row; None if it is not an object with a step."""
     try:
         row = from_json(json.loads(line))
         return row if type(row["step"]) is int else None

@@ -66,7 +66,7 @@ class Format:
     ignored: patterns of tensors that old files hold and that no model reads: buffers, heads of other tasks.
     prefix: what files of the bare model leave out in front of names.
     renamed: endings of old files -> today's.
-    token_ids: what transformers takes for `eos_token_id` and its like where a config.json does not say; None for any other.
+    token_ids: what transformers takes for `eos_token_id` and the other special tokens where a config.json does not say; None for any other.
     """
 
     model_type: str

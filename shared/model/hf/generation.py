@@ -1,4 +1,5 @@
-"""Chapter 02. `eos_token_id` and its like in `config.json` and `generation_config.json`: where `generate` of transformers begins and stops.
+"""Chapter 02. Special token ids (`eos_token_id` and others) of `config.json` and `generation_config.json`: where transformers' `generate`
+begins and stops.
 
 What a file does not say, transformers fills in with the defaults of its classes, such as 2 for the end token of every LLaMA: text then
 stops at an ordinary token, or never. So each id is written, and one that a model does not have is null.
@@ -28,7 +29,7 @@ def read_token_ids(known: Format, folder: Path, raw: ConfigJson) -> dict[str, in
 
 
 def require_token_ids(token_ids: TokenIds, config: ModelConfig) -> None:
-    """Raise ValueError for ids that the model does not have, and for other names than those of KEYS and START."""
+    """Raise ValueError for an id that the model does not have, and for a name that is neither in KEYS nor START."""
     for key, value in token_ids.items():
         if key not in (*KEYS, START):
             raise ValueError(f"token_ids has {key!r}: give {', '.join(KEYS)} or {START}.")

@@ -102,7 +102,7 @@ def require_equal_tied(folder: Path, known: Format, config: ModelConfig, files: 
 
 
 def read_folder(folder: Path) -> tuple[Format, ModelConfig, dict[str, Any]]:
-    """The format and the configuration that a folder describes, and its `eos_token_id` and the like."""
+    """The format and the configuration that a folder describes, and its special token ids."""
     if not folder.is_dir():
         raise PretrainedError(f"{folder} is no folder: give the one that holds a model's config.json.")
     raw = read_json(folder / "config.json")
@@ -141,7 +141,7 @@ def require_fit(
         if names:
             problems.append(f"{title}: {listed(names)}")
     if problems:
-        raise PretrainedError(f"The tensors in {folder} are not those of its config.json. {'; '.join(problems)}.")
+        raise PretrainedError(f"The tensors in {folder} do not match its config.json. {'; '.join(problems)}.")
 
 
 def packed_shape(entry: FileTensor, parameters: dict[str, Tensor]) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ def wrong_shards(found: Mapping[str, Sequence[StoredShard]]) -> str | None:
         for file, key, region in shards:
             ends = [start + size for start, size in zip(region.offsets, region.sizes, strict=True)]
             if len(ends) != len(region.shape) or region.shape != shape or any(end > size for end, size in zip(ends, shape, strict=True)):
-                return f"{key} is no part of a tensor of shape {list(shape)}"
+                return f"{key} is not a part of a tensor of shape {list(shape)}"
             if tuple(file.get_slice(key).get_shape()) != tuple(region.local_shape) or region.stop > math.prod(region.sizes):
                 return f"{key} has the shape {list(file.get_slice(key).get_shape())}"
         if dtypes := sorted({stored_dtype(shard) for shard in shards})[1:]:

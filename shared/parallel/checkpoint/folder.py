@@ -50,7 +50,7 @@ class RankCheckpoints(Checkpoints):
         for rank, of_rank in enumerate(everyone):
             if self.shared and of_rank.keys() != everyone[0].keys():
                 raise CheckpointError(
-                    f"Rank {rank} sees the checkpoints of steps {list(of_rank)} in {self.folder}, and rank 0 those of {list(everyone[0])}: "
+                    f"Rank {rank} sees checkpoints of steps {list(of_rank)} in {self.folder}, and rank 0 sees {list(everyone[0])}: "
                     "all ranks need the same folder, on storage that all machines share."
                 )
         found = sorted({int(step) for of_rank in everyone for step in of_rank})

@@ -125,7 +125,7 @@ class RankSaver(Saver):
         return {rank_file(name, of_rank, self.world.size): shards for (name, of_rank), shards in files.items()}
 
     def random_states(self, snapshot: Snapshot) -> dict[int, dict[str, Tensor]]:
-        """The ranks whose torch generators this rank writes, with their states: its own; or those of all ranks, once on each machine."""
+        """Rank -> state of its torch generators, for the ranks whose state it writes: itself; or all, on one rank of each machine."""
         if self.checkpoints.shared:
             return {self.world.rank: snapshot.random.torch}
         everyone = self.world.gather_objects({name: state.tolist() for name, state in snapshot.random.torch.items()})

@@ -39,12 +39,12 @@ from shared.parallel.comm.communicator import Communicator
 
 CURES = {
     "program": "Bring the code and the packages of all machines to the same state.",
-    "configuration": "Start all machines with the same file and the same words.",
+    "configuration": "Start all machines with the same configuration file and the same key=value settings.",
     "text": "Copy the folder data.prepared from one machine to the others, or share it.",
     "model": "Build the same model on every rank, from the same seed or file.",
     "run": "Give all ranks the same configuration, optimizer and number of steps.",
     "checkpoint": "Copy the checkpoints of the right run to the other machines, or choose another output folder.",
-    "state": "Go on from the last checkpoint.",
+    "state": "Resume from the last checkpoint.",
 }
 LIBRARIES = ("numpy", "tokenizers", "safetensors")
 LISTED = 4  # differences in a sentence
@@ -164,7 +164,7 @@ def agreed(
 def ranks_that_share(world: Communicator, folder: Path) -> list[int]:
     """The ranks that see the same folder as this one, itself included, ascending. Every rank calls it.
 
-    A path says nothing of the disk behind it, so each rank leaves a file with a new name there and looks for those of the others.
+    The same path may be another disk on another machine, so each rank leaves a file with a new name there and looks for the others' files.
     """
     if world.size == 1:
         return [0]

@@ -184,6 +184,6 @@ def difference(name: str, sums: Sequence[int], members: Sequence[int], what: str
     same = [rank for rank, each in zip(members, sums, strict=True) if each == right]
     ranks, others = ("rank" if len(each) == 1 else "ranks" for each in (odd, same))
     return (
-        f"{what} of {ranks} {', '.join(map(str, odd))} are not those of {others} {', '.join(map(str, same))}; "
-        f"the first parameter that differs is {name}. Go on from the last checkpoint, with fewer steps between checks to find the step."
+        f"{what} of {ranks} {', '.join(map(str, odd))} differ from {what} of {others} {', '.join(map(str, same))}; "
+        f"the first parameter that differs is {name}. Resume from the last checkpoint, with fewer steps between checks to find the step."
     )

@@ -158,7 +158,7 @@ def resumed_after_a_cut() -> None:
     list(open_source(Source("some/stream"), print))
 
 
-REGULAR = "is no regular file"
+REGULAR = "is not a regular file"
 HALF = lambda content: content[: len(content) // 2]  # noqa: E731
 NOISE = lambda content: content[:400] + bytes(range(256)) * 18 + content[5008:]  # noqa: E731
 
@@ -234,14 +234,14 @@ TABLES = [
     read("a number of 10,000 digits", "a.jsonl", "a.jsonl:1 is not JSON", put("a.jsonl", f'{{"n": {"9" * 10_000}}}\n' + RECORD), 1),
     read("a text that is a number", "a.jsonl", "a.jsonl:1 has no text in field 'text'", put("a.jsonl", '{"text": 3}\n' + RECORD), 1),
     read("a record without the field", "a.jsonl", "a.jsonl:2 has no field 'text'", put("a.jsonl", RECORD + '{"id": 3}\n' + RECORD), 2),
-    read("a record that is a list", "a.jsonl", "a.jsonl:2 is no record with fields", put("a.jsonl", RECORD + "[1]\n"), 1),
+    read("a record that is a list", "a.jsonl", "a.jsonl:2 is not a record with fields", put("a.jsonl", RECORD + "[1]\n"), 1),
     read("a byte order mark before JSON", "a.jsonl", "1 kept", put("a.jsonl", b"\xef\xbb\xbf" + RECORD.encode()), 1),
     read("records none of which has the field", "a.jsonl", ("has no field 'text'", "text_field: id"), put("a.jsonl", '{"id": 3}\n' * 5)),
     read("texts all of which are lists", "a.jsonl", "field 'text' holds list, not text", put("a.jsonl", '{"text": []}\n' * 5)),
     read("a stream of records without the field", "a.jsonl", "has no field 'text'", put("a.jsonl", '{"id": 3}\n' * 5000 + RECORD)),
     train_on("text named like JSON", "a.jsonl", "a.jsonl:1 is not JSON", put("a.jsonl", CODE)),
     train_on("a deep .json file", "a.json", "a.json is nested too deep", put("a.json", "[" * 200_000)),
-    train_on("a number named like JSON", "a.json", "a.json:1 is no record with fields", put("a.json", "3")),
+    train_on("a number named like JSON", "a.json", "a.json:1 is not a record with fields", put("a.json", "3")),
     train_on("an empty list", "a.json", "it holds nothing", put("a.json", "[]")),
     train_on("an empty table", "a.csv", "a.csv is empty", put("a.csv", "")),
     train_on("a table of a header alone", "a.csv", "it holds nothing", put("a.csv", "text\n")),

@@ -4,7 +4,7 @@ from hostile import Row, trainer
 
 NO_RETRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}  # the course waits for some seconds
 GONE = ("engine.trackers=[mlflow]", "engine.mlflow_uri=http://127.0.0.1:9")
-ASIDE = "is set aside, training goes on without it"
+ASIDE = "is set aside; training continues without it"
 
 
 def tensorboard_is_a_file(folder):

@@ -1,0 +1,100 @@
+"""The lock on a folder where processes fork, take it twice, or meet in the moment in which it changes hands."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from test_folder_lock import SECONDS, quick, until, written  # noqa: F401
+
+from shared import folder_lock
+from shared.folder_lock import FolderInUse, FolderLock
+
+# Its child tries the lock, and then leaves the block in which it was forked.
+FORKING = """
+import os, sys
+from pathlib import Path
+from shared.folder_lock import FolderInUse, FolderLock
+folder = Path(sys.argv[1])
+with FolderLock(folder):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    else:
+        try:
+            with FolderLock(folder):
+                print("the child has it too", flush=True)
+        except FolderInUse:
+            print("the child is refused", flush=True)
+if child:
+    sys.exit()
+print("its parent's lock is", "there" if (folder / "run.lock").exists() else "gone", flush=True)
+"""
+
+
+def test_a_forked_child_has_no_lock_and_leaves_its_parents_alone(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FORKING, str(tmp_path)], capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout == "the child is refused\nits parent's lock is there\n", done.stderr
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_who_has_taken_the_folder_twice_finds_out_by_either_lock(tmp_path):
+    """The engine asks by its own, inside the trainer's."""
+    with FolderLock(tmp_path) as outer, FolderLock(tmp_path) as inner:
+        inner.require_held()
+        outer.lost = "another run is in the folder"
+        with pytest.raises(FolderInUse, match="another run"):
+            inner.require_held()
+
+
+def test_a_lock_that_its_holder_removes_while_another_process_asks_for_it_is_made_again(tmp_path, monkeypatch):
+    granted, opened = FolderLock.granted, []
+
+    def removed_first(lock, handle):
+        opened.append(handle)
+        if len(opened) == 1:
+            lock.path.unlink()
+        return granted(lock, handle)
+
+    monkeypatch.setattr(FolderLock, "granted", removed_first)
+    with FolderLock(tmp_path) as lock:
+        assert len(opened) == 2 and folder_lock.same_file(tmp_path / "run.lock", lock.handle)
+
+
+def test_a_deleted_lock_that_another_process_makes_first_is_lost(tmp_path, quick, monkeypatch):  # noqa: F811
+    with FolderLock(tmp_path) as lock:
+        asked = []
+
+        def refused():
+            asked.append(1)
+            raise FolderInUse("another process was faster")
+
+        monkeypatch.setattr(lock, "take", refused)
+        (tmp_path / "run.lock").unlink()
+        until(lambda: asked)
+        theirs = written(tmp_path, pid=77)
+        until(lambda: lock.lost)
+        with pytest.raises(FolderInUse, match="lost its folder. .* is in use by process 77 on far"):
+            lock.require_held()
+    assert (tmp_path / "run.lock").read_text() == theirs
+
+
+def test_a_longer_record_that_was_left_there_is_overwritten_whole(tmp_path):
+    written(tmp_path, boot=folder_lock.boot(), host="h" * 500)
+    with FolderLock(tmp_path):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_age_is_by_the_file_systems_clock_and_not_by_this_machines(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(folder_lock.time, "time", lambda: now + 10**6)
+    assert FolderLock(tmp_path).clock() < now + 1000
+
+
+def test_a_folder_is_the_same_by_another_path(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    with FolderLock(tmp_path / "run"), FolderLock(tmp_path / "link") as inner:
+        inner.require_held()
