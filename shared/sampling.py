@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 
 from shared.course.binding import exercise
 
-SMALLEST = 1e-20  # a temperature below which logits divided by it overflow; what is drawn is the likeliest token long before
+SMALLEST = 1e-20  # a temperature below which logits divided by it overflow; long before that, the likeliest token is drawn
 
 
 @exercise("01.sample_next")

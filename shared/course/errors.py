@@ -4,14 +4,14 @@
 class CourseError(Exception):
     """Something that the reader can put right. Shown as its message, without a traceback.
 
-    on_all_ranks: whether every process of a run raises the same, so that one of each machine shows it.
+    on_all_ranks: whether every rank of a run raises the same error; then one rank of each machine shows it.
     """
 
     on_all_ranks = False
 
 
 class SettingError(CourseError, ValueError):
-    """A setting that cannot be, named by its key."""
+    """A setting that is refused, named by its key."""
 
 
 class SignatureDiffers(CourseError):

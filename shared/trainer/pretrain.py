@@ -88,7 +88,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
 
 
 def hold_folder(output: Path, held: ExitStack, leads: bool, console: Console) -> None:
-    """Refuse a folder that cannot be written to, on each rank, and on one rank of those that share it one that another run is in; lock it
+    """Refuse, on every rank, a folder that cannot be written to, and, on one rank for each folder, one that another run is in. Locked
     until `held` closes."""
     require_writable(output)
     if leads:

@@ -1,4 +1,4 @@
-"""A tracker that fails is named once and set aside: it never ends a training, and a resumed run goes on where it was."""
+"""A tracker that fails is named once and set aside: it never ends a training, and a resumed run takes it up again."""
 
 import pytest
 import torch

@@ -207,7 +207,8 @@ def line(row: str, torchrun: bool, found: Found) -> str:
     return "| " + " | ".join(map(str, cells)) + " |" + "".join(f"\n  STRANGE: {each}" for each in found.strange)
 
 
-HEAD = "| layout | backend | started as | kills | of these during a save | starts that resumed | steps of each run | weights |\n" + "|---" * 8 + "|"
+COLUMNS = "layout | backend | started as | kills | of these during a save | starts that resumed | steps of each run | weights"
+HEAD = f"| {COLUMNS} |\n" + "|---" * 8 + "|"
 
 
 def start_server() -> None:

@@ -192,8 +192,8 @@ def row(case: Case, found: Found) -> str:
     return f"| {case.what} | {where} | {'; '.join(said) or 'none'} | {codes} | {found.resumed} | {found.difference:.1g} |"
 
 
-HEAD = "| fault | layout, backend, rendezvous, output folder | machine, seconds until it speaks, its message " \
-    "| exit codes of ranks | resumed | largest difference in weights |\n|---|---|---|---|---|---|"
+COLUMNS = "layout, backend, rendezvous, output folder | machine, seconds until it speaks, its message | exit codes of ranks | resumed"
+HEAD = f"| fault | {COLUMNS} | largest difference in weights |\n" + "|---" * 6 + "|"
 
 
 def main(words: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""A disk that becomes full: one sentence names the file, what was trained is still there, and the same command resumes once there is space."""
+"""A disk that becomes full: one sentence names the file, what was trained is still there, the same command resumes once space is free."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""The trainer on two ranks: the same run as on one, by `make run LAYOUT=...`; refusals before anything starts; another layout goes on."""
+"""The trainer on two ranks: the same run as on one, by `make run LAYOUT=...`; refusals before anything starts; another layout resumes."""
 
 import json
 import logging

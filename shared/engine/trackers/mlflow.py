@@ -1,6 +1,6 @@
 """Chapter 04. Metrics for MLflow, in a database file: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows them.
 
-The course installs mlflow-skinny, which logs and has no page: `pip install mlflow`, in an environment of its own, brings that command.
+The course installs mlflow-skinny, which logs and has no page: `pip install mlflow`, in an environment of its own, brings `mlflow ui`.
 
 Left out on purpose: its registry of models and its artifacts; checkpoints stay where the engine saves them.
 """

@@ -133,7 +133,7 @@ class RankSaver(Saver):
         return dict(enumerate(tensors)) if self.leads else {}
 
     def common_state(self, snapshot: Snapshot, notes: dict[str, Any], files: Mapping[str, Shards]) -> str:
-        """The text of `state.json`: what is the same on all ranks from rank 0, what differs from those that have it. files: as `own_files`
+        """The text of `state.json`: what all ranks have in common from rank 0, the rest from each rank. files: as `own_files`
         gives them."""
         held = self.strategy.optim_regions
         values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if held[name].numel}

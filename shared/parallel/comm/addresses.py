@@ -38,7 +38,7 @@ def route_to(host: str, port: int) -> tuple[str, str]:
         reason = str(error)
     raise CourseError(
         f"MASTER_ADDR is {host!r}, which this machine cannot reach ({reason}). Give torchrun addresses instead of names, on each machine: "
-        "--master-addr with that of the first machine; with --rdzv-backend c10d, --local-addr with the machine's own."
+        "--master-addr with the first machine's; with --rdzv-backend c10d also --local-addr with the machine's own."
     )
 
 

@@ -9,7 +9,7 @@ the store of the rendezvous, every second, and reads what the others wrote. It e
     a rank is alive and has not joined an        the message has the line of its code where it is
     operation for half an hour
 
-A rank whose heartbeat goes on may take its time: it compiles, saves, or prepares data. Collectives are not slowed down; the thread takes
+A rank that still sends heartbeats may take its time: it compiles, saves, prepares data. Collectives are not slowed down; the thread takes
 about a millisecond of every second. A second thread, the watchdog, makes no call that can hang: where the network is cut, a call to the
 store returns after a quarter of an hour, when the kernel gives up the connection.
 
@@ -48,7 +48,7 @@ class Timeouts:
     """How many seconds a rank waits before it gives up on another one.
 
     heartbeat_timeout: without a heartbeat, until a rank counts as dead.
-    collective_timeout: in one operation, for a rank whose heartbeat goes on.
+    collective_timeout: in one operation, for a rank that still sends heartbeats.
     heartbeat_interval: between two heartbeats.
     init_timeout: at the start, until all ranks have connected. Each imports its packages meanwhile, from a slow network disk perhaps; after
         a failure it covers the difference between the ranks' restarts, which is `heartbeat_timeout` and torchrun's own half minute. Nothing

@@ -4,13 +4,13 @@
     embedding      by tokens                           head by tokens
 
 Each rank computes its heads and its inner features from the same input; f stands in front of a sublayer, g in its last matrix. What is
-not cut (norms, biases of rows) is computed by every rank alike and has the whole gradient on each.
+not cut (norms, biases of rows) is computed in the same way on every rank and has the whole gradient on each.
 
 With sequence parallelism the residual stream between the sublayers is cut along the sequence: norms, dropout and what they keep for the
 backward pass are shared out too. What is not cut then sees this rank's positions only, and its gradient is summed over the ranks
 (`partial_over`).
 
-Left out on purpose: layers that this file does not know, which are refused; an unknown one would train wrongly without a word.
+Left out on purpose: layers that this file does not know, which are refused: training them would silently give wrong numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -100,7 +100,7 @@ class Cutter:
 
     def cut_stack(self, stack: Stack, is_last: bool) -> None:
         """is_last: whether each rank computes a part of what follows the stack, as a head and cross-attention do; a pipeline's other
-        stages get the stream whole, and all ranks go on with it alike."""
+        stages get the stream whole, and all ranks continue with it."""
         if stack.relative_bias is not None:
             self.cut(stack.relative_bias, "weight", split_dimension(stack.relative_bias.weight, 1, self.group))
         elif stack.config.position == "alibi":

@@ -121,7 +121,7 @@ class ShardDropout(nn.Dropout):
 def with_random_numbers_of_rank(draw: Callable[[], Tensor], device: torch.device, rank: int) -> Tensor:
     """`draw()` with random numbers that differ between tensor-parallel ranks, whose generators agree before it and after it.
 
-    The generators are seeded from one number of the CPU's, which all ranks draw alike, and the rank. So nothing needs to be kept between
+    The generators are seeded from the rank and one number of the CPU's, which is the same on all ranks. So nothing needs to be kept between
     calls or in checkpoints, and a forward pass that is computed again draws the same.
     """
     seed = int(torch.randint(2**62, ()))
