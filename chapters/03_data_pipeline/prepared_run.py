@@ -50,7 +50,7 @@ def run_on_prepared(config: Any) -> None:
     paths = [config.data] if isinstance(config.data, str) else config.data
     preparation = replace(config.prepare, sources=tuple(map(Source, paths))) if paths else config.prepare
     if any(source.weight is not None for source in preparation.sources):
-        raise CourseError("prepare.sources has weights, and this run takes texts in their own proportions: the trainer mixes them by weight.")
+        raise CourseError("prepare.sources has weights, and this run takes texts in their own proportions: the trainer mixes by weight.")
     say_what_is_taken_for_a_dataset(console, preparation.sources)
     prepared = prepare(preparation, config.output / "prepared", console)
     print_header(console, prepared)

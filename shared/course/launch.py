@@ -37,10 +37,7 @@ def parse(config_class: type[Config], defaults: Path, arguments: list[str] | Non
                 words[key] = value
         settings = {}
         for file in files:
-            read = read_yaml(file)
-            if not isinstance(read, dict):
-                raise SettingError(f"{file} holds no keys: write `key: value` lines.")
-            settings = merged(settings, read)
+            settings = merged(settings, read_yaml(file))
         return configured(config_class, with_words(config_class, settings, words))
     except CourseError as error:
         refuse(error)

@@ -32,20 +32,23 @@ StrictLoader.add_implicit_resolver(NUMBERS[0], INT, list("-+0123456789"))
 StrictLoader.add_implicit_resolver(NUMBERS[1], re.compile(rf"(?!0[0-9]){FLOAT.pattern}"), list("-+.0123456789"))
 
 
-def read_yaml(path: Path) -> Any:
-    """The content of a YAML file.
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file.
 
     Raises:
-        CourseError: it cannot be read, is too large, or is not YAML that `parse_yaml` takes.
+        CourseError: it cannot be read, is too large, holds no keys, or is not YAML that `parse_yaml` takes.
     """
     try:
         if path.stat().st_size > LARGEST:
             raise CourseError(f"{path} has {path.stat().st_size:,} bytes, and a configuration at most {LARGEST:,}: give another file.")
-        return parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
+        settings = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
     except OSError as error:
         raise CourseError(f"{path} cannot be read ({error.strerror}): give another file, or make it readable.") from None
     except UnicodeDecodeError as error:
         raise CourseError(f"{path} is not YAML: it is not UTF-8 (byte {error.start}). Save it as UTF-8.") from None
+    if not isinstance(settings, dict):
+        raise CourseError(f"{path} holds no keys: write `key: value` lines.")
+    return settings
 
 
 def parse_yaml(text: str, where: str) -> Any:

@@ -24,6 +24,7 @@ from shared.data.cleaning.cleaner import Cleaner, CleaningConfig
 from shared.data.cleaning.report import CleaningReport
 from shared.data.shards import map_arrays, serialized
 from shared.data.sources import Source, open_source
+from shared.data.tables import first_line
 from shared.output_files import write_atomically
 
 LAST = "complete.json"  # there when all parts are
@@ -69,10 +70,8 @@ class CleanShards:
         try:
             yield path
         except (OSError, ValueError, KeyError, TypeError, RecursionError, pyarrow.ArrowException) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CourseError(
-                f"{path} is damaged ({reason}): delete {self.folder.parent}, and the same command prepares the text again."
-            ) from error
+            cure = f"delete {self.folder.parent}, and the same command prepares the text again"
+            raise CourseError(f"{path} is damaged ({first_line(error)}): {cure}.") from error
 
     def size(self, side: str) -> int:
         """Bytes of text of one side, "training" or "held_out", over all parts."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared.corpus import CorpusError
 from shared.data import tables
+from shared.data.tables import first_line
 
 if TYPE_CHECKING:
     from shared.data.sources import Skip, Source
@@ -59,7 +60,7 @@ def read_saved(source: "Source", name: str, skip: "Skip") -> Iterator[tuple[str,
     try:
         yield from tables.texts_of(tables.column_records(columns, source.text_field, name), source.text_field, skip)
     except pyarrow.ArrowException as error:
-        raise CorpusError(f"{source.path} is damaged ({str(error).splitlines()[0]}): save it again.") from None
+        raise CorpusError(f"{source.path} is damaged ({first_line(error)}): save it again.") from None
 
 
 def unbroken(records: Any, source: "Source") -> Iterator[Any]:
@@ -134,7 +135,3 @@ def reason_unreached(source: "Source") -> str | None:
     except Exception as error:  # of the library's transport, whose errors have no common name over its versions
         return f"the hub cannot be reached ({first_line(error)})"
     return None
-
-
-def first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__

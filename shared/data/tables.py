@@ -29,6 +29,11 @@ class FieldError(CorpusError):
         self.reason = reason
 
 
+def first_line(error: Exception) -> str:
+    """The beginning of what a library says; some say nothing, and some a page."""
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+
+
 def open_bytes(path: Path) -> BinaryIO:
     """A file for reading, unpacked if it ends in .gz."""
     try:
@@ -119,7 +124,7 @@ def read_parquet(path: Path, name: str, field: str, skip: Skip) -> Iterator[tupl
             batches = (batch.column(0) for batch in file.iter_batches(batch_size=ROWS, columns=[field]))
             yield from texts_of(column_records(batches, field, name), field, skip)
     except pyarrow.ArrowException as error:
-        raise CorpusError(f"{name} is not a whole Parquet file ({str(error).splitlines()[0]}): make it again, or leave it out.") from None
+        raise CorpusError(f"{name} is not a whole Parquet file ({first_line(error)}): make it again, or leave it out.") from None
 
 
 def column_records(columns: Iterable[Any], field: str, name: str) -> Iterator[Record]:

@@ -161,7 +161,7 @@ class Callbacks:
         return named
 
 
-def in_a_line(error: Exception, longest: int = 300) -> str:
+def in_a_line(error: Exception) -> str:
     """An exception's type and the beginning of its text; of one that is a sentence for the reader, the sentence."""
     text = " ".join((str(error) if isinstance(error, CourseError) else f"{type(error).__name__}: {error}").split())
-    return text if len(text) <= longest else text[:longest] + " ..."
+    return text if len(text) <= 300 else text[:300] + " ..."

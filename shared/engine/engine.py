@@ -48,9 +48,9 @@ class RuntimeEngine:
         parts: name -> whatever else changes from step to step and must be saved, such as a dynamic loss scale.
         console: where the engine speaks.
 
-    Attributes for callbacks: `strategy`, `step` (steps done), `steps` (wanted), `totals` (of the step, reduced), `token_count`, `loss`
-    and `grad_norm` (of its mean loss, before clipping; times a loss scale), `microbatches`, `timings` (seconds by phase of the last step), `log_due` (whether
-    the step under way will be logged), `output`, `device`, `stopped` (why the run ended early), `validation` (totals of the last one).
+    Attributes for callbacks: `strategy`, `step` (steps done), `steps` (wanted), `totals` (of the step, reduced), `token_count`, `loss` and
+    `grad_norm` (of its mean loss, before clipping; times a loss scale), `microbatches`, `timings` (seconds by phase of the last step),
+    `log_due` (will this step be logged?), `output`, `device`, `stopped` (why the run ended early), `validation` (totals of the last one).
     """
 
     def __init__(

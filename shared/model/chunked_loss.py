@@ -4,7 +4,8 @@ Logits are the largest tensor of a small model: [batch * seq, vocab] float32, an
 over rows, so each chunk of rows can be finished, its gradient included, before the next one begins (Hsu et al. 2024, Liger Kernel).
 The numbers are those of `shared.loss.next_token_objective`; the memory is that of one chunk.
 
-What is computed from logits are the head's scores (`shared.model.embedding.TargetScores`): a head that holds a part of the vocabulary has its own.
+What is computed from logits are the head's scores (`shared.model.embedding.TargetScores`): a head that holds a part of the vocabulary has
+its own.
 
 Left out on purpose: second derivatives. The gradient is computed once, with the loss.
 """

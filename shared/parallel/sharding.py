@@ -258,8 +258,8 @@ def sharding_of(parameter: Tensor) -> Sharding | None:
 
 
 def part_sizes(parameter: Tensor) -> list[int]:
-    """How many numbers of a parameter each rank of its group has. Shards of shards are planned by the most that any has, so that ranks whose
-    parts of one parameter differ in size (a vocabulary that does not divide) still lay out everything else in the same way."""
+    """How many numbers of a parameter each rank of its group has. Shards of shards are planned by the most that any has, so that ranks
+    whose parts of one parameter differ in size (a vocabulary that does not divide) still lay out everything else in the same way."""
     sharding = sharding_of(parameter)
     return [parameter.numel()] if sharding is None else [math.prod(part.shape) for part in sharding.parts]
 

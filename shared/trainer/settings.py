@@ -5,7 +5,6 @@ line, as in `optimizer.lr=0.003`. A key that does not exist is refused, with the
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,8 +31,6 @@ def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         kind = "file" if os.path.lexists(path) else "configuration"
         raise CourseError(f"There is no {kind} {path}{f', which {seen[-1].name} extends' if seen else ''}: give a YAML file.")
     settings = read_yaml(path)
-    if not isinstance(settings, dict):
-        raise CourseError(f"{path} holds no keys: write `key: value` lines.")
     below = settings.pop("extends", None)
     if below is not None and not isinstance(below, str):
         raise CourseError(f"{path} extends {below!r}: give the name of one file, beside this one or with its path.")

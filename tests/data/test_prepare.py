@@ -1,6 +1,5 @@
 """Preparing text: what comes out, nothing done twice, and the same bytes after any interruption, a kill among them."""
 
-import hashlib
 import json
 import os
 import signal
@@ -12,33 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders_of_text import config_of, state_of, write_folder
 
 from shared.corpus import split
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
-from shared.data import clean_shards, digests, prepare as preparing
+from shared.data import clean_shards, prepare as preparing
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.prepare import PrepareConfig, prepare
 from shared.data.shards import ENDING, ShardError
 from shared.data.sources import Source, open_source
 from shared.data.tokenizer import TextTokenizer
-
-
-def write_folder(folder: Path, count: int = 120) -> Path:
-    """Documents that are all different, a duplicate, a short one, and one that is no text."""
-    folder.mkdir()
-    for i in range(count):
-        words = " + \\\n".join(f"value_{(i * 37 + j * j) % 1009}" for j in range(60 + i % 7))
-        (folder / f"file{i:03}.py").write_text(f"def function_{i}():\n    return {words}\n# café\n", encoding="utf-8")
-    (folder / "twice.py").write_bytes((folder / "file005.py").read_bytes())
-    (folder / "tiny.py").write_text("x")
-    (folder / "latin.py").write_bytes(b"caf\xe9")
-    return folder
-
-
-def config_of(folder: Path, **changes) -> PrepareConfig:
-    return PrepareConfig(sources=(Source(str(folder)),), vocab_size=400, sentinels=3, part_bytes=30_000, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +33,6 @@ def raw(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepared(raw, tmp_path_factory):
     return prepare(config_of(raw), tmp_path_factory.mktemp("prepared"))
-
-
-def state_of(folder: Path) -> dict[str, tuple[str, int]]:
-    """Every file's content, as a hash, and its time of change."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files}
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -108,65 +86,6 @@ def test_other_settings_or_other_text_are_prepared_beside_it(raw, prepared, tmp_
     assert len(folders | {first, fingerprint(config_of(moved))}) == 6
 
 
-def test_text_is_known_by_its_content_and_not_by_its_times(tmp_path):
-    """A touched file prepares nothing again; another byte does, also where a tool has put the size and the time of modification back."""
-    folder, output = write_folder(tmp_path / "code"), tmp_path / "prepared"
-    first = prepare(config_of(folder), output)
-    before = state_of(first.folder)
-    os.utime(folder / "file000.py", (10**9, 10**9))
-    assert prepare(config_of(folder), output).folder == first.folder and state_of(first.folder) == before
-    change_a_byte(folder / "file000.py")
-    assert prepare(config_of(folder), output).folder != first.folder
-
-
-def change_a_byte(path: Path) -> None:
-    found = path.stat()
-    path.write_bytes(path.read_bytes().replace(b"return", b"Return", 1))
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
-
-
-def test_a_kept_hash_spares_the_reading_and_is_not_believed_after_a_write(tmp_path, monkeypatch):
-    file, kept, read = tmp_path / "text.py", tmp_path / "kept.json", []
-    file.write_text("return 1")
-    monkeypatch.setattr(digests, "SETTLED", 0.0)
-    time.sleep(0.05)  # or the file would be of this very tick
-
-    def digest() -> str:
-        again = digests.Digests(kept)
-        found = again.of(file)
-        again.save()
-        return found
-
-    whole = digests.hashlib.file_digest
-    monkeypatch.setattr(digests.hashlib, "file_digest", lambda *arguments: (read.append(1), whole(*arguments))[1])
-    first = digest()
-    assert digest() == first == hashlib.sha256(b"return 1").hexdigest() and len(read) == 1
-    change_a_byte(file)
-    assert digest() == hashlib.sha256(b"Return 1").hexdigest() and len(read) == 2
-    for damaged in ("{", "[]", json.dumps({str(file): 1})):
-        kept.write_text(damaged)
-        assert digest() == hashlib.sha256(b"Return 1").hexdigest()
-
-
-def test_the_hash_of_a_file_that_was_just_written_is_not_kept(tmp_path):
-    """The next write may fall into the same tick of the file system's clock, and would leave no trace in its times."""
-    (tmp_path / "text.py").write_text("x = 1")
-    found = digests.Digests(tmp_path / "kept.json")
-    found.of(tmp_path / "text.py")
-    found.save()
-    assert not (tmp_path / "kept.json").exists()
-
-
-def test_hashes_that_cannot_be_kept_stop_nothing(tmp_path, monkeypatch):
-    """As in a folder of finished text that can only be read, whose sources were copied since."""
-    monkeypatch.setattr(digests, "SETTLED", 0.0)
-    folder, output = write_folder(tmp_path / "code"), tmp_path / "prepared"
-    (output / "sources.json").mkdir(parents=True)
-    time.sleep(0.05)
-    assert prepare(config_of(folder), output).folder == prepare(config_of(folder), output).folder
-
-
 def test_the_size_of_parts_changes_no_document(raw, prepared, tmp_path):
     other = prepare(replace(config_of(raw), part_bytes=10**6), tmp_path)
     assert len(other.training.shards) == 1 and other.report == prepared.report
@@ -210,14 +129,14 @@ def test_preparation_that_dies_at_any_file_resumes_to_the_same_bytes(raw, prepar
 
 def test_a_killed_preparation_resumes_after_its_last_complete_part(raw, prepared, tmp_path):
     code = (
-        "import sys; from pathlib import Path; from test_prepare import config_of; from shared.data import clean_shards, prepare;"
+        "import sys; from pathlib import Path; from folders_of_text import config_of; from shared.data import clean_shards, prepare;"
         "whole = clean_shards.write_atomically; waits = lambda name: name == '00001.json' and sys.stdin.read();"  # until it is killed
         "clean_shards.write_atomically = lambda *a: (whole(*a), print(a[0].name, flush=True), waits(a[0].name));"
         "prepare.prepare(config_of(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", code, str(raw), str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environment = os.environ | {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{Path(__file__).parent}"}
+    environment = os.environ | {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'tests' / 'support'}"}
     child = subprocess.Popen(command, **pipes, cwd=CHECKOUT, env=environment)
     while (line := child.stdout.readline().strip()) != "00001.json":
         assert line, "the child ended before it could be killed"

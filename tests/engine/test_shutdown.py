@@ -90,7 +90,8 @@ def test_the_engine_runs_on_a_thread_too(tmp_path):
 
 def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
     def run():
-        return resumable_engine(tmp_path, [EarlyStopping(2, minimum_improvement=100.0)], evaluate_every=3).fit(Loader(), held_out(), steps=30)
+        engine = resumable_engine(tmp_path, [EarlyStopping(2, minimum_improvement=100.0)], evaluate_every=3)
+        return engine.fit(Loader(), held_out(), steps=30)
 
     assert run().step == 9
     again = run()

@@ -203,4 +203,5 @@ def test_settings_are_flat_and_plain():
     nested = {"model": {"sizes": {"hidden": 8}, "layers": (1, 2)}, "seed": 0, "resume": True, "uri": None}
     found = settings_of(SimpleNamespace(config=EngineConfig(log_every=7)), nested)
     assert found["engine.log_every"] == 7 and found["engine.output"] == "runs/engine"
-    assert {name: value for name, value in found.items() if not name.startswith("engine.")} == {"model.sizes.hidden": 8, "model.layers": "(1, 2)", "seed": 0, "resume": True, "uri": None}
+    more = {name: value for name, value in found.items() if not name.startswith("engine.")}
+    assert more == {"model.sizes.hidden": 8, "model.layers": "(1, 2)", "seed": 0, "resume": True, "uri": None}

@@ -161,7 +161,7 @@ def main(name: str, path: Path, device: str, small: bool) -> int:
             for row in importlib.import_module(f"slices.{name}").run(machine, small):
                 out.write(json.dumps(row.as_json(machine.is_gpu)) + "\n")
                 out.flush()
-        except Exception:
+        except Exception:  # of whatever kind: the runner reads the exit code, and shows the end of this log in the table
             traceback.print_exc()
             return 1
     return 0

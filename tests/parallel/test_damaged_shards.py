@@ -9,7 +9,7 @@ from resigned import drop, resigned, set_at, state, tensors, text
 from safetensors import safe_open
 from sharded_runs import ADAMW, SMALL
 
-from shared.engine.checkpoint.soundness import CheckpointError
+from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoint
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 
@@ -132,6 +132,19 @@ def test_a_part_that_only_one_rank_cannot_take_sends_all_to_the_one_before(saved
 
     answers = run(restored)
     assert [step for step, _ in answers] == [1, 1] and "loader cannot be taken (ZeroDivisionError" in answers[0][1][0]
+
+
+def test_damage_that_one_rank_finds_comes_before_what_another_refuses(saved):
+    """What is damaged fits no run, so the one before it is tried."""
+
+    def raised(run):
+        def fail():
+            raise DamagedCheckpoint("cut short") if run.world.rank == 1 else CheckpointError("another model")
+
+        with pytest.raises(DamagedCheckpoint, match="cut short"):
+            run.saver(saved[0]).checkpoints.agreed(fail)
+
+    run(raised)
 
 
 def test_what_is_intact_and_of_another_model_is_refused_and_not_skipped(saved):

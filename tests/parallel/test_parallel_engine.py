@@ -9,6 +9,7 @@ import pytest
 import torch
 from layout_runs import largest_difference
 from rich.console import Console
+from runs import Loader
 from sharded_runs import ADAMW, SMALL, batch_of, build, share
 
 from shared.course.errors import CourseError
@@ -38,24 +39,17 @@ DROPOUT, TIED = replace(SMALL, hidden_dropout=0.2), replace(SMALL, tie_word_embe
 BROKEN = 3  # the step in which a factor of a micro-batch of the last rank is NaN
 
 
-class Loader:
-    """Each step: a rank's share of two micro-batches, functions of the step's number. `factor` is of the last rank's second one."""
+class ShareLoader(Loader):
+    """Each step: a rank's share of two micro-batches. `factor` is of the last rank's second one."""
 
     def __init__(self, mesh, factors=()):
-        self.step, self.data, self.factors = 0, mesh.data, dict(factors)
+        super().__init__()
+        self.data, self.factors = mesh.data, dict(factors)
 
-    def __iter__(self):
-        while True:
-            self.step += 1
-            batches = [share(batch_of(self.step, number), self.data.rank, self.data.size) for number in range(2)]
-            factor = self.factors.get(self.step, 1.0) if self.data.rank == self.data.size - 1 else 1.0
-            yield [batch | {"factor": torch.tensor(factor if number == 1 else 1.0)} for number, batch in enumerate(batches)]
-
-    def state_dict(self):
-        return {"step": self.step}
-
-    def load_state_dict(self, state):
-        self.step = state["step"]
+    def microbatches(self):
+        batches = [share(batch_of(self.step, number), self.data.rank, self.data.size) for number in range(2)]
+        factor = self.factors.get(self.step, 1.0) if self.data.rank == self.data.size - 1 else 1.0
+        return [batch | {"factor": torch.tensor(factor if number == 1 else 1.0)} for number, batch in enumerate(batches)]
 
 
 def objective(model, batch):
@@ -105,14 +99,14 @@ def weights_of(parallel):
 
 def fitted(world, words, folder, steps=3, **settings):
     engine, mesh, parallel = engine_of(world, words, folder, **settings)
-    engine.fit(Loader(mesh), steps=steps)
+    engine.fit(ShareLoader(mesh), steps=steps)
     return engine, weights_of(parallel)
 
 
 def broken(world, words, folder):
     engine, mesh, _ = engine_of(world, words, folder)
     try:
-        engine.fit(Loader(mesh, [(BROKEN, float("nan"))]), steps=5)
+        engine.fit(ShareLoader(mesh, [(BROKEN, float("nan"))]), steps=5)
     except BrokenStep as error:
         return str(error)
 

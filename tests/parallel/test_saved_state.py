@@ -12,6 +12,7 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.parallel.health.replicas import LOSS_SCALE, checksum, fingerprints
 from shared.parallel.mesh import Mesh
+from shared.parallel.sharding import make_shard, split_dimension
 from shared.parallel.strategy import ParallelStrategy
 
 
@@ -87,6 +88,19 @@ def test_before_the_first_step_all_ranks_say_what_one_has_otherwise(kind, refusa
 
     first, second = run_threads(work, 2)
     assert first == second and words in first and bool(words) == bool(first)
+
+
+def test_ranks_that_hold_too_little_of_a_parameter_are_refused_before_they_train():
+    """Both ranks take the first half for theirs."""
+
+    def work(world):
+        model = torch.nn.Linear(3, 4)
+        first = split_dimension(model.weight, 0, SimpleNamespace(rank=0, size=2))
+        model.weight = make_shard(first.local(model.weight.detach()), first, model.weight)
+        with pytest.raises(ValueError, match="The ranks hold 6 of the 12 numbers of weight"):
+            ParallelStrategy(model, Mesh(parse_layout("dp2"), world), [])
+
+    run_threads(work, 2)
 
 
 def begun(refusal):

@@ -1,4 +1,4 @@
-"""Tensor parallelism at its edges: scores of a cut vocabulary, dropout, checkpoints between layouts, the meta device, and what is refused."""
+"""Tensor parallelism at its edges: scores of a cut vocabulary, dropout, checkpoints between layouts, the meta device, what is refused."""
 
 from dataclasses import replace
 
@@ -236,7 +236,7 @@ class Unknown(FeedForward):
     [
         ({"num_attention_heads": 2}, 4, {}, r"tensor_parallel 4 does not divide num_attention_heads 2: give one of \[1, 2\]"),
         ({"intermediate_size": 25}, 2, {}, "does not divide intermediate_size 25"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48}, 4, {}, "num_key_value_heads 6: one must divide the other"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48}, 4, {}, "heads 6: one must divide the other"),
         ({}, 2, {"feed_forward": lambda config, builders, layer: Unknown(config, builders)}, "blocks.0.feed_forward, a Unknown"),
         ({"vocab_size": 3}, 4, {}, "3 tokens cannot be cut over 4 ranks"),
     ],

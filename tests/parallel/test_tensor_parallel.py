@@ -22,7 +22,8 @@ from shared.parallel.parallelize import AXES
 from shared.parallel.tensor.axis import TensorParallel
 
 SGD = OptimizerConfig("sgd", lr=0.3, momentum=0.0, weight_decay=0.0)
-SMALL = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "initializer_range": 0.1}
+SIZES = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+SMALL = SIZES | {"initializer_range": 0.1}
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 GPT = BIASES | {"position": "learned", "norm": "layer_norm", "hidden_act": "gelu_tanh", "gated": False, "tie_word_embeddings": True}
 FAMILIES = {
@@ -33,7 +34,8 @@ FAMILIES = {
     "qwen3": {"qk_norm": True, "num_key_value_heads": 2, "head_dim": 6},
     "mistral": {"sliding_window": 3, "num_key_value_heads": 2},
     "bloom": GPT | {"position": "alibi", "embedding_norm": True},
-    "bert": GPT | {"architecture": "encoder", "norm_position": "post", "embedding_norm": True, "head": "mlm", "max_position_embeddings": 12},
+    "bert": GPT
+    | {"architecture": "encoder", "norm_position": "post", "embedding_norm": True, "head": "mlm", "max_position_embeddings": 12},
     "t5": {"architecture": "encoder-decoder", "position": "relative", "attention_scale": 1.0, "norm_eps": 1e-6},
 }
 

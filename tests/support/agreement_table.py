@@ -14,6 +14,7 @@ from pathlib import Path
 from trainer_runs import TRAIN, settings_file
 from two_machines import Job, Machine, Machines
 
+from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 
 TIMEOUT = 300
@@ -85,6 +86,15 @@ ROWS = {
     "lost": Other("an empty disk, after step 4", "rank 1 has none"),
 }  # fmt: skip
 OWN_FOLDERS = ("text", "tokenizer", "checkpoint", "lost")  # machines that share none
+
+
+def said(call) -> str:
+    """The sentence with which a rank refuses; empty where it does not."""
+    try:
+        call()
+    except CourseError as error:
+        return str(error)
+    return ""
 
 
 @dataclass

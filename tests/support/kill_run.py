@@ -9,10 +9,10 @@ import json
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from runs import Loader
 
 from shared.engine.callbacks import Callback
 from shared.engine.config import CheckpointConfig, EngineConfig
@@ -37,27 +37,20 @@ ENDLESS = 10**6
 ROWS = 8
 
 
-class Rows:
-    """Each step two micro-batches of this rank's share, functions of the step's number."""
+class Rows(Loader):
+    """Each step two micro-batches of this rank's share."""
 
     def __init__(self, rank: int, ranks: int):
-        self.rank, self.ranks, self.given = rank, ranks, 0
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
 
-    def __iter__(self):
-        while True:
-            self.given += 1
-            yield [self.microbatch(number) for number in range(2)]
+    def microbatches(self):
+        return [self.microbatch(number) for number in range(2)]
 
     def microbatch(self, number: int):
-        ids = torch.randint(MODEL.vocab_size, (ROWS, 9), generator=torch.Generator().manual_seed(10 * self.given + number))
+        ids = torch.randint(MODEL.vocab_size, (ROWS, 9), generator=torch.Generator().manual_seed(10 * self.step + number))
         ids = ids.chunk(self.ranks)[self.rank]
         return {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
-
-    def state_dict(self):
-        return {"given": self.given}
-
-    def load_state_dict(self, state):
-        self.given = state["given"]
 
 
 class Signs(Callback):

@@ -34,7 +34,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--lo
 RANKS_OF = {"one": 1, "dp2": 2, "fsdp2": 2, "dp2_zero1": 2, "dp2_fsdp2": 4}
 ROWS = [f"{layout}/{backend}" for layout in RANKS_OF for backend in ("course", "torch")[: RANKS_OF[layout]]]
 RESTARTED = ["dp2/course", "fsdp2/course", "dp2_zero1/torch", "fsdp2/torch"]  # these rows under torchrun too
-MORE_STEPS = 10  # after the last kill
 IMPORTS = ["torch.distributed.fsdp", "torch.distributed.optim", "torch.nn.parallel", "safetensors.torch", "rich.console", "rich.progress"]
 
 

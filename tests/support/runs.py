@@ -27,7 +27,7 @@ MODEL = ModelConfig(
 
 
 class Loader:
-    """Each step: two micro-batches of 3 and 2 sequences, functions of the step's number; the last target of each is ignored."""
+    """Each step: `microbatches`, which are functions of the step's number."""
 
     def __init__(self, limit: int | None = None):
         self.step, self.limit = 0, limit
@@ -35,7 +35,11 @@ class Loader:
     def __iter__(self):
         while self.limit is None or self.step < self.limit:
             self.step += 1
-            yield [batch(self.step, 0, 3), batch(self.step, 1, 2)]
+            yield self.microbatches()
+
+    def microbatches(self):
+        """Two, of 3 and 2 sequences; the last target of each is ignored."""
+        return [batch(self.step, 0, 3), batch(self.step, 1, 2)]
 
     def state_dict(self):
         return {"step": self.step}

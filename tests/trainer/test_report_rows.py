@@ -24,7 +24,9 @@ def test_operations_that_steps_do_not_run_have_no_row():
 
 
 def test_dropout_is_named_where_its_draws_differ(tmp_path):
-    causes = lambda **changes: known_causes(finished_run(tmp_path / str(len(list(tmp_path.iterdir()))), [1.0], 1.0, **changes))  # noqa: E731
+    def causes(**changes):
+        return known_causes(finished_run(tmp_path / str(len(list(tmp_path.iterdir()))), [1.0], 1.0, **changes))
+
     assert causes(**TWO) == {"dropout": "its draws differ by layout, so losses and weights do as well"}
     assert not causes() and not causes(**TWO, model={"hidden_dropout": 0.0})
 

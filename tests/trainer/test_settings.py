@@ -102,7 +102,7 @@ def test_the_shipped_configurations_can_be_read():
 
 
 def test_the_configuration_for_two_cards_of_24_gigabytes_fits():
-    """By the formulas, which tests/parallel/test_memory_estimate.py holds to measurements; CUDA and its libraries take one gigabyte more."""
+    """By the formulas, which tests/parallel/test_memory_estimate.py holds to measurements; CUDA and its libraries take 1 GB more."""
     config = parse_text(TrainerConfig, yaml.safe_dump(read_settings(TRAIN.parent / "two_3090s.yaml")))
     data, layout = config.data, config.parallel
     model = replace(config.model, vocab_size=data.prepare.vocab_size)

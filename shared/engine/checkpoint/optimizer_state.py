@@ -93,8 +93,8 @@ def require_same_settings(model: nn.Module, optimizer: Optimizer, state: Optimiz
                 if values[0] != values[1] and not (key == "lr" and None in values):
                     raise ValueError(
                         f"The optimizer's {key} for {name} is {values[0]} here and {values[1]} in the saved run: resume with what was "
-                        "saved, or begin a new run in another output folder. To change it on purpose, resume with what was saved and set it in "
-                        "optimizer.param_groups in a callback's on_start, which comes after the checkpoint is loaded."
+                        "saved, or begin a new run in another output folder. To change it on purpose, resume with what was saved and set "
+                        "it in optimizer.param_groups in a callback's on_start, which comes after the checkpoint is loaded."
                     )
 
 

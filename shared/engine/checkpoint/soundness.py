@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from shared.course.errors import CourseError
+from shared.course.typed import shown
 
 FORMAT = 2
 Described = dict[str, list]  # name of a tensor -> its dtype and its shape
@@ -53,9 +54,9 @@ def misfit(value: Any, wanted: Any, place: str) -> str | None:
     if isinstance(wanted, type):
         kinds = (int, float) if wanted is float else wanted
         right = isinstance(value, kinds) and not (wanted in (int, float) and isinstance(value, bool))
-        return None if right else f"{place} is {shortened(value)}, and should be of type {wanted.__name__}"
+        return None if right else f"{place} is {shown(value)}, and should be of type {wanted.__name__}"
     if not isinstance(value, type(wanted)):
-        return f"{place} is {shortened(value)}, and should be of type {type(wanted).__name__}"
+        return f"{place} is {shown(value)}, and should be of type {type(wanted).__name__}"
     if isinstance(wanted, list):
         entries = [(entry, wanted[0], f"{place}[{number}]") for number, entry in enumerate(value)]
     elif str in wanted:
@@ -65,11 +66,6 @@ def misfit(value: Any, wanted: Any, place: str) -> str | None:
             return f"{place} has no {absent[0]!r}"
         entries = [(value[key], kind, f"{place}.{key}") for key, kind in wanted.items()]
     return next((wrong for entry in entries if (wrong := misfit(*entry))), None)
-
-
-def shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def problem_of(state: Any, step: int) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shared.output_files import write_atomically
 from shared.tensor_files import save_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -120,6 +121,4 @@ def write_tensors(folder: Path, sizes: dict[str, int], make: Callable[[str], Ten
 
 def write_json(path: Path, raw: dict) -> None:
     """Put a JSON file in place whole."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_atomically(path, json.dumps(raw, indent=2).encode() + b"\n")

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.course.errors import CourseError
 from shared.engine.checkpoint.folder import MANIFEST, STATE, Checkpoints, Result, require_intact
 from shared.engine.checkpoint.random_state import RandomState, get_random_state
 from shared.engine.checkpoint.snapshot import Snapshot
 from shared.engine.checkpoint.soundness import RANDOM_STATE, CheckpointError, DamagedCheckpoint, misfit
 from shared.parallel.checkpoint.files import ShardFiles, rank_file
+from shared.parallel.health.agreement import agreed
 
 if TYPE_CHECKING:
     from shared.parallel.strategy import ParallelStrategy
@@ -90,15 +90,7 @@ class RankCheckpoints(Checkpoints):
     def agreed(self, call: Callable[[], Result]) -> Result:
         """Return the result of `call`; where it fails on any rank, raise the same error on all. Damage comes first: what is
         damaged fits no run."""
-        result, problem = None, None
-        try:
-            result = call()
-        except CourseError as error:
-            problem = [str(error), isinstance(error, DamagedCheckpoint)]
-        if problems := [each for each in self.world.gather_objects(problem) if each]:
-            sentence, is_damage = max(problems, key=lambda each: each[1])
-            raise (DamagedCheckpoint if is_damage else CheckpointError)(sentence)
-        return result
+        return agreed(self.world, call, CheckpointError, DamagedCheckpoint)
 
     def random_state(self, folder: Path, state: dict[str, Any]) -> RandomState:
         """This rank's random state. A rank that did not exist when the run was saved keeps the state that it was started with."""

@@ -168,7 +168,8 @@ class RankSaver(Saver):
         answers = self.world.gather_objects([files, problem])
         problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]
         written = {name: entry for rank in self.checkpoints.sharing for name, entry in answers[rank][0].items()}
-        for stage in (partial(self.complete, written), partial(self.checkpoints.remove_old, self.step)):  # all machines have it: then remove
+        # Older checkpoints are removed when all machines have this one.
+        for stage in (partial(self.complete, written), partial(self.checkpoints.remove_old, self.step)):
             reason = problem_of(stage) if self.leads and not problems else None
             reasons = enumerate(self.world.gather_objects(reason))
             problems = problems or [f"rank {rank}: {reason}" for rank, reason in reasons if reason]

@@ -58,8 +58,8 @@ def choose_interface(store: Store, rank: int, ranks: int, host: str, port: int) 
     if name is None and "GLOO_SOCKET_IFNAME" not in os.environ:
         problem = (
             f"Rank {rank}, on {socket.gethostname()}: MASTER_ADDR is {host!r}, which other machines reach at {' or '.join(reached)}, and "
-            "that is no address of this machine. Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface by which they reach it, "
-            f"one of: {', '.join(interfaces)}."
+            "that is no address of this machine. Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface by which they "
+            f"reach it, one of: {', '.join(interfaces)}."
         )
     if problems := [each for each in exchange(store, "problem", rank, ranks, problem) if each]:
         raise CourseError(problems[0])

@@ -1,4 +1,4 @@
-"""Chapter 06. Gradient buckets (DDP buckets): many gradients in one collective, because one for each of a hundred tensors is mostly latency.
+"""Chapter 06. Gradient buckets (DDP buckets): many gradients in one collective, because one for each tensor is mostly latency.
 
     flat   [a a a a a a | b b b | c c c c]         one all-reduce for a, b and c
 

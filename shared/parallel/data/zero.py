@@ -67,15 +67,23 @@ class Zero(DataParallel):
         stage: 1 or 2.
         whole: names of parameters that must not be cut (`muon_matrices`).
         bucket_megabytes: the size of a bucket of gradients. Each bucket is partitioned by itself, so all ranks are busy with each.
-        alone: whether no other engine exchanges gradients. Beside one, nothing is waited for within the backward pass, because ranks may come
-            to the engines' buckets in different orders.
+        alone: whether no other engine exchanges gradients. Beside one, nothing is waited for within the backward pass, because ranks may
+            come to the engines' buckets in different orders.
 
     Attributes:
         optim_params: this rank's shards of the trained parameters, under the model's names.
         held: how many elements each rank's shards have.
     """
 
-    def __init__(self, model: nn.Module, group: Communicator, stage: int, whole: Collection[str] = (), bucket_megabytes: float = 25.0, alone: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Communicator,
+        stage: int,
+        whole: Collection[str] = (),
+        bucket_megabytes: float = 25.0,
+        alone: bool = True,
+    ):
         self.stage, self.whole, self.alone = stage, whole, alone
         self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.held, self.under_way_now = [0] * group.size, deque[Work]()
@@ -119,15 +127,17 @@ class SharedBucket:
     Args:
         parameters: whole on every rank, contiguous.
         shardings: how each is sharded over `group`, by spans.
-        under_way: the operations of all buckets, of which a few may be unfinished at a time; their memory is free when they are done. None for
-            any number.
+        under_way: the operations of all buckets, of which a few may be unfinished at a time; their memory is free when they are done. None
+            for any number.
 
     Attributes:
         results: this rank's shards, views of the parameters: an optimizer that steps them changes the parameters' memory.
         sizes: how many elements of the bucket each rank has.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], shardings: Sequence[Sharding], group: Communicator, under_way: deque[Work] | None):
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], shardings: Sequence[Sharding], group: Communicator, under_way: deque[Work] | None
+    ):
         if any(not parameter.is_contiguous() for parameter in parameters):
             raise ValueError("ZeRO's shards are views of the parameters, and one is not contiguous: call .contiguous() on it before.")
         self.parameters, self.group, self.under_way = tuple(parameters), group, under_way

@@ -140,15 +140,22 @@ def source_files() -> dict[str, str]:
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files.items()}
 
 
-def agreed(world: Communicator, work: Callable[[], Result], error: type[CourseError] = CourseError) -> Result:
-    """Return the result of `work`; where it raises `error` on any rank, raise the first such sentence on all of them."""
+def agreed(
+    world: Communicator, work: Callable[[], Result], error: type[CourseError] = CourseError, worse: type[CourseError] | None = None
+) -> Result:
+    """Return the result of `work`; where it raises a CourseError on any rank, raise the first such sentence on all of them, as `error`.
+
+    Args:
+        worse: a class that comes before all others, and stays what it is.
+    """
     result, problem = None, None
     try:
         result = work()
-    except error as failure:
-        problem = str(failure)
+    except CourseError as failure:
+        problem = [str(failure), worse is not None and isinstance(failure, worse)]
     if problems := [each for each in world.gather_objects(problem) if each]:
-        failure = error(problems[0])
+        told, is_worse = max(problems, key=lambda each: each[1])
+        failure = (worse if is_worse else error)(told)
         failure.on_all_ranks = True
         raise failure
     return result
