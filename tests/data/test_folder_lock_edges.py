@@ -98,3 +98,20 @@ def test_a_folder_is_the_same_by_another_path(tmp_path):
     (tmp_path / "link").symlink_to("run")
     with FolderLock(tmp_path / "run"), FolderLock(tmp_path / "link") as inner:
         inner.require_held()
+
+
+def test_a_file_system_that_is_away_for_a_moment_costs_no_lock(tmp_path, monkeypatch, quick):  # noqa: F811
+    with FolderLock(tmp_path) as lock:
+        read, away = type(lock.path).read_text, []
+
+        def failing(path, *arguments, **options):
+            if path == lock.path and len(away) < 3:
+                away.append(path)
+                raise OSError(5, "Input/output error")
+            return read(path, *arguments, **options)
+
+        monkeypatch.setattr(type(lock.path), "read_text", failing)
+        until(lambda: len(away) == 3)
+        os.utime(lock.path, (1, 1))
+        until(lambda: lock.path.stat().st_mtime > 1)
+        lock.require_held()

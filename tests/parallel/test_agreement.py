@@ -2,6 +2,7 @@
 
 import platform
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,13 @@ def test_other_code_or_packages_on_a_rank_are_named(tmp_path):
     assert told[0] == told[1] and "device is cpu on rank 0" in told[0].pop("device")
     for what, (_, words) in PROGRAMS.items():
         assert words in told[0][what] and bool(words) == bool(told[0][what]), (what, told[0][what])
+
+
+def test_the_script_that_was_started_is_compared_with_the_core(monkeypatch, tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("import torch\n")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    agreement.source_files.cache_clear()
+    files = agreement.source_files()
+    agreement.source_files.cache_clear()
+    assert {"mine.py", "shared/loop.py", "solutions/01_training_loop.py"} <= files.keys()

@@ -136,3 +136,34 @@ def test_a_rank_that_raised_the_problem_and_does_not_end_is_ended(monkeypatch):
     heart.watchdog.start()
     assert over.wait(60) and ended[0] == "rank 0 stopped"
     heart.closing.set()
+
+
+class Ticks:
+    """In place of the event that ends a heartbeat's threads: time passes in steps of the test's own, and then the threads end."""
+
+    def __init__(self, clock: Clock, *seconds: float):
+        self.clock, self.seconds = clock, list(seconds)
+
+    def wait(self, interval: float | None = None) -> bool:
+        if not self.seconds:
+            return True
+        self.clock.now += self.seconds.pop(0)
+        return False
+
+
+def test_a_watchdog_that_was_suspended_does_not_miss_the_store(monkeypatch):
+    clock, heart, _ = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=2.5, collective_timeout=60.0, heartbeat_interval=0.5))
+    monkeypatch.setattr(heartbeat, "end_process", lambda reason="": None)
+    heart.closing = Ticks(clock, 0.5, 30.0, 0.5)
+    heart.watch()
+    assert heart.problem is None
+    heart.closing = Ticks(clock, 0.5, 0.5)
+    heart.watch()
+    assert str(heart.problem).startswith("rank 0 has had no answer from the machine of rank 0 for 2 s")
+
+
+def test_an_answer_of_the_store_ends_its_silence(monkeypatch):
+    clock, heart, _ = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=2.5, collective_timeout=60.0, heartbeat_interval=0.5))
+    heart.unanswered_seconds, heart.closing = 2.4, Ticks(clock, 0.5)
+    heart.run()
+    assert heart.unanswered_seconds == 0.0

@@ -30,7 +30,7 @@ FAMILIES = {
     "llama": {},
     "gqa": {"num_key_value_heads": 2},
     "mqa": {"num_key_value_heads": 1, "attention_bias": True},
-    "gpt2": GPT | {"max_position_embeddings": 12},
+    "gpt2": GPT | {"max_position_embeddings": 40},  # so many that half of all numbers beside blocks ends among them
     "qwen3": {"qk_norm": True, "num_key_value_heads": 2, "head_dim": 6},
     "mistral": {"sliding_window": 3, "num_key_value_heads": 2},
     "bloom": GPT | {"position": "alibi", "embedding_norm": True},

@@ -13,7 +13,9 @@ from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.parallelize import routes_of
 from shared.parallel.comm.collectives import all_gather_v, reduce_scatter_v
+from shared.parallel.data.buckets import MEBIBYTE, plan_buckets
 from shared.parallel.data.zero import Zero, bytes_held, muon_matrices
+from shared.parallel.tensor.axis import uneven_rows
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -166,3 +168,16 @@ def test_parts_are_added_up_and_gathered(sizes):
             assert traffic == {("reduce_scatter", "world"): 24 * max(sizes), ("all_gather", "world"): 24 * max(sizes)}
         else:
             assert traffic == {("all_to_all", "world"): 8 * sum(sizes) + 24 * sizes[place]}
+
+
+def test_ranks_whose_vocabularies_differ_in_size_plan_the_same_buckets():
+    """8 and 7 rows of 8 bytes: the bucket of 72 bytes has room for another row on one of the ranks alone."""
+
+    def plan(world):
+        whole = nn.Parameter(torch.zeros(15, 1, dtype=torch.float64))
+        uneven = nn.Parameter(uneven_rows(whole, world).local(whole.detach()).clone())
+        uneven.sharding = uneven_rows(whole, world)
+        others = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(3)]
+        return [len(bucket) for bucket in plan_buckets([uneven, *others], 72 / MEBIBYTE)]
+
+    assert run_threads(plan, 2) == [[2, 2], [2, 2]]

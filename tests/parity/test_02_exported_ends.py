@@ -14,6 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shared.data.tokenizer import TextTokenizer
 from shared.loss import cross_entropy
+from shared.model.config import ModelConfig
+from shared.model.hf.generation import every_id
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.hf.registry import FORMATS, read_config
 from shared.model.transformer import TransformerModel
@@ -155,3 +157,9 @@ def test_ids_that_the_model_does_not_have_are_refused(tmp_path):
     with pytest.raises(ValueError, match="token_ids has 'eos'"):
         save_pretrained(model, tmp_path, token_ids={"eos": 5})
     assert not (tmp_path / "config.json").exists()
+
+
+def test_a_start_token_that_is_given_is_kept_and_padding_is_the_start_of_others():
+    t5, ids = ModelConfig(architecture="encoder-decoder", position="relative"), {"pad_token_id": 3}
+    assert every_id(ids, t5)["decoder_start_token_id"] == 3
+    assert every_id(ids | {"decoder_start_token_id": 7}, t5)["decoder_start_token_id"] == 7
