@@ -1,24 +1,22 @@
 """Context parallelism: every family of model, with packed documents and next to every other axis, does what one process does."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
+import tensor_runs
 import torch
 from layout_runs import LayoutRun
-from sharded_runs import ADAMW, MUON, ROWS, STEPS
-from test_tensor_parallel import FAMILIES, SGD, SMALL, require_same
+from sharded_runs import ADAMW, MUON, ROWS
+from tensor_runs import FAMILIES, SGD, SMALL, require_same
 
 from shared.data.objectives import masked_language_objective
 from shared.loss import next_token_objective
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.model.config import ModelConfig
-from shared.parallel.comm.communicator import SingleRankCommunicator
-from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.parallel.context.axis import ContextParallel
 from shared.parallel.context.ring import gathered_attention, ring_attention
-from shared.parallel.health.replicas import require_equal
 from shared.parallel.parallelize import AXES
 from shared.parallel.tensor.axis import TensorParallel
 
@@ -59,21 +57,7 @@ def make(world, layout: str, family: str, optimizer=SGD, packed=False, attend=ri
     return LayoutRun(world, config, config=config_of(family), optimizer=optimizer, objective=objective, batches=made, axes=axes)
 
 
-def train(world, *arguments, **settings) -> dict:
-    run = make(world, *arguments, **settings)
-    losses, norms = [], []
-    for _ in range(STEPS):
-        run.train(1)
-        losses.append(run.totals.loss_sum)
-        norms.append(run.update.gradient_norm)
-    require_equal(run.parallel.state.state_dict(keep_vars=True), run.parallel.holders, run.world)
-    return {"loss": losses, "norm": norms, "gradients": run.gradients(), "weights": run.weights()}
-
-
-def run(layout: str, *arguments, **settings) -> list[dict]:
-    ranks = parse_layout(layout.removesuffix("_sp")).ranks
-    work = lambda world: train(world, layout, *arguments, **settings)  # noqa: E731
-    return [work(SingleRankCommunicator())] if ranks == 1 else run_threads(work, ranks)
+run = partial(tensor_runs.run, make=make)
 
 
 @cache
