@@ -56,14 +56,14 @@ def check_build(build: Build, stages: tuple[Stage, ...], file: BodyFile) -> Iter
 def forbidden_import(file: BodyFile, build: Build) -> str:
     """A sentence where a build imports what it is to build, or reads its solution; else nothing."""
     if line := running.solution_mentioned(file):
-        return f"{shown(file.path)}, line {line}: this reads the solution. `course solution {build.id}` opens it when all stages have passed."
+        return f"{shown(file.path)}, line {line}: this reads the solution. `course solution {build.id}` opens it later."
     for node in ast.walk(file.tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{name}" for name in names]
         for name in names:
             if any(f"{name}.".startswith(f"{module}.") for module in build.forbidden):
-                return f"{shown(file.path)}, line {node.lineno}: {name} is what this build is to write. Take what is in other modules, or your own."
+                return f"{shown(file.path)}, line {node.lineno}: {name} is what this build is to write. Write your own."
     return ""
 
 

@@ -73,7 +73,8 @@ def print_solution(console: Console, name: str) -> bool:
     solved = all(progress.read().get(each.id, {}).get("solved") for each in build.stages)
     if not solved and stage is not None and progress.hints(stage.id) < ALL_HINTS:
         left = count(ALL_HINTS - progress.hints(stage.id), "hint")
-        say(console, f"The solution of {build.id} opens after all its stages have passed, or after the third hint of one: {stage.id} has {left} to go.")
+        opens = f"The solution of {build.id} opens after all its stages have passed, or after the third hint of one"
+        say(console, f"{opens}: {stage.id} has {left} to go.")
         return False
     say(console, f"{build.id}  the course's solution\n", "bold")
     print_python(console, build.solution_file.read_text(encoding="utf-8").rstrip())

@@ -101,7 +101,7 @@ def builds() -> dict[str, Build]:
 def read_build(path: Path) -> Build:
     entries = tomllib.loads(path.read_text(encoding="utf-8"))
     number = path.parent.name[:2]
-    stages = tuple(Stage(f"{number}.build.{stage['name']}", stage["title"], stage["minutes"], tuple(stage["hints"])) for stage in entries["stage"])
+    stages = tuple(Stage(f"{number}.build.{e['name']}", e["title"], e["minutes"], tuple(e["hints"])) for e in entries["stage"])
     return Build(path.parent.name, entries["title"], tuple(entries["forbidden"]), entries["after"], stages)
 
 
@@ -145,7 +145,8 @@ def wrong_builds(build: Build) -> dict[str, tuple[str, BodyFile]]:
         text = source
         for find, replacement in entry["edits"]:
             if text.count(find) != 1:
-                raise CourseError(f"Wrong build {build.id}/{entry['name']}: {find!r} is {text.count(find)} times in the solution, not once.")
+                times = f"{find!r} is {text.count(find)} times in the solution, not once"
+                raise CourseError(f"Wrong build {build.id}/{entry['name']}: {times}.")
             text = text.replace(find, replacement)
         found[entry["name"]] = entry["sentence"], BodyFile.parsed(Path(f"{build.solution_file}#{entry['name']}"), text)
     return found

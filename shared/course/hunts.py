@@ -98,10 +98,10 @@ def find_hunt(number: str, letter: str) -> Hunt:
 def print_list(console: Console, number: str) -> None:
     """A chapter's hunts with their symptoms."""
     progress, found = Progress(find_workspace()), of_chapter(number)
-    say(console, f"Chapter {found[0].slug[:2]}: {len(found)} broken programs. Find the line, mend it in your copy, say what it was.", "bold")
+    say(console, f"{len(found)} broken programs of chapter {found[0].slug[:2]}. Find the line, mend it in your copy, say what it was.", "bold")
     for hunt in found:
         done = "  (repaired)" if progress.passed(hunt.id) else ""
-        lines = [Line(f"  {text}") for text in hunt.symptom.strip().splitlines()]
+        lines = [Line(f"  {text}", hang=None) for text in hunt.symptom.strip().splitlines()]
         print_lines(console, [Line(), Line(f"{hunt.letter}  {hunt.title}{done}", "bold"), *lines])
     say(console, f"\n`course hunt {found[0].slug[:2]} {found[0].letter}` makes your copy.")
 
@@ -111,7 +111,8 @@ def start(console: Console, hunt: Hunt) -> None:
     path = hunt.file(find_workspace())
     if not path.exists():
         write(path, hunt.broken)
-    print_lines(console, [Line(f"{hunt.id}  {hunt.title}", "bold"), *(Line(f"  {text}") for text in hunt.symptom.strip().splitlines()), Line()])
+    symptom = [Line(f"  {text}", hang=None) for text in hunt.symptom.strip().splitlines()]
+    print_lines(console, [Line(f"{hunt.id}  {hunt.title}", "bold"), *symptom, Line()])
     steps = {"your copy": shown(path), "run": f"python {shown(path)}", "check": f"course hunt {hunt.slug[:2]} {hunt.letter} --check"}
     print_lines(console, [Line(f"  {label:<10} {text}", hang=11) for label, text in steps.items()])
 
@@ -125,7 +126,8 @@ def check(console: Console, hunt: Hunt, because: int | None) -> int:
     workspace = find_workspace()
     path = hunt.file(workspace)
     if not path.exists() or same(path, hunt.broken):
-        outcome = Outcome(hunt.id, NOT_ATTEMPTED, problem=[f"`course hunt {hunt.slug[:2]} {hunt.letter}` makes your copy; mend {shown(path)}."])
+        copy = f"`course hunt {hunt.slug[:2]} {hunt.letter}` makes your copy; mend {shown(path)}."
+        outcome = Outcome(hunt.id, NOT_ATTEMPTED, problem=[copy])
     else:
         outcome = check_file(hunt, BodyFile.read(path))
     lines = [line for line in outcome_lines(outcome) if "`course hint" not in line.text]
@@ -140,7 +142,8 @@ def check(console: Console, hunt: Hunt, because: int | None) -> int:
     because = because or click.prompt("number", type=click.IntRange(1, len(hunt.choices)))
     right = because == hunt.answer
     Progress(workspace).record_check(hunt.id, "repaired" if right else None)
-    say(console, f"\n{hunt.id}  PASS  {hunt.because}" if right else f"\n{hunt.id}  FAIL  It was not {because}: what did your repair change?")
+    verdict = f"PASS  {hunt.because}" if right else f"FAIL  It was not {because}: what did your repair change?"
+    say(console, f"\n{hunt.id}  {verdict}")
     return 0 if right else 1
 
 

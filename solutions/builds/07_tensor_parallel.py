@@ -77,7 +77,8 @@ def plan(config: ModelConfig, rank: int, ranks: int) -> dict[str, tuple[Tensor, 
         block = f"blocks.{number}"
         for norm in ("attention_norm", "feed_forward_norm"):
             found[f"{block}.{norm}.weight"] = (everything,)
-        columns = {"attention.q_proj": queries, "attention.k_proj": keys, "attention.v_proj": keys, "feed_forward.gate_up_proj": gate_and_up}
+        columns = {"attention.q_proj": queries, "attention.k_proj": keys, "attention.v_proj": keys}
+        columns["feed_forward.gate_up_proj"] = gate_and_up
         for name, rows in columns.items():
             found[f"{block}.{name}.weight"], found[f"{block}.{name}.bias"] = (rows, everything), (rows,)
         for name, inputs in {"attention.o_proj": queries, "feed_forward.down_proj": features}.items():
@@ -189,7 +190,8 @@ class Model:
             names = [name for name, over in self.partial.items() if over is group]
             flat = torch.cat([found[name].flatten() for name in names])
             group.all_reduce(flat)
-            found |= {name: part.view_as(found[name]) for name, part in zip(names, flat.split([found[n].numel() for n in names]), strict=True)}
+            sums = flat.split([found[name].numel() for name in names])
+            found |= {name: total.view_as(found[name]) for name, total in zip(names, sums, strict=True)}
         return found
 
     def require_tokens(self, what: str, ids: Tensor) -> None:

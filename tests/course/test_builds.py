@@ -102,6 +102,7 @@ def write(learner, solution: str, *edits: tuple[str, str]) -> None:
 
 SOLUTION = BUILDS["07.build"].solution_file.read_text(encoding="utf-8")
 FIRST = "07.build.weights"
+TOP, INSIDE = "from torch import Tensor\n", "        self.partial = {}\n"
 
 
 def test_an_untouched_build_is_not_attempted(learner):
@@ -127,14 +128,14 @@ def test_a_stage_passes_on_its_own_and_is_kept(learner):
 @pytest.mark.parametrize(
     ("edit", "sentence"),
     [
-        (("import torch\nimport", "import torch\nfrom shared.parallel.tensor.axis import Cutter\nimport"), "is what this build is to write"),
-        (("import torch\nimport", "import torch\nimport importlib\nimportlib.import_module('shared.parallel.tensor')\nimport"), "Your code imported"),
-        (("import torch\nimport", "import torch\nopen('solutions/builds/07_tensor_parallel.py')\nimport"), "this reads the solution"),
+        ((TOP, f"from shared.parallel.tensor.axis import Cutter\n{TOP}"), "is what this build is to write"),
+        ((TOP, f"import importlib\nimportlib.import_module('shared.parallel.tensor')\n{TOP}"), "Your code imported"),
+        ((TOP, f"open('solutions/builds/07_tensor_parallel.py')\n{TOP}"), "this reads the solution"),
         (("def state(model):", "@torch.no_grad()\ndef state(model):"), "must be a plain function written in this file"),
         (("def state(model):", "def other(model):"), "has no function 'state'"),
-        (("import torch\nimport", "import torch\nno_such_name\nimport"), "NameError: name 'no_such_name' is not defined"),
-        (("        self.partial = {}\n", "        self.partial = {}\n        group.rank or group.barrier()\n"), "deadlock: rank 0 waits in barrier #1"),
-        (("        self.partial = {}\n", "        self.partial = {}\n        parts = weights.missing\n"), "build.py, line"),
+        ((TOP, f"no_such_name\n{TOP}"), "NameError: name 'no_such_name' is not defined"),
+        ((INSIDE, f"{INSIDE}        group.rank or group.barrier()\n"), "deadlock: rank 0 waits in barrier #1"),
+        ((INSIDE, f"{INSIDE}        parts = weights.missing\n"), "build.py, line"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

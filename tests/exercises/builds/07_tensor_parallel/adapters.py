@@ -33,7 +33,8 @@ K num_key_value_heads, d head_dim, F intermediate_size, L num_hidden_layers. H d
     head.weight                                      [V, D]                not tied to the embedding
 
 `group` is the communicator of all ranks (shared/parallel/comm/communicator.py): group.rank, group.size, group.all_reduce(tensor),
-all_gather(whole, part), reduce_scatter(part, whole), which work in place, unseen by autograd; group.split(axis, groups) makes smaller groups.
+all_gather(whole, part), reduce_scatter(part, whole). They work in place on contiguous tensors, join and cut along dimension 0, and autograd
+does not see them. group.split(axis, groups) makes smaller groups; every rank calls it with the same groups.
 
 The stages
     1 weights            cut every weight; say of each part where it lies in the whole

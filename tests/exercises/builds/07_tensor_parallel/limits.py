@@ -134,13 +134,14 @@ def activations_case(title: str, ranks: int) -> Case:
     whole = BATCH * length * config_of({}).hidden_size * BYTES
 
     def observe(adapters: Any, **_: Any) -> Results:
-        [kept, *_] = [list(kept.values()) for kept, _ in run_step(adapters, ranks, True, length, {"num_hidden_layers": layers}, saved_bytes)]
+        steps = run_step(adapters, ranks, True, length, {"num_hidden_layers": layers}, saved_bytes)
+        kept = list(steps[0][0].values())
         return {about: budget(kept.count(whole), 2 * layers + 1, "tensors")}
 
     return Case("budget", title, lambda: given, lambda **_: {about: WITHIN}, "the text of build.py: stage 8", observe)
 
 
-def refusal_case(title: str, said: str, ranks: int, use: Callable[[Any, Any], Any] | None, by_sequence: bool = False, **sizes: int) -> Case:
+def refusal_case(title: str, said: str, ranks: int, use: Callable | None, by_sequence: bool = False, **sizes: int) -> Case:
     """A ValueError (or IndexError) on every rank, whose sentence holds the numbers in `said`. use: None where make_model must refuse."""
     given = {"ranks": ranks, "sequence_parallel": by_sequence, "sizes": in_letters(sizes)}
     config, wanted = config_of(sizes), f"ValueError that says {said}"

@@ -77,7 +77,9 @@ def pulled(y: Tensor, x: Tensor) -> Tensor:
     return torch.autograd.grad(y, x, torch.randn(y.shape, generator=random, dtype=y.dtype))[0]
 
 
-def layer_case(title: str, part: str, ranks: int, layer: int = 0, gradient: bool = False, biases: bool = True, length: int = 3, **sizes) -> Case:
+def layer_case(
+    title: str, part: str, ranks: int, layer: int = 0, gradient: bool = False, biases: bool = True, length: int = 3, **sizes: int
+) -> Case:
     """feed_forward or attention of one layer: its output, or the gradient of its input."""
     given = {"ranks": ranks, "layer": layer, "positions": length, "biases": biases, "sizes": in_letters(sizes)}
     about = "gradient of x" if gradient else "output"
@@ -201,7 +203,7 @@ def model_case(title: str, ranks: int, by_sequence: bool = False, length: int = 
 def model_cases(ranks: int, by_sequence: bool = False, length: int = 6, **sizes: int) -> list[Case]:
     titles = {"logits": "the logits of each rank's tokens", "loss": "the loss, the same on all ranks", "gradients": "every gradient"}
     return [
-        model_case(f"{title}, {ranks} ranks{'' if layers > 1 else ', one layer'}", ranks, by_sequence, length, what, num_hidden_layers=layers, **sizes)
+        model_case(f"{title}, {ranks} ranks, layers: {layers}", ranks, by_sequence, length, what, num_hidden_layers=layers, **sizes)
         for layers in (1, 2)
         for what, title in titles.items()
     ]
