@@ -119,13 +119,20 @@ def log_probabilities(world: Communicator) -> tuple[float, float]:
 
 
 def refusals(world: Communicator) -> dict[str, str]:
+    """What each attempt was told, by its name."""
+    cut = partial(spread, world, layout_of("tp2_sp", "torch"))
+    attempts = {
+        "one head": lambda: cut("mqa"),
+        "7 positions": lambda: cut("llama").parallel.model(torch.zeros(1, 7, dtype=torch.int64)),
+        "compile": lambda: cut("llama").parallel.model.compile(),
+        "compile a block": lambda: cut("llama").plain.stack.blocks["0"].compile(),
+    }
     told = {}
-    for family, length in (("mqa", 12), ("llama", 7)):
+    for name, attempt in attempts.items():
         try:
-            run = spread(world, layout_of("tp2_sp", "torch"), family)
-            run.parallel.model(torch.zeros(1, length, dtype=torch.int64))
+            attempt()
         except SettingError as error:
-            told[family] = str(error)
+            told[name] = str(error)
     return told
 
 
@@ -175,8 +182,9 @@ def test_log_probabilities_of_tokens_from_a_cut_vocabulary(on_two):
 
 def test_what_the_styles_cannot_cut_is_refused(on_two):
     for found in on_two:
-        assert "tensor_parallel of at most 1, or backend course, which repeats heads" in found["refused"]["mqa"]
-        assert "7 positions do not divide by that: give 6 or 8" in found["refused"]["llama"]
+        assert "tensor_parallel of at most 1, or backend course, which repeats heads" in found["refused"]["one head"]
+        assert "7 positions do not divide by that: give 6 or 8" in found["refused"]["7 positions"]
+        assert "Set engine.compile to false" in found["refused"]["compile"] == found["refused"]["compile a block"]
 
 
 @pytest.mark.slow
