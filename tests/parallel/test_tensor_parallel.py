@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 import torch
 from layout_runs import LayoutRun, largest_difference
-from sharded_runs import ADAMW, MUON, ROWS, STEPS, translation_objective
+from sharded_runs import ADAMW, MUON, ROWS, translation_objective
+from step_records import STEPS
 
 from shared.loss import next_token_objective
 from shared.model.chunked_loss import packed_next_token_objective
