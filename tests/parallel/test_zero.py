@@ -15,7 +15,7 @@ from shared.parallel.parallelize import routes_of
 from shared.parallel.comm.collectives import all_gather_v, reduce_scatter_v
 from shared.parallel.data.buckets import MEBIBYTE, plan_buckets
 from shared.parallel.data.zero import Zero, bytes_held, muon_matrices
-from shared.parallel.tensor.axis import uneven_rows
+from shared.parallel.sharding import Box, Sharding
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -176,8 +176,9 @@ def test_ranks_whose_vocabularies_differ_in_size_plan_the_same_buckets():
 
     def plan(world):
         whole = nn.Parameter(torch.zeros(15, 1, dtype=torch.float64))
-        uneven = nn.Parameter(uneven_rows(whole, world).local(whole.detach()).clone())
-        uneven.sharding = uneven_rows(whole, world)
+        rows = Sharding(whole.shape, (Box((0, 0), (8, 1)), Box((8, 0), (7, 1))), world)
+        uneven = nn.Parameter(rows.local(whole.detach()).clone())
+        uneven.sharding = rows
         others = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(3)]
         return [len(bucket) for bucket in plan_buckets([uneven, *others], 72 / MEBIBYTE)]
 
