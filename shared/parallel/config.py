@@ -35,7 +35,7 @@ class ParallelConfig:
         pipeline_parallel: how many stages the layers are cut into.
         data_parallel: how many replicas of the model each see their share of the batch.
         fully_sharded: over how many ranks each replica's weights, gradients and optimizer state are cut (FSDP, ZeRO-3).
-        context_parallel: over how many ranks each sequence is cut.
+        context_parallel: over how many ranks each sequence is cut (context parallelism, by ring attention).
         tensor_parallel: over how many ranks each matrix is cut (tensor parallelism).
         sequence_parallel: whether tensor-parallel ranks also cut the activations between the matrices, along the sequence.
         expert_parallel: over how many of the data-parallel ranks experts are spread.

@@ -60,7 +60,7 @@ def make(world, layout: str, family: str, optimizer=SGD, objective=packed_next_t
     )
 
 
-def train(world, *arguments, **settings) -> dict:
+def train(world, *arguments, make=make, **settings) -> dict:
     run = make(world, *arguments, **settings)
     losses, norms = [], []
     for _ in range(STEPS):
