@@ -10,8 +10,8 @@ Between two uses each rank's part is kept as a plain tensor with a `sharding`, a
 DTensor while its module computes. So DDP, ZeRO, `fully_shard`, optimizers and checkpoints work on it as they do on any other parameter.
 (`fully_shard` on DTensors themselves would cut a column's rows into strides, which are no box of the whole matrix.)
 
-Left out on purpose: fewer key and value heads than ranks, of which a style would give each rank a part of a head; DTensor's collectives in
-the communication trace, where they do not appear.
+Left out on purpose: fewer key and value heads than ranks, of which a style would give each rank a part of a head; torch.compile; DTensor's
+collectives in the communication trace, where they do not appear.
 """
 
 from collections.abc import Callable
@@ -68,8 +68,16 @@ def parallelize_by_torch(model: TransformerModel, mesh: Mesh) -> None:
         parameter.requires_grad_(before[name].requires_grad)  # which some styles forget
     if model.head is not None:
         model.head.__class__, model.head.device_mesh = DTensorHead, device_mesh
+    model.compile = refuse_to_compile
     for stack in filter(None, (model.encoder, model.stack)):
         shape_stack(stack, mesh, device_mesh)
+
+
+def refuse_to_compile(**options: object) -> None:
+    raise SettingError(
+        "engine.compile with parallel.backend torch and tensor_parallel: no graph can hold parameters that are wrapped as each module "
+        "computes. Set engine.compile to false, or use backend course."
+    )
 
 
 def style_of(name: str, by_sequence: bool) -> ParallelStyle | None:
@@ -148,6 +156,7 @@ def shape_stack(stack: Stack, mesh: Mesh, device_mesh: DeviceMesh) -> None:
         for attention in filter(None, (block.attention, block.cross_attention)):
             if attention.dropout:
                 attention.attend = attend_with_own_dropout(attention.attend, mesh.tp.rank)
+        block.compile = refuse_to_compile
         if mesh.config.sequence_parallel and isinstance(block.dropout, nn.Dropout):
             block.dropout.__class__, block.dropout.group = ShardDropout, mesh.tp
     if mesh.config.sequence_parallel:
