@@ -6,7 +6,7 @@ import pytest
 import torch
 from layout_runs import largest_difference
 from sharded_runs import ADAMW, MUON
-from test_tensor_parallel import SGD, SMALL, batches, config_of, expected, make, require_same, run, without_noise
+from tensor_runs import SGD, SMALL, batches, config_of, expected, make, require_same, run, without_noise
 
 from shared.loop import accumulate_gradients, train_step
 from shared.model.builders import Builders
@@ -259,11 +259,6 @@ def test_a_sequence_that_does_not_divide_is_refused_with_lengths_that_do():
             model(torch.zeros(1, 7, dtype=torch.int64))
 
     run_threads(work, 2)
-
-
-def test_the_other_backend_is_refused():
-    with pytest.raises(ValueError, match="tensor_parallel with backend torch is not built"):
-        ParallelConfig(backend="torch", tensor_parallel=2)
 
 
 # Wrong on purpose: the comparison with one process must see each.

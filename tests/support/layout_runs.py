@@ -29,13 +29,14 @@ class LayoutRun:
         seed: int = 0, scaler: LossScaler | None = None, axes=AXES, prepare=lambda model: model, **settings,
     ):  # fmt: skip
         self.world, self.mesh, self.config = world, Mesh(layout, world), config
-        self.objective, self.microbatches, self.batches = objective, microbatches, batches
+        self.microbatches, self.batches = microbatches, batches
         self.plain = prepare(build(config, **settings))
         if seed:
             with torch.no_grad():
                 for parameter in self.plain.parameters():
                     parameter.fill_(float(seed))
         self.parallel = apply_parallel(self.plain, self.mesh, optimizer, computed_in, axes=axes)
+        self.objective = self.parallel.objective(objective)
         self.optimizer = build_optimizer(self.parallel.optim_params, optimizer, self.parallel.routes)
         self.update = Update(1.0, scaler, self.parallel.grad_norm)
         self.accumulate = scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients

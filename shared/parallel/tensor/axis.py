@@ -31,7 +31,7 @@ from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
 from shared.parallel.sharding import Box, Range, Sharding, sharding_of
 from shared.parallel.strategy import ParallelStrategy
-from shared.parallel.tensor.layers import RowLinear, ShardDropout, VocabularyEmbedding, VocabularyHead, with_random_numbers_of_rank
+from shared.parallel.tensor.layers import RowLinear, ShardDropout, VocabularyEmbedding, VocabularyHead, attend_with_own_dropout
 from shared.parallel.tensor.operators import f_and_g, gather_sequence, join_sequence, scatter_sequence, split_sequence
 from shared.parallel.tensor.shards import gradient_sums, tensor_shards
 
@@ -46,6 +46,11 @@ class TensorParallel:
             return
         require_known(model)
         require_even(model.config, mesh.tp.size)
+        if mesh.config.backend == "torch":  # which takes seconds to import
+            from shared.parallel.torch_backend.tensor import parallelize_by_torch
+
+            parallelize_by_torch(model, mesh)
+            return
         Cutter(mesh, model.config.num_key_value_heads).cut_model(model)
 
     def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
@@ -129,7 +134,7 @@ class Cutter:
                 sublayer.register_forward_pre_hook(lambda module, inputs: (self.enter(inputs[0]), *inputs[1:]))
         for attention in filter(None, (block.attention, block.cross_attention)):
             if attention.dropout:
-                attention.attend = self.with_own_dropout(attention.attend)
+                attention.attend = attend_with_own_dropout(attention.attend, self.group.rank)
         if self.by_sequence and isinstance(block.dropout, nn.Dropout):
             block.dropout.__class__, block.dropout.group = ShardDropout, self.group
 
@@ -140,17 +145,6 @@ class Cutter:
     def splitting(self, run_block: Callable[..., Tensor], first: Block) -> Callable[..., Tensor]:
         """Run blocks on this rank's positions: the stream is split in front of the first one."""
         return lambda block, x, context: run_block(block, split_sequence(x, self.group) if block is first else x, context)
-
-    def with_own_dropout(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Attention whose dropout differs between ranks, since each has other heads."""
-
-        def run(queries: Tensor, *more) -> Tensor:
-            dropout = more[-1]
-            if not dropout:
-                return attend(queries, *more)
-            return with_random_numbers_of_rank(lambda: attend(queries, *more), queries.device, self.group.rank)
-
-        return run
 
 
 def require_known(model: nn.Module) -> None:

@@ -161,6 +161,18 @@ class ShardDropout(nn.Dropout):
         return with_random_numbers_of_rank(lambda: F.dropout(x, self.p), x.device, self.group.rank)
 
 
+def attend_with_own_dropout(attend: Callable[..., Tensor], rank: int) -> Callable[..., Tensor]:
+    """Attention (as `Attention.attend`) whose dropout differs between tensor-parallel ranks, since each has other heads."""
+
+    def run(queries: Tensor, *more) -> Tensor:
+        dropout = more[-1]
+        if not dropout:
+            return attend(queries, *more)
+        return with_random_numbers_of_rank(lambda: attend(queries, *more), queries.device, rank)
+
+    return run
+
+
 def with_random_numbers_of_rank(draw: Callable[[], Tensor], device: torch.device, rank: int) -> Tensor:
     """`draw()` with random numbers that differ between tensor-parallel ranks, whose generators agree before it and after it.
 
