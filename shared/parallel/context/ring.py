@@ -63,7 +63,7 @@ class RingAttention(torch.autograd.Function):
             for _, held in travelling(mask, dict(zip(own, pairs(keys, values), strict=True))):
                 for chunk, block in blocks(mask, held):
                     part = attend_block(by_chunk[chunk], *held[block], mask.block(chunk, block), scale)
-                    found[chunk] = merge_attention(*found[chunk], *part) if chunk in found else part
+                    found[chunk] = Part(*merge_attention(*found[chunk], *part)) if chunk in found else part
             for chunk in own:
                 found.setdefault(chunk, nothing(by_chunk[chunk]))
         out = torch.cat([found[chunk].out for chunk in own], dim=2).to(values.dtype)
