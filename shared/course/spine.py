@@ -64,6 +64,8 @@ SPINE = (
     Stop("shared/parallel/data/fsdp.py", 45, "all-gather weights, reduce-scatter gradients"),
     Stop("shared/parallel/strategy.py", 30, "norms, decisions and state over many ranks"),
     Stop("shared/parallel/parallelize.py", 25, "a plain model spread over the mesh"),
+    Stop("shared/parallel/tensor/operators.py", 20, "f and g: each one's derivative is the other"),
+    Stop("shared/parallel/tensor/axis.py", 25, "a plain model's matrices cut over ranks"),
     Stop("shared/trainer/pretrain.py", 40, "from a configuration to a report"),
 )
 

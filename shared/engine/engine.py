@@ -72,7 +72,7 @@ class RuntimeEngine:
         self.device = pick_device(config.device)
         self.strategy = model if isinstance(model, Strategy) else Strategy(model.to(self.device))
         self.model, self.optimizer = self.strategy.model, remember_rates(optimizer)
-        self.timer, self.objective = PhaseTimer(self.device), objective
+        self.timer, self.objective = PhaseTimer(self.device), self.strategy.objective(objective)
         self.runner = self.timer.timed("compute", self.strategy.runner(runner))
         self.reducer = self.timer.timed("reduce", self.strategy.reducer)
         self.updater = self.timer.timed("update", self.strategy.updater(updater))

@@ -22,7 +22,7 @@ from shared.engine.checkpoint.saver import Saver
 from shared.engine.checkpoint.snapshot import weights_of
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.folder_lock import FolderLock, held_folder
-from shared.totals import Runner, Totals, Updater
+from shared.totals import Objective, Runner, Totals, Updater
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
@@ -55,6 +55,10 @@ class Strategy:
         """Called by `fit` before anything is restored: compares what the processes were given."""
 
     # The parts of a step, as `shared.loop.train_step` takes them.
+
+    def objective(self, objective: Objective) -> Objective:
+        """Wrap the objective, so that it works on what this rank computes of a batch; in evaluations as well."""
+        return objective
 
     def runner(self, runner: Runner) -> Runner:
         """Wrap the runner, so that gradients are exchanged over the ranks as they become complete."""

@@ -90,7 +90,8 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        dtype = torch.promote_types(self.weight.dtype, x.dtype)  # fully sharded weights are gathered in 16 bits, for a float32 stream
+        return F.layer_norm(x, self.weight.shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
 
 
 def build_norm(config: ModelConfig, size: int) -> nn.Module:

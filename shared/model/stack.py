@@ -74,17 +74,21 @@ class Stack(nn.Module):
             positions: what they are called: [seq] or [batch, seq] int64.
             length: of the whole sequence, these positions included.
         """
-        rule = pattern or self.pattern
-        rule = rule if mask is None else rule & mask
         masks = {}
-        for name in {self.config.layer_types[int(layer)] for layer in self.blocks}:
-            of_layer = rule & Window(self.config.sliding_window) if name == "sliding_attention" else rule
+        for name, rule in self.rules(mask, pattern).items():
             cached = cache.keys(name, queries) if cache is not None else None
             keys = torch.arange(length, device=queries.device) if cached is None else cached
             bias = self.position_bias(queries, keys)
-            masks[name] = to_attention_mask(of_layer, queries, keys, bias, sdpa=self.sdpa, in_order=cached is None)
+            masks[name] = to_attention_mask(rule, queries, keys, bias, sdpa=self.sdpa, in_order=cached is None)
         rope = rope_tables(self.config, positions, length) if self.config.position == "rope" else None
         return AttentionContext(masks, rope, cache)
+
+    def rules(self, mask: Mask | None = None, pattern: Mask | None = None) -> dict[str, Mask]:
+        """Which keys a query may look at, for each layer type."""
+        rule = pattern or self.pattern
+        rule = rule if mask is None else rule & mask
+        names = {self.config.layer_types[int(layer)] for layer in self.blocks}
+        return {name: rule & Window(self.config.sliding_window) if name == "sliding_attention" else rule for name in names}
 
     def position_bias(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         if self.relative_bias is not None:

@@ -35,7 +35,7 @@ class ParallelConfig:
         pipeline_parallel: how many stages the layers are cut into.
         data_parallel: how many replicas of the model each see their share of the batch.
         fully_sharded: over how many ranks each replica's weights, gradients and optimizer state are cut (FSDP, ZeRO-3).
-        context_parallel: over how many ranks each sequence is cut.
+        context_parallel: over how many ranks each sequence is cut (context parallelism, by ring attention).
         tensor_parallel: over how many ranks each matrix is cut (tensor parallelism).
         sequence_parallel: whether tensor-parallel ranks also cut the activations between the matrices, along the sequence.
         expert_parallel: over how many of the data-parallel ranks experts are spread.
@@ -105,8 +105,6 @@ class ParallelConfig:
                 f"parallel.heartbeat_timeout is {self.heartbeat_timeout}, collective_timeout {self.collective_timeout} and init_timeout "
                 f"{self.init_timeout}: heartbeat_timeout must be above 0, and the other two finite and no shorter."
             )
-        if self.backend == "torch" and self.tensor_parallel > 1:
-            raise ValueError("parallel.tensor_parallel with backend torch is not built: use backend course.")
         if self.backend == "torch" and self.zero == 2:
             raise ValueError(
                 "parallel.zero 2 with backend torch: PyTorch has no such engine. Use zero 1, fully_sharded, or backend course."

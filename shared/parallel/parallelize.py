@@ -121,6 +121,8 @@ def data_engines(
     gradients are added."""
     config = mesh.config
     if config.backend == "torch":
+        if mesh.loss.size == 1:  # tensor-parallel ranks alone: nothing is shared out
+            return []
         return [torch_engine(model, mesh, whole, dtype, device, seed)]
     if config.fully_sharded > 1:
         return [FullySharded(model, mesh, dtype, device, seed)]

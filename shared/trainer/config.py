@@ -19,6 +19,8 @@ from shared.optim.config import OptimizerConfig
 from shared.optim.precision import Precision
 from shared.optim.schedules import ScheduleConfig
 from shared.parallel.config import ParallelConfig, require_built
+from shared.parallel.context.axis import require_shareable
+from shared.parallel.context.zigzag import require_divisible
 from shared.parallel.tensor.axis import require_even
 from shared.trainer.axes import BROUGHT
 
@@ -162,11 +164,15 @@ class TrainerConfig:
             share % min(self.data.micro_batch_size, share) == 0,
             f"A rank's share of the batch is {share} rows and not a multiple of data.micro_batch_size, {self.data.micro_batch_size}.",
         )
-        ranks = self.parallel.tensor_parallel
+        ranks, shares = self.parallel.tensor_parallel, self.parallel.context_parallel
         require_even(self.model.resolved(), ranks)
+        if shares > 1:
+            require_shareable(self.model.resolved())
+            require_divisible(self.data.seq, shares, "A row (data.seq)")
         require(
-            not self.parallel.sequence_parallel or self.data.seq % ranks == 0,
-            f"data.seq is {self.data.seq}, which parallel.sequence_parallel cuts over {ranks} ranks: give a multiple of {ranks}.",
+            not self.parallel.sequence_parallel or self.data.seq % (shares * ranks) == 0,
+            f"data.seq is {self.data.seq}, which parallel.sequence_parallel cuts over {ranks} ranks"
+            f"{f' in each of {shares} shares' if shares > 1 else ''}: give a multiple of {shares * ranks}.",
         )
         longest = self.model.max_position_embeddings
         require(

@@ -5,7 +5,7 @@ import torch
 
 from shared.course.errors import SettingError
 from shared.model.counting import parameter_counts
-from shared.parallel.planning.memory import estimate_memory, state_width
+from shared.parallel.planning.memory import estimate_memory, model_of_rank, state_width
 from shared.trainer.config import TrainerConfig
 
 IDS = 2 * 8  # bytes of a token in a batch: as input and as target
@@ -39,7 +39,7 @@ def memory_needed(config: TrainerConfig) -> float:
             precision=precision, packed=True,
         ).total  # fmt: skip
     except ValueError:
-        model = config.model.resolved()
+        model = model_of_rank(config.model, config.parallel)
         held = sum(parameter_counts(model).values()) * (8 + state_width(model, config.optimizer)) / config.parallel.fully_sharded
     return held + share * config.data.seq * IDS
 

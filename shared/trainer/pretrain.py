@@ -105,7 +105,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     leads = ranks_that_share(mesh.world, config.engine.output)[0] == mesh.world.rank
     agreed(mesh.world, lambda: leads and provenance.keep_record(config, config.engine.output))
 
-    torch.manual_seed(config.seed + mesh.data.rank)
+    torch.manual_seed(config.seed + mesh.loss.rank)  # ranks with other rows or other positions draw other dropout
     dtype = None if config.precision == "float32" else getattr(torch, config.precision)
     strategy = apply_parallel(plain_model(config, mesh, device), mesh, config.optimizer, dtype, device, config.seed, RUN_AXES)
     scaler = LossScaler() if config.precision == "float16" else None

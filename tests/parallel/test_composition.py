@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 import torch
 from layout_runs import LayoutRun, largest_difference
-from sharded_runs import ADAMW, MUON, STEPS
+from sharded_runs import ADAMW, MUON
+from step_records import STEPS
 from stand_in_axes import ExpertStandIn, PipelineStandIn, TensorStandIn, stand_ins, with_experts
 
 from shared.engine.checkpoint.folder import CheckpointError

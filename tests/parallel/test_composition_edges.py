@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 from layout_runs import LayoutRun, largest_difference
-from sharded_runs import ADAMW, STEPS, batch_of
+from sharded_runs import ADAMW, batch_of
+from step_records import STEPS
 from stand_in_axes import PipelineStandIn, stand_ins, with_experts
 from test_composition import CASES, CONFIG, SGD, TIED, name_of, run
 

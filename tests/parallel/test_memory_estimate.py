@@ -155,9 +155,10 @@ def test_the_table_on_the_chapters_page_is_what_the_command_prints():
     assert float(lines[-1].split()[-2]) < 100 * WITHIN
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("layout", ["one", "dp2_zero1", "fsdp2"])
-def test_in_half_precision_and_with_muon(layout):
-    require_near(parse_layout(layout), optimizer=OptimizerConfig("muon", lr=0.01), precision="bfloat16")
+def test_in_half_precision_and_with_muon(layout, family):
+    require_near(parse_layout(layout), optimizer=OptimizerConfig("muon", lr=0.01), precision="bfloat16", config=FAMILIES[family])
 
 
 def test_what_fsdp_gathers_ahead_and_keeps():

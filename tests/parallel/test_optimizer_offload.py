@@ -7,7 +7,8 @@ really free of the state, and how long the bus takes, is not shown.
 
 import pytest
 import torch
-from sharded_runs import ADAMW, MICROBATCHES, MUON, SMALL, STEPS, batch_of, build, share
+from sharded_runs import ADAMW, MICROBATCHES, MUON, SMALL, batch_of, build, share
+from step_records import STEPS
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from layout_runs import largest_difference
 from sharded_runs import ADAMW, MUON
-from test_tensor_parallel import SGD, SMALL, batches, config_of, expected, make, require_same, run, without_noise
+from tensor_runs import SGD, SMALL, batches, config_of, expected, make, require_same, run, without_noise
 
 from shared.loop import accumulate_gradients, train_step
 from shared.model.builders import Builders
@@ -23,9 +23,10 @@ from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.health.replicas import ReplicasDiffer
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import AXES, apply_parallel
-from shared.parallel.tensor.axis import Cutter, TensorParallel
-from shared.parallel.tensor.layers import RowLinear, ShardDropout, VocabularyScores
+from shared.parallel.tensor.axis import TensorParallel
+from shared.parallel.tensor.layers import ShardDropout, VocabularyScores
 from shared.parallel.tensor.operators import gather_sequence, join_sequence, scatter_sequence, split_sequence
+from shared.parallel.tensor.shards import gradient_sums
 
 # The vocabulary in parts.
 
@@ -260,35 +261,28 @@ def test_a_sequence_that_does_not_divide_is_refused_with_lengths_that_do():
     run_threads(work, 2)
 
 
-def test_the_other_backend_is_refused():
-    with pytest.raises(ValueError, match="tensor_parallel with backend torch is not built"):
-        ParallelConfig(backend="torch", tensor_parallel=2)
-
-
 # Wrong on purpose: the comparison with one process must see each.
 
 
-class NothingPartial(Cutter):
-    def state_partial(self, parameters):
-        pass
+def nothing_summed(names, sequence_parallel, copied_heads):
+    return {}
 
 
-class EveryRankAddsTheBias(Cutter):
-    def cut_rows(self, linear):
-        super().cut_rows(linear)
-        linear.__class__ = BiasEverywhere
+def everywhere(x, weight, bias, combine):
+    return combine(torch.nn.functional.linear(x, weight, bias))
 
 
-class BiasEverywhere(RowLinear):
-    def forward(self, x):
-        return self.combine(torch.nn.functional.linear(x, self.weight, self.bias))
+def bias_summed_too(names, sequence_parallel, copied_heads):
+    """Under sequence parallelism row biases see this rank's positions; without it every rank has their whole gradient."""
+    return gradient_sums(names, True, copied_heads)
 
 
-@pytest.mark.parametrize("cutter, layout, family", [
-    (NothingPartial, "tp2_sp", "llama"), (NothingPartial, "tp2", "qwen3"), (NothingPartial, "tp2", "bert"),
-    (EveryRankAddsTheBias, "tp2", "gpt2"),
+@pytest.mark.parametrize("place, wrong, layout, family", [
+    ("axis.gradient_sums", nothing_summed, "tp2_sp", "llama"), ("axis.gradient_sums", nothing_summed, "tp2", "qwen3"),
+    ("axis.gradient_sums", nothing_summed, "tp2", "bert"), ("axis.gradient_sums", nothing_summed, "tp2", "mqa"),
+    ("axis.gradient_sums", bias_summed_too, "tp2", "gpt2"), ("layers.row_linear", everywhere, "tp2", "gpt2"),
 ])  # fmt: skip
-def test_a_wrong_cut_is_seen(cutter, layout, family, monkeypatch):
-    monkeypatch.setattr("shared.parallel.tensor.axis.Cutter", cutter)
+def test_a_wrong_cut_is_seen(place, wrong, layout, family, monkeypatch):
+    monkeypatch.setattr(f"shared.parallel.tensor.{place}", wrong)
     with pytest.raises((AssertionError, ReplicasDiffer)):
         require_same(run(layout, family), expected(family))

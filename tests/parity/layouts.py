@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 from layout_runs import LayoutRun, largest_difference
-from sharded_runs import ADAMW, MICROBATCHES, MUON, SMALL, STEPS, Told, batch_of
+from sharded_runs import ADAMW, MICROBATCHES, MUON, SMALL, batch_of
+from step_records import STEPS, RunRecord
 
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
@@ -55,19 +56,14 @@ EXACT = [name for name in FEATURES if name not in ("bfloat16", "float16")]
 
 def trained(
     world: Communicator, layout: ParallelConfig, activation_checkpointing: str = "none", loss_scale: float = 0.0, **settings
-) -> Told:
+) -> RunRecord:
     """Three steps, and what they gave. loss_scale: the first one; 0 for none."""
     scaler = LossScaler(LossScaleConfig(loss_scale)) if loss_scale else None
     layout = replace(layout, activation_checkpointing=activation_checkpointing, bucket_megabytes=0.02)
-    run = LayoutRun(world, layout, scaler=scaler, **settings)
-    for _ in range(STEPS):
-        run.train(1)
-        run.told.note(run.totals, run.update.gradient_norm, run.gradients())
-    run.told.weights = run.weights()
-    return run.told
+    return LayoutRun(world, layout, scaler=scaler, **settings).record()
 
 
-def references(features=FEATURES) -> dict[str, Told]:
+def references(features=FEATURES) -> dict[str, RunRecord]:
     """One process, without recomputation or anything else of this chapter."""
     one_rank = SingleRankCommunicator()
     kept = {"activation_checkpointing": "none"}
@@ -80,8 +76,8 @@ def rounding(precision: str) -> Difference:
     return difference(references([precision])[precision], trained(SingleRankCommunicator(), ParallelConfig(), **wide))
 
 
-def difference(found: Told, expected: Told) -> Difference:
-    as_dict = lambda told: {str(step): torch.as_tensor(value) for step, value in enumerate(told)}  # noqa: E731
+def difference(found: RunRecord, expected: RunRecord) -> Difference:
+    as_dict = lambda steps: {str(step): torch.as_tensor(value) for step, value in enumerate(steps)}  # noqa: E731
     assert found.tokens == expected.tokens
     return {
         "loss": largest_difference(as_dict(found.losses), as_dict(expected.losses)),
@@ -91,12 +87,12 @@ def difference(found: Told, expected: Told) -> Difference:
     }
 
 
-def matrix(world: Communicator, cases: list[tuple[str, str, str]], expected: dict[str, Told]) -> dict[tuple[str, str, str], Difference]:
+def matrix(world: Communicator, cases: list[tuple[str, str, str]], expected: dict[str, RunRecord]) -> dict[tuple[str, str, str], Difference]:
     """(backend, layout, feature) -> how far this rank is from one process."""
     results = {}
     for backend, layout, feature in cases:
-        told = trained(world, parse_layout(layout, ParallelConfig(backend=backend)), **FEATURES[feature])
-        results[backend, layout, feature] = difference(told, expected[feature])
+        found = trained(world, parse_layout(layout, ParallelConfig(backend=backend)), **FEATURES[feature])
+        results[backend, layout, feature] = difference(found, expected[feature])
     return results
 
 
@@ -104,7 +100,7 @@ def cases_of(layouts: dict[str, tuple[str, ...]], features=FEATURES) -> list[tup
     return [(backend, layout, feature) for backend, names in layouts.items() for layout in names for feature in features]
 
 
-def handed_over(world: Communicator, pairs: list[tuple[str, str]], expected: Told) -> dict[tuple[str, str], float]:
+def handed_over(world: Communicator, pairs: list[tuple[str, str]], expected: RunRecord) -> dict[tuple[str, str], float]:
     """(writer, reader), each `backend layout` -> how far the weights are from one process that was not interrupted."""
     results = {}
     for writer, reader in pairs:

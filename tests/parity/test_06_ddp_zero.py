@@ -13,7 +13,6 @@ from replica_runs import (
     MEGABYTES,
     OPTIMIZERS,
     SITUATIONS,
-    STEPS,
     Situation,
     alone,
     close,
@@ -23,6 +22,7 @@ from replica_runs import (
     train_rank,
     train_ranks,
 )
+from step_records import STEPS
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 

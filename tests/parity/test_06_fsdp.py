@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 import torch
-from sharded_runs import ADAMW, MICROBATCHES, SMALL, STEPS, alone, batch_of, build, require_equal, share, sharded
+from sharded_runs import ADAMW, MICROBATCHES, SMALL, alone, batch_of, build, require_equal, share, sharded
+from step_records import STEPS
 
 from shared.loop import accumulate_gradients, train_step
 from shared.loss import next_token_objective

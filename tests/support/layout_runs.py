@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from sharded_runs import MICROBATCHES, MUON, SMALL, Told, batch_of, build, share, whole_gradient
+from sharded_runs import MICROBATCHES, MUON, SMALL, batch_of, build, share, whole_gradient
+from step_records import STEPS, RunRecord
 from torch import Tensor
 
 from shared.loop import accumulate_gradients, train_step
@@ -28,17 +29,18 @@ class LayoutRun:
         seed: int = 0, scaler: LossScaler | None = None, axes=AXES, prepare=lambda model: model, **settings,
     ):  # fmt: skip
         self.world, self.mesh, self.config = world, Mesh(layout, world), config
-        self.objective, self.microbatches, self.batches = objective, microbatches, batches
+        self.microbatches, self.batches = microbatches, batches
         self.plain = prepare(build(config, **settings))
         if seed:
             with torch.no_grad():
                 for parameter in self.plain.parameters():
                     parameter.fill_(float(seed))
         self.parallel = apply_parallel(self.plain, self.mesh, optimizer, computed_in, axes=axes)
+        self.objective = self.parallel.objective(objective)
         self.optimizer = build_optimizer(self.parallel.optim_params, optimizer, self.parallel.routes)
         self.update = Update(1.0, scaler, self.parallel.grad_norm)
         self.accumulate = scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients
-        self.step, self.told = 0, Told()
+        self.step = 0
 
     def train(self, steps: int) -> "LayoutRun":
         for _ in range(steps):
@@ -50,6 +52,15 @@ class LayoutRun:
             )  # fmt: skip
             self.step += 1
         return self
+
+    def record(self) -> RunRecord:
+        """Train for three steps; gradients and weights are whole."""
+        record = RunRecord()
+        for _ in range(STEPS):
+            self.train(1)
+            record.note(self.totals, self.update.gradient_norm, self.gradients())
+        record.weights = self.weights()
+        return record
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Of the last step, of the mean loss, clipped; whole on every rank."""

@@ -26,10 +26,12 @@ from shared.optim.precision import autocast_objective  # noqa: E402
 from shared.optim.updater import Update  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
+from shared.parallel.comm.trace import CommTrace  # noqa: E402
 from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.parallelize import apply_parallel  # noqa: E402
 from shared.parallel.planning.memory import MemoryEstimate, estimate_memory  # noqa: E402
+from shared.trainer.axes import RUN_AXES  # noqa: E402
 
 memory_measured = import_module("chapters.06_data_parallel.memory_measured")
 
@@ -48,20 +50,24 @@ KINDS = {
 }  # fmt: skip
 
 
-def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
-    ids = torch.randint(SMALL.vocab_size, (rows, SEQ + 1))
+def batch(rows: int = ROWS, seq: int = SEQ) -> dict[str, torch.Tensor]:
+    ids = torch.randint(SMALL.vocab_size, (rows, seq + 1))
     return {"input_ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
-def measure(world: Communicator, layout: ParallelConfig, optimizer: OptimizerConfig, microbatches: int, precision: str) -> MemoryEstimate:
-    """What a rank holds of a step."""
-    parallel = apply_parallel(TransformerModel(SMALL), Mesh(layout, world), optimizer, None if precision == "float32" else torch.bfloat16)
+def measure(
+    world: Communicator, layout: ParallelConfig, optimizer: OptimizerConfig, microbatches: int, precision: str, config: ModelConfig, seq: int
+) -> tuple[MemoryEstimate, CommTrace]:
+    """What a rank holds of a step, and what it communicates."""
+    dtype = None if precision == "float32" else torch.bfloat16
+    parallel = apply_parallel(TransformerModel(config), Mesh(layout, world), optimizer, dtype, axes=RUN_AXES)
+    world.trace.clear()
     stepper, objective = build_optimizer(parallel.optim_params, optimizer), autocast_objective(packed_next_token_objective, precision)
     runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.grad_norm))
     with memory_measured.MemoryTracker(parallel, stepper) as meter:
-        train_step(parallel.model, stepper, [batch() for _ in range(microbatches)], objective, runner, parallel.reducer, updater)
+        train_step(parallel.model, stepper, [batch(seq=seq) for _ in range(microbatches)], objective, runner, parallel.reducer, updater)
     assert meter.activations.now == 0
-    return meter.peak
+    return meter.peak, world.trace
 
 
 def deviation(measured: float, predicted: float) -> float:
@@ -72,13 +78,14 @@ def deviation(measured: float, predicted: float) -> float:
 
 
 def compared(
-    layout: ParallelConfig, optimizer: OptimizerConfig = ADAMW, microbatches: int = 1, precision: str = "float32"
-) -> dict[str, tuple[float, float]]:
+    layout: ParallelConfig, optimizer: OptimizerConfig = ADAMW, microbatches: int = 1, precision: str = "float32",
+    config: ModelConfig = SMALL, seq: int = SEQ,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Kind of bytes -> predicted, and measured on the rank that is farthest from it."""
-    predicted = estimate_memory(SMALL, layout, optimizer, rows=ROWS, seq=SEQ, microbatches=microbatches, precision=precision)
-    found = run_threads(measure, layout.ranks, layout, optimizer, microbatches, precision)
+    predicted = estimate_memory(config, layout, optimizer, rows=ROWS, seq=seq, microbatches=microbatches, precision=precision)
+    found = run_threads(measure, layout.ranks, layout, optimizer, microbatches, precision, config, seq)
     return {
-        kind: (expected, max((getattr(of_rank, kind) for of_rank in found), key=lambda value: abs(value - expected)))  # noqa: B023
+        kind: (expected, max((getattr(of_rank, kind) for of_rank, _ in found), key=lambda value: abs(value - expected)))  # noqa: B023
         for kind, expected in vars(predicted).items()
     }
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from step_records import RunRecord, own_gradients, record_steps
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shared.loop import accumulate_gradients, keep_totals, train_step
+from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
@@ -30,7 +31,6 @@ from shared.parallel.sharding import sharding_of
 from shared.parallel.strategy import ParallelStrategy
 from shared.totals import Totals
 
-STEPS = 3
 MEGABYTES = 0.004  # a handful of buckets, some of several parameters
 TINY = ModelConfig(vocab_size=19, hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=20, initializer_range=0.2)
 OPTIMIZERS = {
@@ -66,17 +66,6 @@ SITUATIONS = {
 EVERYTHING = Situation(2, uneven=True, silent_rank=True, tied=True, frozen=True, max_norm=0.05)
 
 
-@dataclass
-class Run:
-    """What a run leaves: loss sums, counts and norms step by step, the last step's gradients and the weights, by name."""
-
-    losses: list[float]
-    counts: list[int]
-    norms: list[float]
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
 def model_of(situation: Situation) -> TransformerModel:
     model = TransformerModel(replace(TINY, tie_word_embeddings=situation.tied), seed=3).double()
     for name, parameter in model.named_parameters():
@@ -101,26 +90,18 @@ def share(situation: Situation, rank: int, ranks: int, step: int) -> list[dict[s
 
 
 @cache
-def alone(optimizer: str, situation: Situation, ranks: int) -> Run:
+def alone(optimizer: str, situation: Situation, ranks: int) -> RunRecord:
     """One process on all ranks' micro-batches."""
     model = model_of(situation)
-    built = build_optimizer(model, CONFIGS[optimizer])
-    update, totals, norms = Update(situation.max_norm), [], []
-    for step in range(STEPS):
-        everything = [microbatch for rank in range(ranks) for microbatch in share(situation, rank, ranks, step)]
-        totals.append(train_step(model, built, everything, next_token_objective, accumulate_gradients, keep_totals, update))
-        norms.append(update.gradient_norm.item())
-    return run_of(model, model, totals, norms)
+    everything = lambda step: [microbatch for rank in range(ranks) for microbatch in share(situation, rank, ranks, step)]  # noqa: E731
+    built, update = build_optimizer(model, CONFIGS[optimizer]), Update(situation.max_norm)
+    record = record_steps(model, built, everything, update, lambda: own_gradients(model))
+    record.weights = own_weights(model)
+    return record
 
 
-def run_of(model: nn.Module, optimized: nn.Module, totals, norms) -> Run:
-    return Run(
-        [each.loss_sum.item() for each in totals],
-        [each.token_count.item() for each in totals],
-        norms,
-        {name: parameter.grad for name, parameter in optimized.named_parameters() if parameter.grad is not None},
-        {name: parameter.detach() for name, parameter in model.named_parameters()},
-    )
+def own_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 class EngineAlone(ParallelStrategy):
@@ -158,38 +139,38 @@ LAYOUTS: dict[str, tuple[int, Make]] = {
 
 
 def train_rank(world: Communicator, optimizer: str, situation: Situation, make: Make, look: Callable[[Optimizer], None] = id):
-    """One rank's run: its `Run` and what parallelism it was. look: is shown the optimizer at the end."""
+    """One rank's run: its record and what parallelism it was. look: is shown the optimizer at the end."""
     model = model_of(situation)
     engine = make(model, world, optimizer)
     parallel = over(engine, world)
     built = build_optimizer(parallel.optim_params, CONFIGS[optimizer])
-    update, totals, norms = Update(situation.max_norm, norm=getattr(engine, "own_norm", parallel.grad_norm)), [], []
-    parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(update)
-    for step in range(STEPS):
-        mine = share(situation, world.rank, world.size, step)
-        totals.append(train_step(parallel.model, built, mine, next_token_objective, *parts))
-        norms.append(update.gradient_norm.item())
+    update = Update(situation.max_norm, norm=getattr(engine, "own_norm", parallel.grad_norm))
+    mine = lambda step: share(situation, world.rank, world.size, step)  # noqa: E731
+    record = record_steps(model, built, mine, update, lambda: own_gradients(parallel.optim_params), strategy=parallel)
+    record.weights = own_weights(model)
     look(built)
-    return run_of(model, parallel.optim_params, totals, norms), parallel
+    return record, parallel
 
 
 def train_ranks(optimizer: str, situation: Situation, ranks: int, make: Make):
     return run_threads(train_rank, ranks, optimizer, situation, make)
 
 
-def require_same(found, expected: Run) -> None:
+def require_same(found, expected: RunRecord) -> None:
     """All ranks' runs against one process's: everything to 1e-9 relative, and weights alike to the bit on all ranks."""
-    for run, parallel in found:
-        assert run.counts == expected.counts
-        close(run.losses, expected.losses, "loss")
-        close(run.norms, expected.norms, "norm")
+    there = {name: gradient for name, gradient in expected.gradients[-1].items() if gradient is not None}
+    for record, parallel in found:
+        assert record.tokens == expected.tokens
+        close(record.losses, expected.losses, "loss")
+        close(record.norms, expected.norms, "norm")
         shards = dict(parallel.optim_params.named_parameters())
-        held = [name for name in expected.gradients if shards[name].numel()]
-        assert set(run.gradients) == set(held), "ranks hold gradients of other parameters than one process has"
-        for name, gradient in run.gradients.items():
-            sharding, whole = sharding_of(shards[name]), expected.gradients[name]
+        held = {name for name in there if shards[name].numel()}
+        gradients = {name: gradient for name, gradient in record.gradients[-1].items() if gradient is not None}
+        assert gradients.keys() == held, "ranks hold gradients of other parameters than one process has"
+        for name, gradient in gradients.items():
+            sharding, whole = sharding_of(shards[name]), there[name]
             close(gradient, sharding.local(whole) if sharding else whole, f"gradient of {name}")
-        for name, weight in run.weights.items():
+        for name, weight in record.weights.items():
             close(weight, expected.weights[name], f"weight {name}")
             assert torch.equal(weight, found[0][0].weights[name]), f"{name} differs between ranks"
 

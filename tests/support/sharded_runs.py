@@ -1,12 +1,12 @@
 """Small runs for the tests of FSDP and recomputation: the same three steps in one process and over ranks, in float64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
+from step_records import RunRecord, own_gradients, record_steps
 from torch import Tensor, nn
 
-from shared.loop import accumulate_gradients, keep_totals, train_step
+from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
@@ -24,26 +24,9 @@ from shared.parallel.comm.threads import run_threads
 from shared.totals import Batch, Totals
 
 SMALL = ModelConfig(vocab_size=31, hidden_size=20, num_hidden_layers=3, num_attention_heads=2, intermediate_size=29, initializer_range=0.1)
-ROWS, MICROBATCHES, STEPS = 12, 2, 3
+ROWS, MICROBATCHES = 12, 2
 ADAMW = OptimizerConfig("adamw", lr=0.01)
 MUON = OptimizerConfig("muon", lr=0.02, newton_schulz_dtype="float64")
-
-
-@dataclass
-class Told:
-    """What a run did: of each step the loss sum, the tokens, the gradient's norm and each gradient; the weights at the end."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-
-    def note(self, totals: Totals, norm: Tensor, gradients: dict[str, Tensor | None]) -> None:
-        self.losses.append(totals.loss_sum)
-        self.tokens.append(int(totals.token_count))
-        self.norms.append(norm)
-        self.gradients.append(gradients)
 
 
 def batch_of(step: int, microbatch: int, config: ModelConfig = SMALL) -> Batch:
@@ -77,37 +60,31 @@ def build(config: ModelConfig, frozen: Callable[[str], bool] = lambda name: Fals
     return model
 
 
-def alone(config: ModelConfig, optimizer: OptimizerConfig = ADAMW, objective=next_token_objective, **settings) -> Told:
+def alone(config: ModelConfig, optimizer: OptimizerConfig = ADAMW, objective=next_token_objective, **settings) -> RunRecord:
     """The run in one process."""
-    model, told = build(config, **settings), Told()
-    stepper, update = build_optimizer(model, optimizer), Update(1.0)
-    for step in range(STEPS):
-        batches = [batch_of(step, number, config) for number in range(MICROBATCHES)]
-        totals = train_step(model, stepper, batches, objective, accumulate_gradients, keep_totals, update)
-        told.note(totals, update.gradient_norm, {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
-    told.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return told
+    model = build(config, **settings)
+    batches = lambda step: [batch_of(step, number, config) for number in range(MICROBATCHES)]  # noqa: E731
+    record = record_steps(model, build_optimizer(model, optimizer), batches, Update(1.0), lambda: own_gradients(model), objective)
+    record.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return record
 
 
 def sharded(
     world: Communicator, layout: ParallelConfig, config: ModelConfig, optimizer: OptimizerConfig = ADAMW, objective=next_token_objective,
     watch: Callable[[FullySharded], None] = lambda sharded: None, **settings,
-) -> Told:  # fmt: skip
+) -> RunRecord:  # fmt: skip
     """The run on one of the ranks of a layout; gradients and weights are gathered, to be compared."""
-    mesh, told = Mesh(layout, world), Told()
+    mesh = Mesh(layout, world)
     parallel = fully_sharded(mesh, config, **settings)
     watch(parallel)
     strategy = ParallelStrategy(parallel.model, mesh, [parallel])
-    stepper = build_optimizer(parallel.optim_params, optimizer)
+    shards = dict(parallel.optim_params.named_parameters())
+    whole = lambda: {name: whole_gradient(shard) for name, shard in shards.items()}  # noqa: E731
+    batches = lambda step: [share(batch_of(step, n, config), mesh.data.rank, mesh.data.size) for n in range(MICROBATCHES)]  # noqa: E731
     update = Update(1.0, norm=strategy.grad_norm)
-    for step in range(STEPS):
-        batches = [share(batch_of(step, number, config), mesh.data.rank, mesh.data.size) for number in range(MICROBATCHES)]
-        parts = strategy.runner(accumulate_gradients), strategy.reducer, strategy.updater(update)
-        totals = train_step(parallel.model, stepper, batches, objective, *parts)
-        shards = dict(parallel.optim_params.named_parameters())
-        told.note(totals, update.gradient_norm, {name: whole_gradient(shard) for name, shard in shards.items()})
-    told.weights = {name: shard.sharding.gather(shard.detach(), everyone=True) for name, shard in shards.items()}
-    return told
+    record = record_steps(parallel.model, build_optimizer(parallel.optim_params, optimizer), batches, update, whole, objective, strategy)
+    record.weights = {name: shard.sharding.gather(shard.detach(), everyone=True) for name, shard in shards.items()}
+    return record
 
 
 def fully_sharded(mesh: Mesh, config: ModelConfig, **settings) -> FullySharded:
@@ -127,12 +104,12 @@ def whole_gradient(shard: nn.Parameter) -> Tensor | None:
     return sharding.gather(part.detach(), everyone=True) if anybody else None
 
 
-def over_ranks(layout: ParallelConfig, *arguments, **settings) -> list[Told]:
+def over_ranks(layout: ParallelConfig, *arguments, **settings) -> list[RunRecord]:
     """The run on every rank, as threads."""
     return run_threads(lambda world: sharded(world, layout, *arguments, **settings), layout.ranks)
 
 
-def require_equal(here: Told, there: Told, tolerance: float = 1e-9) -> None:
+def require_equal(here: RunRecord, there: RunRecord, tolerance: float = 1e-9) -> None:
     """Losses, counts, norms, every gradient of every step and every weight agree, relative to the length of each."""
     assert here.tokens == there.tokens
     pairs = {f"loss {step}": pair for step, pair in enumerate(zip(here.losses, there.losses, strict=True))}

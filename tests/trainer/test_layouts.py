@@ -36,7 +36,7 @@ def spread(layout: str, *words) -> subprocess.CompletedProcess:
 def runs(tmp_path_factory):
     """The same settings on one process, and on two, whose folder is `run-fsdp2`. Dropout draws on each rank by itself, so there is none."""
     folder = tmp_path_factory.mktemp("layouts")
-    file = settings_file(folder, folder / "prepared", model={"hidden_dropout": 0.0}, report={"completions": 0})
+    file = settings_file(folder, folder / "prepared", model={"hidden_dropout": 0.0, "num_key_value_heads": 2}, report={"completions": 0})
     alone, together = train(file), spread("fsdp2", file)
     assert alone.returncode == 0, alone.stderr
     assert together.returncode == 0, together.stderr
@@ -98,7 +98,7 @@ def test_four_ranks_then_two_on_torchs_engine_then_one_end_as_one_process(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2", "dp2_zero1", "fsdp2"])
+@pytest.mark.parametrize("layout", ["dp2", "dp2_zero1", "fsdp2", "tp2"])
 def test_torchs_engine_trains_the_model_of_one_process(runs, layout):
     folder, file, _ = runs
     done = spread(layout, file, "parallel.backend=torch")

@@ -3,8 +3,9 @@
     between two steps    weights + optimizer state
     within a step        + gradients + what the forward pass keeps for the backward pass (+ weights that fsdp has gathered)
 
-Each rank holds either all or 1/n of the weights, gradients and optimizer state (Rajbhandari et al. 2020;
-`shared.parallel.data.zero.bytes_held`). Activations follow Korthikanti et al. 2022, section 4.1, which counts what each operation keeps,
+Each data-parallel rank holds either all or 1/n of the weights, gradients and optimizer state (Rajbhandari et al. 2020;
+`shared.parallel.data.zero.bytes_held`). What a tensor-parallel rank computes is a smaller model with the same residual stream
+(`model_of_rank`), so the same formulas count it; sequence parallelism cuts that stream as well. Activations follow Korthikanti et al. 2022, section 4.1, which counts what each operation keeps,
 for this model's own operations: norms and linear layers keep their inputs, attention keeps queries, keys, values and its result. Chapter
 06's `memory_measured.py` measures the same.
 
@@ -12,6 +13,7 @@ Left out on purpose: short-lived buffers (buckets under way, the gradients of ac
 allocator keeps in reserve, and blocks other than those of a decoder without dropout.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -60,7 +62,7 @@ def estimate_memory(
 
     Args:
         model: a decoder.
-        layout: dp, fsdp or both, ZeRO, recomputation, what fsdp gathers ahead.
+        layout: dp, fsdp or both, ZeRO, tp with or without sequence parallelism, recomputation, what fsdp gathers ahead.
         rows, seq: of a micro-batch on one rank.
         microbatches: in a step.
         precision: of matrix products. Weights, gradients and state are float32, and under fsdp blocks are gathered in this precision.
@@ -70,7 +72,7 @@ def estimate_memory(
     Raises:
         ValueError: a model for which there is no formula.
     """
-    model = model.resolved()
+    whole, model = model, model_of_rank(model, layout)
     block, ends = block_size(model), sum(parameter_counts(model).values()) - model.num_hidden_layers * block_size(model)
     parameters = ends + model.num_hidden_layers * block
     fsdp, replicas = layout.fully_sharded, layout.data_parallel
@@ -80,10 +82,20 @@ def estimate_memory(
     parts = bytes_held(parameters, fsdp if fsdp > 1 else replicas, stage, state=state_width(model, optimizer))
     gathered = 0
     if fsdp > 1:
-        whole = min(1 + layout.prefetch, model.num_hidden_layers) if layout.reshard_after_forward else model.num_hidden_layers
-        gathered = 4 * ends + WIDTH[precision] * whole * block
-    peak = activations(model, layout.activation_checkpointing, rows, seq, precision, sliced, packed, gathered=fsdp > 1).peak
+        blocks = min(1 + layout.prefetch, model.num_hidden_layers) if layout.reshard_after_forward else model.num_hidden_layers
+        gathered = 4 * ends + WIDTH[precision] * blocks * block
+    peak = activations(whole, layout.activation_checkpointing, rows, seq, precision, sliced, packed, layout).peak
     return MemoryEstimate(parts["weights"], gathered, parts["gradients"], parts["optimizer state"], peak)
+
+
+def model_of_rank(model: ModelConfig, layout: ParallelConfig) -> ModelConfig:
+    """The model that the tensor-parallel rank with the most of it computes: its heads, inner features and tokens, at the whole's width.
+
+    With fewer key-value heads than ranks, each rank has a copy of one. A vocabulary that does not divide is cut unevenly.
+    """
+    model, ranks = model.resolved(), layout.tensor_parallel
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    return replace(model, **{name: -(-getattr(model, name) // ranks) for name in sizes})
 
 
 def block_size(model: ModelConfig) -> int:
@@ -115,28 +127,32 @@ def activations(
     precision: str,
     sliced: bool,
     packed: bool = False,
-    gathered: bool = False,
+    layout: ParallelConfig = ParallelConfig(),  # noqa: B008 (read only)
 ) -> Activations:
-    """What a micro-batch's activations take. gathered: blocks' weights are gathered in `precision`, so autocast has nothing to round.
+    """What a micro-batch's activations take on a rank of `layout`. With fsdp, autocast has no weights to round: they are gathered rounded.
 
     Whole blocks that are recomputed leave their input. In the backward pass one block at a time has all of its activations again, when
-    those of the ends are gone.
+    those of the ends are gone. What matrices that are cut by columns take is whole on every tensor-parallel rank, also with sequence
+    parallelism, whose gathered input they keep.
 
     Raises:
         ValueError: a model for which there is no formula.
     """
-    model = model.resolved()
     require_formula(model)
+    vocabulary, model = model.vocab_size, model_of_rank(model, layout)
     tokens, layers, width = rows * seq, model.num_hidden_layers, WIDTH[precision]
-    entering, mask = 4 * tokens * model.hidden_size, seq if packed else 0
-    block = tokens * token_bytes(saved_per_token(model, mask), width)
-    if width < 4 and not gathered:
+    slices = layout.tensor_parallel if layout.sequence_parallel else 1
+    entering, mask = 4 * tokens * model.hidden_size / slices, seq if packed else 0
+    block = tokens * token_bytes(saved_per_token(model, mask, slices), width)
+    if width < 4 and layout.fully_sharded == 1:
         block += width * (parameter_counts(model)["matrix"] // layers)  # rounded copies of its matrices
-    ends = end_bytes(model, rows, seq, width, sliced)
+    ends = end_bytes(model, tokens, width, None if sliced else vocabulary, slices)
     positions = tokens if packed else seq
     if model.position == "rope":
         block += 16 * positions * model.head_dim  # cos and sin at the heads' full width, for queries and for keys
     throughout = 8 * tokens + (0 if model.position == "rope" else 8 * positions)  # ids, and positions
+    if layout.tensor_parallel > 1:
+        throughout += tokens  # a mask of the tokens that other ranks have
     if how == "none":
         return Activations(layers * block + ends + throughout, layers * block + ends + throughout)
     if how == "full":
@@ -147,7 +163,7 @@ def activations(
     return Activations(layers * kept + ends + throughout, layers * kept + max(ends, again) + throughout)
 
 
-def saved_per_token(model: ModelConfig, mask: int = 0) -> dict[str, int]:
+def saved_per_token(model: ModelConfig, mask: int = 0, slices: int = 1) -> dict[str, float]:
     """How many numbers a block keeps of each token, by what width they have: the residual stream's, that of products, or float32.
 
     With four times D inside, 16 bits everywhere, no rotation and no statistics, these are 32 D bytes: Korthikanti et al.'s 34 D, less
@@ -155,13 +171,18 @@ def saved_per_token(model: ModelConfig, mask: int = 0) -> dict[str, int]:
 
     Args:
         mask: keys in a mask, where there is one: PyTorch's kernel makes it a float one in every block, and repeats keys for each head.
+        slices: in how many slices sequence parallelism cuts the residual stream.
     """
     size, inner, shared = model.hidden_size, *heads(model)
     keys = inner if mask else shared
     attention = size + inner + 2 * keys + mask + inner  # the normed input; queries, keys, values; mask; the result
     feed_forward = size + (4 if model.gated else 2) * model.intermediate_size  # gated: gate, its activation, up, their product
     statistics = 4 if model.norm == "layer_norm" else 0  # mean and deviation of two norms
-    return {"stream": 2 * size, "products": attention + feed_forward, "float32": model.num_attention_heads + statistics}
+    return {
+        "stream": 2 * size / slices,
+        "products": attention + feed_forward,
+        "float32": model.num_attention_heads + statistics / slices,
+    }
 
 
 def saved_products_per_token(model: ModelConfig) -> dict[str, int]:
@@ -187,18 +208,19 @@ def heads(model: ModelConfig) -> tuple[int, int]:
     return model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
 
 
-def token_bytes(numbers: dict[str, int], width: int) -> int:
+def token_bytes(numbers: Mapping[str, float], width: int) -> float:
     return sum(count * (width if kind == "products" else 4) for kind, count in numbers.items())
 
 
-def end_bytes(model: ModelConfig, rows: int, seq: int, width: int, sliced: bool) -> int:
-    """What last norm, head and loss keep. The sliced loss keeps the gradients that it has computed already."""
-    tokens, size = rows * seq, model.hidden_size
-    norm = 4 * tokens * (size + (2 if model.norm == "layer_norm" else 0))
-    if sliced:
+def end_bytes(model: ModelConfig, tokens: int, width: int, logits: int | None, slices: int) -> float:
+    """What last norm, head and loss keep. logits: of each token, where all are joined; None for the sliced loss, which keeps the gradients
+    that it has computed already."""
+    size = model.hidden_size
+    norm = 4 * tokens * (size + (2 if model.norm == "layer_norm" else 0)) / slices
+    if logits is None:
         return norm + 4 * tokens * size + 4 * model.vocab_size * size
     rounded = width * model.vocab_size * size if width < 4 else 0
-    return norm + width * tokens * size + tokens * (4 * model.vocab_size + 13) + rounded  # 13: a sum, a target and a mask for each
+    return norm + width * tokens * size + tokens * (4 * logits + 13) + rounded  # 13: a sum, a target and a mask for each
 
 
 def require_formula(model: ModelConfig) -> None:

@@ -13,7 +13,7 @@ backward pass are shared out too. What is not cut then sees this rank's position
 Left out on purpose: layers that this file does not know, which are refused: training them would silently give wrong numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,23 +23,18 @@ from shared.course.errors import SettingError
 from shared.model.attention import Attention
 from shared.model.block import Block
 from shared.model.config import ModelConfig
+from shared.model.context import to_compute_dtype
 from shared.model.embedding import Embedding, Head
 from shared.model.feed_forward import FeedForward, GatedFeedForward
 from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Box, Sharding, split_dimension
+from shared.parallel.sharding import Box, Range, Sharding, sharding_of
 from shared.parallel.strategy import ParallelStrategy
-from shared.parallel.tensor.layers import RowLinear, ShardDropout, VocabularyEmbedding, VocabularyHead, with_random_numbers_of_rank
-from shared.parallel.tensor.operators import (
-    copy_to_ranks,
-    gather_sequence,
-    join_sequence,
-    scatter_sequence,
-    split_sequence,
-    sum_over_ranks,
-)
+from shared.parallel.tensor.layers import RowLinear, ShardDropout, VocabularyEmbedding, VocabularyHead, attend_with_own_dropout
+from shared.parallel.tensor.operators import f_and_g, gather_sequence, join_sequence, scatter_sequence, split_sequence
+from shared.parallel.tensor.shards import gradient_sums, tensor_shards
 
 
 class TensorParallel:
@@ -52,6 +47,11 @@ class TensorParallel:
             return
         require_known(model)
         require_even(model.config, mesh.tp.size)
+        if mesh.config.backend == "torch":  # which takes seconds to import
+            from shared.parallel.torch_backend.tensor import parallelize_by_torch
+
+            parallelize_by_torch(model, mesh)
+            return
         Cutter(mesh, model.config.num_key_value_heads).cut_model(model)
 
     def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
@@ -70,115 +70,75 @@ class Cutter:
         if mesh.tp.size > key_value_heads:
             ranks = torch.arange(mesh.world.size).view(-1, mesh.tp.size // key_value_heads)  # tp is the mesh's innermost axis
             self.copies = mesh.world.split("tp_copies", ranks.tolist())
-        self.enter = partial(gather_sequence if self.by_sequence else copy_to_ranks, group=mesh.tp)
-        self.leave = partial(scatter_sequence if self.by_sequence else sum_over_ranks, group=mesh.tp)
+        self.f, self.g = f_and_g(mesh.tp)
+        self.enter = partial(gather_sequence, group=mesh.tp) if self.by_sequence else self.f
+        self.leave = partial(scatter_sequence, group=mesh.tp) if self.by_sequence else self.g
 
     def cut_model(self, model: TransformerModel) -> None:
         tied = model.embedding is not None and model.head is not None and model.head.linear.weight is model.embedding.tokens.weight
+        self.cut_parameters(model)
+        if tied:
+            model.head.linear.weight = model.embedding.tokens.weight
         if model.embedding is not None:
-            self.cut_embedding(model.embedding)
+            tokens = model.embedding.tokens
+            first = tokens.weight.sharding.here.offsets[0]
+            tokens.__class__, tokens.first, tokens.combine = VocabularyEmbedding, first, self.g
         if model.head is not None:
-            self.cut_head(model.head, model.embedding.tokens.weight if tied else None)
+            sizes = [box.sizes[0] for box in model.head.linear.weight.sharding.parts]
+            model.head.__class__, model.head.group, model.head.sizes = VocabularyHead, self.group, sizes
         for stack in filter(None, (model.encoder, model.stack)):
-            self.cut_stack(stack, is_last=stack is model.encoder or model.head is not None)
+            self.change_stack(stack, is_last=stack is model.encoder or model.head is not None)
 
-    def cut_embedding(self, embedding: Embedding) -> None:
-        tokens = embedding.tokens
-        sharding = self.cut(tokens, "weight", uneven_rows(tokens.weight, self.group))
-        tokens.__class__, tokens.first, tokens.group = VocabularyEmbedding, sharding.here.offsets[0], self.group
+    def cut_parameters(self, model: TransformerModel) -> None:
+        """Replace each parameter that is cut by this rank's slice, and state which ones have a gradient to be summed over ranks."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        for name, (dimension, ranges) in tensor_shards(shapes, model.config.head_dim, self.group.size).items():
+            module, _, attribute = name.rpartition(".")
+            self.cut(model.get_submodule(module), attribute, dimension, ranges)
+        for name, over in gradient_sums(list(shapes), self.by_sequence, self.copies is not None).items():
+            model.get_parameter(name).partial_over = self.copies if over == "copies" else self.group
 
-    def cut_head(self, head: Head, tied_to: nn.Parameter | None) -> None:
-        rows = uneven_rows(head.linear.weight, self.group) if tied_to is None else tied_to.sharding
-        if tied_to is None:
-            self.cut(head.linear, "weight", rows)
-        else:
-            head.linear.weight = tied_to
-        if head.linear.bias is not None:
-            self.cut(head.linear, "bias", uneven_rows(head.linear.bias, self.group))
-        head.__class__, head.group, head.sizes = VocabularyHead, self.group, [box.sizes[0] for box in rows.parts]
-        self.state_partial(parameter for name, parameter in head.named_parameters() if not name.startswith("linear."))
-
-    def cut_stack(self, stack: Stack, is_last: bool) -> None:
-        """is_last: whether each rank computes a part of what follows the stack, as a head and cross-attention do; a pipeline's other
-        stages get the stream whole, and all ranks continue with it."""
-        if stack.relative_bias is not None:
-            self.cut(stack.relative_bias, "weight", split_dimension(stack.relative_bias.weight, 1, self.group))
-        elif stack.config.position == "alibi":
-            stack.position_bias = self.own_heads(stack.position_bias)
-        for block in stack.blocks.values():
-            self.cut_block(block)
-        if self.by_sequence:
-            stack.run_block = self.splitting(stack.run_block, next(iter(stack.blocks.values())))
-            if stack.final_norm is not None:
-                self.state_partial(stack.final_norm.parameters())
-            leave = partial(gather_sequence if is_last else join_sequence, group=self.group)
-            stack.register_forward_hook(lambda module, inputs, x: leave(x))
-        elif is_last:
-            stack.register_forward_hook(lambda module, inputs, x: copy_to_ranks(x, self.group))
-
-    def cut_block(self, block: Block) -> None:
-        self.cut_attention(block.attention)
-        if block.cross_attention is not None:
-            self.cut_attention(block.cross_attention)
-        layer = block.feed_forward
-        inner = [layer.up_proj, layer.gate_proj] if isinstance(layer, GatedFeedForward) else [layer.up_proj]
-        for linear in inner:
-            self.cut_columns(linear)
-        self.cut_rows(layer.down_proj)
-        layer.register_forward_pre_hook(lambda module, inputs: (self.enter(inputs[0]), *inputs[1:]))
-        if self.by_sequence:
-            for norm in filter(None, (block.attention_norm, block.cross_attention_norm, block.feed_forward_norm)):
-                self.state_partial(norm.parameters())
-            if isinstance(block.dropout, nn.Dropout):
-                block.dropout.__class__, block.dropout.group = ShardDropout, self.group
-
-    def cut_attention(self, attention: Attention) -> None:
-        self.cut_columns(attention.q_proj)
-        for linear in (attention.k_proj, attention.v_proj):
-            self.cut_heads(linear, attention.head_dim)
-        self.cut_rows(attention.o_proj)
-        for norm in filter(None, (attention.q_norm, attention.k_norm)):  # of this rank's heads alone
-            self.state_partial(norm.parameters())
-        if attention.dropout:
-            attention.attend = self.with_own_dropout(attention.attend)
-        attention.register_forward_pre_hook(lambda module, inputs: (self.enter(inputs[0]), *inputs[1:]))
-
-    def cut_columns(self, linear: nn.Linear) -> None:
-        for name, parameter in list(linear.named_parameters()):
-            self.cut(linear, name, split_dimension(parameter, 0, self.group))
-
-    def cut_heads(self, linear: nn.Linear, head_dim: int) -> None:
-        """Key and value heads: some for each rank, or, where there are fewer heads than ranks, each for several ranks, which hold copies.
-        Each copy serves other query heads, so the gradient is the sum over the copies."""
-        heads, ranks = linear.out_features // head_dim, self.group.size
-        if heads % ranks == 0:
-            self.cut_columns(linear)
-            return
-        for name, parameter in list(linear.named_parameters()):
-            rest = tuple(parameter.shape[1:])
-            boxes = [Box((rank * heads // ranks * head_dim, *(0 for _ in rest)), (head_dim, *rest)) for rank in range(ranks)]
-            self.cut(linear, name, Sharding(parameter.shape, tuple(boxes), self.group))
-            getattr(linear, name).partial_over = self.copies
-
-    def cut_rows(self, linear: nn.Linear) -> None:
-        self.cut(linear, "weight", split_dimension(linear.weight, 1, self.group))
-        linear.__class__, linear.combine = RowLinear, self.leave
-        if linear.bias is not None and self.by_sequence:
-            self.state_partial([linear.bias])
-
-    def cut(self, module: nn.Module, name: str, sharding: Sharding) -> Sharding:
-        """Replace a parameter of a module by this rank's part."""
+    def cut(self, module: nn.Module, name: str, dimension: int, ranges: list[Range]) -> None:
+        """Replace a parameter of a module by this rank's slice along a dimension."""
         whole = getattr(module, name)
+        boxes = []
+        for start, stop in ranges:
+            offsets, sizes = [0] * whole.dim(), list(whole.shape)
+            offsets[dimension], sizes[dimension] = start, stop - start
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+        sharding = Sharding(whole.shape, tuple(boxes), self.group, sharding_of(whole))
         part = nn.Parameter(sharding.local(whole.detach()).clone(), requires_grad=whole.requires_grad)
         vars(part).update(vars(whole))
         part.sharding = sharding
         setattr(module, name, part)
-        return sharding
 
-    def state_partial(self, parameters: Iterator[nn.Parameter] | list[nn.Parameter]) -> None:
-        """State that each rank has a part of these parameters' gradients."""
-        for parameter in parameters:
-            parameter.partial_over = self.group
+    def change_stack(self, stack: Stack, is_last: bool) -> None:
+        """is_last: whether each rank computes a part of what follows the stack, as a head and cross-attention do; a pipeline's other
+        stages get the stream whole, and all ranks continue with it."""
+        if stack.config.position == "alibi":
+            stack.position_bias = self.own_heads(stack.position_bias)
+        for block in stack.blocks.values():
+            self.change_block(block)
+        if self.by_sequence:
+            stack.run_block = self.splitting(stack.run_block, next(iter(stack.blocks.values())))
+            leave = partial(gather_sequence if is_last else join_sequence, group=self.group)
+            stack.register_forward_hook(lambda module, inputs, x: leave(x))
+        elif is_last:
+            stack.register_forward_hook(lambda module, inputs, x: self.f(x))
+
+    def change_block(self, block: Block) -> None:
+        sublayers = {block.attention: "o_proj", block.cross_attention: "o_proj", block.feed_forward: "down_proj"}
+        for sublayer, last in sublayers.items():
+            if sublayer is not None:
+                linear = getattr(sublayer, last)
+                linear.__class__, linear.combine = RowLinear, self.leave
+                # cast first, as the sublayer would: under autocast the gradient is then summed, or the stream gathered, in 16 bits
+                sublayer.register_forward_pre_hook(lambda module, inputs: (self.enter(to_compute_dtype(inputs[0])), *inputs[1:]))
+        for attention in filter(None, (block.attention, block.cross_attention)):
+            if attention.dropout:
+                attention.attend = attend_with_own_dropout(attention.attend, self.group.rank)
+        if self.by_sequence and isinstance(block.dropout, nn.Dropout):
+            block.dropout.__class__, block.dropout.group = ShardDropout, self.group
 
     def own_heads(self, bias: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         """A position bias for the heads of this rank."""
@@ -187,25 +147,6 @@ class Cutter:
     def splitting(self, run_block: Callable[..., Tensor], first: Block) -> Callable[..., Tensor]:
         """Run blocks on this rank's positions: the stream is split in front of the first one."""
         return lambda block, x, context: run_block(block, split_sequence(x, self.group) if block is first else x, context)
-
-    def with_own_dropout(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Attention whose dropout differs between ranks, since each has other heads."""
-
-        def run(queries: Tensor, *more) -> Tensor:
-            dropout = more[-1]
-            if not dropout:
-                return attend(queries, *more)
-            return with_random_numbers_of_rank(lambda: attend(queries, *more), queries.device, self.group.rank)
-
-        return run
-
-
-def uneven_rows(parameter: Tensor, group: Communicator) -> Sharding:
-    """The first dimension in slices that differ by at most one row: how a vocabulary is cut, whose size need not divide."""
-    rest = tuple(parameter.shape[1:])
-    slices = torch.arange(len(parameter)).tensor_split(group.size)
-    boxes = [Box((int(rows[0]), *(0 for _ in rest)), (len(rows), *rest)) for rows in slices]
-    return Sharding(parameter.shape, tuple(boxes), group)
 
 
 def require_known(model: nn.Module) -> None:

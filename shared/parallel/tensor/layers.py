@@ -12,29 +12,88 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared.course.binding import exercise
 from shared.model.embedding import Head, TargetScores
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.tensor.operators import join_vocabulary, sum_over_ranks
+from shared.parallel.tensor.operators import join_vocabulary
+
+
+@exercise("07.row_linear")
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, combine: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a row-parallel linear layer, of which this rank holds some input features (Shoeybi et al. 2019, section 3).
+
+        y = x_0 A_0 + x_1 A_1 + ... + b          rank r has x_r and A_r, and so one summand of each output
+
+    Args:
+        x: [..., in / ranks], this rank's input features.
+        weight: [out, in / ranks], its part of the layer's weight [out, in].
+        bias: [out], the layer's bias, the same on all ranks; or None.
+        combine: adds up the ranks' tensors, in the forward pass and for the backward pass: g, from [..., out] to [..., out]; or, with
+            sequence parallelism, a reduce-scatter, which returns this rank's positions of the sum only. It is communication, and called
+            once.
+
+    Returns:
+        What the uncut layer computes of the whole x, in the dtype in which the product is computed: [..., out]; of this rank's positions
+        where `combine` returns only those.
+
+    >>> x, weight, bias = torch.tensor([2.0]), torch.tensor([[10.0], [100.0]]), torch.tensor([1.0, 1.0])
+    >>> row_linear(x, weight, bias, combine=lambda part: part + torch.tensor([3.0, 4.0]))      # what another rank has
+    tensor([ 24., 205.])
+
+    The solution is in solutions/07_tensor_parallel.py; `course read shared.parallel.tensor.layers` shows it in place.
+    """
+
+
+@exercise("07.vocabulary_cross_entropy")
+def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: Communicator) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute cross-entropy from logits of which each rank has some tokens' columns (Shoeybi et al. 2019, section 3).
+
+        loss = log(sum over all tokens of exp(logit)) - logit of the target
+
+    Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces are enough, of one number and of two numbers by row, and
+    a rank never holds more than three tensors of its own logits' shape beside them. Exponentials overflow from 89 on (in float32), and logits may be larger: as in one process, the
+    largest of the row is subtracted first, here the largest over all ranks.
+
+    Args:
+        logits: [rows, vocab of this rank], at least one column; another rank may have a column more or less. No gradient is recorded.
+        targets: [rows] int64, the same on all ranks: tokens of the whole vocabulary, or -100 for a row that does not count.
+        first: the token of this rank's first column.
+        group: the ranks that share the vocabulary. `group.all_reduce(tensor, op="max")` replaces a contiguous tensor by the maximum over
+            the ranks; op="sum" is the default.
+
+    Returns:
+        Three tensors, the same on all ranks, the first two in the dtype of the logits, or in float32 where that is narrower; so is all that
+        is computed and sent.
+
+        losses: [rows]; 0 where a row does not count.
+        normalizer: [rows], the logarithm of the sum of exponentials over the whole vocabulary, of all rows.
+        correct: [rows] bool, whether the target's logit is the largest of its row; False where a row does not count.
+
+    >>> logits, targets = torch.tensor([[0.0, 0.0], [0.0, 2.0]]).log1p(), torch.tensor([3, -100])     # 1, 1 and 1, 3 after exp
+    >>> vocabulary_cross_entropy(logits, targets, first=2, group=SingleRankCommunicator())
+    (tensor([0.6931, 0.0000]), tensor([0.6931, 1.3863]), tensor([ True, False]))
+
+    The solution is in solutions/07_tensor_parallel.py; `course read shared.parallel.tensor.layers` shows it in place.
+    """
 
 
 class RowLinear(nn.Linear):
     """A linear layer of which this rank holds some input features: [..., in / ranks] -> [..., out].
 
-    combine: adds up what the ranks have: `sum_over_ranks`, or `scatter_sequence`, of which this rank keeps its positions.
+    combine: adds up what the ranks have: g, or `scatter_sequence`, of which this rank keeps its positions.
     """
 
     combine: Callable[[Tensor], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = self.combine(F.linear(x, self.weight))
-        return whole if self.bias is None else whole + self.bias
+        return row_linear(x, self.weight, self.bias, self.combine)
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Token embeddings of which this rank holds the rows from `first` on: ids [...] -> [..., D]."""
+    """Token embeddings of which this rank holds the rows from `first` on: ids [...] -> [..., D]. combine: g, which adds up the ranks'."""
 
     first: int
-    group: Communicator
+    combine: Callable[[Tensor], Tensor]
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.is_cpu and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
@@ -42,7 +101,7 @@ class VocabularyEmbedding(nn.Embedding):
         local = ids - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return sum_over_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+        return self.combine(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 class VocabularyHead(Head):
@@ -62,20 +121,11 @@ class VocabularyHead(Head):
 
 
 class VocabularyScores(TargetScores):
-    """Vocabulary-parallel cross-entropy: what losses compute from the logits of some tokens on each rank (Shoeybi et al. 2019, section 3).
-
-        loss = log(sum over ranks of sum exp(logits - largest)) + largest - logit of the target
-
-    Two all-reduces of numbers by row, whatever the vocabulary: the largest logit; then the sum of exponentials beside the target's logit,
-    which is 0 on all ranks but the one that has it.
+    """Vocabulary-parallel cross-entropy and its gradient: what losses compute from the logits of some tokens on each rank.
 
     Args:
         logits: [rows, vocab of this rank].
         first: the token of the first column.
-
-    Attributes:
-        largest, normalizer, chosen: the largest logit, the logarithm of the sum of exponentials, and the target's logit, each of the whole
-            vocabulary: [rows].
     """
 
     def __init__(self, logits: Tensor, targets: Tensor, first: int, group: Communicator):
@@ -83,20 +133,13 @@ class VocabularyScores(TargetScores):
         local = targets - first
         self.here = self.counted & (local >= 0) & (local < logits.shape[-1])
         self.local = local.masked_fill(~self.here, 0).unsqueeze(-1)
-        wide = logits.to(self.dtype)
-        self.largest = wide.amax(dim=-1)
-        group.all_reduce(self.largest, op="max")
-        sums = (wide - self.largest.unsqueeze(-1)).exp_().sum(dim=-1)
-        chosen = wide.gather(-1, self.local).squeeze(-1).masked_fill(~self.here, 0)
-        both = torch.stack([sums, chosen])
-        group.all_reduce(both)
-        self.normalizer, self.chosen = both[0].log() + self.largest, both[1]
+        self.losses, self.normalizer, self.correct = vocabulary_cross_entropy(logits, targets, first, group)
 
     def cross_entropy(self) -> tuple[Tensor, Tensor]:
-        return self.token_losses().sum(), self.counted.sum()
+        return self.losses.sum(), self.counted.sum()
 
     def token_losses(self) -> Tensor:
-        return (self.normalizer - self.chosen).masked_fill(~self.counted, 0)
+        return self.losses
 
     def gradient(self) -> Tensor:
         gradient = (self.logits.to(self.dtype) - self.normalizer.unsqueeze(-1)).exp_()
@@ -104,7 +147,7 @@ class VocabularyScores(TargetScores):
         return gradient.mul_(self.counted.unsqueeze(-1)).to(self.logits.dtype)
 
     def count_correct(self) -> Tensor:
-        return (self.counted & (self.chosen == self.largest)).sum()
+        return self.correct.sum()
 
 
 class ShardDropout(nn.Dropout):
@@ -116,6 +159,18 @@ class ShardDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return x
         return with_random_numbers_of_rank(lambda: F.dropout(x, self.p), x.device, self.group.rank)
+
+
+def attend_with_own_dropout(attend: Callable[..., Tensor], rank: int) -> Callable[..., Tensor]:
+    """Attention (as `Attention.attend`) whose dropout differs between tensor-parallel ranks, since each has other heads."""
+
+    def run(queries: Tensor, *more) -> Tensor:
+        dropout = more[-1]
+        if not dropout:
+            return attend(queries, *more)
+        return with_random_numbers_of_rank(lambda: attend(queries, *more), queries.device, rank)
+
+    return run
 
 
 def with_random_numbers_of_rank(draw: Callable[[], Tensor], device: torch.device, rank: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Chapter 07. Tensor-parallel operators f and g, and their pair for sequence parallelism: each one's backward pass is the other's forward.
 
-    f   copy_to_ranks        identity         backward: all-reduce         in front of matrices that are cut by columns
-    g   sum_over_ranks       all-reduce       backward: identity           behind a matrix that is cut by rows
+    f   f_and_g(group)[0]    identity         backward: all-reduce         in front of matrices that are cut by columns
+    g   f_and_g(group)[1]    all-reduce       backward: identity           behind a matrix that is cut by rows
         gather_sequence      all-gather       backward: reduce-scatter     f, where the stream is cut along the sequence
         scatter_sequence     reduce-scatter   backward: all-gather         g, where the stream is cut along the sequence
         split_sequence       own slice        backward: all-gather         a whole stream, the same on all ranks, is cut
@@ -21,17 +21,42 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shared.course.binding import exercise
 from shared.course.errors import SettingError
 from shared.parallel.comm.communicator import Communicator
 
 Collective = Callable[[Tensor, Communicator], Tensor]
 
 
-def all_reduced(x: Tensor, group: Communicator) -> Tensor:
-    """The sum over the group, in a new tensor."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(total)
-    return total
+@exercise("07.f_and_g")
+def f_and_g(group: Communicator) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Make Megatron's operators f and g for a group of ranks (Shoeybi et al. 2019, section 3, figure 3).
+
+    Autograd does not see what a group's collectives do, so each operator states its own derivative:
+
+        y = f(x)    all ranks have the same x, and each computes another part of what follows: heads, features or tokens. So the gradient
+                    of x is the sum of what the ranks' parts send back.
+        y = g(x)    each rank has another x, and all ranks continue with the sum, in the same way. So every rank has the whole gradient of
+                    that sum already.
+
+    In Megatron's block f stands in front of matrices that are cut by columns, g behind one that is cut by rows: one all-reduce for each
+    sublayer in the forward pass, and one in the backward pass.
+
+    Args:
+        group: the tensor-parallel ranks. `group.all_reduce(tensor)` replaces a contiguous tensor by the sum over the ranks, in place.
+
+    Returns:
+        f and g: functions of one tensor, of any shape and dtype, contiguous or not, which return a tensor of the same shape and dtype.
+        Neither changes its argument, nor the gradient that arrives from behind it. Both are called many times, and in any order.
+
+    >>> f, g = f_and_g(SingleRankCommunicator())
+    >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> (3 * g(2 * f(x))).sum().backward()
+    >>> x.grad
+    tensor([6., 6.])
+
+    The solution is in solutions/07_tensor_parallel.py; `course read shared.parallel.tensor.operators` shows it in place.
+    """
 
 
 def all_gathered(part: Tensor, group: Communicator) -> Tensor:
@@ -82,10 +107,6 @@ def all_tokens(part: Tensor, group: Communicator, sizes: Sequence[int]) -> Tenso
     return torch.cat([row[..., :size] for row, size in zip(rows, sizes, strict=True)], dim=-1)
 
 
-def same(x: Tensor, group: Communicator) -> Tensor:
-    return x.view_as(x)
-
-
 class Operator(torch.autograd.Function):
     """A collective whose backward pass is another one: both are functions (tensor, group) -> tensor."""
 
@@ -98,16 +119,6 @@ class Operator(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back(upstream, ctx.group), None, None, None
-
-
-def copy_to_ranks(x: Tensor, group: Communicator) -> Tensor:
-    """f: x, the same on all ranks, of which each rank computes a part of what follows."""
-    return Operator.apply(x, same, all_reduced, group)
-
-
-def sum_over_ranks(x: Tensor, group: Communicator) -> Tensor:
-    """g: the sum of what each rank has, with which all ranks continue."""
-    return Operator.apply(x, all_reduced, same, group)
 
 
 def gather_sequence(part: Tensor, group: Communicator) -> Tensor:

@@ -23,7 +23,7 @@ from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.data.fsdp import compile_each
 from shared.parallel.mesh import Mesh
 from shared.parallel.comm.processes import all_gather_single, reduce_scatter_single
-from shared.parallel.sharding import Box, Sharding, make_shard, sharding_of
+from shared.parallel.sharding import Sharding, chunked_boxes, make_shard, sharding_of
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 
@@ -157,11 +157,7 @@ def sharding_by_torch(name: str, parameter: DTensor, group: Communicator, outer:
             f"{name} has the placements {parameter.placements}, of which no rank holds one box: shard it by tensor parallelism on plain "
             "local tensors first, or use parallel.backend: course."
         )
-    rows, *rest = parameter.shape
-    share = -(-rows // group.size)
-    ends = [min(rank * share, rows) for rank in range(group.size + 1)]
-    boxes = tuple(Box((start, *(0,) * len(rest)), (stop - start, *rest)) for start, stop in zip(ends, ends[1:], strict=False))
-    return Sharding(outer.shape, boxes, group, sharding_of(outer))
+    return Sharding(outer.shape, chunked_boxes(outer.shape, 0, group.size), group, sharding_of(outer))
 
 
 class UsedParameters:

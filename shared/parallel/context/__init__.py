@@ -1,0 +1,1 @@
+"""Chapter 07. Context parallelism: ring attention over sequences that ranks share."""

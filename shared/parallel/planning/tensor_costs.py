@@ -1,0 +1,137 @@
+"""Chapter 07. Communication volume of tensor and sequence parallelism by formula: the calls and bytes of each part of a training step.
+
+    part          tensor parallelism                     with sequence parallelism                            numbers in each
+    embedding     all-reduce >                           all-reduce >  all-gather <                           b s D
+    layers        2 all-reduce >  2 all-reduce <         2 (all-gather, reduce-scatter) >  and the same <     b s D, for each layer
+    head          all-reduce <                           all-gather >  reduce-scatter <                       b s D
+    loss          2 all-reduce > for each chunk          the same                                             3 b s in all chunks
+    gradients     an all-reduce in a step                the same                                             what is partial
+    muon          an all-gather of each matrix           the same                                             the matrix
+
+b s is a micro-batch's tokens, D the width of the residual stream, > forward and < backward. On a ring an all-reduce of n numbers over t ranks
+sends 2 (t - 1) / t n and each half of it (t - 1) / t n, so a layer sends 8 (t - 1) / t b s D on each rank in both columns (Narayanan et al.
+2021, section 3.2; Korthikanti et al. 2022, section 4.2.2).
+
+Left out on purpose: the few bytes of totals and gradient norm, which travel over all ranks, and evaluation.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from shared.model.chunked_loss import chunk_rows
+from shared.model.config import ModelConfig
+from shared.model.counting import norm_size
+from shared.optim.config import OptimizerConfig
+from shared.parallel.config import ParallelConfig
+from shared.parallel.planning.costs import Cost, cost
+from shared.parallel.planning.memory import WIDTH, model_of_rank
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Equal operations of a step. part: what of the model they belong to. ranks: of the group. bytes: of the whole tensor, in each call."""
+
+    part: str
+    operation: str
+    axis: str
+    ranks: int
+    calls: float
+    bytes: float
+
+
+def total_cost(exchanges: Iterable[Exchange]) -> Cost:
+    """What a rank sends for all of them, one after another."""
+    each = ((exchange.calls, cost(exchange.operation, exchange.bytes, exchange.ranks)) for exchange in exchanges)
+    return sum((Cost(calls * one.messages, calls * one.bytes) for calls, one in each), Cost(0, 0.0))
+
+
+def tensor_exchanges(
+    model: ModelConfig,
+    layout: ParallelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    rows: int,
+    seq: int,
+    microbatches: int = 1,
+    precision: str = "float32",
+) -> list[Exchange]:
+    """What a rank exchanges with its tensor-parallel group in a training step.
+
+    Args:
+        model: a decoder.
+        layout: of it, the degrees, sequence_parallel and activation_checkpointing count.
+        optimizer: Muon gathers the matrices that are cut; under ZeRO, of each the rank that updates it.
+        rows, seq: of a micro-batch on one rank.
+        microbatches: in a step.
+        precision: of matrix products, and so of the stream where it enters and leaves them. All else is float32.
+
+    Returns:
+        Of a rank, on average: ZeRO and FSDP share out matrices and partial gradients unevenly. Nothing without tensor parallelism.
+    """
+    if layout.tensor_parallel == 1:
+        return []
+    model, ranks = model.resolved(), layout.tensor_parallel
+    found = []
+    for part, operation, calls, numbers, width in microbatch_exchanges(model, layout, rows * seq, WIDTH[precision]):
+        found.append(Exchange(part, operation, "tp", ranks, calls * microbatches, numbers * width))
+    for axis, size, numbers in partial_gradients(model, layout):
+        found.append(Exchange("gradients", "all_reduce", axis, size, 1, 4 * numbers))
+    if optimizer.name == "muon":
+        calls = model.num_hidden_layers / shares(layout)
+        found += [Exchange("muon", "all_gather", "tp", ranks, calls, 4 * numbers) for numbers in matrices(model, ranks)]
+    return found
+
+
+def microbatch_exchanges(
+    model: ModelConfig, layout: ParallelConfig, tokens: int, width: int
+) -> Iterator[tuple[str, str, int, float, int]]:
+    """(part, operation, calls, numbers in each, bytes of each number) of a micro-batch's forward and backward pass.
+
+    Blocks that are recomputed gather and sum again; selective recomputation stops where nothing more is needed, before the block's last sum.
+    """
+    stream, layers = tokens * model.hidden_size, model.num_hidden_layers
+    again = {"none": (0, 0), "full": (2, 2), "selective": (2, 1)}[layout.activation_checkpointing]  # sublayers entered, and left
+    entered, left = (2 + more for more in again)
+    chunks = math.ceil(tokens / chunk_rows(model))
+    yield "embedding", "all_reduce", 1, stream, 4
+    if layout.sequence_parallel:
+        yield "embedding", "all_gather", 1, stream, 4
+        yield "layers", "all_gather", layers * (entered + 2), stream, width
+        yield "layers", "reduce_scatter", layers * (left + 2), stream, width
+        yield "head", "all_gather", 1, stream, 4
+        yield "head", "reduce_scatter", 1, stream, 4
+    else:
+        yield "layers", "all_reduce", layers * (left + 2), stream, width
+        yield "head", "all_reduce", 1, stream, 4
+    yield "loss", "all_reduce", chunks, tokens / chunks, 4  # the largest logits
+    yield "loss", "all_reduce", chunks, 2 * tokens / chunks, 4  # sums of exponentials, and the targets' logits
+
+
+def partial_gradients(model: ModelConfig, layout: ParallelConfig) -> Iterator[tuple[str, int, float]]:
+    """(axis, ranks, numbers) of gradients of which each rank has a part, with a flag for each parameter that says whether it was used."""
+    layers, size, ranks = model.num_hidden_layers, model.hidden_size, layout.tensor_parallel
+    of_heads, of_positions = 2 * layers * model.qk_norm, (2 * layers + 1) * layout.sequence_parallel
+    biases = layers * (model.attention_output_bias + model.mlp_bias) * layout.sequence_parallel
+    numbers = of_heads * norm_size(model, model.head_dim) + of_positions * norm_size(model, size) + biases * size
+    if numbers:
+        flags = (of_heads + of_positions) * (2 if model.norm == "layer_norm" else 1) + biases
+        yield "tp", ranks, numbers / shares(layout) + flags
+    copies = ranks // model.num_key_value_heads
+    if copies > 1:
+        head = model.head_dim * (model.hidden_size + model.attention_bias)
+        yield "tp_copies", copies, 2 * layers * (head / shares(layout) + 1 + model.attention_bias)
+
+
+def matrices(model: ModelConfig, ranks: int) -> list[int]:
+    """The numbers that are gathered of each matrix of a block. Copies of a key or value head are gathered as often as they stand, and not at
+    all where it is the only one."""
+    own, size = model_of_rank(model, ParallelConfig(tensor_parallel=ranks)), model.hidden_size
+    widths = 2 * [own.num_attention_heads * own.head_dim] + (3 if model.gated else 2) * [own.intermediate_size]
+    widths += 2 * [own.num_key_value_heads * own.head_dim] if model.num_key_value_heads > 1 else []
+    return [ranks * width * size for width in widths]
+
+
+def shares(layout: ParallelConfig) -> int:
+    """Over how many data-parallel ranks what is done parameter by parameter is shared out. A matrix that lies on two is gathered by both."""
+    return layout.fully_sharded * (layout.data_parallel if layout.zero else 1)
