@@ -51,8 +51,8 @@ def f_and_g(group: Communicator) -> tuple[Callable[[Tensor], Tensor], Callable[[
 def tensor_shards(shapes: Mapping[str, Sequence[int]], head_dim: int, ranks: int) -> dict[str, tuple[int, list[Range]]]:
     """Decide which slice of which parameter each rank holds: column-parallel, row-parallel and vocabulary-parallel layers.
 
-    A linear layer's `weight` is [out, in], and its `bias` [out]. Two layers in sequence need a single all-reduce if the features that a rank
-    computes in the first are those that it reads in the second (Shoeybi et al. 2019, section 3). Layers are known by how names end:
+    A linear layer's `weight` is [out, in], and its `bias` [out]. Two layers in sequence need a single all-reduce if the features that a
+    rank computes in the first are those that it reads in the second (Shoeybi et al. 2019, section 3). Layers are known by how names end:
 
         q_proj, k_proj, v_proj    column-parallel: a rank computes some of the output features, in whole heads of `head_dim`
         gate_proj, up_proj        column-parallel
@@ -112,8 +112,8 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
 
         loss = log(sum over all tokens of exp(logit)) - logit of the target
 
-    Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces of numbers by row are enough, and no rank holds more than
-    a few tensors of its own logits' size. Exponentials overflow from 89 on (in float32), and logits may be larger: as in one process, the
+    Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces are enough, of one number and of two numbers by row, and
+    a rank never holds more than three tensors of its own logits' shape beside them. Exponentials overflow from 89 on (in float32), and logits may be larger: as in one process, the
     largest of the row is subtracted first, here the largest over all ranks.
 
     Args:
