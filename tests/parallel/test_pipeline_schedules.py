@@ -123,8 +123,8 @@ FAULTS = [
     (("1f1b", put(1, 3, Action("X", 1))), "Rank 1, action 4 of 8 (X1): there is no kind 'X': give F, B, I or W."),
     (
         ("gpipe", swap(1, 0, 1)),
-        "Rank 1, action 1 of 8 (F1): it needs the activations of micro-batch 1 from stage 0, and what rank 0 sends next on this way are the "
-        "activations of micro-batch 0 from stage 0.",
+        "Rank 1, action 1 of 8 (F1): it needs the activations of micro-batch 1 from stage 0, and what rank 0 sends next on this way are "
+        "the activations of micro-batch 0 from stage 0.",
     ),
     (("gpipe", swap(0, 4, 5)), "Rank 0, action 5 of 8 (B1): it needs the gradients of micro-batch 1 from stage 1"),
 ]

@@ -81,7 +81,7 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[A
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """The interleaved 1F1B schedule: several chunks for each rank, a bubble that is shorter by so much (Narayanan et al. 2021, section 2.2.2).
+    """The interleaved 1F1B schedule: several chunks for each rank, for a shorter bubble (Narayanan et al. 2021, section 2.2.2).
 
     Micro-batches are taken in groups of as many as there are ranks. Forward passes: chunk 0 for each of the group, then chunk 1 for each of
     them, and so on, then the next group. Backward passes: the same, from the last chunk to chunk 0. As in 1F1B a rank warms up, alternates

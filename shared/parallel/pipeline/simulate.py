@@ -1,4 +1,4 @@
-"""Chapter 08. Pipeline simulation: when each action of a schedule begins and ends, and the bubble, the time in which ranks wait.
+"""Chapter 08. Pipeline simulation: when each action of a schedule begins and ends, and the pipeline bubble, in which ranks wait.
 
 Each rank does its actions in order; one begins when the rank is free and what it needs has arrived. With stages that all take equally long
 and messages that take no time, the bubble of GPipe, 1F1B and interleaved 1F1B is `bubble_fraction`, and that of ZB-H1 is shorter by

@@ -1,4 +1,4 @@
-"""Chapter 08. Schedule validation: a pipeline schedule is checked as data, before any rank runs it, and its deadlocks are found.
+"""Chapter 08. Schedule validation: a pipeline schedule is checked as data before any rank runs it, and its deadlocks are found.
 
     actions     each once; backward after forward, weight part after input part
     messages    on each way between two ranks, received in the order in which they are sent: a message has no name
@@ -191,8 +191,9 @@ def replay(schedule: Schedule, shape: Shape, blocking: bool) -> None:
                     sent.add(step.message)
                 places[rank] += 1
                 moved = True
-    waits = [f"rank {rank} in {waiting(own[place])}" for rank, (own, place) in enumerate(zip(steps, places, strict=True)) if place < len(own)]
-    if waits:
+    stuck = [(rank, own[place]) for rank, (own, place) in enumerate(zip(steps, places, strict=True)) if place < len(own)]
+    if stuck:
+        waits = [f"rank {rank} in {waiting(step)}" for rank, step in stuck]
         how = "sends that wait until they are received" if blocking else "sends that return at once"
         raise ScheduleError(f"Deadlock, with {how}: " + "; ".join(waits) + ".")
 
