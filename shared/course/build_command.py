@@ -20,8 +20,12 @@ def check(console: Console, name: str, reference: bool) -> int:
     """Check a build, or one stage, and print each stage's outcome. Returns the exit code."""
     build, stage = find_build(name)
     progress = Progress(find_workspace())
-    file = read(build, None if reference else find_workspace())
     say(console, f"{build.id}  {build.title}", "bold")
+    try:
+        file = read(build, None if reference else find_workspace())
+    except BrokenFile as error:
+        say(console, str(error), "red")
+        return 1
     outcomes: list[Outcome] = []
     for outcome in build_check.check_build(build, (stage,) if stage else build.stages, file):
         lines = outcome_lines(outcome)

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from shared.course import build_check, running
-from shared.course.errors import CourseError
+from shared.course.errors import BrokenFile, CourseError
 from shared.course.outcome import NOT_ATTEMPTED, PASS, Outcome
 from shared.course.paths import CHECKOUT, find_workspace, shown
 from shared.course.progress import Progress
@@ -98,12 +98,17 @@ def find_hunt(number: str, letter: str) -> Hunt:
 def print_list(console: Console, number: str) -> None:
     """A chapter's hunts with their symptoms."""
     progress, found = Progress(find_workspace()), of_chapter(number)
-    say(console, f"{len(found)} broken programs of chapter {found[0].slug[:2]}. Find the line, mend it in your copy, say what it was.", "bold")
+    say(console, f"{len(found)} broken programs of chapter {number}. Find the line, mend it in your copy, say what it was.", "bold")
     for hunt in found:
         done = "  (repaired)" if progress.passed(hunt.id) else ""
-        lines = [Line(f"  {text}", hang=None) for text in hunt.symptom.strip().splitlines()]
-        print_lines(console, [Line(), Line(f"{hunt.letter}  {hunt.title}{done}", "bold"), *lines])
+        print_lines(console, [Line(), Line(f"{hunt.letter}  {hunt.title}{done}", "bold"), *symptom_lines(hunt)])
     say(console, f"\n`course hunt {found[0].slug[:2]} {found[0].letter}` makes your copy.")
+
+
+def symptom_lines(hunt: Hunt) -> list[Line]:
+    """What the program is, and what it prints."""
+    said = " ".join(ast.get_docstring(ast.parse(hunt.broken)).split())
+    return [Line(f"  {said}"), *(Line(f"    {text}", hang=None) for text in hunt.symptom.rstrip("\n").split("\n"))]
 
 
 def start(console: Console, hunt: Hunt) -> None:
@@ -111,8 +116,7 @@ def start(console: Console, hunt: Hunt) -> None:
     path = hunt.file(find_workspace())
     if not path.exists():
         write(path, hunt.broken)
-    symptom = [Line(f"  {text}", hang=None) for text in hunt.symptom.strip().splitlines()]
-    print_lines(console, [Line(f"{hunt.id}  {hunt.title}", "bold"), *symptom, Line()])
+    print_lines(console, [Line(f"{hunt.id}  {hunt.title}", "bold"), *symptom_lines(hunt), Line()])
     steps = {"your copy": shown(path), "run": f"python {shown(path)}", "check": f"course hunt {hunt.slug[:2]} {hunt.letter} --check"}
     print_lines(console, [Line(f"  {label:<10} {text}", hang=11) for label, text in steps.items()])
 
@@ -125,11 +129,16 @@ def check(console: Console, hunt: Hunt, because: int | None) -> int:
     """
     workspace = find_workspace()
     path = hunt.file(workspace)
-    if not path.exists() or same(path, hunt.broken):
+    try:
+        mended = BodyFile.read(path) if path.exists() else None
+    except BrokenFile as error:
+        print_lines(console, outcome_lines(running.failed(hunt, str(error))))
+        return 1
+    if mended is None or ast.dump(mended.tree) == ast.dump(ast.parse(hunt.broken)):
         copy = f"`course hunt {hunt.slug[:2]} {hunt.letter}` makes your copy; mend {shown(path)}."
         outcome = Outcome(hunt.id, NOT_ATTEMPTED, problem=[copy])
     else:
-        outcome = check_file(hunt, BodyFile.read(path))
+        outcome = check_file(hunt, mended)
     lines = [line for line in outcome_lines(outcome) if "`course hint" not in line.text]
     print_lines(console, lines)
     if outcome.state != PASS:
@@ -145,11 +154,6 @@ def check(console: Console, hunt: Hunt, because: int | None) -> int:
     verdict = f"PASS  {hunt.because}" if right else f"FAIL  It was not {because}: what did your repair change?"
     say(console, f"\n{hunt.id}  {verdict}")
     return 0 if right else 1
-
-
-def same(path: Path, source: str) -> bool:
-    """Whether a file is the same program, whatever its layout and comments."""
-    return ast.dump(BodyFile.read(path).tree) == ast.dump(ast.parse(source))
 
 
 def check_file(hunt: Hunt, file: BodyFile) -> Outcome:

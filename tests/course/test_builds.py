@@ -4,9 +4,10 @@ import tomllib
 
 import pytest
 import torch
+from scripts import run_script
 from workspace import Learner
 
-from shared.course import build_check, builds
+from shared.course import build_check, builds, hunts
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.paths import CHECKOUT
 from shared.course.stubs import BodyFile
@@ -34,10 +35,10 @@ def known(stages):
     }
 
 
-def climb(build, checks, file: BodyFile, wrong=None):
-    """Outcomes of all stages, up to the first that fails."""
+def climb(build, checks, file: BodyFile, wrong=None, only: str | None = None):
+    """Outcomes of all stages, up to the first that fails, or of one."""
     functions, outcomes = build_check.load(file, build.adapters), []
-    for stage in build.stages:
+    for stage in (stage for stage in build.stages if only in (None, stage.name)):
         outcomes.append(build_check.run_stage(checks[stage.name], functions, wrong or {}))
         if outcomes[-1].state != PASS:
             break
@@ -64,10 +65,16 @@ def test_right_builds_that_are_not_the_solution_pass(path, stages):
 def test_each_wrong_build_fails_at_its_stage_with_its_own_sentence(name, stages, known):
     build, entry = WRONG[name]
     _, file = builds.wrong_builds(build)[entry["name"]]
-    outcomes = climb(build, stages[build.id], file, known[build.id])
-    last = outcomes[-1]
-    assert (last.state, last.exercise) == (FAIL, f"{build.id}.{entry['stage']}"), last
-    assert last.misconception == entry["sentence"]
+    [outcome] = climb(build, stages[build.id], file, known[build.id], only=entry["stage"])
+    assert (outcome.state, outcome.misconception) == (FAIL, entry["sentence"]), outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+def test_each_wrong_build_passes_the_stages_before_its_own(name, stages):
+    build, entry = WRONG[name]
+    _, file = builds.wrong_builds(build)[entry["name"]]
+    assert climb(build, stages[build.id], file)[-1].exercise == f"{build.id}.{entry['stage']}"
 
 
 @by_build
@@ -133,6 +140,7 @@ def test_a_stage_passes_on_its_own_and_is_kept(learner):
         ((TOP, f"open('solutions/builds/07_tensor_parallel.py')\n{TOP}"), "this reads the solution"),
         (("def state(model):", "@torch.no_grad()\ndef state(model):"), "must be a plain function written in this file"),
         (("def state(model):", "def other(model):"), "has no function 'state'"),
+        ((TOP, f"{TOP}}}\n"), "build.py, line 18: Python cannot read this file"),
         ((TOP, f"no_such_name\n{TOP}"), "NameError: name 'no_such_name' is not defined"),
         ((INSIDE, f"{INSIDE}        group.rank or group.barrier()\n"), "deadlock: rank 0 waits in barrier #1"),
         ((INSIDE, f"{INSIDE}        parts = weights.missing\n"), "build.py, line"),
@@ -148,3 +156,112 @@ def test_a_build_that_cannot_be_right_is_explained(learner, edit, sentence):
 def test_an_unknown_build_or_stage_is_refused(learner):
     assert "Its stages: weights, feed_forward" in learner.course("check", "07.build.nonsense").stderr
     assert "Chapter 05 has no build" in learner.course("check", "05.build").stderr
+
+
+# Repairs.
+
+HUNTS = hunts.hunts()
+by_hunt = pytest.mark.parametrize("hunt", HUNTS.values(), ids=lambda hunt: hunt.id)
+
+
+@pytest.fixture(scope="module")
+def repairs():
+    return {slug: build_check.read_checks(hunts.FOLDER / f"{slug}.py") for slug in {hunt.slug for hunt in HUNTS.values()}}
+
+
+def outcome_of(hunt, repairs, source: str):
+    file = BodyFile.parsed(hunt.solution_file.with_name(f"{hunt.letter}.py#mended"), source)
+    return build_check.run_stage(repairs[hunt.slug][hunt.letter], build_check.load(file, ()), {})
+
+
+@by_hunt
+def test_the_right_program_passes_and_the_broken_one_fails(hunt, repairs):
+    assert outcome_of(hunt, repairs, hunt.solution_file.read_text(encoding="utf-8")).state == PASS
+    assert outcome_of(hunt, repairs, hunt.broken).state == FAIL
+    assert 30 <= len(hunt.broken.splitlines()) <= 100 and hunt.title and hunt.because and 1 <= hunt.answer <= len(hunt.choices)
+
+
+@by_hunt
+def test_the_symptom_is_what_the_broken_program_prints(hunt, tmp_path):
+    path = tmp_path / f"{hunt.letter}.py"
+    path.write_text(hunt.broken, encoding="utf-8")
+    assert run_script(path, cwd=CHECKOUT).stdout == hunt.symptom
+
+
+# Wrong repairs, as edits of the right program: they make one number right, or take the feature away.
+WRONG_REPAIRS = {
+    "a": {
+        "all random numbers differ": ("manual_seed(seed)", "manual_seed(seed + world.rank)"),
+        "no dropout of the features": ("hidden = dropped(hidden, inner_rate, own)", "pass"),
+        "no dropout of the output": ("return dropped(y, output_rate, random)", "return y"),
+        "the noise is scaled": ("manual_seed(seed + 1 + world.rank)", "manual_seed(seed); inner_rate = inner_rate / world.size"),
+        "the seed is left out": ("manual_seed(seed + 1 + world.rank)", "manual_seed(world.rank)"),
+        "no seed": ("torch.Generator().manual_seed(seed + 1 + world.rank)", "torch.Generator(); own.seed()"),
+    },
+    "b": {
+        "divided": ('@ parts["down"].T, world) + parts["down_bias"]', '@ parts["down"].T + parts["down_bias"] / world.size, world)'),
+        "no bias": (', world) + parts["down_bias"]', ', world) + 0 * parts["down_bias"]'),
+        "on one rank": ('.T, world) + parts["down_bias"]', '.T + parts["down_bias"] * (world.rank == 0), world)'),
+        "the output is divided": ('.apply(hidden @ parts["down"].T, world)', '.apply(hidden @ parts["down"].T, world) / world.size'),
+    },
+    "c": {
+        "every second row": ("torch.cat([columns, inner + columns])", "torch.arange(world.rank, 2 * inner, world.size)"),
+        "up in front": ("torch.cat([columns, inner + columns])", "torch.cat([inner + columns, columns])"),
+        "no gate": ("(F.silu(gate) * up)", "(F.silu(gate) + up)"),
+    },
+    "d": {
+        "no maximum": ("largest = logits.amax(dim=-1)", "largest = torch.zeros_like(logits[:, 0])"),
+        "the smallest maximum": ('op="max"', 'op="min"'),
+        "the mean of the maxima": ('world.all_reduce(largest, op="max")', "world.all_reduce(largest); largest /= world.size"),
+        "the mean of the losses": (
+            'world.all_reduce(largest, op="max")\n    exponentials',
+            "mean = largest.clone(); world.all_reduce(mean); largest = mean / 2\n    exponentials",
+        ),
+    },
+    "e": {
+        "averaged": ('world.all_reduce(gradients["norm"])', 'world.all_reduce(gradients["norm"]); gradients["norm"] /= world.size'),
+        "rank 0's": ('world.all_reduce(gradients["norm"])', 'world.broadcast(gradients["norm"], root=0)'),
+        "not trained": ('world.all_reduce(gradients["norm"])', 'gradients["norm"] *= 0'),
+        "all are summed": ('world.all_reduce(gradients["norm"])', "[world.all_reduce(each) for each in gradients.values()]"),
+        "the largest": ('world.all_reduce(gradients["norm"])', 'world.all_reduce(gradients["norm"], op="max")'),
+    },
+}
+
+
+@pytest.mark.parametrize(("letter", "name"), [(letter, name) for letter, names in WRONG_REPAIRS.items() for name in names])
+def test_a_wrong_repair_is_rejected(letter, name, repairs):
+    hunt, (right, wrong) = HUNTS[f"07.hunt.{letter}"], WRONG_REPAIRS[letter][name]
+    text = hunt.solution_file.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    assert outcome_of(hunt, repairs, text.replace(right, wrong)).state == FAIL
+
+
+def test_a_hunt_from_the_list_to_the_reason(learner):
+    listed = learner.course("hunt", "07").stdout
+    assert all(hunt.title in listed and hunt.because not in listed for hunt in HUNTS.values())
+    assert learner.course("hunt", "07", "c", "--check").exit_code == 2
+    started = learner.course("hunt", "07", "c")
+    hunt = HUNTS["07.hunt.c"]
+    path = hunt.file(learner.folder)
+    assert "python chapters/07_tensor_parallel/hunts/c.py" in started.stdout and path.read_text(encoding="utf-8") == hunt.broken
+    untouched = learner.course("hunt", "07", "c", "--check")
+    assert untouched.exit_code == 2 and NOT_ATTEMPTED in untouched.stdout
+    right, broken = hunt.edits[0]
+    path.write_text(hunt.broken.replace(broken, "    rows = columns + inner\n"), encoding="utf-8")
+    wrong = learner.course("hunt", "07", "c", "--check")
+    assert wrong.exit_code == 1 and "c.py, line" in wrong.stdout
+    path.write_text(hunt.broken.replace(broken, right), encoding="utf-8")
+    assert learner.course("hunt", "07", "c", "--check").exit_code == 2
+    assert learner.course("hunt", "07", "c", "--check", "--because", "1").exit_code == 1
+    assert "07.hunt   0 of 5 repaired" in learner.course("status").stdout
+    done = learner.course("hunt", "07", "c", "--check", "--because", str(hunt.answer))
+    assert done.exit_code == 0 and hunt.because.split()[0] in done.stdout
+    assert "07.hunt   1 of 5 repaired: c" in learner.course("status").stdout
+    learner.course("hunt", "07", "c")
+    assert right in path.read_text(encoding="utf-8"), "a copy that was worked on stays"
+    assert "is broken again" in learner.course("reset", "07.hunt.c").stdout and path.read_text(encoding="utf-8") == hunt.broken
+
+
+def test_an_unknown_hunt_is_refused(learner):
+    assert "There are: a, b, c, d, e" in learner.course("hunt", "07", "z").stderr
+    assert "Chapter 03 has no hunts" in learner.course("hunt", "03").stderr
