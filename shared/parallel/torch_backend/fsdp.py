@@ -17,7 +17,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from shared.model.init import initial_value
+from shared.model.init import local_initial_value
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.data.fsdp import compile_each
@@ -71,8 +71,7 @@ class TorchSharded(DataEngine):
         shardings = {name: sharding_by_torch(name, parameter, mesh.fsdp, outer[name]) for name, parameter in self.whole.items()}
         shards = {name: make_shard(local(parameter), shardings[name], outer[name]) for name, parameter in self.whole.items()}
         for name, parameter in self.whole.items() if is_meta else ():
-            value = initial_value(model.logical_name(name), outer[name], model.config, seed)
-            local(parameter).copy_(shardings[name].local(value))
+            local(parameter).copy_(local_initial_value(model.logical_name(name), outer[name], model.config, seed, shardings[name]))
         self.optim_params, self.stored = Parameters(shards), shards
         self.watched = UsedParameters(model)
 
