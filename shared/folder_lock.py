@@ -21,15 +21,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from rich.console import Console
+
 from shared.course.errors import CourseError
+from shared.output_files import require_writable
 
 NAME = "run.lock"
 FIRST_BEAT, BEAT, STALE = 1.0, 5.0, 60.0  # seconds: until the first heartbeat, between two, without one until a holder counts as gone
@@ -113,21 +116,21 @@ class FolderLock:
         while True:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                carried = self.granted(handle)
-                if not same_file(self.path, handle):  # its holder removed it between our two calls
-                    os.close(handle)
-                    continue
-                holder = self.holder()
+                carried, holder = self.granted(handle), self.holder()
                 if holder and not (carried and holder["boot"] == boot()):
                     self.wait_until_stale(holder)
+                if not same_file(self.path, handle):  # its holder removed it since our first call
+                    raise FileNotFoundError
                 content = json.dumps(myself())
                 os.pwrite(handle, content.encode(), 0)
                 os.ftruncate(handle, len(content.encode()))
                 os.fsync(handle)
+                break
+            except FileNotFoundError:
+                os.close(handle)
             except BaseException:
                 os.close(handle)
                 raise
-            break
         if self.handle is not None:
             os.close(self.handle)
         self.handle, self.content = handle, content
@@ -143,7 +146,7 @@ class FolderLock:
         return True
 
     def wait_until_stale(self, holder: dict[str, Any]) -> None:
-        """Return when the file is old enough; raise where its holder touches it."""
+        """Return when the file is old enough; raise where its holder touches it, and FileNotFoundError where its holder has removed it."""
         before, told = self.seen(), False
         while (age := self.clock() - before[0]) < STALE:
             if not told:
@@ -201,6 +204,19 @@ class FolderLock:
                     self.take()
             except OSError:  # the file system is away: the next beat may find it again
                 continue
+
+
+@contextmanager
+def held_folder(folder: Path, leads: bool, console: Console) -> Iterator[FolderLock]:
+    """A run's folder within a `with` block: it can be written to, and the rank that leads those who share it holds its lock.
+
+    Raises:
+        CourseError: it cannot be written to, or another run is in it.
+    """
+    require_writable(folder)
+    lock = FolderLock(folder, say=lambda sentence: console.print(sentence, markup=False, highlight=False))
+    with lock if leads else nullcontext():
+        yield lock
 
 
 def same_file(path: Path, handle: int) -> bool:

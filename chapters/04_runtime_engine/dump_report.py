@@ -55,7 +55,8 @@ def plot_by_layer(axes: Any, dump: Dump, kind: str, statistic: str = "rms", part
         raise CourseError(f"The blocks have no part {unknown[0]!r}: choose {', '.join(found)}.")
     for part, color in zip(parts, figures.sequence_colors(len(parts)), strict=True):
         axes.plot(*zip(*found[part], strict=True), marker="o", color=color, label=part)
-    axes.set(xlabel="layer", ylabel=f"{statistic} of the {kind}", title=f"step {dump.step}")
+    title = f"step {dump.step}" + f", the parts of {dump.part_of}" * bool(dump.part_of)
+    axes.set(xlabel="layer", ylabel=f"{statistic} of the {kind}", title=title)
     if statistic in ("rms", "std", "abs_max"):
         axes.set_yscale("log")
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -51,8 +51,8 @@ def f_and_g(group: Communicator) -> tuple[Callable[[Tensor], Tensor], Callable[[
 def tensor_shards(shapes: Mapping[str, Sequence[int]], head_dim: int, ranks: int) -> dict[str, tuple[int, list[Range]]]:
     """Decide which slice of which parameter each rank holds: column-parallel, row-parallel and vocabulary-parallel layers.
 
-    A linear layer's `weight` is [out, in], and its `bias` [out]. Two layers in sequence need a single all-reduce if the features that a rank
-    computes in the first are those that it reads in the second (Shoeybi et al. 2019, section 3). Layers are known by how names end:
+    A linear layer's `weight` is [out, in], and its `bias` [out]. Two layers in sequence need a single all-reduce if the features that a
+    rank computes in the first are those that it reads in the second (Shoeybi et al. 2019, section 3). Layers are known by how names end:
 
         q_proj, k_proj, v_proj    column-parallel: a rank computes some of the output features, in whole heads of `head_dim`
         gate_proj, up_proj        column-parallel
@@ -112,8 +112,8 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
 
         loss = log(sum over all tokens of exp(logit)) - logit of the target
 
-    Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces of numbers by row are enough, and no rank holds more than
-    a few tensors of its own logits' size. Exponentials overflow from 89 on (in float32), and logits may be larger: as in one process, the
+    Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces are enough, of one number and of two numbers by row, and
+    a rank never holds more than three tensors of its own logits' shape beside them. Exponentials overflow from 89 on (in float32), and logits may be larger: as in one process, the
     largest of the row is subtracted first, here the largest over all ranks.
 
     Args:
@@ -171,3 +171,31 @@ def gradient_sums(names: Sequence[str], sequence_parallel: bool, copied_heads: b
     {'stack.blocks.0.attention.q_norm.weight': 'all'}
     """
     raise NotImplementedError("07.gradient_sums: write this body")
+
+
+# The merge of two partial attentions (20 min, difficulty 2 of 5)
+def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention to some of the keys with attention to others, as ring and flash attention do (Dao et al. 2022, section 3.1).
+
+        out = sum over keys j of exp(s_j - lse) v_j          lse = log of the sum over keys j of exp(s_j)
+
+    Each of the two was computed as if its keys were all there are: a softmax over its own scores s. The log-sum-exp tells how much the
+    exponentials of these scores were in all, so that the two can be weighed as one softmax over all keys would.
+
+    Scores of a few hundred are common, and exp overflows from 89 on in float32. Take no exponential of anything above 0.
+
+    Args:
+        out, other_out: [batch, heads, queries, d], any floating dtype; 0 where the query may look at none of these keys.
+        lse, other_lse: [batch, heads, queries] in float32 (float64 for float64 outputs); -inf there.
+
+    Returns:
+        out, lse of attention to the keys of both, in the shapes of the arguments, computed and returned in float32 (float64 for float64),
+        because a ring merges many times. A query that may look at no key of either gets an output of 0 and -inf, and nothing is NaN.
+
+    >>> out, other_out = torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[5.0, 2.0]]]])
+    >>> merge_attention(out, torch.tensor([[[0.0]]]), other_out, torch.tensor([[[0.0]]]))      # equally heavy: the mean of the two
+    (tensor([[[[3., 1.]]]]), tensor([[[0.6931]]]))
+    >>> merge_attention(out, torch.tensor([[[7.0]]]), 0 * other_out, torch.tensor([[[-torch.inf]]]))
+    (tensor([[[[1., 0.]]]]), tensor([[[7.]]]))
+    """
+    raise NotImplementedError("07.merge_attention: write this body")

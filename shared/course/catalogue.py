@@ -137,6 +137,8 @@ def find_exercise(name: str) -> Exercise:
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         nearest = nearest or [full for full in known if full.split(".", 1)[1] == name]
         hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        if ".build" in name or ".hunt" in name:
+            hint = " A build or a hunt is checked whole: `course check 07.build`, `course hunt 07`."
         raise CourseError(f"There is no exercise {name!r}.{hint} `course status` lists them all.")
     return known[name]
 

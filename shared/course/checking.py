@@ -5,10 +5,12 @@ compares with what its source says. The first case that differs ends the check. 
 for among the mutants: an answer that does exactly what a known wrong answer does gets that mutant's sentence.
 """
 
+import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from shared.course.outcome import FAIL, PASS, Outcome
 SHAPE = "shape and dtype"
 RUNGS = (SHAPE, "worked example", "property", "oracle", "two ranks", "budget")
 
+LEARNERS = re.compile(r"\bchapters/\w+/(exercises|build|hunts/\w+)\.py$")  # files that a learner writes
 PROBLEMS = 6  # lines of them that are shown: came out and expected, for three results
 
 Observation = dict[str, Any]
@@ -171,8 +174,8 @@ def describe(case: Case, problems: list[str], error: Exception | None) -> list[s
     if error is not None:
         said = (str(error).splitlines() or [""])[0]
         lines.append(f"raised    {type(error).__name__}: {said}")
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith("exercises.py")]
-        lines += [f"          exercises.py, line {frame.lineno}: {frame.line}" for frame in frames[-1:]]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if LEARNERS.search(frame.filename)]
+        lines += [f"          {Path(frame.filename).name}, line {frame.lineno}: {frame.line}" for frame in frames[-1:]]
     if isinstance(error, RecursionError):
         lines.append("          Does your function call itself? The core's function of this name is yours while it is checked.")
     return lines + [f"says      {case.source}"]

@@ -5,11 +5,12 @@ Exit codes: 0 all is well (every check passed), 1 something failed, 2 nothing fa
 at once, and only a check pays for loading it.
 """
 
+import re
 import sys
 
 import click
 
-from shared.course import catalogue, hints, maintainer_commands, reading, reset, spine, status, terminal
+from shared.course import build_command, builds, catalogue, hints, hunts, maintainer_commands, reading, reset, spine, status, terminal
 from shared.course.click_group import CourseGroup, examples
 from shared.course.errors import CourseError
 from shared.course.paths import find_workspace, shown
@@ -40,6 +41,9 @@ def orientation() -> None:
 def print_next(found: list[status.ExerciseStatus]) -> None:
     console = terminal.open_console()
     exercise = status.next_open(found)
+    done = {one.exercise.chapter for one in found} - {one.exercise.chapter for one in found if not one.passed}
+    for lines in (build_command.next_lines(chapter, find_workspace()) for chapter in sorted(done)):
+        terminal.print_lines(console, lines)
     if exercise is None:
         terminal.say(console, f"Every exercise has passed. {status.tally(found)}", "bold green")
     else:
@@ -52,18 +56,42 @@ def next_command() -> None:
     print_next(status.exercise_statuses(find_workspace()))
 
 
-@cli.command(epilog=examples("course check", "course check 01", "course check 01.evaluate 01.train_step", "course check --impl reference"))
+@cli.command(epilog=examples("course check", "course check 01", "course check 01.evaluate 01.train_step", "course check 07.build"))
 @click.argument("names", nargs=-1, metavar="[NN[.name]]...")
 @click.option("--impl", "implementation", type=click.Choice(["mine", "reference"]), default="mine", help="Your file, or the solutions.")
 @click.option("--compare", is_flag=True, help="Show your answers next to the solutions also where several are checked.")
 def check(names: tuple[str, ...], implementation: str, compare: bool) -> None:
-    """Check your answers: all, a chapter's, or the ones named.
+    """Check your answers: all exercises, a chapter's, or the ones named; 07.build checks a build, 07.build.attention one stage of it.
 
     Exit code 0: every check passed. 1: at least one failed. 2: none failed, at least one is not attempted.
     """
     from shared.course import check_command
 
-    sys.exit(check_command.check(terminal.open_console(), names, implementation, compare))
+    console, whole = terminal.open_console(), [name for name in names if builds.is_build(name)]
+    codes = [build_command.check(console, name, implementation == "reference") for name in whole]
+    others = tuple(name for name in names if name not in whole)
+    if others or not names:
+        codes.append(check_command.check(console, others, implementation, compare))
+    sys.exit(1 if 1 in codes else max(codes))
+
+
+@cli.command(epilog=examples("course hunt 07", "course hunt 07 a", "course hunt 07 a --check", "course hunt 07 a --check --because 3"))
+@click.argument("chapter", metavar="NN")
+@click.argument("letter", required=False, metavar="[LETTER]")
+@click.option("--check", "only_check", is_flag=True, help="Run your repaired copy, and ask what the mistake was.")
+@click.option("--because", type=click.IntRange(1), help="What the mistake was, by its number in the list.")
+def hunt(chapter: str, letter: str | None, only_check: bool, because: int | None) -> None:
+    """List a chapter's broken programs, copy one to repair it, or check your repair.
+
+    Exit code of --check 0: repaired and explained. 1: not. 2: nothing is changed yet, or the explanation is missing.
+    """
+    console = terminal.open_console()
+    if letter is None:
+        hunts.print_list(console, chapter)
+    elif only_check:
+        sys.exit(hunts.check(console, hunts.find_hunt(chapter, letter), because))
+    else:
+        hunts.start(console, hunts.find_hunt(chapter, letter))
 
 
 @cli.command(epilog=examples("course watch", "course watch 01.evaluate"))
@@ -80,14 +108,21 @@ def watch(name: str | None) -> None:
 @click.option("--rung", type=click.IntRange(1, 3), help="Read an opened hint again.")
 def hint(name: str, rung: int | None) -> None:
     """Open the next of three hints: a question, the idea, a skeleton."""
-    hints.print_hint(terminal.open_console(), catalogue.find_exercise(name), Progress(find_workspace()), rung)
+    if builds.is_build(name):
+        build_command.print_hint(terminal.open_console(), name, rung)
+    else:
+        hints.print_hint(terminal.open_console(), catalogue.find_exercise(name), Progress(find_workspace()), rung)
 
 
 @cli.command(epilog=examples("course solution 01.cross_entropy"))
 @click.argument("name", metavar="NN.name")
 def solution(name: str) -> None:
     """Show the solution, after a pass or after the third hint."""
-    shown_it = hints.print_solution(terminal.open_console(), catalogue.find_exercise(name), Progress(find_workspace()))
+    console = terminal.open_console()
+    if builds.is_build(name):
+        shown_it = build_command.print_solution(console, name)
+    else:
+        shown_it = hints.print_solution(console, catalogue.find_exercise(name), Progress(find_workspace()))
     sys.exit(0 if shown_it else 1)
 
 
@@ -97,6 +132,12 @@ def solution(name: str) -> None:
 def reset_command(name: str, yes: bool) -> None:
     """Put a stub back, and keep your text in .course/saved/."""
     console, workspace = terminal.open_console(), find_workspace()
+    if builds.is_build(name):
+        terminal.say(console, build_command.reset_build(builds.find_build(name)[0], workspace))
+        return
+    if (hunt_name := re.match(r"(\d+)\.hunt\.(\w+)$", name)) is not None:
+        terminal.say(console, hunts.reset_hunt(hunts.find_hunt(*hunt_name.groups()), workspace))
+        return
     if "." in name:
         terminal.say(console, reset.reset_exercise(catalogue.find_exercise(name), workspace))
         return
@@ -111,7 +152,9 @@ def reset_command(name: str, yes: bool) -> None:
 @cli.command("status", epilog=examples("course status"))
 def status_command() -> None:
     """Show every exercise: passed, changed since, attempted or not, with hints and minutes."""
-    status.print_status(terminal.open_console(), status.exercise_statuses(find_workspace()))
+    console = terminal.open_console()
+    status.print_status(console, status.exercise_statuses(find_workspace()))
+    terminal.print_lines(console, [*build_command.status_lines(find_workspace()), *hunts.status_lines(find_workspace())])
 
 
 @cli.command("map", epilog=examples("course map 01", "course map --spine"))

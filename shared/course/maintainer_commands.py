@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import click
 from rich.table import Table
 
-from shared.course import catalogue, mutants, released, reset, stubs, terminal
+from shared.course import build_command, builds, catalogue, mutants, released, reset, stubs, terminal
 from shared.course.catalogue import Chapter
 from shared.course.click_group import MAINTAINERS, CourseCommand, examples
 from shared.course.errors import BrokenFile, CourseError
@@ -29,12 +29,17 @@ def chosen(number: str | None) -> list[Chapter]:
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; exit code 1 if a file is not what the generator makes.")
 @click.option("--force", is_flag=True, help="Replace functions that were edited too; the old file is kept in .course/saved/.")
 def stubs_command(number: str | None, only_check: bool, force: bool) -> None:
-    """Write the checkout's chapters/NN_*/exercises.py from the contracts."""
+    """Write the checkout's chapters/NN_*/exercises.py from the contracts, and build.py where it is missing."""
     differing = [chapter for chapter in chosen(number) if stub_on_disk(chapter) != stubs.stub_file(chapter)]
+    changed = [build for build in builds.builds().values() if not build.is_released(CHECKOUT)]
     if only_check:
         for chapter in differing:
             click.echo(f"{shown(chapter.stub_file(CHECKOUT))} is not what the generator makes. `course stubs {chapter.number}` writes it.")
-        sys.exit(1 if differing else 0)
+        for build in changed:
+            click.echo(f"{shown(build.file(CHECKOUT))} is not {shown(build.folder / 'adapters.py')}. `course reset {build.id}` copies it.")
+        sys.exit(1 if differing or changed else 0)
+    for build in (build for build in changed if not build.file(CHECKOUT).exists()):
+        click.echo(build_command.reset_build(build, CHECKOUT))
     for chapter in differing:
         if edited := [] if force else edited_functions(chapter):
             raise CourseError(f"{shown(chapter.stub_file(CHECKOUT))} holds a learner's work: {', '.join(edited)}. `--force` replaces it.")

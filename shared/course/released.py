@@ -16,7 +16,8 @@ from shared.course.report import count
 
 MANIFEST = Path(__file__).with_name("released.json")
 EXERCISES = ("tests/exercises/checks/**/*.py", "tests/exercises/mutants/*.toml", "chapters/*/exercises.toml")
-GUARDED = ("shared/**/*.py", "solutions/*.py", *EXERCISES)
+WHOLE = ("tests/exercises/builds/**/*.*", "tests/exercises/hunts/*.*")  # of builds and hunts
+GUARDED = ("shared/**/*.py", "solutions/**/*.py", *EXERCISES, *WHOLE)
 
 
 def checksum(content: bytes) -> str:

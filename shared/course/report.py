@@ -60,12 +60,11 @@ def outcome_text(outcome: Outcome, *, after: bool = True, comparison: Iterable[L
 
 def outcome_lines(outcome: Outcome) -> list[Line]:
     """How a check ended, line by line."""
-    exercise = find_exercise(outcome.exercise)
     lines = [headline(outcome)]
     if outcome.state == PASS:
         return lines
     if outcome.state == NOT_ATTEMPTED:
-        return lines + [Line(f"  {text}") for text in outcome.problem or [where_to_write(exercise)]]
+        return lines + [Line(f"  {text}") for text in outcome.problem or [where_to_write(find_exercise(outcome.exercise))]]
     lines += [Line(f"  {outcome.title}")] if outcome.title else []
     lines += [Line()] + [problem_line(text) for text in outcome.problem]
     if outcome.misconception:
@@ -73,7 +72,7 @@ def outcome_lines(outcome: Outcome) -> list[Line]:
     if outcome.printed.strip():
         lines += [Line(), Line("  Your code printed:"), *printed_lines(outcome.printed.rstrip().splitlines())]
     if outcome.rung:  # a file that does not load needs no hint about the exercise
-        lines += [Line(), Line(f"  Stuck? `course hint {exercise.id}` opens the next of three hints.")]
+        lines += [Line(), Line(f"  Stuck? `course hint {outcome.exercise}` opens the next of three hints.")]
     return lines
 
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -59,7 +59,7 @@ def check_solutions(exercises: Iterable[Exercise]) -> Iterator[Outcome]:
 
 def check_file(exercise: Exercise, file: BodyFile) -> Outcome:
     """Check the answer to `exercise` in `file`, in a child process."""
-    if peeked := solution_mentioned(file, exercise.name):
+    if peeked := solution_mentioned(file):
         reads = f"{shown(file.path)}, line {peeked}: this reads the solution."
         return failed(exercise, f"{reads} Write your own; `course solution` opens it after a pass or the third hint.")
     return run_apart(exercise, file, seconds=time_limit(exercise))
@@ -76,9 +76,9 @@ def failed(exercise: Exercise, reason: str, printed: str = "") -> Outcome:
     return Outcome(exercise.id, FAIL, problem=reason.splitlines(), printed=printed)
 
 
-def solution_mentioned(file: BodyFile, function: str) -> int | None:
+def solution_mentioned(file: BodyFile) -> int | None:
     """The line of a learner's file that imports or names the solutions, where one does."""
-    if file.path.parent == CHECKOUT / "solutions":
+    if file.path.is_relative_to(CHECKOUT / "solutions"):
         return None
     for node in ast.walk(file.tree):
         match node:
@@ -106,19 +106,21 @@ def time_limit(exercise: Exercise) -> float:
     return float(found[1]) if found else 20.0
 
 
-def run_apart(exercise: Exercise, file: BodyFile, seconds: float, waiting: float = WAITING) -> Outcome:
+def run_apart(exercise: Exercise, file: BodyFile, seconds: float, waiting: float = WAITING, work: Callable | None = None) -> Outcome:
     """One check in a child of the fork server, watched until it ends or passes a limit.
 
     Args:
+        exercise: what is checked, of which only the id is used; also a build's stage.
         seconds: of the processor's time, so that no answer fails because the machine is busy with something else.
         waiting: seconds by the clock beyond these, for an answer that never stops waiting.
+        work: work(id, file, seconds, waiting) -> Outcome, run in the child; default: the check of an exercise.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="course-check-") as folder:
         result, output = Path(folder, "result.json"), Path(folder, "output.txt")
         output.touch()
-        child = context.Process(target=child_main, args=(exercise.id, file, folder, seconds, waiting), daemon=True)
+        child = context.Process(target=child_main, args=(exercise.id, file, folder, seconds, waiting, work), daemon=True)
         child.start()
         try:
             over = watch(child, output, seconds, waiting)
@@ -166,7 +168,9 @@ def stuck_at(trace: Path, file: BodyFile) -> str:
     return f" It was at line {found[1]}: {file.source.splitlines()[int(found[1]) - 1].strip()}" if found else ""
 
 
-def child_main(exercise_id: str, file: BodyFile, folder: str, seconds: float, waiting: float = WAITING) -> None:
+def child_main(
+    exercise_id: str, file: BodyFile, folder: str, seconds: float, waiting: float = WAITING, work: Callable | None = None
+) -> None:
     """The child: bind the answer into the core, climb the check, leave the outcome as JSON."""
     redirect(Path(folder, "output.txt"))
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -178,7 +182,7 @@ def child_main(exercise_id: str, file: BodyFile, folder: str, seconds: float, wa
     limit(max(20.0, seconds), STARTING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills this process
     try:
-        outcome = check_in_this_process(exercise_id, file, seconds, waiting)
+        outcome = (work or check_in_this_process)(exercise_id, file, seconds, waiting)
     except Exception as error:  # what the answer raises is caught where it is called
         traceback.print_exc()
         outcome = failed_check(exercise_id, error)

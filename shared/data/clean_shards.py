@@ -21,6 +21,7 @@ import pyarrow.parquet
 from shared.corpus import Document, split
 from shared.course.errors import CourseError
 from shared.data.cleaning.cleaner import Cleaner, CleaningConfig
+from shared.data.cleaning.duplicates import text_digest
 from shared.data.cleaning.report import CleaningReport
 from shared.data.shards import map_arrays, serialized
 from shared.data.sources import Source, open_source
@@ -116,7 +117,18 @@ class CleanShards:
         if documents:
             self.write(number, documents, cleaner, only=number == 0)
             number += 1
+        cleaner.report.held_out_in_training = self.held_out_in_training(number)
         self.finish(number, cleaner.report, sources)
+
+    def held_out_in_training(self, parts: int) -> int:
+        """How many held-out documents are also in the training text: none after the stage exact duplicates, or a loss that is too good."""
+
+        def digests(held_out: bool) -> Iterator[bytes]:
+            batches = (texts for number in range(parts) for _, texts in self.documents(number, held_out))
+            return (text_digest(text) for texts in batches for text in texts)
+
+        held_out = Counter(digests(held_out=True))
+        return sum(held_out[digest] for digest in {digest for digest in digests(held_out=False) if digest in held_out})
 
     def resume(self, config: CleaningConfig, parts: int) -> tuple[Cleaner, int]:
         """The cleaner as it was at the end of the last whole part, and how many documents had been read."""

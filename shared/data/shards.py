@@ -143,7 +143,7 @@ def map_arrays(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
         shape = tuple(entry["shape"])
         # An empty array cannot be mapped, and needs not be.
         arrays[name] = np.memmap(path, dtype, "r", 8 + length + begin, shape).view(np.ndarray) if end > begin else np.empty(shape, dtype)
-    if 8 + length + max(entry["data_offsets"][1] for entry in header.values()) != size:
+    if 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0) != size:
         raise ValueError("the file is longer than its arrays")
     return metadata, arrays
 

@@ -21,8 +21,7 @@ from shared.engine.checkpoint.folder import Checkpoints
 from shared.engine.checkpoint.saver import Saver
 from shared.engine.checkpoint.snapshot import weights_of
 from shared.engine.metrics.gradient_norm import global_gradient_norm
-from shared.folder_lock import FolderLock
-from shared.output_files import require_writable
+from shared.folder_lock import FolderLock, held_folder
 from shared.totals import Objective, Runner, Totals, Updater
 
 if TYPE_CHECKING:
@@ -41,8 +40,10 @@ class Strategy:
             `optim_params`, all under logical names.
         rank, size: this process's rank, and the world size.
         data_rank, data_size: which share of a batch this process reads, and how many shares there are.
+        holds_everything: whether this rank has all of every parameter.
     """
 
+    holds_everything = True
     rank = data_rank = 0
     size = data_size = 1
 
@@ -98,19 +99,21 @@ class Strategy:
         """Agree on a shutdown: returns the first reason to stop that any rank has. Every rank calls it at the same step."""
         return reason
 
+    def leads(self, folder: Path) -> bool:
+        """Whether this rank is the first of those that see this folder. Every rank calls it."""
+        return True
+
     @contextmanager
     def locked(self, folder: Path, console: Console) -> Iterator[FolderLock]:
-        """Lock the run's folder within a `with` block: rank 0 holds it for all. Every rank calls it.
+        """Lock the run's folder within a `with` block: one rank holds it for all that share it. Every rank calls it.
 
         Raises:
             CourseError: on all ranks: another run is in the folder, or it cannot be written to.
         """
-        lock, problem = FolderLock(folder, say=lambda sentence: console.print(sentence, markup=False, highlight=False)), None
+        leads, problem = self.leads(folder), None
         with ExitStack() as held:
             try:
-                require_writable(folder)
-                if self.rank == 0:
-                    held.enter_context(lock)
+                lock = held.enter_context(held_folder(folder, leads, console))
             except CourseError as error:
                 problem = str(error)
             if problem := self.agree(problem):

@@ -26,7 +26,7 @@ from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, complete
-from shared.parallel.health.agreement import agreed, require_agreement
+from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
 from shared.parallel.holders import Holders
 from shared.parallel.mesh import Mesh
@@ -183,6 +183,13 @@ class ParallelStrategy(Strategy):
         if not somebody:
             return None
         return next(each for each in self.mesh.world.gather_objects(reason) if each is not None)
+
+    @property
+    def holds_everything(self) -> bool:
+        return self.optim_holders.everywhere
+
+    def leads(self, folder: Path) -> bool:
+        return ranks_that_share(self.mesh.world, folder)[0] == self.rank
 
     def sum(self, totals: Totals) -> Totals:
         return add_over(totals, self.mesh.loss)

@@ -21,7 +21,7 @@ from shared.devices import keep_freed_memory, pick_device
 from shared.engine.callbacks import Callback
 from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
-from shared.folder_lock import FolderLock
+from shared.folder_lock import held_folder
 from shared.loop import accumulate_gradients
 from shared.model.counting import parameter_counts
 from shared.model.hf.registry import write_config
@@ -31,7 +31,6 @@ from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler
 from shared.optim.precision import autocast_objective
 from shared.optim.updater import Update
-from shared.output_files import require_writable
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.comm.processes import broken_connections_named
@@ -77,7 +76,7 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
     require_agreement(world, "configuration", config)  # first of all: what follows has ranks meet as the configuration says
     with ExitStack() as held, broken_connections_named(world):  # from before the first file of the run to after the last
         leads = ranks_that_share(world, config.engine.output)[0] == world.rank
-        agreed(world, lambda: hold_folder(config.engine.output, held, leads, console))
+        agreed(world, lambda: held.enter_context(held_folder(config.engine.output, leads, console)))
         run = build(config, console, world)
         loader, held_out = loaders(run.config, run.text, run.strategy.mesh)
         engine = run.engine.fit(loader, held_out, steps=config.steps)
@@ -85,14 +84,6 @@ def pretrain(config: TrainerConfig, console: Console, world: Communicator | None
             console.print(f"The same command resumes from step {engine.step}.", highlight=False)
             raise SystemExit(128 + signal.Signals[engine.stopped])
         return evaluate_and_report(run, console)
-
-
-def hold_folder(output: Path, held: ExitStack, leads: bool, console: Console) -> None:
-    """Refuse, on every rank, a folder that cannot be written to, and, on one rank for each folder, one that another run is in. Locked
-    until `held` closes."""
-    require_writable(output)
-    if leads:
-        held.enter_context(FolderLock(output, say=lambda sentence: console.print(sentence, markup=False, highlight=False)))
 
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
@@ -200,6 +191,11 @@ def announce(config: TrainerConfig, text: PreparedText, device: torch.device, co
     if text.report.unreadable:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in text.report.unreadable.items())
         mixture += f"Left out, for there was no text in it: {reasons}. Examples: {text.folder / 'report.json'}\n"
+    if copies := text.report.held_out_in_training:
+        mixture += (
+            f"{copies:,} of the {len(text.held_out):,} held-out documents are in the training text too, so the held-out loss is too low: "
+            "add the stage exact duplicates to data.prepare.cleaning.stages.\n"
+        )
     console.print(
         f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {text.training.token_count / 1e6:.1f} million tokens "
         f"of text ({len(text.training):,} documents; {len(text.held_out):,} held out), {tokens / 1e6:.1f} million to be seen.\n"

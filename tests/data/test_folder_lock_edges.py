@@ -1,5 +1,7 @@
 """The lock on a folder where processes fork, take it twice, or meet in the moment in which it changes hands."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -7,7 +9,7 @@ import sys
 import time
 
 import pytest
-from test_folder_lock import SECONDS, quick, until, written  # noqa: F401
+from test_folder_lock import SECONDS, no_locks, quick, until, written  # noqa: F401
 
 from shared import folder_lock
 from shared.folder_lock import FolderInUse, FolderLock
@@ -38,6 +40,44 @@ def test_a_forked_child_has_no_lock_and_leaves_its_parents_alone(tmp_path):
     done = subprocess.run([sys.executable, "-c", FORKING, str(tmp_path)], capture_output=True, text=True, timeout=SECONDS)
     assert done.stdout == "the child is refused\nits parent's lock is there\n", done.stderr
     assert not (tmp_path / "run.lock").exists()
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_a_holder_on_another_machine_that_ends_while_it_is_waited_for_leaves_the_folder(tmp_path, monkeypatch, carried):
+    """It removes its file as it ends, in the middle of our looks at it."""
+    if not carried:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    written(tmp_path)
+    began = time.monotonic()
+    with FolderLock(tmp_path, say=lambda sentence: (tmp_path / "run.lock").unlink()):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+    assert time.monotonic() - began < folder_lock.STALE / 2 and not list(tmp_path.iterdir())
+
+
+def test_a_machine_that_takes_the_folder_in_the_same_tick_of_the_clock_is_seen(tmp_path):
+    """Modification times of some file systems count whole seconds: two machines may write within one."""
+    written(tmp_path)
+    before = (tmp_path / "run.lock").stat().st_mtime_ns
+
+    def other_takes_it(sentence):
+        written(tmp_path, pid=78, token="a third one's")
+        os.utime(tmp_path / "run.lock", ns=(before, before))
+
+    with pytest.raises(FolderInUse, match="is in use by process 78 on far"), FolderLock(tmp_path, say=other_takes_it):
+        pass
+
+
+def test_the_file_of_a_lock_that_is_made_again_is_closed(tmp_path, quick):  # noqa: F811
+    with FolderLock(tmp_path) as lock:
+        old, was = lock.handle, os.fstat(lock.handle)
+        (tmp_path / "kept").hardlink_to(tmp_path / "run.lock")  # so that no new file gets its number
+        (tmp_path / "run.lock").unlink()
+        until(lambda: lock.handle != old)
+        try:
+            assert not os.path.samestat(was, os.fstat(old)), "it is another file by now"
+        except OSError as error:
+            assert error.errno == errno.EBADF
+    (tmp_path / "kept").unlink()
 
 
 def test_who_has_taken_the_folder_twice_finds_out_by_either_lock(tmp_path):

@@ -197,6 +197,25 @@ def test_one_file_is_split_by_its_end(tmp_path):
     assert "".join(spelt) == text and 0.04 < len(spelt[1]) / len(text) < 0.06
 
 
+@pytest.mark.parametrize("stages", [("length",), ("length", "exact duplicates")])
+def test_held_out_documents_that_are_in_the_training_text_too_are_counted(tmp_path, stages):
+    """Every third document is written again, with more white space at its end; which side a file is on, its name decides."""
+    (tmp_path / "raw").mkdir()
+    for number in range(60):
+        text = "".join(f"line {number * 7 % 20 if number % 3 else number} {i} of one of the files\n" for i in range(20))
+        (tmp_path / "raw" / f"{number:02}.txt").write_text(text + "\n" * (number % 3))
+    config = replace(config_of(tmp_path / "raw"), cleaning=CleaningConfig(stages=stages), held_out_share=0.3)
+    sides = split(list(open_source(Source(str(tmp_path / "raw"), suffixes=(".txt",)), lambda *_: None)), 0.3)
+    training = {document.content.strip() for document in sides.training}
+    expected = sum(document.content.strip() in training for document in sides.held_out)
+    assert expected > 3
+    for folder in ("first", "again"):  # made, and made again where everything but the end was there
+        report = prepare(config, tmp_path / "out").report
+        assert report.held_out_in_training == (0 if "exact duplicates" in stages else expected)
+        [done] = (tmp_path / "out").glob("*/clean/complete.json")
+        done.unlink()
+
+
 def test_several_sources_are_one_text_without_repetition(raw, tmp_path):
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"content": text}) + "\n" for text in ((raw / "file003.py").read_text(), "new words\n" * 30)), encoding="utf-8"

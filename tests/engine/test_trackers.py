@@ -114,6 +114,16 @@ def test_mlflow_holds_the_figures_of_one_run(run):
     assert run.statuses + [stored.info.status] == ["FAILED", "FINISHED"]
 
 
+@pytest.mark.parametrize("reason, status", [("SIGTERM", "KILLED"), ("SIGINT", "KILLED"), ("validation/loss has not improved", "FINISHED")])
+def test_a_run_that_was_asked_to_leave_is_killed_in_mlflow_and_one_that_stopped_early_has_finished(tmp_path, reason, status):
+    class Leave(Callback):
+        def on_step(self, engine):
+            engine.stop(reason)
+
+    make_engine(tmp_path, [make_tracker("mlflow"), Leave()], every=4).fit(Loader(), steps=8)
+    assert mlflow_metrics(tmp_path)[1].info.status == status
+
+
 def test_no_tracker_looked_for_another_machine(run):
     assert not [host for host in ASKED if host not in ("localhost", "127.0.0.1", None)]
 

@@ -1,6 +1,7 @@
 """The engine over two ranks that are processes: what is watched, saved and stopped is the run's, not a rank's."""
 
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -136,10 +137,19 @@ def refused(world, folder):
         return str(error)
 
 
+def held(world, folder):
+    """Which rank's process holds a run's folder, as this rank sees it."""
+    parallel = apply_parallel(build(SMALL), Mesh(parse_layout("dp2", ParallelConfig()), world), ADAMW)
+    pids = world.gather_objects(os.getpid())
+    with parallel.locked(folder, Console(quiet=True)):
+        return pids.index(json.loads((folder / "run.lock").read_text())["pid"])
+
+
 def everything(world, folder):
     """All that two ranks are asked for, in one world."""
     told = {"broken": {words: broken(world, words, folder / f"broken {words}") for words in LAYOUTS}}
     told["refused"] = refused(world, folder / "taken")
+    told["held"] = held(world, folder / "shared"), held(world, folder / f"own disk of {world.rank}")
     told["weights"] = {words: fitted(world, words, folder / words)[1] for words in LAYOUTS}
     callbacks, kept = [EvaluateBeforeTheUpdate()], {"reshard_after_forward": False}
     names = ("course fsdp2", "torch fsdp2")
@@ -161,6 +171,10 @@ def runs(tmp_path_factory):
     _, alone = fitted(SingleRankCommunicator(), "course one", folder / "one")
     with FolderLock(folder / "taken"):
         return folder, alone, run_processes(everything, 2, folder, timeout=300)
+
+
+def test_one_rank_holds_a_shared_folder_and_each_machine_without_one_its_own(runs):
+    assert [each["held"] for each in runs[2]] == [(0, 0), (0, 1)]
 
 
 def test_all_ranks_refuse_a_folder_that_another_run_is_in(runs):
@@ -191,8 +205,12 @@ def test_a_broken_step_stops_all_ranks_and_each_keeps_its_batch(runs, words):
     assert all(loss > 0 for loss in losses[0] + losses[1][:1]) and losses[1][1] != losses[1][1]
     assert replay(of_ranks[0], build(SMALL), objective) == pytest.approx(losses[0])
     assert not (of_ranks[1] / "weights.safetensors").exists()
-    entries = [read_dump(output / "dumps" / name).entries for name in ("step-00000003-broken", "step-00000003-broken-rank-1")]
-    assert all("stack.blocks.0.attention" in each["activations"] and len(each["weights"]) > 5 for each in entries)
+    dumps = [read_dump(output / "dumps" / name) for name in ("step-00000003-broken", "step-00000003-broken-rank-1")]
+    assert all("stack.blocks.0.attention" in each.entries["activations"] and len(each.entries["weights"]) > 5 for each in dumps)
+    sizes = [math.prod(entry.shape) for each in dumps for entry in each.entries["weights"].values()]
+    in_parts = sum(sizes) < 2 * sum(parameter.numel() for parameter in build(SMALL).parameters())
+    assert [each.part_of for each in dumps] == (["rank 0 of 2", "rank 1 of 2"] if in_parts else ["", ""])
+    assert in_parts == any(word in words for word in ("fsdp", "zero"))
 
 
 @pytest.mark.parametrize("words", ["course fsdp2", "torch fsdp2"])

@@ -122,6 +122,14 @@ def test_calls_and_bytes_are_as_predicted(config, word, recompute):
     assert predicted == found
 
 
+@pytest.mark.parametrize("word", ["tp2", "tp2_sp"])
+def test_in_16_bits_the_stream_travels_in_16_bits(word):
+    """Also backward, where the sublayers' gradients are summed."""
+    for recompute in ("none", "full"):
+        predicted, found = exchanged(SMALL, layout_of(word, recompute), precision="bfloat16")
+        assert predicted == found
+
+
 @pytest.mark.parametrize("word, zero", [("tp2", 0), ("tp4_sp", 0), ("dp2_tp2", 1)])
 @by_family
 def test_muon_gathers_each_matrix(config, word, zero):

@@ -2,7 +2,8 @@
 
 Reals are scaled by 0, 0.5, 1.05, 2 and -1, and so is what a function changes an argument by; whole numbers are off by one,
 tensors and lists with elements have one dropped, doubled, swapped or all of them shifted, and all come in another dtype, shape or
-type; of files one is lost, emptied or added. `Check.spoilt` says where.
+type; of files one is lost, emptied or added, and so are entries of a table; functions that are returned return
+spoilt results. `Check.spoilt` says where.
 """
 
 import inspect
@@ -40,6 +41,8 @@ def spoilt_answers(check: Check, function: Callable) -> dict[str, Callable]:
             case ["gradients", "through", output]:
                 changes = {f"times {scale}": backward_times(scale) for scale in SCALES}
                 answers |= {f"{where}: {how}": with_output(check, function, output, change) for how, change in changes.items()}
+            case ["results", "of", output]:
+                answers |= {f"{where}: {how}": with_output(check, function, output, in_results(change)) for how, change in RESULTS.items()}
             case [output]:
                 changes = changes_of(sample(check, function, output))
                 answers |= {f"{where}: {how}": with_output(check, function, output, change) for how, change in changes.items()}
@@ -56,8 +59,9 @@ def sample(check: Check, function: Callable, output: str) -> Any:
 def changes_of(value: Any) -> dict[str, Change]:
     """The ways to spoil a value of this kind. A mapping is spoilt in all its values at once."""
     if isinstance(value, Mapping):
-        changes = changes_of(next(iter(value.values())))
-        return {how: lambda values, change=change: {name: change(item) for name, item in values.items()} for how, change in changes.items()}
+        first = next(iter(value.values()))
+        changes = {how: in_values(change) for how, change in changes_of(first).items()}
+        return changes | (ENTRIES if isinstance(first, str | tuple) else {})
     if isinstance(value, list):
         return LIST_CHANGES
     if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
@@ -68,6 +72,11 @@ def changes_of(value: Any) -> dict[str, Change]:
     if isinstance(value, int):
         changes = {"one more": lambda number: number + 1, "one less": lambda number: number - 1, "doubled": lambda number: 2 * number}
         return changes | {"as a float": float}
+    if isinstance(value, str):
+        return WORD_CHANGES
+    if isinstance(value, tuple):
+        changes = [(place, how, change) for place, part in enumerate(value) for how, change in changes_of(part).items()]
+        return {f"part {place}: {how}": in_part(place, change) for place, how, change in changes}
     if not isinstance(value, Tensor):
         raise TypeError(f"There is no way yet to spoil a {type(value).__name__}: add one here.")
     if value.dtype.is_floating_point:
@@ -96,6 +105,28 @@ TUPLE_CHANGES: dict[str, Change] = {
     "the first two swapped": lambda items: items[1::-1] + items[2:],
     "the last one as None": lambda items: (*items[:-1], None),
 }
+
+
+WORD_CHANGES: dict[str, Change] = {
+    "another word": lambda word: f"{word}s",
+    "in capitals": str.upper,
+    "in a list": lambda word: [word],
+    "as None": lambda word: None,
+}
+
+ENTRIES: dict[str, Change] = {  # of a table by name
+    "the first entry lost": lambda table: dict([*table.items()][1:]),
+    "the last entry lost": lambda table: dict([*table.items()][:-1]),
+    "a stray entry": lambda table: table | {"stray.weight": next(iter(table.values()), 0)},
+}
+
+
+def in_values(change: Change) -> Change:
+    return lambda table: {name: change(item) for name, item in table.items()}
+
+
+def in_part(place: int, change: Change) -> Change:
+    return lambda items: (*items[:place], change(items[place]), *items[place + 1 :])
 
 
 def in_all(change: Change) -> Change:
@@ -136,6 +167,18 @@ FILES: dict[str, Callable] = {
 def backward_times(scale: float) -> Change:
     """The value stays, what flows back through it is scaled."""
     return lambda tensor: tensor.detach() + scale * (tensor - tensor.detach())
+
+
+def in_results(change: Change) -> Change:
+    """Of a function: what it returns is changed."""
+    return lambda function: lambda *args: change(function(*args))
+
+
+RESULTS: dict[str, Change] = (
+    {f"times {scale}": lambda tensor, scale=scale: tensor * scale for scale in SCALES}
+    | {f"gradients times {scale}": backward_times(scale) for scale in SCALES}
+    | {"in another dtype": lambda tensor: tensor.to(torch.float16), "elements shifted by one": lambda tensor: tensor.roll(1, dims=-1)}
+)
 
 
 def with_output(check: Check, function: Callable, output: str, change: Change) -> Callable:

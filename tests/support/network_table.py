@@ -87,6 +87,7 @@ def slow(machines: list[Machine]) -> None:
 FSDP = "parallel.fully_sharded=2"
 CASES = {
     "kill": Case("rank 1 is killed", on_rank(1, signal.SIGKILL)),
+    "kill 0": Case("rank 0, which holds the folder's lock, is killed", on_rank(0, signal.SIGKILL)),
     "cut": Case("b's link is cut for good", cut(1e6)),
     "cut 50": Case("b's link is cut for 50 s", cut(50)),
     "cut 5": Case("b's link is cut for 5 s", cut(5)),
@@ -98,6 +99,7 @@ CASES = {
     "power a": Case("a loses its power", lambda machines: machines[0].end()),
     "slow": Case("links take 10 Mbit/s", slow),
     "kill c10d": Case("rank 1 is killed", on_rank(1, signal.SIGKILL), rendezvous="c10d", backend="torch"),
+    "kill 0 c10d": Case("rank 0, which holds the folder's lock, is killed", on_rank(0, signal.SIGKILL), rendezvous="c10d"),
     "cut c10d": Case("b's link is cut for good", cut(1e6), rendezvous="c10d"),
     "cut 50 c10d": Case("b's link is cut for 50 s", cut(50), rendezvous="c10d"),
     "kill fsdp": Case("rank 1 is killed", on_rank(1, signal.SIGKILL), layout=FSDP),

@@ -6,8 +6,8 @@
         b.cut()                                                     its packets are lost, without a word
         codes = [job.wait(60) for job in jobs]
 
-Each machine has a hostname, an /etc/hosts, an address (10.77.0.1, 10.77.0.2, ...; also IPv6), a copy of the project under the project's own
-path, and a folder `folder`, which is its own or shared by all. It sees its own processes only.
+Each machine has a hostname, a boot id, an /etc/hosts, an address (10.77.0.1, 10.77.0.2, ...; also IPv6), a copy of the project under the
+project's own path, and a folder `folder`, which is its own or shared by all. It sees its own processes only.
 
 Nothing is left over, whatever happens: namespaces have no names, so all of them, with their mounts, devices and processes, end with the
 first process of each, which ends when the pipe to this process breaks. Where the system allows no namespaces, the test is skipped.
@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -38,6 +39,7 @@ mkdir "$SCRATCH/upper-$NAME/changed" "$SCRATCH/upper-$NAME/work"
 mount -t overlay none -o "lowerdir=$PROJECT,upperdir=$SCRATCH/upper-$NAME/changed,workdir=$SCRATCH/upper-$NAME/work" "$PROJECT"
 mount --bind "$SCRATCH/$NAME" "$SCRATCH/run"
 mount --bind "$SCRATCH/hosts-$NAME" /etc/hosts
+mount --bind "$SCRATCH/boot-$NAME" /proc/sys/kernel/random/boot_id
 mount --bind /dev/null /etc/resolv.conf
 echo ready
 exec cat
@@ -163,6 +165,7 @@ class Machines:
         for name in names:
             others = "".join(line for other, line in lines.items() if other != name)
             known = HOSTS[hosts].replace("{own address}", lines[name]).replace("{own}", name).replace("{others}", others)
+            (scratch / f"boot-{name}").write_text(f"{uuid4()}\n")  # another one after a loss of power
             (scratch / f"hosts-{name}").write_text(f"127.0.0.1 localhost\n::1 localhost\n{known}")
         self.switch = Namespaces(SWITCH, before=[] if ROOT else ["unshare", "--user", "--map-root-user"])
         try:
@@ -197,7 +200,8 @@ def reason_against() -> str:
             try:
                 for folder in ("run", "a"):
                     Path(scratch, folder).mkdir()
-                Path(scratch, "hosts-a").touch()
+                for file in ("hosts-a", "boot-a"):
+                    Path(scratch, file).touch()
                 before = [] if ROOT else switch.enter("--net")
                 Namespaces(SETUP, before, NAME="a", SCRATCH=scratch, PROJECT=str(CHECKOUT)).end()
             finally:

@@ -23,6 +23,15 @@ BLOCK = 4096  # runs hashed at a time
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 
 
+def text_digest(text: str) -> bytes:
+    """16 bytes by which a text is known, whatever white space is at its ends.
+
+    >>> text_digest(" a text\\n") == text_digest("a text")
+    True
+    """
+    return hashlib.sha256(text.strip().encode()).digest()[:16]
+
+
 class ExactDuplicates:
     """Drop a text that has been seen before, byte for byte except for white space at its ends."""
 
@@ -33,7 +42,7 @@ class ExactDuplicates:
         self.seen: set[bytes] = set()
 
     def measure(self, text: str) -> Measured:
-        return Measured(text, np.frombuffer(hashlib.sha256(text.strip().encode()).digest()[:16], np.uint8))
+        return Measured(text, np.frombuffer(text_digest(text), np.uint8))
 
     def decide(self, value: np.ndarray) -> Verdict:
         if value.tobytes() in self.seen:

@@ -60,13 +60,15 @@ class StageReport:
 
 @dataclass
 class CleaningReport:
-    """All stages in their order, what could not be read at all, and the lengths before and after."""
+    """All stages in their order, what could not be read at all, and the lengths before and after. held_out_in_training: how many held-out
+    documents are also in the training text, the same except for white space at their ends."""
 
     stages: list[StageReport] = field(default_factory=list)
     unreadable: dict[str, int] = field(default_factory=dict)
     unreadable_examples: list[Dropped] = field(default_factory=list)
     lengths_in: list[int] = field(default_factory=lambda: [0] * LENGTH_BINS)
     lengths_out: list[int] = field(default_factory=lambda: [0] * LENGTH_BINS)
+    held_out_in_training: int = 0
 
     @property
     def documents_in(self) -> int:

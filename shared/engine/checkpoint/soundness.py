@@ -12,10 +12,11 @@ Left out on purpose: values. Wrong numbers in the right places are a checkpoint.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shared.course.errors import CourseError
@@ -94,7 +95,16 @@ def problem_of(state: Any, step: int) -> str | None:
 
 def described(tensors: Mapping[str, Tensor]) -> Described:
     """The table's entry of each tensor."""
-    return {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
+    return {name: table_entry(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def table_entry(dtype: torch.dtype, shape: Sequence[int]) -> list[Any]:
+    """A tensor in the table of contents: its dtype's name and its shape.
+
+    >>> table_entry(torch.float32, (2, 3))
+    ['float32', [2, 3]]
+    """
+    return [str(dtype).removeprefix("torch."), list(shape)]
 
 
 def difference(found: Described, expected: Any) -> str | None:

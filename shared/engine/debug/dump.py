@@ -47,10 +47,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Dump:
-    """step: the one that was under way. entries: kind (`KINDS`) -> name -> entry, in the model's order."""
+    """step: the one that was under way. entries: kind (`KINDS`) -> name -> entry, in the model's order. part_of: where tensors are cut over
+    ranks, the rank whose parts these are, such as "rank 0 of 2"; "" where each is whole."""
 
     step: int
     entries: dict[str, dict[str, Entry]]
+    part_of: str = ""
 
 
 @torch.no_grad()
@@ -110,7 +112,7 @@ def write_dump(folder: Path, dump: Dump, tensors: dict[str, Tensor] | None = Non
     entries = to_json({kind: {name: asdict(entry) for name, entry in named.items()} for kind, named in dump.entries.items()})
 
     def write(partial: Path) -> None:
-        (partial / "dump.json").write_text(json.dumps({"step": dump.step, "entries": entries}), encoding="utf-8")
+        (partial / "dump.json").write_text(json.dumps({"step": dump.step, "part_of": dump.part_of, "entries": entries}), encoding="utf-8")
         if tensors:
             save_tensors(tensors, partial / "tensors.safetensors")
 
@@ -130,7 +132,7 @@ def read_dump(folder: Path | str) -> Dump:
     try:
         record = from_json(json.loads(path.read_text(encoding="utf-8")))
         entries = {kind: {name: Entry(**entry) for name, entry in named.items()} for kind, named in record["entries"].items()}
-        return Dump(record["step"], entries)
+        return Dump(record["step"], entries, record.get("part_of", ""))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CourseError(f"{path} is damaged ({error}): give another dump, or make a new one with engine.dump.every.") from None
 
@@ -211,9 +213,11 @@ class ModelDump(Callback):
         gradients = ((name, p.grad / count) for name, p in named if p.grad is not None)
         entries = [describe_all(named), describe_all(gradients), self.activations]
         tensors = self.all_tensors(named, count) if self.tensors else None
-        told = f"Dump of step {engine.step + 1}: {folder}"
+        strategy = engine.strategy
+        part_of = "" if strategy.holds_everything else f"rank {strategy.rank} of {strategy.size}"
+        told = f"Dump of step {engine.step + 1}: {folder}" + f" (the parts that {part_of} has)" * bool(part_of)
         try:
-            write_dump(folder, Dump(engine.step + 1, dict(zip(KINDS, entries, strict=True))), tensors)
+            write_dump(folder, Dump(engine.step + 1, dict(zip(KINDS, entries, strict=True)), part_of), tensors)
         except CourseError as error:  # the run continues without its dump
             told = str(error)
         self.activations, self.kept = {}, {}

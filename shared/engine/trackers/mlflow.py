@@ -97,7 +97,8 @@ class MlflowTracker(Callback):
 
     def on_end(self, engine: "RuntimeEngine") -> None:
         if self.client is not None and self.run_id is not None:
-            self.client.set_terminated(self.run_id, status=self.status)
+            asked_to_leave = engine.leaving and self.status == "FINISHED"  # by a signal; a run that stops early by itself has finished
+            self.client.set_terminated(self.run_id, status="KILLED" if asked_to_leave else self.status)
             page = f"mlflow ui --backend-store-uri {shlex.quote(self.uri)}    (`pip install mlflow` brings this page)"
             say_how_to_see(engine, "MLflow", self.uri if self.uri.startswith("http") else page)
 

@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoint, Described, difference
+from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoint, Described, difference, table_entry
 from shared.parallel.sharding import Box, Region, whole_region
 from shared.tensor_files import save_tensors
 
@@ -106,19 +106,15 @@ def wrong_shards(found: Mapping[str, Sequence[StoredShard]]) -> str | None:
                 return f"{key} is not a part of a tensor of shape {list(shape)}"
             if tuple(file.get_slice(key).get_shape()) != tuple(region.local_shape) or region.stop > math.prod(region.sizes):
                 return f"{key} has the shape {list(file.get_slice(key).get_shape())}"
-        if dtypes := sorted({stored_dtype(shard) for shard in shards})[1:]:
-            return f"{entry} is of several dtypes, {dtypes[0]} among them"
+        if dtypes := sorted({str(empty_like(shard).dtype) for shard in shards})[1:]:
+            return f"{entry} is of several dtypes, {dtypes[0].removeprefix('torch.')} among them"
         if (held := sum(region.numel for region in {shard.region for shard in shards})) != math.prod(shape):
             return f"its files hold {held} of the {math.prod(shape)} numbers of {entry}"
     return None
 
 
 def whole_tensors(found: Mapping[str, Sequence[StoredShard]]) -> Described:
-    return {entry: [stored_dtype(shards[0]), list(shards[0].region.shape)] for entry, shards in found.items()}
-
-
-def stored_dtype(shard: StoredShard) -> str:
-    return str(empty_like(shard).dtype).removeprefix("torch.")
+    return {entry: table_entry(empty_like(shards[0]).dtype, shards[0].region.shape) for entry, shards in found.items()}
 
 
 def empty_like(shard: StoredShard) -> Tensor:

@@ -29,7 +29,7 @@ from shared.engine.checkpoint.atomic import atomic_save, force_to_disk
 from shared.engine.checkpoint.folder import MANIFEST, STATE, fingerprint, reason_of, state_of
 from shared.engine.checkpoint.saver import Saver
 from shared.engine.checkpoint.snapshot import Snapshot
-from shared.engine.checkpoint.soundness import CheckpointError, Described
+from shared.engine.checkpoint.soundness import CheckpointError, Described, table_entry
 from shared.parallel.checkpoint.files import rank_file, write_shards
 from shared.parallel.checkpoint.folder import RANDOM, RankCheckpoints
 from shared.parallel.health.agreement import rank_names, ranks_that_share
@@ -212,7 +212,7 @@ def contents_of(files: Mapping[str, Shards]) -> dict[str, Described]:
         name = Path(file).stem
         tensors = found.setdefault(name if name.startswith("random") else name.split("-")[0], {})
         for (entry, region), tensor in shards.items():
-            tensors[entry] = [str(tensor.dtype).removeprefix("torch."), list(region.shape)]
+            tensors[entry] = table_entry(tensor.dtype, region.shape)
     return found
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shared.course.binding import exercise
 from shared.model.masks import AttentionMask
 
 aten = torch.ops.aten
@@ -25,23 +26,40 @@ class Part(NamedTuple):
     """Attention to some of the keys.
 
     out: [batch, H, Q, d] float32 at least; 0 where a query may look at none of them.
-    lse: [batch, H, Q], the log of the sum of the exponentials of its scores; -inf there.
+    lse: [batch, H, Q], the logarithm of the sum of the exponentials of its scores; -inf there.
     """
 
     out: Tensor
     lse: Tensor
 
 
-def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Part:
-    """Merge attention to some of the keys with attention to others."""
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    total = torch.logaddexp(lse.to(dtype), other_lse.to(dtype))
+@exercise("07.merge_attention")
+def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention to some of the keys with attention to others, as ring and flash attention do (Dao et al. 2022, section 3.1).
 
-    def weighed(part: Tensor, of_part: Tensor) -> Tensor:
-        share = (of_part.to(dtype) - total).masked_fill(of_part == -torch.inf, -torch.inf).exp()  # at most 1: nothing overflows
-        return share.unsqueeze(-1) * part.to(dtype)
+        out = sum over keys j of exp(s_j - lse) v_j          lse = log of the sum over keys j of exp(s_j)
 
-    return Part(weighed(out, lse) + weighed(other_out, other_lse), total)
+    Each of the two was computed as if its keys were all there are: a softmax over its own scores s. The log-sum-exp tells how much the
+    exponentials of these scores were in all, so that the two can be weighed as one softmax over all keys would.
+
+    Scores of a few hundred are common, and exp overflows from 89 on in float32. Take no exponential of anything above 0.
+
+    Args:
+        out, other_out: [batch, heads, queries, d], any floating dtype; 0 where the query may look at none of these keys.
+        lse, other_lse: [batch, heads, queries] in float32 (float64 for float64 outputs); -inf there.
+
+    Returns:
+        out, lse of attention to the keys of both, in the shapes of the arguments, computed and returned in float32 (float64 for float64),
+        because a ring merges many times. A query that may look at no key of either gets an output of 0 and -inf, and nothing is NaN.
+
+    >>> out, other_out = torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[5.0, 2.0]]]])
+    >>> merge_attention(out, torch.tensor([[[0.0]]]), other_out, torch.tensor([[[0.0]]]))      # equally heavy: the mean of the two
+    (tensor([[[[3., 1.]]]]), tensor([[[0.6931]]]))
+    >>> merge_attention(out, torch.tensor([[[7.0]]]), 0 * other_out, torch.tensor([[[-torch.inf]]]))
+    (tensor([[[[1., 0.]]]]), tensor([[[7.]]]))
+
+    The solution is in solutions/07_tensor_parallel.py; `course read shared.parallel.context.blocks` shows it in place.
+    """
 
 
 def attend_block(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scale: float) -> Part:
@@ -53,7 +71,7 @@ def attend_block(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionM
         mask: who looks at whom within the block, and the position bias.
     """
     keys, values = for_each_head(keys, queries), for_each_head(values, queries)
-    if queries.is_cpu:
+    if has_kernel(queries):
         options = {"attn_mask": score_terms(mask, queries.dtype), "scale": scale}
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, mask.causal, **options)
         out = out.to(lse.dtype)
@@ -78,7 +96,7 @@ def block_gradients(
     heads = keys.shape[1]
     keys, values = for_each_head(keys, queries), for_each_head(values, queries)
     lse = whole.lse.masked_fill(whole.lse == -torch.inf, 0)  # a query that looks nowhere: exp(-inf - 0) = 0, and no NaN
-    if queries.is_cpu:
+    if has_kernel(queries):
         options = {"attn_mask": score_terms(mask, queries.dtype), "scale": scale}
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             upstream, queries, keys, values, whole.out, lse, 0.0, mask.causal, **options
@@ -89,6 +107,11 @@ def block_gradients(
         of_scores = weights * (upstream @ values.mT - (upstream * out).sum(dim=-1, keepdim=True)) * scale
         found = of_scores @ keys, of_scores.mT @ queries, weights.mT @ upstream
     return found[0], *(gradient.unflatten(1, (heads, -1)).sum(dim=2, dtype=lse.dtype) for gradient in found[1:])
+
+
+def has_kernel(queries: Tensor) -> bool:
+    """Whether PyTorch's kernel for this device returns its log-sum-exp and takes any mask."""
+    return queries.is_cpu
 
 
 def for_each_head(shared: Tensor, queries: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from shared.course.errors import SettingError
 from shared.model.attention import Attention
 from shared.model.block import Block
 from shared.model.config import ModelConfig
+from shared.model.context import to_compute_dtype
 from shared.model.embedding import Embedding, Head
 from shared.model.feed_forward import FeedForward, GatedFeedForward
 from shared.model.stack import Stack
@@ -131,7 +132,8 @@ class Cutter:
             if sublayer is not None:
                 linear = getattr(sublayer, last)
                 linear.__class__, linear.combine = RowLinear, self.leave
-                sublayer.register_forward_pre_hook(lambda module, inputs: (self.enter(inputs[0]), *inputs[1:]))
+                # cast first, as the sublayer would: under autocast the gradient is then summed, or the stream gathered, in 16 bits
+                sublayer.register_forward_pre_hook(lambda module, inputs: (self.enter(to_compute_dtype(inputs[0])), *inputs[1:]))
         for attention in filter(None, (block.attention, block.cross_attention)):
             if attention.dropout:
                 attention.attend = attend_with_own_dropout(attention.attend, self.group.rank)

@@ -14,8 +14,8 @@ from shared.parallel.sharding import Range
 def tensor_shards(shapes: Mapping[str, Sequence[int]], head_dim: int, ranks: int) -> dict[str, tuple[int, list[Range]]]:
     """Decide which slice of which parameter each rank holds: column-parallel, row-parallel and vocabulary-parallel layers.
 
-    A linear layer's `weight` is [out, in], and its `bias` [out]. Two layers in sequence need a single all-reduce if the features that a rank
-    computes in the first are those that it reads in the second (Shoeybi et al. 2019, section 3). Layers are known by how names end:
+    A linear layer's `weight` is [out, in], and its `bias` [out]. Two layers in sequence need a single all-reduce if the features that a
+    rank computes in the first are those that it reads in the second (Shoeybi et al. 2019, section 3). Layers are known by how names end:
 
         q_proj, k_proj, v_proj    column-parallel: a rank computes some of the output features, in whole heads of `head_dim`
         gate_proj, up_proj        column-parallel

@@ -1,0 +1,120 @@
+"""Floor 0. Checks of builds and repairs: a learner's whole file, observed through its functions, in a child process with limits.
+
+A stage is a `Check` whose cases get the file's functions in place of one function. A function that still raises NotImplementedError
+makes its stage NOT ATTEMPTED.
+"""
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shared.course import binding, running
+from shared.course.builds import Build, Stage, find_build, fingerprint, wrong_builds
+from shared.course.errors import BrokenFile, CourseError
+from shared.course.outcome import NOT_ATTEMPTED, Outcome
+from shared.course.paths import shown
+from shared.course.stubs import BodyFile
+
+SECONDS = 60.0  # of the processor's time, for one stage
+
+
+class Functions:
+    """The public functions of a learner's file. `missing` is what the first one said that raised NotImplementedError."""
+
+    def __init__(self, module: ModuleType):
+        self.module, self.missing = module, ""
+
+    def __getattr__(self, name: str) -> Callable:
+        function = getattr(self.module, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            try:
+                return function(*arguments, **named)
+            except NotImplementedError as error:
+                self.missing = self.missing or str(error) or f"{name} raises NotImplementedError"
+                raise
+
+        return call
+
+
+def check_build(build: Build, stages: tuple[Stage, ...], file: BodyFile) -> Iterator[Outcome]:
+    """Check a build, one outcome per stage, each in a child process."""
+    for stage in stages:
+        if refused := forbidden_import(file, build):
+            outcome = running.failed(stage, refused)
+        elif not build.attempted(file):
+            outcome = Outcome(stage.id, NOT_ATTEMPTED, problem=[f"Nothing is written yet in {shown(file.path)}."])
+        else:
+            outcome = running.run_apart(stage, file, SECONDS, work=check_stage)
+        outcome.fingerprint = fingerprint(file)
+        yield outcome
+
+
+def forbidden_import(file: BodyFile, build: Build) -> str:
+    """A sentence where a build imports what it is to build, or reads its solution; else nothing."""
+    if line := running.solution_mentioned(file):
+        return f"{shown(file.path)}, line {line}: this reads the solution. `course solution {build.id}` opens it later."
+    for node in ast.walk(file.tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" for name in names]
+        for name in names:
+            if any(f"{name}.".startswith(f"{module}.") for module in build.forbidden):
+                return f"{shown(file.path)}, line {node.lineno}: {name} is what this build is to write. Write your own."
+    return ""
+
+
+def check_stage(stage_id: str, file: BodyFile, seconds: float, waiting: float) -> Outcome:
+    """The work of the child process: load the file, climb the stage's cases."""
+    import torch
+
+    torch.set_num_threads(1)
+    build, stage = find_build(stage_id)
+    try:
+        binding.choose("reference")
+        check = read_checks(build.folder / "stages.py")[stage.name]
+        functions = load(file, build.adapters)
+        running.limit(seconds, waiting)  # from here on the time is the answer's
+        outcome = run_stage(check, functions, {sentence: load(wrong, ()) for sentence, wrong in wrong_builds(build).values()})
+    except CourseError as error:
+        return running.failed(stage, str(error))
+    used = [module for module in build.forbidden if module in sys.modules and module.startswith("shared.")]  # torch imports parts of itself
+    return running.failed(stage, f"Your code imported {used[0]}, which is what this build is to write.") if used else outcome
+
+
+def load(file: BodyFile, names: tuple[str, ...]) -> Functions:
+    """Execute a learner's file.
+
+    Raises:
+        BrokenFile: its top level raises, or one of `names` is not a plain function of the file.
+    """
+    module = ModuleType(f"course_{Path(file.path).stem}_{file.path.name.partition('#')[2]}")
+    binding.execute(file, module)
+    for name in names:
+        if not hasattr(module, name):
+            raise BrokenFile(f"{shown(file.path)} has no function {name!r}, which the check calls: put it back.")
+        binding.require_own_code(getattr(module, name), name, file.path)
+    return Functions(module)
+
+
+def read_checks(path: Path) -> dict[str, Any]:
+    """The checks that a file defines in `STAGES`, by name. The file may import modules of its folder: `from .pieces import ...`."""
+    package = ModuleType(f"course_stages_{path.parent.name}")
+    package.__path__ = [str(path.parent)]
+    sys.modules[package.__name__] = package
+    module = ModuleType(f"{package.__name__}.{path.stem}")
+    binding.execute(BodyFile.read(path), module)
+    return module.STAGES
+
+
+def run_stage(check: Any, functions: Functions, wrong: dict[str, Functions]) -> Outcome:
+    """Climb a stage's cases in this process; `wrong` maps sentences to wrong builds, for the diagnosis."""
+    from shared.course import checking
+
+    outcome = checking.run_check(check, functions, wrong)
+    if functions.missing:
+        return Outcome(check.exercise, NOT_ATTEMPTED, problem=[functions.missing])
+    return outcome

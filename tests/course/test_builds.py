@@ -1,0 +1,261 @@
+"""Builds and repairs test themselves: solutions pass every stage, wrong builds fail at theirs with their own sentence, right ones pass."""
+
+import tomllib
+
+import pytest
+import torch
+from scripts import run_script
+from workspace import Learner
+
+from shared.course import build_check, builds, hunts
+from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
+from shared.course.paths import CHECKOUT
+from shared.course.stubs import BodyFile
+
+BUILDS = builds.builds()
+RIGHT = CHECKOUT / "tests" / "exercises" / "builds"
+WRONG = {
+    f"{build.id}-{entry['name']}": (build, entry)
+    for build in BUILDS.values()
+    for entry in tomllib.loads((build.folder / "wrong.toml").read_text(encoding="utf-8"))["wrong"]
+}
+by_build = pytest.mark.parametrize("build", BUILDS.values(), ids=lambda build: build.id)
+
+
+@pytest.fixture(scope="module")
+def stages():
+    return {build.id: build_check.read_checks(build.folder / "stages.py") for build in BUILDS.values()}
+
+
+@pytest.fixture(scope="module")
+def known(stages):
+    return {
+        build.id: {sentence: build_check.load(file, build.adapters) for sentence, file in builds.wrong_builds(build).values()}
+        for build in BUILDS.values()
+    }
+
+
+def climb(build, checks, file: BodyFile, wrong=None):
+    """Outcomes of all stages, up to the first that fails."""
+    functions, outcomes = build_check.load(file, build.adapters), []
+    for stage in build.stages:
+        outcomes.append(build_check.run_stage(checks[stage.name], functions, wrong or {}))
+        if outcomes[-1].state != PASS:
+            break
+    return outcomes
+
+
+@by_build
+def test_the_solution_passes_every_stage(build, stages):
+    assert [stage.name for stage in build.stages] == list(stages[build.id])
+    outcomes = climb(build, stages[build.id], BodyFile.read(build.solution_file))
+    assert [outcome.state for outcome in outcomes] == [PASS] * len(build.stages), outcomes[-1]
+
+
+@pytest.mark.parametrize("path", sorted(RIGHT.glob("*/right_*.py")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_right_builds_that_are_not_the_solution_pass(path, stages):
+    build = next(build for build in BUILDS.values() if build.slug == path.parent.name)
+    file = BodyFile.read(path)
+    assert not build_check.forbidden_import(file, build)
+    outcomes = climb(build, stages[build.id], file)
+    assert [outcome.state for outcome in outcomes] == [PASS] * len(build.stages), outcomes[-1]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_wrong_build_fails_at_its_stage_with_its_own_sentence(name, stages, known):
+    build, entry = WRONG[name]
+    _, file = builds.wrong_builds(build)[entry["name"]]
+    outcomes = climb(build, stages[build.id], file, known[build.id])
+    last = outcomes[-1]
+    assert (last.state, last.exercise) == (FAIL, f"{build.id}.{entry['stage']}"), last
+    assert last.misconception == entry["sentence"]
+
+
+@by_build
+def test_the_released_file_is_the_adapters_text_and_not_attempted(build):
+    assert build.is_released(CHECKOUT) or build.attempted(BodyFile.read(build.file(CHECKOUT))), f"`course reset {build.id}`"
+    assert not build.attempted(BodyFile.parsed(build.file(CHECKOUT), build.template))
+    assert set(build.adapters) <= {node.name for node in BodyFile.read(build.solution_file).tree.body if hasattr(node, "name")}
+
+
+@by_build
+def test_the_text_names_every_stage_and_each_has_three_hints(build):
+    for stage in build.stages:
+        assert stage.name in build.template and stage.minutes > 0 and stage.title
+        assert len(stage.hints) == 3 and all(hint.strip() for hint in stage.hints)
+    assert 120 <= build.minutes <= 300 and len(build.solution_file.read_text(encoding="utf-8").splitlines()) <= 260
+
+
+@pytest.fixture
+def learner(tmp_path):
+    learner = Learner(tmp_path)
+    learner.course("reset", "07.build")
+    learner.build = BUILDS["07.build"].file(tmp_path)
+    return learner
+
+
+def write(learner, solution: str, *edits: tuple[str, str]) -> None:
+    for old, new in edits:
+        assert solution.count(old) == 1, old
+        solution = solution.replace(old, new)
+    learner.build.write_text(solution, encoding="utf-8")
+
+
+SOLUTION = BUILDS["07.build"].solution_file.read_text(encoding="utf-8")
+FIRST = "07.build.weights"
+TOP, INSIDE = "from torch import Tensor\n", "        self.partial = {}\n"
+
+
+def test_an_untouched_build_is_not_attempted(learner):
+    checked = learner.course("check", "07.build")
+    assert checked.exit_code == 2 and checked.stdout.count(NOT_ATTEMPTED) == 9 and checked.stdout.endswith("0 of 9 stages passed.\n")
+    assert "07.build  not attempted" in learner.course("status").stdout
+
+
+def test_a_stage_passes_on_its_own_and_is_kept(learner):
+    write(learner, SOLUTION, ("    return model.attention(layer, x)\n", '    raise NotImplementedError("attention comes tomorrow")\n'))
+    assert learner.course("check", FIRST).exit_code == 0
+    tomorrow = learner.course("check", "07.build.attention")
+    assert tomorrow.exit_code == 2 and "attention comes tomorrow" in tomorrow.stdout
+    assert "07.build  1 of 9 stages passed" in learner.course("status").stdout
+    assert learner.course("hint", "07.build").stdout.startswith("07.build.feed_forward  hint 1 of 3")
+    assert learner.course("solution", "07.build").exit_code == 1
+    learner.course("hint", "07.build")
+    learner.course("hint", "07.build")
+    assert "def plan(config" in learner.course("solution", "07.build").stdout
+    assert "Your text is kept" in learner.course("reset", "07.build").stdout and learner.build.read_text() == BUILDS["07.build"].template
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        ((TOP, f"from shared.parallel.tensor.axis import Cutter\n{TOP}"), "is what this build is to write"),
+        ((TOP, f"import importlib\nimportlib.import_module('shared.parallel.tensor')\n{TOP}"), "Your code imported"),
+        ((TOP, f"open('solutions/builds/07_tensor_parallel.py')\n{TOP}"), "this reads the solution"),
+        (("def state(model):", "@torch.no_grad()\ndef state(model):"), "must be a plain function written in this file"),
+        (("def state(model):", "def other(model):"), "has no function 'state'"),
+        ((TOP, f"{TOP}}}\n"), "build.py, line 18: Python cannot read this file"),
+        ((TOP, f"no_such_name\n{TOP}"), "NameError: name 'no_such_name' is not defined"),
+        ((INSIDE, f"{INSIDE}        group.rank or group.barrier()\n"), "deadlock: rank 0 waits in barrier #1"),
+        ((INSIDE, f"{INSIDE}        parts = weights.missing\n"), "build.py, line"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_build_that_cannot_be_right_is_explained(learner, edit, sentence):
+    write(learner, SOLUTION, edit)
+    checked = learner.course("check", FIRST)
+    assert checked.exit_code == 1 and sentence in " ".join(checked.stdout.split()), checked.stdout
+
+
+def test_an_unknown_build_or_stage_is_refused(learner):
+    assert "Its stages: weights, feed_forward" in learner.course("check", "07.build.nonsense").stderr
+    assert "Chapter 05 has no build" in learner.course("check", "05.build").stderr
+
+
+# Repairs.
+
+HUNTS = hunts.hunts()
+by_hunt = pytest.mark.parametrize("hunt", HUNTS.values(), ids=lambda hunt: hunt.id)
+
+
+@pytest.fixture(scope="module")
+def repairs():
+    return {slug: build_check.read_checks(hunts.FOLDER / f"{slug}.py") for slug in {hunt.slug for hunt in HUNTS.values()}}
+
+
+def outcome_of(hunt, repairs, source: str):
+    file = BodyFile.parsed(hunt.solution_file.with_name(f"{hunt.letter}.py#mended"), source)
+    return build_check.run_stage(repairs[hunt.slug][hunt.letter], build_check.load(file, ()), {})
+
+
+@by_hunt
+def test_the_right_program_passes_and_the_broken_one_fails(hunt, repairs):
+    assert outcome_of(hunt, repairs, hunt.solution_file.read_text(encoding="utf-8")).state == PASS
+    assert outcome_of(hunt, repairs, hunt.broken).state == FAIL
+    assert 30 <= len(hunt.broken.splitlines()) <= 100 and hunt.title and hunt.because and 1 <= hunt.answer <= len(hunt.choices)
+
+
+@by_hunt
+def test_the_symptom_is_what_the_broken_program_prints(hunt, tmp_path):
+    path = tmp_path / f"{hunt.letter}.py"
+    path.write_text(hunt.broken, encoding="utf-8")
+    assert run_script(path, cwd=CHECKOUT).stdout == hunt.symptom
+
+
+# Wrong repairs, as edits of the right program: they make one number right, or take the feature away.
+WRONG_REPAIRS = {
+    "a": {
+        "all random numbers differ": ("manual_seed(seed)", "manual_seed(seed + world.rank)"),
+        "no dropout of the features": ("hidden = dropped(hidden, inner_rate, own)", "pass"),
+        "no dropout of the output": ("return dropped(y, output_rate, random)", "return y"),
+        "the noise is scaled": ("manual_seed(seed + 1 + world.rank)", "manual_seed(seed); inner_rate = inner_rate / world.size"),
+        "the seed is left out": ("manual_seed(seed + 1 + world.rank)", "manual_seed(world.rank)"),
+        "no seed": ("torch.Generator().manual_seed(seed + 1 + world.rank)", "torch.Generator(); own.seed()"),
+    },
+    "b": {
+        "divided": ('@ parts["down"].T, world) + parts["down_bias"]', '@ parts["down"].T + parts["down_bias"] / world.size, world)'),
+        "no bias": (', world) + parts["down_bias"]', ', world) + 0 * parts["down_bias"]'),
+        "on one rank": ('.T, world) + parts["down_bias"]', '.T + parts["down_bias"] * (world.rank == 0), world)'),
+        "the output is divided": ('.apply(hidden @ parts["down"].T, world)', '.apply(hidden @ parts["down"].T, world) / world.size'),
+    },
+    "c": {
+        "every second row": ("torch.cat([columns, inner + columns])", "torch.arange(world.rank, 2 * inner, world.size)"),
+        "up in front": ("torch.cat([columns, inner + columns])", "torch.cat([inner + columns, columns])"),
+        "no gate": ("(F.silu(gate) * up)", "(F.silu(gate) + up)"),
+    },
+    "d": {
+        "no maximum": ("largest = logits.amax(dim=-1)", "largest = torch.zeros_like(logits[:, 0])"),
+        "the smallest maximum": ('op="max"', 'op="min"'),
+        "the mean of the maxima": ('world.all_reduce(largest, op="max")', "world.all_reduce(largest); largest /= world.size"),
+        "the mean of the losses": (
+            'world.all_reduce(largest, op="max")\n    exponentials',
+            "mean = largest.clone(); world.all_reduce(mean); largest = mean / 2\n    exponentials",
+        ),
+    },
+    "e": {
+        "averaged": ('world.all_reduce(gradients["norm"])', 'world.all_reduce(gradients["norm"]); gradients["norm"] /= world.size'),
+        "rank 0's": ('world.all_reduce(gradients["norm"])', 'world.broadcast(gradients["norm"], root=0)'),
+        "not trained": ('world.all_reduce(gradients["norm"])', 'gradients["norm"] *= 0'),
+        "all are summed": ('world.all_reduce(gradients["norm"])', "[world.all_reduce(each) for each in gradients.values()]"),
+        "the largest": ('world.all_reduce(gradients["norm"])', 'world.all_reduce(gradients["norm"], op="max")'),
+    },
+}
+
+
+@pytest.mark.parametrize(("letter", "name"), [(letter, name) for letter, names in WRONG_REPAIRS.items() for name in names])
+def test_a_wrong_repair_is_rejected(letter, name, repairs):
+    hunt, (right, wrong) = HUNTS[f"07.hunt.{letter}"], WRONG_REPAIRS[letter][name]
+    text = hunt.solution_file.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    assert outcome_of(hunt, repairs, text.replace(right, wrong)).state == FAIL
+
+
+def test_a_hunt_from_the_list_to_the_reason(learner):
+    listed = learner.course("hunt", "07").stdout
+    assert all(hunt.title in listed and hunt.because not in listed for hunt in HUNTS.values())
+    assert learner.course("hunt", "07", "c", "--check").exit_code == 2
+    started = learner.course("hunt", "07", "c")
+    hunt = HUNTS["07.hunt.c"]
+    path = hunt.file(learner.folder)
+    assert "python chapters/07_tensor_parallel/hunts/c.py" in started.stdout and path.read_text(encoding="utf-8") == hunt.broken
+    untouched = learner.course("hunt", "07", "c", "--check")
+    assert untouched.exit_code == 2 and NOT_ATTEMPTED in untouched.stdout
+    right, broken = hunt.edits[0]
+    path.write_text(hunt.broken.replace(broken, "    rows = columns + inner\n"), encoding="utf-8")
+    wrong = learner.course("hunt", "07", "c", "--check")
+    assert wrong.exit_code == 1 and "c.py, line" in wrong.stdout
+    path.write_text(hunt.broken.replace(broken, right), encoding="utf-8")
+    assert learner.course("hunt", "07", "c", "--check").exit_code == 2
+    assert learner.course("hunt", "07", "c", "--check", "--because", "1").exit_code == 1
+    assert "07.hunt   0 of 5 repaired" in learner.course("status").stdout
+    done = learner.course("hunt", "07", "c", "--check", "--because", str(hunt.answer))
+    assert done.exit_code == 0 and hunt.because.split()[0] in done.stdout
+    assert "07.hunt   1 of 5 repaired: c" in learner.course("status").stdout
+    learner.course("hunt", "07", "c")
+    assert right in path.read_text(encoding="utf-8"), "a copy that was worked on stays"
+    assert "is broken again" in learner.course("reset", "07.hunt.c").stdout and path.read_text(encoding="utf-8") == hunt.broken
+
+
+def test_an_unknown_hunt_is_refused(learner):
+    assert "There are: a, b, c, d, e" in learner.course("hunt", "07", "z").stderr
+    assert "Chapter 03 has no hunts" in learner.course("hunt", "03").stderr
