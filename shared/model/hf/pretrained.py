@@ -4,7 +4,7 @@ What does not fit is refused before a weight is read: the names and shapes in th
 configuration asks for, and everything missing, extra or misshapen is named.
 
 A model that is spread over processes (chapters 06 and 07) is too large for one. `open_pretrained` returns it on the meta device, where each
-parameter knows its place in the files: whoever gives it memory reads the slice that it holds. Saving collects one tensor at a time.
+parameter knows its place in the files, and a process reads the slices that it holds. Saving collects one tensor at a time.
 """
 
 import re
