@@ -63,6 +63,7 @@ def measure(
     parallel = apply_parallel(TransformerModel(config), Mesh(layout, world), optimizer, dtype, axes=RUN_AXES)
     world.trace.clear()
     stepper, objective = build_optimizer(parallel.optim_params, optimizer), autocast_objective(packed_next_token_objective, precision)
+    objective = parallel.objective(objective)
     runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.grad_norm))
     with memory_measured.MemoryTracker(parallel, stepper) as meter:
         train_step(parallel.model, stepper, [batch(seq=seq) for _ in range(microbatches)], objective, runner, parallel.reducer, updater)

@@ -148,7 +148,7 @@ def shape_stack(stack: Stack, mesh: Mesh, device_mesh: DeviceMesh) -> None:
 
     def split_then_run(block: Block, x: Tensor, context) -> Tensor:
         if block is first:
-            require_divisible(x.shape[1], mesh.tp)
+            require_divisible(x.shape[1], mesh.tp.size)
             x = between(x, Replicate(), Shard(1))
         return run_block(block, x, context)
 
