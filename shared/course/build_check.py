@@ -101,13 +101,18 @@ def load(file: BodyFile, names: tuple[str, ...]) -> Functions:
 
 
 def read_checks(path: Path) -> dict[str, Any]:
-    """The checks that a file defines in `STAGES`, by name. The file may import modules of its folder: `from .pieces import ...`."""
+    """The checks that a file defines in `STAGES`, by name."""
+    return read_module(path).STAGES
+
+
+def read_module(path: Path) -> ModuleType:
+    """Execute a file of a build's folder. It may import modules of its folder: `from .pieces import ...`."""
     package = ModuleType(f"course_stages_{path.parent.name}")
     package.__path__ = [str(path.parent)]
     sys.modules[package.__name__] = package
     module = ModuleType(f"{package.__name__}.{path.stem}")
     binding.execute(BodyFile.read(path), module)
-    return module.STAGES
+    return module
 
 
 def run_stage(check: Any, functions: Functions, wrong: dict[str, Functions]) -> Outcome:

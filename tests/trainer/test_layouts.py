@@ -159,6 +159,18 @@ def test_a_layouts_folder_has_the_name_that_the_report_looks_for_and_the_files_b
         start.command_of("dp2_zero2", [str(file)])
 
 
+def test_sequence_parallelism_is_part_of_the_word_or_of_the_settings(tmp_path):
+    file = settings_file(tmp_path, tmp_path / "prepared")
+    for word, more in (("tp2_sp", []), ("tp2", ["parallel.sequence_parallel=true"])):
+        command, ranks = start.command_of(word, [str(file), *more])
+        assert ranks == 2 and f"engine.output={tmp_path / 'run-tp2_sp'}" in command and command[-2] == "parallel.sequence_parallel=True"
+    assert "parallel.sequence_parallel=False" in start.command_of("tp2", [str(file)])[0]
+    with pytest.raises(CourseError, match="LAYOUT tp2_sp means parallel.sequence_parallel=True, and the command line gives False"):
+        start.command_of("tp2_sp", [str(file), "parallel.sequence_parallel=false"])
+    with pytest.raises(CourseError, match="needs tensor parallelism"):
+        start.command_of("dp2", [str(file), "parallel.sequence_parallel=true"])
+
+
 @pytest.mark.parametrize(
     ("layout", "words", "sentence"),
     [

@@ -51,8 +51,8 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
         loss = log(sum over all tokens of exp(logit)) - logit of the target
 
     Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces are enough, of one number and of two numbers by row, and
-    a rank never holds more than three tensors of its own logits' shape beside them. Exponentials overflow from 89 on (in float32), and logits may be larger: as in one process, the
-    largest of the row is subtracted first, here the largest over all ranks.
+    a rank never holds more than three tensors of its own logits' shape beside them. Exponentials overflow from 89 on (in float32), and
+    logits may be larger: as in one process, the largest of the row is subtracted first, here the largest over all ranks.
 
     Args:
         logits: [rows, vocab of this rank], at least one column; another rank may have a column more or less. No gradient is recorded.
