@@ -44,11 +44,13 @@ The stages
     5 model              logits, loss and every gradient on two ranks are one process's
     6 four_ranks         four ranks with two key-value heads: each head on two ranks, as K divides the ranks, in order
     7 sequence_parallel  between the matrices each rank has its own positions of the stream; norms work on those alone
-    8 budgets            forward and backward together, by layer: 4 all-reduces of the stream, or with sequence parallelism 4 all-gathers
-                         and 4 reduce-scatters of it (2 more are allowed) beside the gradients that are summed; outside the layers twice
-                         the stream and a few numbers for each position. No rank ever makes the logits of all tokens, or a whole
-                         matrix. With sequence parallelism autograd keeps the whole stream [B, S, D] at most 2 L + 1 times for the
-                         backward pass: as each sublayer and the head have gathered it. What norms keep is cut
+    8 budgets            forward and backward together, each layer has 4 all-reduces of the stream, or with sequence parallelism 4
+                         all-gathers and 4 reduce-scatters of it, beside the gradients that are summed. Embedding and head together have
+                         2 all-reduces of it (2 all-gathers and 2 reduce-scatters) and the loss a few numbers for each position. Under
+                         sequence parallelism each sublayer and the head may gather their input once more in the backward pass.
+                         No rank ever makes the logits of all tokens, or a whole matrix. With sequence parallelism autograd keeps the
+                         whole stream [B, S, D] at most 2 L + 1 times for the backward pass: as the sublayers and the head have
+                         gathered it. What norms keep is cut
     9 bad_input          sizes that cannot be cut, a sequence that cannot, ids outside the vocabulary, targets outside it other than -100:
                          a ValueError with the numbers, on every rank, before anything is sent
 """

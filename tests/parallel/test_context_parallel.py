@@ -1,77 +1,35 @@
 """Context parallelism: every family of model, with packed documents and next to every other axis, does what one process does."""
 
-from dataclasses import replace
-from functools import cache, partial
-
 import pytest
-import tensor_runs
-import torch
-from layout_runs import LayoutRun
-from sharded_runs import ADAMW, MUON, ROWS
-from tensor_runs import FAMILIES, SGD, SMALL, require_same
+from context_runs import SHARED_OUT, expected, run
+from sharded_runs import ADAMW, MUON
+from tensor_runs import require_same
 
-from shared.data.objectives import masked_language_objective
 from shared.loss import next_token_objective
-from shared.model.chunked_loss import packed_next_token_objective
-from shared.model.config import ModelConfig
-from shared.parallel.config import parse_layout
-from shared.parallel.context.axis import ContextParallel
-from shared.parallel.context.ring import gathered_attention, ring_attention
-from shared.parallel.parallelize import AXES
-from shared.parallel.tensor.axis import TensorParallel
+from shared.parallel.context.ring import gathered_attention
 
-SEQ = 16
-SHARED_OUT = [family for family in FAMILIES if family != "t5"]
-DOCUMENTS = [(16,), (3, 13), (5, 1, 2, 8), (4, 4, 4, 4), (9, 7), (1, 14, 1)]  # lengths in a row: they end within chunks and between them
+BUSY = pytest.mark.slow  # the same on more ranks and in more pairs
 
 
-def config_of(family: str) -> ModelConfig:
-    config = ModelConfig(**SMALL | FAMILIES[family])
-    return replace(config, max_position_embeddings=max(SEQ, config.max_position_embeddings))
-
-
-def batches(step: int, microbatch: int, config: ModelConfig):
-    """Unevenly many targets: the first rows have none, and in others the first half, as in prompts, so that some ranks have none."""
-    generator = torch.Generator().manual_seed(100 * step + microbatch)
-    ids = torch.randint(config.vocab_size, (ROWS, SEQ + 1), generator=generator)
-    targets = ids[:, 1:].clone()
-    targets[torch.rand(targets.shape, generator=generator) < torch.linspace(0.1, 0.8, ROWS)[:, None]] = -100
-    targets[:2] = -100
-    targets[2:7, : SEQ // 2] = -100
-    return {"input_ids": ids[:, :-1].contiguous(), "targets": targets}
-
-
-def packed_batches(step: int, microbatch: int, config: ModelConfig):
-    batch = batches(step, microbatch, config)
-    lengths = [torch.tensor(DOCUMENTS[row % len(DOCUMENTS)]) for row in range(ROWS)]
-    batch["documents"] = torch.stack([torch.arange(len(each)).repeat_interleave(each) for each in lengths])
-    batch["positions"] = torch.stack([torch.cat([torch.arange(length) for length in each]) for each in lengths])
-    return batch
-
-
-def make(world, layout: str, family: str, optimizer=SGD, packed=False, attend=ring_attention, objective=None, **settings) -> LayoutRun:
-    config = replace(parse_layout(layout.removesuffix("_sp")), sequence_parallel=layout.endswith("_sp"), **settings)
-    objective = objective or (masked_language_objective if family == "bert" else packed_next_token_objective)
-    axes = (*AXES, ContextParallel(attend), TensorParallel())
-    made = packed_batches if packed else batches
-    return LayoutRun(world, config, config=config_of(family), optimizer=optimizer, objective=objective, batches=made, axes=axes)
-
-
-run = partial(tensor_runs.run, make=make)
-
-
-@cache
-def expected(family: str, optimizer: str = "sgd", packed: bool = False) -> dict:
-    return run("one", family, {"sgd": SGD, "adamw": ADAMW, "muon": MUON}[optimizer], packed)[0]
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("layout", ["cp2", "cp4"])
 @pytest.mark.parametrize("family", SHARED_OUT)
-def test_each_family_trains_as_in_one_process(family, layout, packed):
+def test_each_family_trains_as_in_one_process(family):
+    require_same(run("cp2", family, packed=True), expected(family, packed=True))
+
+
+@pytest.mark.parametrize("family", ["mistral", "bert"])
+def test_four_ranks_train_as_one_process(family):
+    require_same(run("cp4", family), expected(family))
+
+
+@BUSY
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("layout", ["cp2", "cp4", "cp8"])
+@pytest.mark.parametrize("family", SHARED_OUT)
+def test_each_family_on_more_ranks_trains_as_in_one_process(family, layout, packed):
     require_same(run(layout, family, packed=packed), expected(family, packed=packed))
 
 
+@BUSY
 @pytest.mark.parametrize("layout", ["cp2", "cp4"])
 @pytest.mark.parametrize("family", ["gqa", "mistral", "bloom", "bert"])
 def test_the_all_gather_of_keys_trains_as_in_one_process(family, layout):
@@ -81,18 +39,26 @@ def test_the_all_gather_of_keys_trains_as_in_one_process(family, layout):
 BESIDE = {
     "cp2_tp2": {}, "cp2_tp2_sp": {"activation_checkpointing": "full"}, "dp2_cp2": {"activation_checkpointing": "selective"},
     "dp2_cp2_zero1": {"activation_checkpointing": "full"}, "dp2_cp2_zero2": {}, "fsdp2_cp2": {"activation_checkpointing": "full"},
+    "fsdp2_cp2_tp2_sp": {"activation_checkpointing": "selective"}, "dp2_fsdp2_cp2": {}, "cp2": {"activation_checkpointing": "selective"},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("layout, family, optimizer", [
+    ("cp2_tp2", "bloom", ADAMW), ("cp2_tp2_sp", "gqa", MUON), ("dp2_cp2", "gpt2", ADAMW), ("dp2_cp2_zero1", "qwen3", MUON),
+    ("fsdp2_cp2", "qwen3", MUON),
+])  # fmt: skip
+def test_beside_another_axis(layout, family, optimizer):
+    require_same(run(layout, family, optimizer, packed=True, **BESIDE[layout]), expected(family, optimizer.name, packed=True))
+
+
+@BUSY
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "bloom"])
 @pytest.mark.parametrize("layout", BESIDE)
 def test_beside_other_axes_and_activation_checkpointing(layout, family, optimizer):
-    chosen = {"adamw": ADAMW, "muon": MUON}[optimizer]
-    require_same(run(layout, family, chosen, packed=True, **BESIDE[layout]), expected(family, optimizer, packed=True))
+    require_same(run(layout, family, optimizer, packed=True, **BESIDE[layout]), expected(family, optimizer.name, packed=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("layout", ["cp2", "cp2_tp2"])
+@pytest.mark.parametrize("layout, family", [("cp2", "bert"), ("cp2_tp2", "llama")])
 def test_an_objective_that_takes_whole_logits(layout, family):
     require_same(run(layout, family, objective=next_token_objective), expected(family))

@@ -71,7 +71,7 @@ def attend_block(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionM
         mask: who looks at whom within the block, and the position bias.
     """
     keys, values = for_each_head(keys, queries), for_each_head(values, queries)
-    if queries.is_cpu:
+    if has_kernel(queries):
         options = {"attn_mask": score_terms(mask, queries.dtype), "scale": scale}
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, mask.causal, **options)
         out = out.to(lse.dtype)
@@ -96,7 +96,7 @@ def block_gradients(
     heads = keys.shape[1]
     keys, values = for_each_head(keys, queries), for_each_head(values, queries)
     lse = whole.lse.masked_fill(whole.lse == -torch.inf, 0)  # a query that looks nowhere: exp(-inf - 0) = 0, and no NaN
-    if queries.is_cpu:
+    if has_kernel(queries):
         options = {"attn_mask": score_terms(mask, queries.dtype), "scale": scale}
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             upstream, queries, keys, values, whole.out, lse, 0.0, mask.causal, **options
@@ -107,6 +107,11 @@ def block_gradients(
         of_scores = weights * (upstream @ values.mT - (upstream * out).sum(dim=-1, keepdim=True)) * scale
         found = of_scores @ keys, of_scores.mT @ queries, weights.mT @ upstream
     return found[0], *(gradient.unflatten(1, (heads, -1)).sum(dim=2, dtype=lse.dtype) for gradient in found[1:])
+
+
+def has_kernel(queries: Tensor) -> bool:
+    """Whether PyTorch's kernel for this device returns its log-sum-exp and takes any mask."""
+    return queries.is_cpu
 
 
 def for_each_head(shared: Tensor, queries: Tensor) -> Tensor:

@@ -72,7 +72,9 @@ class ContextMask:
         answers = torch.stack([torch.stack(row) for row in mine]).to(torch.uint8)
         everyone = answers.new_empty(self.group.size, *answers.shape)
         self.group.all_gather(everyone, answers)
-        rows = {chunk: row for rank, pair in enumerate(everyone.tolist()) for chunk, row in zip(own_chunks(rank, self.group.size), pair)}
+        rows: dict[int, list[int]] = {}
+        for rank, pair in enumerate(everyone.tolist()):
+            rows |= zip(own_chunks(rank, self.group.size), pair, strict=True)
         return [rows[chunk] for chunk in range(self.chunks)]
 
     def look(self, queries: int, keys: int) -> Tensor:

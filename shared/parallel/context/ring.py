@@ -66,7 +66,8 @@ class RingAttention(torch.autograd.Function):
                     found[chunk] = Part(*merge_attention(*found[chunk], *part)) if chunk in found else part
             for chunk in own:
                 found.setdefault(chunk, nothing(by_chunk[chunk]))
-        out = torch.cat([found[chunk].out for chunk in own], dim=2).to(values.dtype)
+        # Heads innermost in memory: the output projection then takes a view of it, and one copy is kept for the backward pass.
+        out = torch.cat([found[chunk].out.transpose(1, 2).to(values.dtype) for chunk in own], dim=1).transpose(1, 2)
         ctx.save_for_backward(queries, keys, values, out, torch.cat([found[chunk].lse for chunk in own], dim=2))
         ctx.mask, ctx.scale = mask, scale
         return out

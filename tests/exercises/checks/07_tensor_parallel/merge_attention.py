@@ -119,21 +119,24 @@ CHECK = Check(
         ),
         Case(
             "property", "queries that may look at one of the two parts only",
-            two_parts(([7.0, 0.0], [2.0, NOTHING]), ([0.0, 9.0], [NOTHING, -3.0])), answer([7.0, 9.0], [2.0, -3.0]), "arithmetic: exp(-inf) = 0, so the other part is all",
+            two_parts(([7.0, 0.0], [2.0, NOTHING]), ([0.0, 9.0], [NOTHING, -3.0])), answer([7.0, 9.0], [2.0, -3.0]),
+            "arithmetic: exp(-inf) = 0, so the other part is all",
         ),
         Case(
             "property", "a query that may look at neither part", two_parts(([0.0, 1.0], [NOTHING, 0.0]), ([0.0, 1.0], [NOTHING, 0.0])),
             answer([0.0, 1.0], [NOTHING, LOG2]), CONTRACT,
         ),
         Case(
-            "property", "scores of 100 and 400, and of -400", two_parts(([10.0, 10.0, 10.0], [100.0, 400.0, -400.0]),
+            "property", "scores of 100 and 400, and of -400",
+            two_parts(([10.0, 10.0, 10.0], [100.0, 400.0, -400.0]),
             ([50.0, 50.0, 50.0], [100.0, 400.0 + LOG3, -400.0 + LOG3])),
             answer([30.0, 40.0, 40.0], [100.0 + LOG2, 400.0 + math.log(4.0), -400.0 + math.log(4.0)]),
             "arithmetic: only the difference decides", rtol=1e-4,
         ),
         Case(
             "property", "one part weighs e^600 times as much, either way",
-            two_parts(([10.0, 10.0], [300.0, -300.0]), ([50.0, 50.0], [-300.0, 300.0])), answer([10.0, 50.0], [300.0, 300.0]), "arithmetic: the other is nothing beside it",
+            two_parts(([10.0, 10.0], [300.0, -300.0]), ([50.0, 50.0], [-300.0, 300.0])), answer([10.0, 50.0], [300.0, 300.0]),
+            "arithmetic: the other is nothing beside it",
         ),
         Case(
             "property", "outputs in bfloat16 are weighed and added in float32", random_parts(2, 3, 5, dtype=torch.bfloat16), in_double,
@@ -145,6 +148,8 @@ CHECK = Check(
             "oracle", "three parts of 7 keys, the last one first", attention(3, 7), all_at_once, ORACLE, merged_backwards, rtol=1e-12,
             atol=1e-12,
         ),
-        Case("oracle", "25 parts in float32", attention(25, 3, torch.float32), all_at_once, ORACLE, merged_parts, rtol=1e-5, atol=1e-5),
+        Case(
+            "oracle", "25 parts in float32", attention(25, 3, torch.float32), all_at_once, ORACLE, merged_parts, rtol=1e-5, atol=1e-5,
+        ),
     ],
 )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Chapter 08. Pipeline parallelism: schedules as data, and the runner that executes any of them."""

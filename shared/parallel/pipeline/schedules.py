@@ -1,0 +1,180 @@
+"""Chapter 08. Pipeline schedules (GPipe, 1F1B, interleaved 1F1B, zero bubble) as data: a list of actions for each rank.
+
+    F0 F1 F2 F3 .. .. B0 B1 B2 B3        GPipe: all forward passes, then all backward passes
+    F0 F1 B0 F2 B1 F3 B2 .. B3           1F1B: a backward pass as soon as there is one, so fewer activations are kept
+
+A model's layers are cut into stages, and a step's batch into micro-batches. Stage s is chunk s // ranks of rank s % ranks: with several
+chunks, each micro-batch goes around all ranks several times. No time stands in a schedule, and no message: a rank does its actions in
+order, and waits in each for what the action needs. `shared.parallel.pipeline.validate` checks any list before it runs, `simulate` says how
+long it takes, and `runner` executes it.
+
+Left out on purpose: schedules that keep more activations so as to have no bubble at all (ZB-H2, ZB-V), and a search for the best one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from shared.course.errors import SettingError
+
+Kind = Literal["F", "B", "I", "W"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+class Action(NamedTuple):
+    """One thing that a rank does in a step.
+
+    kind: F, the forward pass; B, the backward pass; or its two parts: I, the gradients of activations, which the stage before waits for,
+        and W, the gradients of weights, for which nobody waits.
+    microbatch, chunk: of what, both counted from 0. The chunk is one of this rank's own.
+    """
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f" of chunk {self.chunk}" if self.chunk else "")
+
+
+Schedule = Sequence[Sequence[Action]]  # by rank
+
+
+def gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """GPipe's schedule: all forward passes, then all backward passes, each in the micro-batches' order (Huang et al. 2019, section 2.3).
+
+    Each rank keeps the activations of every micro-batch.
+
+    Args:
+        rank: which of the `ranks` stages.
+        microbatches: at least 1.
+
+    Returns:
+        The rank's actions, in order: F and B once for each micro-batch, chunk 0.
+
+    >>> [str(action) for action in gpipe(rank=1, ranks=2, microbatches=3)]
+    ['F0', 'F1', 'F2', 'B0', 'B1', 'B2']
+    """
+    return [Action(kind, microbatch) for kind in ("F", "B") for microbatch in range(microbatches)]
+
+
+def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """The 1F1B schedule (PipeDream-flush; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.1).
+
+    A rank warms up with as many forward passes as there are stages behind it, or with all of them where there are fewer micro-batches.
+    Then it alternates: one forward, one backward. The backward passes that are left cool down. So a rank keeps the activations of at most
+    `ranks - rank` micro-batches, however many a step has.
+
+    Args:
+        rank: which of the `ranks` stages; the last one warms up with none.
+        microbatches: at least 1.
+
+    Returns:
+        The rank's actions, in order: F and B once for each micro-batch, chunk 0; each kind in the micro-batches' order.
+
+    >>> [str(action) for action in one_forward_one_backward(rank=0, ranks=2, microbatches=3)]
+    ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
+    """
+    warmup = min(microbatches, ranks - rank - 1)
+    forward = [Action("F", microbatch) for microbatch in range(microbatches)]
+    backward = [Action("B", microbatch) for microbatch in range(microbatches)]
+    return alternate(forward, backward, warmup)
+
+
+def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+    """The interleaved 1F1B schedule: several chunks for each rank, for a shorter bubble (Narayanan et al. 2021, section 2.2.2).
+
+    Micro-batches are taken in groups of as many as there are ranks. Forward passes: chunk 0 for each of the group, then chunk 1 for each of
+    them, and so on, then the next group. Backward passes: the same, from the last chunk to chunk 0. As in 1F1B a rank warms up, alternates
+    and cools down. It warms up with `2 * (ranks - rank - 1) + (chunks - 1) * ranks` forward passes, or with all of them where that is more.
+
+    Args:
+        rank: of `ranks`.
+        microbatches: a multiple of `ranks`.
+        chunks: of each rank. With 1 a rank warms up longer than in 1F1B.
+
+    Returns:
+        The rank's actions, in order: F and B once for each micro-batch of each chunk.
+
+    Raises:
+        SettingError: the micro-batches are no multiple of the ranks.
+
+    >>> [str(action) for action in interleaved(rank=1, ranks=2, microbatches=2, chunks=2)]
+    ['F0', 'F1', 'F0 of chunk 1', 'B0 of chunk 1', 'F1 of chunk 1', 'B1 of chunk 1', 'B0', 'B1']
+    """
+    if microbatches % ranks:
+        lower = microbatches - microbatches % ranks
+        numbers = f"{lower} or {lower + ranks}" if lower else f"{ranks}"
+        raise SettingError(
+            f"The interleaved schedule takes micro-batches in groups of {ranks}, as many as there are ranks, and a step has "
+            f"{microbatches}: give {numbers} micro-batches, or schedule 1f1b."
+        )
+    groups = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
+    forward = [Action("F", microbatch, chunk) for group in groups for chunk in range(chunks) for microbatch in group]
+    backward = [Action("B", microbatch, chunk) for group in groups for chunk in reversed(range(chunks)) for microbatch in group]
+    return alternate(forward, backward, min(len(forward), 2 * (ranks - rank - 1) + (chunks - 1) * ranks))
+
+
+def alternate(forward: Sequence[Action], backward: Sequence[Action], warmup: int) -> list[Action]:
+    """`warmup` forward passes, then one forward and one backward pass in turn, then the backward passes that are left."""
+    steady = [action for pair in zip(forward[warmup:], backward, strict=False) for action in pair]
+    return [*forward[:warmup], *steady, *backward[len(forward) - warmup :]]
+
+
+def zero_bubble(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """The zero-bubble schedule ZB-H1: 1F1B whose weight gradients fill the bubble (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
+    section 2).
+
+    Input gradients take the place of 1F1B's backward passes. Weight gradients follow as many micro-batches behind as the rank's number:
+    no rank then keeps more activations than 1F1B's first does.
+
+    Args:
+        rank: which of the `ranks` stages.
+        microbatches: at least 1.
+
+    Returns:
+        The rank's actions, in order: F, I and W once for each micro-batch, chunk 0; each kind in the micro-batches' order.
+
+    >>> [str(action) for action in zero_bubble(rank=1, ranks=2, microbatches=3)]
+    ['F0', 'I0', 'F1', 'I1', 'W0', 'F2', 'I2', 'W1', 'W2']
+    """
+    actions, waiting = [], []
+    for action in one_forward_one_backward(rank, ranks, microbatches):
+        if action.kind == "F":
+            actions.append(action)
+            continue
+        actions.append(action._replace(kind="I"))
+        waiting.append(action._replace(kind="W"))
+        if len(waiting) > rank:
+            actions.append(waiting.pop(0))
+    return actions + waiting
+
+
+def bubble_fraction(ranks: int, microbatches: int, chunks: int = 1) -> float:
+    """The bubble of GPipe, 1F1B and interleaved 1F1B, as a fraction of the time that a rank computes (Narayanan et al. 2021, section 2.2).
+
+    For stages that all take equally long, and messages that take no time: a rank waits for the others while `ranks - 1` micro-batches go
+    forward and backward through one of its chunks, and computes while all micro-batches go through all its chunks.
+
+    Returns:
+        (ranks - 1) / (chunks * microbatches). Of the whole time, the bubble's fraction x is x / (1 + x).
+
+    >>> bubble_fraction(ranks=4, microbatches=8), bubble_fraction(ranks=4, microbatches=8, chunks=2)
+    (0.375, 0.1875)
+    """
+    return (ranks - 1) / (chunks * microbatches)
+
+
+BY_NAME: dict[str, Callable[..., list[Action]]] = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "zero_bubble": zero_bubble}
+
+
+def make_schedule(name: ScheduleName, ranks: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
+    """A schedule by its name, for all ranks.
+
+    Raises:
+        SettingError: it has no room for several chunks, or for so many micro-batches.
+    """
+    if name == "interleaved":
+        return [interleaved(rank, ranks, microbatches, chunks) for rank in range(ranks)]
+    if chunks != 1:
+        raise SettingError(f"The schedule {name} gives each rank one chunk of the model, not {chunks}: use interleaved, or 1 chunk.")
+    return [BY_NAME[name](rank, ranks, microbatches) for rank in range(ranks)]
