@@ -29,7 +29,7 @@ AXES = (*AXES, ContextParallel())
 
 
 def on_ranks(layout: str, family: str, work, **settings) -> list:
-    ranks = parse_layout(layout.removesuffix("_sp")).ranks
+    ranks = parse_layout(layout).ranks
     on_rank = lambda world: work(make(world, layout, family, **settings))  # noqa: E731
     return [on_rank(SingleRankCommunicator())] if ranks == 1 else run_threads(on_rank, ranks)
 

@@ -6,9 +6,10 @@ from importlib import import_module
 
 import pytest
 import torch
-from memory_table import ADAMW, ROWS, SMALL, batch, measure, memory_measured
+from memory_table import ADAMW, ROWS, SMALL, batch, layout_of, measure, memory_measured, tables_of_chapter_07
 from torch.utils.flop_counter import FlopCounterMode
 
+from shared.course.paths import CHECKOUT
 from shared.engine.metrics.flops import flops_per_token
 from shared.loss import next_token_objective
 from shared.model.chunked_loss import packed_next_token_objective
@@ -41,12 +42,6 @@ LAYOUTS = ["tp2", "tp4_sp", *(pytest.param(word, marks=pytest.mark.slow) for wor
 WITH_RINGS = ["cp2", *(pytest.param(word, marks=pytest.mark.slow) for word in ("cp4", "cp2_tp2_sp"))]
 by_family = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 by_layout = pytest.mark.parametrize("word", LAYOUTS)
-
-
-def layout_of(word: str, recompute: str = "none") -> ParallelConfig:
-    """A layout's word, which ends with `_sp` for sequence parallelism."""
-    chosen = parse_layout(word.removesuffix("_sp"))
-    return replace(chosen, sequence_parallel=word.endswith("_sp"), activation_checkpointing=recompute)
 
 
 def near(measured: float, predicted: float) -> bool:
@@ -195,3 +190,9 @@ def test_a_rank_computes_its_share_of_the_models_operations(word):
         next_token_objective(model, batch(seq=SEQ)).loss_sum.backward()
     expected = ROWS * SEQ * flops_per_token(config, SEQ) / layout.ranks
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_tables_on_the_chapters_page_are_what_the_command_prints():
+    page = (CHECKOUT / "chapters" / "07_tensor_parallel" / "MEMORY.md").read_text(encoding="utf-8")
+    assert "\n".join(tables_of_chapter_07()) in page

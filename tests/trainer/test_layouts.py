@@ -107,6 +107,20 @@ def test_torchs_engine_trains_the_model_of_one_process(runs, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout, ranks", [("cp2", 2), ("dp2_cp2", 4)])
+def test_ranks_that_share_the_sequence_train_the_model_of_one_process(runs, layout, ranks):
+    folder, file, _ = runs
+    done = spread(layout, file)
+    assert done.returncode == 0 and f"{ranks} ranks, layout {layout}, backend course." in done.stdout, done.stderr
+    assert_same(weights(folder / f"run-{layout}"), weights(folder / "run"))
+    summary, alone = (json.loads((folder / name / "results.json").read_text())["summary"] for name in (f"run-{layout}", "run"))
+    assert summary["held-out bits per byte"] == pytest.approx(alone["held-out bits per byte"], rel=1e-4)
+    assert summary["held-out next tokens guessed right"] == pytest.approx(alone["held-out next tokens guessed right"], abs=1e-3)
+    assert summary["training tokens"] == alone["training tokens"]
+    assert {"send over cp, a step", "receive over cp, a step", "all_reduce over loss, a step"} <= summary.keys()
+
+
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_process(runs):
     """Rank 1 is killed as soon as step 2 is saved; a step takes longer than finding that out, since a rank compares replicas in each."""
     folder, file, _ = runs
@@ -272,6 +286,24 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused():
     assert spread_over(2).parallel.ranks == 2
     with pytest.raises(CourseError, match="data.batch_size is 4 and cannot be shared equally among 3 ranks"):
         spread_over(3)
+
+
+@pytest.mark.parametrize(
+    "parallel, changes, sentence",
+    [
+        ({"context_parallel": 5}, {}, r"A row \(data.seq\) has 96 positions, .* into 10 equal chunks.*: give 90 or 100, or other ranks"),
+        ({"context_parallel": 2}, {"attention_dropout": 0.1}, "model.attention_dropout is 0.1, and the ring draws no dropout"),
+        ({"context_parallel": 2}, {"position": "relative"}, "model.position is relative"),
+        (
+            {"context_parallel": 3, "tensor_parallel": 5, "sequence_parallel": True}, {"num_attention_heads": 5, "head_dim": 2,
+            "intermediate_size": 60}, "which parallel.sequence_parallel cuts over 5 ranks in each of 3 shares: give a multiple of 15",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_shared_out_are_refused_with_the_settings(parallel, changes, sentence):
+    settings = TINY | {"parallel": parallel, "model": TINY["model"] | changes}
+    with pytest.raises(CourseError, match=sentence):
+        parse_text(TrainerConfig, json.dumps(settings))
 
 
 def test_too_few_processes_are_refused(tmp_path):

@@ -64,7 +64,7 @@ def tensor_exchanges(
         model: a decoder.
         layout: of it, the degrees, sequence_parallel and activation_checkpointing count.
         optimizer: Muon gathers the matrices that are cut; under ZeRO, of each the rank that updates it.
-        rows, seq: of a micro-batch on one rank.
+        rows, seq: of a micro-batch on one rank; seq of the whole sequence, also under context parallelism.
         microbatches: in a step.
         precision: of matrix products, and so of the stream where it enters and leaves them. All else is float32.
 
@@ -73,9 +73,9 @@ def tensor_exchanges(
     """
     if layout.tensor_parallel == 1:
         return []
-    model, ranks = model.resolved(), layout.tensor_parallel
+    model, ranks, tokens = model.resolved(), layout.tensor_parallel, rows * seq // layout.context_parallel
     found = []
-    for part, operation, calls, numbers, width in microbatch_exchanges(model, layout, rows * seq, WIDTH[precision]):
+    for part, operation, calls, numbers, width in microbatch_exchanges(model, layout, tokens, WIDTH[precision]):
         found.append(Exchange(part, operation, "tp", ranks, calls * microbatches, numbers * width))
     for axis, size, numbers in partial_gradients(model, layout):
         found.append(Exchange("gradients", "all_reduce", axis, size, 1, 4 * numbers))
@@ -161,4 +161,4 @@ def matrices(model: ModelConfig, ranks: int) -> list[int]:
 
 def shares(layout: ParallelConfig) -> int:
     """Over how many data-parallel ranks what is done parameter by parameter is shared out. A matrix that lies on two is gathered by both."""
-    return layout.fully_sharded * (layout.data_parallel if layout.zero else 1)
+    return layout.fully_sharded * (layout.data_parallel * layout.context_parallel if layout.zero else 1)
