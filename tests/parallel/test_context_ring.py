@@ -30,6 +30,18 @@ def test_without_a_kernel_the_same_is_computed(rule, monkeypatch):
     require_close(over_ranks(2, RULES[rule], given(), bias), alone(RULES[rule], given(), bias))
 
 
+def test_autocast_around_it_changes_nothing(monkeypatch):
+    """It would compute float32 scores in bfloat16."""
+    monkeypatch.setattr(blocks, "has_kernel", lambda queries: False)
+    found = over_ranks(2, Causal(), given(dtype=torch.float32), attend=in_autocast)
+    require_close(found, alone(Causal(), given()), 1e-6)
+
+
+def in_autocast(*arguments):
+    with torch.autocast("cpu", torch.bfloat16):  # of this thread
+        return ring_attention(*arguments)
+
+
 @pytest.mark.parametrize("rule", ["causal", "full", "window in packed"])
 @pytest.mark.parametrize("attend", [ring_attention, gathered_attention])
 def test_a_bias_is_that_of_the_whole_sequences_positions(rule, attend):
