@@ -92,7 +92,7 @@ def reset_build(build: Build, workspace: Path) -> str:
         return f"{shown(path)} is untouched: there is nothing to reset."
     saved = reset.save(workspace, build.id, path.read_bytes()) if path.exists() else None
     reset.write(path, build.template)
-    return f"{shown(path)} holds the adapters of {build.id} as released." + (f" Your text is kept in {shown(saved)}." if saved else "")
+    return f"{shown(path)} holds {build.id} as released." + (f" Your text is kept in {shown(saved)}." if saved else "")
 
 
 def status_lines(workspace: Path) -> list[Line]:

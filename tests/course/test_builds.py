@@ -26,13 +26,13 @@ by_build = pytest.mark.parametrize("build", BUILDS.values(), ids=lambda build: b
 
 @pytest.fixture(scope="module")
 def stages():
-    return {build.id: build_check.read_checks(build.folder / "stages.py") for build in BUILDS.values()}
+    return {build.id: build_check.read_checks(build.checks) for build in BUILDS.values()}
 
 
 @pytest.fixture(scope="module")
 def known(stages):
     return {
-        build.id: {sentence: build_check.load(file, build.adapters) for sentence, file in builds.wrong_builds(build).values()}
+        build.id: {sentence: build_check.load(file, build.adapters) for sentence, file in build.wrong().values()}
         for build in BUILDS.values()
     }
 
@@ -66,7 +66,7 @@ def test_right_builds_that_are_not_the_solution_pass(path, stages):
 @pytest.mark.parametrize("name", WRONG)
 def test_each_wrong_build_fails_at_its_stage_with_its_own_sentence(name, stages, known):
     build, entry = WRONG[name]
-    _, file = builds.wrong_builds(build)[entry["name"]]
+    _, file = build.wrong()[entry["name"]]
     [outcome] = climb(build, stages[build.id], file, known[build.id], only=entry["stage"])
     assert (outcome.state, outcome.misconception) == (FAIL, entry["sentence"]), outcome
 
@@ -75,7 +75,7 @@ def test_each_wrong_build_fails_at_its_stage_with_its_own_sentence(name, stages,
 @pytest.mark.parametrize("name", WRONG)
 def test_each_wrong_build_passes_the_stages_before_its_own(name, stages):
     build, entry = WRONG[name]
-    _, file = builds.wrong_builds(build)[entry["name"]]
+    _, file = build.wrong()[entry["name"]]
     assert climb(build, stages[build.id], file)[-1].exercise == f"{build.id}.{entry['stage']}"
 
 
@@ -192,14 +192,14 @@ def outcome_of(hunt, repairs, source: str):
 @by_hunt
 def test_the_right_program_passes_and_the_broken_one_fails(hunt, repairs):
     assert outcome_of(hunt, repairs, hunt.solution_file.read_text(encoding="utf-8")).state == PASS
-    assert outcome_of(hunt, repairs, hunt.broken).state == FAIL
-    assert 30 <= len(hunt.broken.splitlines()) <= 100 and hunt.title and hunt.because and 1 <= hunt.answer <= len(hunt.choices)
+    assert outcome_of(hunt, repairs, hunt.template).state == FAIL
+    assert 30 <= len(hunt.template.splitlines()) <= 100 and hunt.title and hunt.after and 1 <= hunt.answer <= len(hunt.choices)
 
 
 @by_hunt
 def test_the_symptom_is_what_the_broken_program_prints(hunt, tmp_path):
     path = tmp_path / f"{hunt.letter}.py"
-    path.write_text(hunt.broken, encoding="utf-8")
+    path.write_text(hunt.template, encoding="utf-8")
     assert run_script(path, cwd=CHECKOUT).stdout == hunt.symptom
 
 
@@ -253,30 +253,30 @@ def test_a_wrong_repair_is_rejected(letter, name, repairs):
 
 def test_a_hunt_from_the_list_to_the_reason(learner):
     listed = learner.course("hunt", "07").stdout
-    assert all(hunt.title in listed and hunt.because not in listed for hunt in HUNTS.values())
+    assert all(hunt.title in listed and hunt.after not in listed for hunt in HUNTS.values())
     assert learner.course("hunt", "07", "c", "--check").exit_code == 2
     started = learner.course("hunt", "07", "c")
     hunt = HUNTS["07.hunt.c"]
     path = hunt.file(learner.folder)
-    assert "python chapters/07_tensor_parallel/hunts/c.py" in started.stdout and path.read_text(encoding="utf-8") == hunt.broken
+    assert "python chapters/07_tensor_parallel/hunts/c.py" in started.stdout and path.read_text(encoding="utf-8") == hunt.template
     untouched = learner.course("hunt", "07", "c", "--check")
     assert untouched.exit_code == 2 and NOT_ATTEMPTED in untouched.stdout
     right, broken = hunt.edits[0]
-    path.write_text(hunt.broken.replace(broken, "    rows = columns + inner\n"), encoding="utf-8")
+    path.write_text(hunt.template.replace(broken, "    rows = columns + inner\n"), encoding="utf-8")
     wrong = learner.course("hunt", "07", "c", "--check")
     assert wrong.exit_code == 1 and "c.py, line" in wrong.stdout
-    path.write_text(hunt.broken.replace(broken, right), encoding="utf-8")
+    path.write_text(hunt.template.replace(broken, right), encoding="utf-8")
     assert learner.course("hunt", "07", "c", "--check").exit_code == 2
     assert learner.course("hunt", "07", "c", "--check", "--because", "1").exit_code == 1
     assert "07.hunt   0 of 5 repaired" in learner.course("status").stdout
     done = learner.course("hunt", "07", "c", "--check", "--because", str(hunt.answer))
-    assert done.exit_code == 0 and hunt.because.split()[0] in done.stdout
+    assert done.exit_code == 0 and hunt.after.split()[0] in done.stdout
     assert "07.hunt   1 of 5 repaired: c" in learner.course("status").stdout
     learner.course("hunt", "07", "c")
     assert right in path.read_text(encoding="utf-8"), "a copy that was worked on stays"
-    assert "is broken again" in learner.course("reset", "07.hunt.c").stdout and path.read_text(encoding="utf-8") == hunt.broken
+    assert "as released" in learner.course("reset", "07.hunt.c").stdout and path.read_text(encoding="utf-8") == hunt.template
 
 
 def test_an_unknown_hunt_is_refused(learner):
     assert "There are: a, b, c, d, e" in learner.course("hunt", "07", "z").stderr
-    assert "Chapter 03 has no hunts" in learner.course("hunt", "03").stderr
+    assert "Chapter 03 has no hunts. There are: course hunt 07" in learner.course("hunt", "03").stderr

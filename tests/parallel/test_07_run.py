@@ -1,11 +1,13 @@
 """Chapter 07's run as a reader uses it: small runs over processes, what they leave, and what bad options say."""
 
 import json
+import re
 import subprocess
 
 import pytest
 from scripts import refused, run_script
 
+from shared.course import catalogue
 from shared.course.paths import CHECKOUT
 
 SCRIPT = CHECKOUT / "chapters" / "07_tensor_parallel" / "run.py"
@@ -54,3 +56,21 @@ def test_sequences_shared_out_train_like_one_process(options, operations, tmp_pa
 def test_a_wrong_option_is_one_sentence_before_anything_starts(tmp_path, options, said):
     done = start(*options, cwd=tmp_path)
     assert refused(done, said) and done.returncode == 1
+
+
+def test_a_learners_own_parts_train_the_model_and_a_wrong_one_shows(tmp_path):
+    for chapter in catalogue.chapters().values():
+        target = chapter.stub_file(tmp_path)
+        target.parent.mkdir(parents=True)
+        target.write_text(chapter.solution_file.read_text(encoding="utf-8"), encoding="utf-8")
+    done = start("--impl", "mine", "--layout", "tp2_sp", cwd=tmp_path)
+    told_by(done, tmp_path)
+    assert re.search(r"(\d+) of \1 parts are yours", done.stdout)
+
+    mine = catalogue.find_chapter("07").stub_file(tmp_path)
+    right = mine.read_text(encoding="utf-8")
+    mine.write_text(right.replace("elif sequence_parallel and (of_stream or row_bias)", "elif sequence_parallel and row_bias"), encoding="utf-8")
+    assert mine.read_text(encoding="utf-8") != right
+    done = start("--impl", "mine", "--layout", "tp2_sp", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs/07_tensor_parallel/figures.json").read_text())["largest difference"]["last gradients"] > 1e-3
