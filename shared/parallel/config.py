@@ -106,6 +106,8 @@ class ParallelConfig:
                 f"parallel.heartbeat_timeout is {self.heartbeat_timeout}, collective_timeout {self.collective_timeout} and init_timeout "
                 f"{self.init_timeout}: heartbeat_timeout must be above 0, and the other two finite and no shorter."
             )
+        if self.backend == "torch" and self.context_parallel > 1:
+            raise ValueError("parallel.context_parallel with backend torch is not built: use backend course.")
         if self.backend == "torch" and self.zero == 2:
             raise ValueError(
                 "parallel.zero 2 with backend torch: PyTorch has no such engine. Use zero 1, fully_sharded, or backend course."

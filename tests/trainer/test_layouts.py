@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from threading import get_ident
 from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -20,9 +24,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from trainer_runs import TINY, TRAIN, settings_file, train
 
 from shared.course.errors import CourseError
+from shared.parallel.comm.threads import run_threads
+from shared.parallel.config import parse_layout
 from shared.trainer import start
 from shared.trainer.config import TrainerConfig
-from shared.trainer.settings import parse_text
+from shared.trainer.pretrain import build
+from shared.trainer.settings import parse_text, parse_words
 
 TIMEOUT = 600
 
@@ -121,6 +128,21 @@ def test_ranks_that_share_the_sequence_train_the_model_of_one_process(runs, layo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout, seeds", [("cp2", [0, 1]), ("dp2_cp2", [0, 1, 2, 3]), ("cp2_tp2", [0, 0, 1, 1])])
+def test_ranks_with_other_rows_or_positions_draw_other_dropout(runs, tmp_path, monkeypatch, layout, seeds):
+    _, file, _ = runs
+    told, inner = {}, torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: (told.setdefault(get_ident(), seed), inner(seed))[1])
+
+    def work(world):
+        config = parse_words(TrainerConfig, [str(file), f"engine.output={tmp_path / str(world.rank)}"])
+        build(replace(config, parallel=parse_layout(layout)), Console(quiet=True), world)
+        return told[get_ident()]
+
+    assert run_threads(work, len(seeds)) == seeds
+
+
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_process(runs):
     """Rank 1 is killed as soon as step 2 is saved; a step takes longer than finding that out, since a rank compares replicas in each."""
     folder, file, _ = runs
@@ -146,6 +168,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_proces
         ("dp2x", ["a.yaml"], "The layout 'dp2x' is not understood"),
         ("pp2", ["a.yaml"], "it comes with chapter 08"),
         ("dp2_zero2", ["a.yaml", "parallel.backend=torch"], "PyTorch has no such engine"),
+        ("cp2", ["a.yaml", "parallel.backend=torch"], "context_parallel with backend torch is not built"),
         ("dp2", ["steps=3"], "Give a configuration"),
     ],
 )
