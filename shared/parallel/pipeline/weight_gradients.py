@@ -6,13 +6,14 @@
 The backward pass through a stage does part I, and leaves what part W needs in a list (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
 section 4; their `WeightGradStore`). Norms, biases, embedding and head, a small part of the work, are done whole in part I.
 
-Autograd never sees these weights' gradients, so hooks on them are not called: data parallelism exchanges them when the step is finished.
+Autograd does not see these weights, so no hook on them is called, which would say that a gradient is complete when part W is still to come:
+data parallelism exchanges them when the step is finished.
 
 Left out on purpose: matrices that other axes have changed (tensor parallelism, FSDP).
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,20 +22,26 @@ from torch import Tensor, nn
 Waiting = list[tuple[nn.Parameter, Tensor, Tensor]]  # weight [out, in], x [..., in], gradient of the output [..., out]
 
 
+class Hidden(NamedTuple):
+    """A weight that autograd does not see, because it looks at tensors only."""
+
+    weight: nn.Parameter
+
+
 class SplitMatmul(torch.autograd.Function):
     """x W^T, whose backward pass computes x's gradient and leaves the weight's for later."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, waiting: Waiting) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, hidden: Hidden, waiting: Waiting) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.waiting = weight, waiting
-        return F.linear(x, weight)
+        ctx.weight, ctx.waiting = hidden.weight, waiting
+        return F.linear(x, hidden.weight)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         ctx.waiting.append((ctx.weight, x, upstream))
-        return (upstream @ ctx.weight.to(upstream.dtype)).to(x.dtype), None, None
+        return (upstream @ ctx.weight.to(upstream.dtype)).to(x.dtype), None, None, None
 
 
 class SplitLinear(nn.Linear):
@@ -43,7 +50,8 @@ class SplitLinear(nn.Linear):
     waiting: Waiting
 
     def forward(self, x: Tensor) -> Tensor:
-        y = SplitMatmul.apply(x, self.weight, self.waiting)
+        anchor = torch.empty(0, requires_grad=True)  # also where x needs no gradient, there is a backward pass
+        y = SplitMatmul.apply(x, anchor, Hidden(self.weight), self.waiting)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
