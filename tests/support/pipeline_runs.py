@@ -14,6 +14,7 @@ from shared.model.config import ModelConfig
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
+from shared.parallel.context.axis import ContextParallel
 from shared.parallel.health.replicas import require_equal
 from shared.parallel.parallelize import AXES
 from shared.parallel.pipeline.axis import PipelineParallel
@@ -37,8 +38,8 @@ def make(world, layout: str, family: str = "llama", optimizer: str = "sgd", sche
     microbatches, layers = parallel.pop("microbatches", MICROBATCHES), parallel.pop("layers", 4)
     return LayoutRun(
         world, replace(parse_layout(layout.removesuffix("_sp")), **parallel), config=config_of(family, layers),
-        batches=batches, optimizer=OPTIMIZERS[optimizer], microbatches=microbatches, axes=(*AXES, axis or PipelineParallel(), TensorParallel()),
-        **{"objective": packed_next_token_objective} | of_run,
+        batches=batches, optimizer=OPTIMIZERS[optimizer], microbatches=microbatches,
+        axes=(*AXES, axis or PipelineParallel(), ContextParallel(), TensorParallel()), **{"objective": packed_next_token_objective} | of_run,
     )  # fmt: skip
 
 
