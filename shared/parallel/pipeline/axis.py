@@ -16,6 +16,7 @@ from torch import nn
 from shared.course.errors import SettingError
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel, keep_part
+from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.mesh import Mesh
 from shared.parallel.pipeline.links import Links
@@ -34,7 +35,9 @@ class PipelineParallel:
     def shape(self, model: nn.Module, mesh: Mesh) -> None:
         if mesh.pp.size == 1:
             return
-        require_stages(model, mesh.config)
+        if type(model) is not TransformerModel:
+            raise SettingError(f"Pipeline parallelism is for a TransformerModel, not a {type(model).__name__}: set pipeline_parallel to 1.")
+        require_stages(model.config, mesh.config)
         last = mesh.pp.size - 1
         kept = [number for numbers in blocks_of(model.config, mesh) for number in numbers]
         keep_part(model, kept, embedding=mesh.pp.rank == 0, head=mesh.pp.rank == last)
@@ -67,33 +70,31 @@ def blocks_of(config: ModelConfig, mesh: Mesh) -> list[range]:
     return stage_blocks(config.num_hidden_layers, mesh.pp.size * mesh.config.pipeline_chunks)[mesh.pp.rank :: mesh.pp.size]
 
 
-def group_of_ends(mesh: Mesh):
+def group_of_ends(mesh: Mesh) -> Communicator:
     """The first and the last rank of this rank's pipeline, as a group. Every rank of the world calls it."""
     first, *middle, last = torch.arange(mesh.world.size).view(mesh.pp.size, -1).tolist()
     pairs = [list(pair) for pair in zip(first, last, strict=True)]
     return mesh.world.split("pp_ends", pairs + [[rank] for ranks in middle for rank in ranks])
 
 
-def require_stages(model: nn.Module, config: ParallelConfig) -> None:
+def require_stages(model: ModelConfig, config: ParallelConfig) -> None:
     """Refuse what a pipeline cannot run, or what nobody has compared with one process.
 
     Raises:
         SettingError: names the setting.
     """
-    if type(model) is not TransformerModel:
-        raise SettingError(f"Pipeline parallelism is for a TransformerModel, not a {type(model).__name__}: set pipeline_parallel to 1.")
-    stages, of_model = config.pipeline_parallel * config.pipeline_chunks, model.config
+    stages = config.pipeline_parallel * config.pipeline_chunks
     chunked, splits = config.pipeline_chunks > 1, config.pipeline_schedule == "zero_bubble"
     wrong = [
-        (of_model.architecture == "encoder-decoder", "model.architecture encoder-decoder: its blocks share more than hidden states"),
-        (of_model.position == "relative", "model.position relative: its blocks share a learned bias"),
-        (stages > of_model.num_hidden_layers, f"{of_model.num_hidden_layers} layers: {stages} stages need at least one each"),
+        (model.architecture == "encoder-decoder", "model.architecture encoder-decoder: its blocks share more than hidden states"),
+        (model.position == "relative", "model.position relative: its blocks share a learned bias"),
+        (stages > model.num_hidden_layers, f"{model.num_hidden_layers} layers: {stages} stages need at least one each"),
         (config.backend == "torch", "parallel.backend torch: it is this course's own pipeline"),
         (config.context_parallel > 1, "context_parallel: nobody has compared the two together with one process"),
         (chunked and config.tensor_parallel > 1, "tensor_parallel and pipeline_chunks: its ends are where a model ends, not a chunk"),
         (splits and config.tensor_parallel > 1, "tensor_parallel and pipeline_schedule zero_bubble: its matrices are not split"),
         (splits and config.fully_sharded > 1, "fully_sharded and pipeline_schedule zero_bubble: gradients are reduced before part W"),
-        (of_model.tie_word_embeddings and config.zero > 0, "zero and a tied embedding: its ends are cut differently over the replicas"),
+        (model.tie_word_embeddings and config.zero > 0, "zero and a tied embedding: its ends are cut differently over the replicas"),
     ]
     for is_wrong, reason in wrong:
         if is_wrong:
