@@ -90,8 +90,8 @@ class ParallelConfig:
             raise ValueError("parallel.sequence_parallel needs tensor parallelism: give tensor_parallel 2 or more, or leave it out.")
         if (self.pipeline_schedule == "interleaved") != (self.pipeline_chunks > 1):
             raise ValueError(
-                f"parallel.pipeline_schedule is {self.pipeline_schedule} and pipeline_chunks {self.pipeline_chunks}: interleaved needs 2 chunks "
-                "or more, and every other schedule has 1."
+                f"parallel.pipeline_schedule is {self.pipeline_schedule} and pipeline_chunks {self.pipeline_chunks}: interleaved needs 2 "
+                "chunks or more, and every other schedule has 1."
             )
         if self.zero == 2 and self.pipeline_parallel > 1:
             raise ValueError(

@@ -209,9 +209,9 @@ def relative(value, other) -> float:
 
 @pytest.mark.parametrize("layout, schedule", [("pp2", "1f1b"), ("pp2_dp2", "interleaved")])
 def test_the_loss_scale_reaches_the_last_stage(layout, schedule):
-    scaled = on_ranks(lambda run: (run.train(1).gradients(), run.totals), layout, "gpt2", "sgd", schedule, scaler=LossScaler(LossScaleConfig()))
-    (one, totals), *_ = on_ranks(lambda run: (run.train(1).gradients(), run.totals), "one", "gpt2", "sgd", scaler=LossScaler(LossScaleConfig()))
-    for gradients, own_totals in scaled:
+    work = lambda run: (run.train(1).gradients(), run.totals)  # noqa: E731
+    ((one, totals),) = on_ranks(work, "one", "gpt2", "sgd", scaler=LossScaler(LossScaleConfig()))
+    for gradients, own_totals in on_ranks(work, layout, "gpt2", "sgd", schedule, scaler=LossScaler(LossScaleConfig())):
         assert relative(own_totals.loss_sum, totals.loss_sum) < 1e-9
         assert all(relative(gradients[name], one[name]) < 1e-9 for name in gradients if one[name].norm() > 1e-9)
 

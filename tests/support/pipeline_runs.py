@@ -30,7 +30,9 @@ def config_of(family: str, layers: int = 4) -> ModelConfig:
     return ModelConfig(**SMALL | FAMILIES[family] | {"num_hidden_layers": layers})
 
 
-def make(world, layout: str, family: str = "llama", optimizer: str = "sgd", schedule: str = "1f1b", axis=None, **settings) -> LayoutRun:
+def make(
+    world, layout: str, family: str = "llama", optimizer: str = "sgd", schedule: str = "1f1b", axis=None, **settings
+) -> LayoutRun:
     """`layout` may end with _sp, for sequence parallelism. Settings of the parallel configuration and of `LayoutRun`."""
     of_run = {name: settings.pop(name) for name in ("seed", "scaler", "frozen", "computed_in", "objective", "dtype") if name in settings}
     sequence = layout.endswith("_sp")

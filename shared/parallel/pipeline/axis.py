@@ -6,8 +6,8 @@
 Blocks keep their numbers, so weights, optimizer state and checkpoints have the names of the whole model. A tied embedding stands at both
 ends, and its two gradients are summed (`partial_over`). Data engines work on what a rank holds, as on any model.
 
-Left out on purpose: what has not been shown to be equal to one process, which is refused by name; and stages balanced by their costs: layers
-are shared out evenly, and where that leaves some over, the last stages, of which one has the head, have one fewer.
+Left out on purpose: what has not been shown to be equal to one process, which is refused by name; and stages balanced by their costs:
+layers are shared out evenly, and where they do not divide, the last stages, one of which has the head, have one fewer.
 """
 
 import torch

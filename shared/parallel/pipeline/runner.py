@@ -140,16 +140,18 @@ class PipelineRunner(DataEngine):
         """Broadcast the last stage's totals, as one tensor; their names and dtypes in the first step alone."""
         last, values = self.pp.size - 1, {}
         if totals is not None:
-            values = {"loss_sum": totals.loss_sum, "token_count": totals.token_count} | {f"metric {m}": v for m, v in totals.metrics.items()}
+            metrics = {f"metric {name}": value for name, value in totals.metrics.items()}
+            values = {"loss_sum": totals.loss_sum, "token_count": totals.token_count} | metrics
         dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in values.items()}
         self.dtypes = self.dtypes or self.pp.gather_objects(dtypes)[last]
         if totals is not None and dtypes != self.dtypes:
-            raise ValueError(f"An objective's totals had {self.dtypes} in the first step and have {dtypes} now: the other stages expect those.")
+            raise ValueError(f"An objective's totals had {self.dtypes} in the first step and have {dtypes} now: keep their names.")
         device = next(self.model.module.parameters()).device
         packed = torch.zeros(len(self.dtypes), dtype=torch.float64, device=device)
         if totals is not None:
             packed = torch.stack([value.detach().to(device, torch.float64) for value in values.values()])
         self.pp.broadcast(packed, root=last)
-        loss_sum, token_count, *metrics = (value.to(getattr(torch, dtype)) for value, dtype in zip(packed, self.dtypes.values(), strict=True))
+        received = zip(packed, self.dtypes.values(), strict=True)
+        loss_sum, token_count, *metrics = (value.to(getattr(torch, dtype)) for value, dtype in received)
         names = [name.removeprefix("metric ") for name in list(self.dtypes)[2:]]
         return Totals(loss_sum, token_count, dict(zip(names, metrics, strict=True)))

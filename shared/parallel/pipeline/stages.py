@@ -75,7 +75,7 @@ class PipelineModel(nn.Module):
         """
         if self.action is None:
             if self.training and torch.is_grad_enabled():
-                raise SettingError("Under pipeline parallelism a training pass is the runner's: call strategy.runner(...), or model.eval().")
+                raise SettingError("Under pipeline parallelism a training pass is the runner's: use strategy.runner(...), or model.eval().")
             with torch.no_grad():
                 return self.run_all(input_ids, options)
         if self.called:
