@@ -1,4 +1,4 @@
-"""Pipeline parallelism against one process, in float64: schedules, layouts, families; what is kept, evaluated, saved, frozen and refused."""
+"""Pipeline parallelism against one process, in float64: schedules, layouts, families; what is kept, saved, frozen and refused."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The trainer under pipeline parallelism, in processes: `make run LAYOUT=pp2` trains the model of one process, and reports the comparison."""
+"""The trainer under pipeline parallelism, in processes: `make run LAYOUT=pp2` trains the model of one process, and resumes on it."""
 
 import json
 import os

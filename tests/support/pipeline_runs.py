@@ -34,7 +34,8 @@ def make(
     world, layout: str, family: str = "llama", optimizer: str = "sgd", schedule: str = "1f1b", axis=None, **settings
 ) -> LayoutRun:
     """`layout` may end with _sp, for sequence parallelism. Settings of the parallel configuration and of `LayoutRun`."""
-    of_run = {name: settings.pop(name) for name in ("seed", "scaler", "frozen", "computed_in", "objective", "dtype") if name in settings}
+    of_run = ("seed", "scaler", "frozen", "computed_in", "objective", "dtype")
+    of_run = {name: settings.pop(name) for name in of_run if name in settings}
     sequence = layout.endswith("_sp")
     parallel = {"sequence_parallel": sequence, "pipeline_schedule": schedule} | SCHEDULES[schedule] | settings
     microbatches, layers = parallel.pop("microbatches", MICROBATCHES), parallel.pop("layers", 4)
@@ -74,7 +75,7 @@ def expected(family: str = "llama", optimizer: str = "sgd", microbatches: int = 
 
 
 def require_same(found: list[dict], one: dict) -> None:
-    """Each rank has what one process has: losses, norms and metrics all of it, gradients and weights of its stages; together all of them."""
+    """Each rank has what one process has: all losses, norms and metrics, gradients and weights of its stages; together all of them."""
     seen = set()
     for each in found:
         for what in ("loss", "norm"):
