@@ -1,13 +1,23 @@
-"""Chapter 02. Write safetensors files with the permissions that the umask says, so that others of a group can read an export.
+"""Chapter 02. Write safetensors files: all tensors at once, or one after the other as they are made.
 
-The library writes a temporary file that only its owner may read, and renames it: weights would be 0600 in a folder of 0644.
+    8 bytes: the header's length    header: JSON, name -> dtype, shape, first and last byte    the numbers, tensor after tensor
+
+The library wants all tensors of a file in memory, and writes a temporary file that only its owner may read, which it renames: weights would
+be 0600 in a folder of 0644. Here files have the permissions that the umask says, so that others of a group can read an export.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -20,3 +30,33 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     mode = path.stat().st_mode & 0o777
     save_file(dict(tensors), path, metadata=metadata)
     path.chmod(mode)
+
+
+def stream_tensors(path: Path, like: Mapping[str, Tensor], make: Callable[[str], Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file of which one tensor at a time is in memory, with the library's own bytes.
+
+    Args:
+        path: the file.
+        like: name -> a tensor of the same shape and dtype, perhaps on the meta device.
+        make: makes the tensor of a name, on the CPU; called once for each, in the order of `ordered`.
+        metadata: what the header says of the whole file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header, place = {"__metadata__": metadata}, 0
+    for name in ordered(like):
+        stop = place + like[name].nbytes
+        header[name] = {"dtype": DTYPES[like[name].dtype], "shape": list(like[name].shape), "data_offsets": [place, stop]}
+        place = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so that numbers start at a multiple of 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in ordered(like):
+            file.write(make(name).contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def ordered(like: Mapping[str, Tensor]) -> list[str]:
+    """The order of tensors in a file: wide numbers first, so that each is aligned, then by name."""
+    return sorted(like, key=lambda name: (-like[name].dtype.itemsize, name))

@@ -115,9 +115,7 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
 
 def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """exp(lse - merged) is the share of a part in the whole softmax, at most 1. A query that looks nowhere has -inf for both, and -inf
-    minus -inf is NaN, so 0 takes the place of the sum there: exp(-inf - 0) is 0. Float32 weights widen narrower outputs."""
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    lse, other_lse = lse.to(dtype), other_lse.to(dtype)
+    minus -inf is NaN, so 0 takes the place of the sum there: exp(-inf - 0) is 0. The weights are float32, which widens narrower outputs."""
     merged = torch.logaddexp(lse, other_lse)
     finite = merged.masked_fill(merged == -torch.inf, 0.0)
     weight, other_weight = (part.sub(finite).exp().unsqueeze(-1) for part in (lse, other_lse))

@@ -113,11 +113,12 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
         loss = log(sum over all tokens of exp(logit)) - logit of the target
 
     Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces are enough, of one number and of two numbers by row, and
-    a rank never holds more than three tensors of its own logits' shape beside them. Exponentials overflow from 89 on (in float32), and logits may be larger: as in one process, the
-    largest of the row is subtracted first, here the largest over all ranks.
+    a rank never holds more than three tensors of its own logits' shape beside them. Exponentials overflow from 89 on (in float32), and
+    logits may be larger: as in one process, the largest of the row is subtracted first, here the largest over all ranks.
 
     Args:
-        logits: [rows, vocab of this rank], at least one column; another rank may have a column more or less. No gradient is recorded.
+        logits: [rows, vocab of this rank], at least one column; another rank may have a column more or less. A token that cannot be has
+            minus infinity. No gradient is recorded.
         targets: [rows] int64, the same on all ranks: tokens of the whole vocabulary, or -100 for a row that does not count.
         first: the token of this rank's first column.
         group: the ranks that share the vocabulary. `group.all_reduce(tensor, op="max")` replaces a contiguous tensor by the maximum over

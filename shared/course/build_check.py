@@ -7,12 +7,13 @@ makes its stage NOT ATTEMPTED.
 import ast
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from shared.course import binding, running
-from shared.course.builds import Build, Stage, find_build, fingerprint, wrong_builds
+from shared.course.builds import Build, Stage, fingerprint
 from shared.course.errors import BrokenFile, CourseError
 from shared.course.outcome import NOT_ATTEMPTED, Outcome
 from shared.course.paths import shown
@@ -41,14 +42,14 @@ class Functions:
 
 
 def check_build(build: Build, stages: tuple[Stage, ...], file: BodyFile) -> Iterator[Outcome]:
-    """Check a build, one outcome per stage, each in a child process."""
+    """Check a build or a repair, one outcome per stage, each in a child process."""
     for stage in stages:
         if refused := forbidden_import(file, build):
             outcome = running.failed(stage, refused)
         elif not build.attempted(file):
             outcome = Outcome(stage.id, NOT_ATTEMPTED, problem=[f"Nothing is written yet in {shown(file.path)}."])
         else:
-            outcome = running.run_apart(stage, file, SECONDS, work=check_stage)
+            outcome = running.run_apart(stage, file, SECONDS, work=partial(check_stage, build))
         outcome.fingerprint = fingerprint(file)
         yield outcome
 
@@ -56,7 +57,7 @@ def check_build(build: Build, stages: tuple[Stage, ...], file: BodyFile) -> Iter
 def forbidden_import(file: BodyFile, build: Build) -> str:
     """A sentence where a build imports what it is to build, or reads its solution; else nothing."""
     if line := running.solution_mentioned(file):
-        return f"{shown(file.path)}, line {line}: this reads the solution. `course solution {build.id}` opens it later."
+        return f"{shown(file.path)}, line {line}: this reads the solution. Write your own."
     for node in ast.walk(file.tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.ImportFrom):
@@ -67,18 +68,18 @@ def forbidden_import(file: BodyFile, build: Build) -> str:
     return ""
 
 
-def check_stage(stage_id: str, file: BodyFile, seconds: float, waiting: float) -> Outcome:
+def check_stage(build: Build, stage_id: str, file: BodyFile, seconds: float, waiting: float) -> Outcome:
     """The work of the child process: load the file, climb the stage's cases."""
     import torch
 
     torch.set_num_threads(1)
-    build, stage = find_build(stage_id)
+    stage = next(stage for stage in build.stages if stage.id == stage_id)
     try:
         binding.choose("reference")
-        check = read_checks(build.folder / "stages.py")[stage.name]
+        check = read_checks(build.checks)[stage.name]
         functions = load(file, build.adapters)
         running.limit(seconds, waiting)  # from here on the time is the answer's
-        outcome = run_stage(check, functions, {sentence: load(wrong, ()) for sentence, wrong in wrong_builds(build).values()})
+        outcome = run_stage(check, functions, {sentence: load(wrong, ()) for sentence, wrong in build.wrong().values()})
     except CourseError as error:
         return running.failed(stage, str(error))
     used = [module for module in build.forbidden if module in sys.modules and module.startswith("shared.")]  # torch imports parts of itself
@@ -101,13 +102,18 @@ def load(file: BodyFile, names: tuple[str, ...]) -> Functions:
 
 
 def read_checks(path: Path) -> dict[str, Any]:
-    """The checks that a file defines in `STAGES`, by name. The file may import modules of its folder: `from .pieces import ...`."""
+    """The checks that a file defines in `STAGES`, by name."""
+    return read_module(path).STAGES
+
+
+def read_module(path: Path) -> ModuleType:
+    """Execute a file of a build's folder. It may import modules of its folder: `from .pieces import ...`."""
     package = ModuleType(f"course_stages_{path.parent.name}")
     package.__path__ = [str(path.parent)]
     sys.modules[package.__name__] = package
     module = ModuleType(f"{package.__name__}.{path.stem}")
     binding.execute(BodyFile.read(path), module)
-    return module.STAGES
+    return module
 
 
 def run_stage(check: Any, functions: Functions, wrong: dict[str, Functions]) -> Outcome:

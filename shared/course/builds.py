@@ -15,6 +15,7 @@ import ast
 import hashlib
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -80,6 +81,10 @@ class Build:
     def solution_file(self) -> Path:
         return CHECKOUT / "solutions" / "builds" / f"{self.slug}.py"
 
+    @property
+    def checks(self) -> Path:
+        return self.folder / "stages.py"
+
     def file(self, workspace: Path) -> Path:
         return workspace / "chapters" / self.slug / "build.py"
 
@@ -89,6 +94,26 @@ class Build:
 
     def attempted(self, file: BodyFile) -> bool:
         return fingerprint(file) != fingerprint(BodyFile.parsed(self.folder / "adapters.py", self.template))
+
+    def wrong(self) -> dict[str, tuple[str, BodyFile]]:
+        """Name -> the sentence of a wrong build, and the solution with its edits."""
+        entries = tomllib.loads((self.folder / "wrong.toml").read_text(encoding="utf-8"))["wrong"]
+        source, path = self.solution_file.read_text(encoding="utf-8"), str(self.solution_file)
+        edited = {entry["name"]: with_edits(source, entry["edits"], f"{self.id}, {entry['name']}") for entry in entries}
+        return {e["name"]: (e["sentence"], BodyFile.parsed(Path(f"{path}#{e['name']}"), edited[e["name"]])) for e in entries}
+
+
+def with_edits(source: str, edits: Iterable[tuple[str, str]], name: str) -> str:
+    """A solution with texts replaced, as wrong builds and broken programs are made.
+
+    Raises:
+        CourseError: a text to replace is not in the solution exactly once.
+    """
+    for find, replacement in edits:
+        if source.count(find) != 1:
+            raise CourseError(f"{name}: {find!r} is {source.count(find)} times in the solution, not once.")
+        source = source.replace(find, replacement)
+    return source
 
 
 @cache
@@ -131,22 +156,3 @@ def fingerprint(file: BodyFile) -> str:
     nodes = file.tree.body[1:] if ast.get_docstring(file.tree) is not None else file.tree.body
     bare = [f"{node.name}{bare_function(node)}" if isinstance(node, ast.FunctionDef) else ast.dump(node) for node in nodes]
     return hashlib.sha256("\n".join(bare).encode()).hexdigest()
-
-
-@cache
-def wrong_builds(build: Build) -> dict[str, tuple[str, BodyFile]]:
-    """Name -> the sentence of a wrong build, and the solution with its edits.
-
-    Raises:
-        CourseError: a text to replace is not in the solution exactly once.
-    """
-    source, found = build.solution_file.read_text(encoding="utf-8"), {}
-    for entry in tomllib.loads((build.folder / "wrong.toml").read_text(encoding="utf-8"))["wrong"]:
-        text = source
-        for find, replacement in entry["edits"]:
-            if text.count(find) != 1:
-                times = f"{find!r} is {text.count(find)} times in the solution, not once"
-                raise CourseError(f"Wrong build {build.id}/{entry['name']}: {times}.")
-            text = text.replace(find, replacement)
-        found[entry["name"]] = entry["sentence"], BodyFile.parsed(Path(f"{build.solution_file}#{entry['name']}"), text)
-    return found

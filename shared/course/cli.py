@@ -89,9 +89,9 @@ def hunt(chapter: str, letter: str | None, only_check: bool, because: int | None
     if letter is None:
         hunts.print_list(console, chapter)
     elif only_check:
-        sys.exit(hunts.check(console, hunts.find_hunt(chapter, letter), because))
+        sys.exit(hunts.check(console, hunts.find_hunts(chapter, letter)[0], because))
     else:
-        hunts.start(console, hunts.find_hunt(chapter, letter))
+        hunts.start(console, hunts.find_hunts(chapter, letter)[0])
 
 
 @cli.command(epilog=examples("course watch", "course watch 01.evaluate"))
@@ -136,7 +136,7 @@ def reset_command(name: str, yes: bool) -> None:
         terminal.say(console, build_command.reset_build(builds.find_build(name)[0], workspace))
         return
     if (hunt_name := re.match(r"(\d+)\.hunt\.(\w+)$", name)) is not None:
-        terminal.say(console, hunts.reset_hunt(hunts.find_hunt(*hunt_name.groups()), workspace))
+        terminal.say(console, build_command.reset_build(hunts.find_hunts(*hunt_name.groups())[0], workspace))
         return
     if "." in name:
         terminal.say(console, reset.reset_exercise(catalogue.find_exercise(name), workspace))

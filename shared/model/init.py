@@ -40,10 +40,24 @@ def initial_value(name: str, parameter: Tensor, config: ModelConfig, seed: int) 
     return torch.randn(shape, generator=generator) * standard_deviation(name, config)
 
 
-def local_initial_value(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> Tensor:
-    """What this process holds of a parameter's initial value: all of it, or, where it carries a `sharding`, its part."""
+def local_initial_value(name: str, parameter: Tensor, config: ModelConfig, seed: int, sharding: Sharding | None = None) -> Tensor:
+    """What this process holds of a parameter's initial value: all of it, or, where it is sharded, its part.
+
+    A parameter that carries a function as attribute `stored` gets what that returns for (offsets, sizes) of a slice of the whole: what is
+    stored of it in files (`shared.model.hf.pretrained.open_pretrained`).
+
+    Args:
+        As for `initial_value`.
+        sharding: the part, where it is not the parameter's own.
+    """
+    sharding = sharding or getattr(parameter, "sharding", None)
+    if stored := getattr(parameter, "stored", None):
+        if sharding is None:
+            return stored((0,) * parameter.dim(), parameter.shape)
+        region = sharding.region
+        numbers = stored(region.offsets, region.sizes)
+        return numbers if region.is_box else numbers.reshape(-1)[region.start : region.stop]
     whole = initial_value(name, parameter, config, seed)
-    sharding: Sharding | None = getattr(parameter, "sharding", None)
     return whole if sharding is None else sharding.local(whole)
 
 

@@ -5,10 +5,10 @@ matrix: the weight of a linear layer inside the model. expert: the same, one of 
 norm: weight and bias of a normalisation. bias: the bias of a linear layer or of the head.
 
 Modules of later chapters state facts on their parameters as attributes, which move with them off the meta device:
-`role` (one of these), `initializer` (see `shared.model.init`) and `sharding` (`Sharding`, where a rank holds a part).
+`role` (one of these), `initializer` and `stored` (see `shared.model.init`) and `sharding` (`Sharding`, where a rank holds a part).
 """
 
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,13 @@ class Sharding(Protocol):
     """How a parameter is sharded over processes: the attribute `sharding` of a parameter, set by the code that sharded it.
 
     `shared.parallel.sharding.Sharding` is one; initial weights and Muon need no more of it than this.
-    shape: of the whole parameter. needs_gathering: whether the whole takes other processes.
+    shape: of the whole parameter. needs_gathering: whether the whole takes other processes. region: where this process's numbers lie: in the
+    slice of `offsets` and `sizes`, all of it (`is_box`) or the flattened numbers from `start` to `stop`.
     """
 
     shape: torch.Size
     needs_gathering: bool
+    region: Any
 
     def gather(self, part: Tensor) -> Tensor:
         """All-gather this process's shard into the whole, in `shape`. Every process that holds a part of it calls it."""

@@ -1,6 +1,7 @@
 """Chapter 06. How a run is spread over ranks: the degrees of the mesh, who does the work, and what each rank keeps.
 
-A layout is also one word, as `make run LAYOUT=dp2_zero1` takes it: axes with their degrees, and `zero1` or `zero2`, joined by `_`.
+A layout is also one word, as `make run LAYOUT=dp2_zero1` takes it: axes with their degrees, `zero1` or `zero2`, and `sp` for sequence
+parallelism, joined by `_`.
 """
 
 import math
@@ -115,6 +116,8 @@ class ParallelConfig:
                 f"parallel.heartbeat_timeout is {self.heartbeat_timeout}, collective_timeout {self.collective_timeout} and init_timeout "
                 f"{self.init_timeout}: heartbeat_timeout must be above 0, and the other two finite and no shorter."
             )
+        if self.backend == "torch" and self.context_parallel > 1:
+            raise ValueError("parallel.context_parallel with backend torch is not built: use backend course.")
         if self.backend == "torch" and self.zero == 2:
             raise ValueError(
                 "parallel.zero 2 with backend torch: PyTorch has no such engine. Use zero 1, fully_sharded, or backend course."
@@ -146,7 +149,7 @@ def require_built(config: ParallelConfig, brought: Collection[str] = ()) -> None
 
 
 def parse_layout(word: str, base: ParallelConfig | None = None) -> ParallelConfig:
-    """`dp2`, `fsdp2`, `dp2_fsdp2`, `dp4_zero1`, `one`: a layout from its name. Axes that the word does not say have the degree 1, whatever
+    """`dp2`, `fsdp2`, `dp2_fsdp2`, `dp4_zero1`, `tp2_sp`, `one`: a layout from its name. Axes that the word does not say have the degree 1, whatever
     `base` says; everything else is `base`'s.
 
     Raises:
@@ -155,14 +158,15 @@ def parse_layout(word: str, base: ParallelConfig | None = None) -> ParallelConfi
     chosen: dict[str, int] = {}
     for part in word.split("_") if word != "one" else []:
         match = re.fullmatch(r"([a-z]+)(\d+)", part)
-        name = (AXES | VIEWS | {"zero": "zero"}).get(match[1]) if match else None
+        name = "sequence_parallel" if part == "sp" else (AXES | VIEWS | {"zero": "zero"}).get(match[1]) if match else None
         if name is None or name in chosen:
             raise ValueError(f"The layout {word!r} is not understood at {part!r}: join parts such as dp2, fsdp2 and zero1 by _, each once.")
-        chosen[name] = int(match[2])
+        chosen[name] = part == "sp" or int(match[2])
     return replace(base or ParallelConfig(), **dict.fromkeys((*AXES.values(), *VIEWS.values()), 1) | {"zero": 0} | chosen)
 
 
 def layout_name(config: ParallelConfig) -> str:
     """The word for a layout: the inverse of `parse_layout`."""
     parts = [f"{axis}{getattr(config, name)}" for axis, name in (AXES | VIEWS).items() if getattr(config, name) > 1]
-    return "_".join(parts + ([f"zero{config.zero}"] if config.zero else [])) or "one"
+    parts += [f"zero{config.zero}"] * (config.zero > 0) + ["sp"] * config.sequence_parallel
+    return "_".join(parts) or "one"

@@ -146,8 +146,6 @@ def torch_engine(
     from shared.parallel.torch_backend.ddp import TorchReplicas, TorchZero
     from shared.parallel.torch_backend.fsdp import TorchSharded
 
-    if mesh.cp.size > 1:
-        raise ValueError("parallel.backend torch adds gradients over the data ranks, and not over context_parallel: use backend course.")
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "shared_over"):
             raise ValueError(f"parallel.backend torch adds every gradient over all data ranks, and {name} has others: use backend course.")

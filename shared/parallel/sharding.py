@@ -247,16 +247,6 @@ def split_dimension(parameter: Tensor, dimension: int, group: Communicator) -> S
     return Sharding(parameter.shape, boxes, group, sharding_of(parameter))
 
 
-def chunked_boxes(shape: Sequence[int], dimension: int, ranks: int) -> tuple[Box, ...]:
-    """A dimension in slices as PyTorch's engines cut it (`torch.chunk`): equally many for each rank as far as they reach, so later ranks
-    may have fewer, or none."""
-    size = shape[dimension]
-    share = -(-size // ranks)
-    ends = [min(rank * share, size) for rank in range(ranks + 1)]
-    only = lambda value, others: tuple(value if place == dimension else other for place, other in enumerate(others))  # noqa: E731
-    return tuple(Box(only(start, [0] * len(shape)), only(stop - start, shape)) for start, stop in zip(ends, ends[1:], strict=False))
-
-
 def split_spans(parameter: Tensor, ranges: Sequence[Range], group: Communicator) -> Sharding:
     """A span of the flattened numbers for each rank, nested in the parameter's own sharding."""
     return Sharding(parameter.shape, tuple(Span(*each) for each in ranges), group, sharding_of(parameter))

@@ -7,6 +7,7 @@ What differs between layouts are attributes of the parameters (`shared.parallel.
 Left out on purpose: which engine a layout needs; `shared.parallel.parallelize` chooses.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from shared.engine.callbacks import Callback
 from shared.engine.checkpoint.folder import CheckpointError
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.engine.strategy import Strategy
+from shared.model.hf.pretrained import Weights
 from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
@@ -204,18 +206,34 @@ class ParallelStrategy(Strategy):
             yield name, sharding.gather(tensor.detach(), everyone=True) if sharding else tensor if tensor is None else tensor.detach()
 
     def full_weights(self) -> dict[str, Tensor]:
-        world, found = self.mesh.world, {}
-        for name, tensor in self.whole_weights():
-            owner = min(rank for rank, regions in enumerate(self.holders.by_rank) if name in regions)
-            if owner and self.rank == owner:
-                world.send(tensor.contiguous(), to=0)
-            if self.rank == 0:
-                if owner:
-                    device = next(self.module.parameters()).device
-                    tensor = torch.empty(self.holders.shapes[name], dtype=self.holders.dtypes[name], device=device)
-                    world.receive(tensor, source=owner)
-                found[name] = tensor.to("cpu", copy=True)
-        return found
+        weights = self.weights()
+        found = {name: weights.collect(name) for name in weights.like}
+        return found if weights.writes else {}
+
+    def weights(self) -> Weights:
+        """The weights of the whole model, to be collected on rank 0 one by one, part by part (`save_pretrained`). No rank ever holds more
+        than what it has, one whole tensor and a part of that."""
+        own = self.state.state_dict(keep_vars=True)
+        device = next(self.module.parameters()).device
+        like = {name: torch.empty(shape, dtype=self.holders.dtypes[name], device="meta") for name, shape in self.holders.shapes.items()}
+        parts: dict[str, list[tuple[Region, int]]] = {}
+        for (name, region), ranks in self.holders.ranks.items():
+            parts.setdefault(name, []).append((region, min(ranks)))
+
+        def collect(name: str) -> Tensor | None:
+            whole = torch.empty(like[name].shape, dtype=like[name].dtype) if self.rank == 0 else None
+            for region, owner in parts[name]:
+                if whole is not None:
+                    part = own[name].detach() if owner == 0 else torch.empty(region.numel, dtype=whole.dtype, device=device)
+                    if owner:
+                        self.mesh.world.receive(part, source=owner)
+                    for box, first in region.boxes():
+                        box.of(whole).copy_(part.reshape(-1)[first : first + math.prod(box.sizes)].view(box.sizes))
+                elif owner == self.rank:
+                    self.mesh.world.send(own[name].detach().contiguous(), to=0)
+            return whole
+
+        return Weights(like, collect, self.rank == 0)
 
     def saver(self, folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True) -> RankSaver:
         return RankSaver(self, folder, keep_last, keep_best, asynchronous)

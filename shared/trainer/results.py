@@ -40,6 +40,8 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         batches = (on_device(batch, engine.device) for batch in evaluation_loader(config, text, None, run.strategy.mesh))
         totals = run.strategy.sum(evaluate(engine.model, batches, engine.objective))
         memory = run.strategy.mesh.world.gather_objects(run.costs.peak_here or peak_memory(engine.device))
+        if config.report.export:
+            export(run)
         model = whole_model(run)
         if model is None:
             return None
@@ -47,10 +49,6 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         seq, count = config.data.seq, config.report.completions if config.data.fim.rate > 0 else 0
         gaps = find_gaps(text.held_out, text.tokenizer, count, config.seed, before=seq, after=seq // 2)
         completions = [fill_gap(model, text.tokenizer, gap, seq // 8, context=seq) for gap in gaps]
-    if config.report.export:
-        with writing(config.engine.output / "model"):
-            save_pretrained(model, config.engine.output / "model", token_ids={"eos_token_id": text.tokenizer.end_id})
-            text.tokenizer.save_pretrained(config.engine.output / "model", model.config.max_position_embeddings)
     metrics, damage = read_damaged(config.engine.output / "metrics.jsonl")
     if damage:
         console.print(f"{config.engine.output / 'metrics.jsonl'} is damaged ({damage}): the report shows the rest.", markup=False)
@@ -69,6 +67,15 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
     keep(results, config.engine.output / "results.json")
     show(results, console)
     return results
+
+
+def export(run: "Run") -> None:
+    """Write the trained model, with its tokenizer, into the folder `model`. Every rank calls it and sends what it holds; rank 0 writes."""
+    folder, tokenizer, strategy = run.config.engine.output / "model", run.text.tokenizer, run.strategy
+    with writing(folder):
+        save_pretrained(strategy.module, folder, token_ids={"eos_token_id": tokenizer.end_id}, weights=strategy.weights())
+        if strategy.rank == 0:
+            tokenizer.save_pretrained(folder, run.config.model.max_position_embeddings)
 
 
 def whole_model(run: "Run") -> nn.Module | None:

@@ -44,7 +44,8 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
         require_built(config, BROUGHT)
         written = read_settings(Path(words[0]))
         backend = said.get("parallel.backend") or section(written, "parallel").get("backend", "course")
-        config = replace(config, backend=backend)
+        by_sequence = asked.get("parallel.sequence_parallel", section(written, "parallel").get("sequence_parallel"))
+        config = replace(config, backend=backend, sequence_parallel=config.sequence_parallel or by_sequence is True)
     except CourseError:
         raise
     except ValueError as error:
@@ -54,7 +55,7 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
         require_agreement(layout, config, parallel, where)
     if config.ranks > MOST_RANKS * (os.cpu_count() or 1):
         raise SettingError(f"LAYOUT {layout} needs {config.ranks} processes, and this machine has {os.cpu_count()} CPU cores: give fewer.")
-    words = [*words, *(f"parallel.{name}={getattr(config, name)}" for name in (*AXES.values(), "zero"))]
+    words = [*words, *(f"parallel.{name}={getattr(config, name)}" for name in (*AXES.values(), "zero", "sequence_parallel"))]
     output = section(written, "engine").get("output", "runs/engine")
     named = "engine.output" in said or "output" in section(asked, "engine")
     if not named and config.ranks > 1 and isinstance(output, str) and output:  # another one is refused with the other settings
@@ -74,7 +75,8 @@ def section(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 def require_agreement(layout: str, config: ParallelConfig, parallel: dict[str, Any], where: str) -> None:
     """Refuse degrees of the section `parallel` that are not the layout's, rather than let one of the two win in silence."""
-    for name in (*AXES.values(), *VIEWS.values(), "zero"):
+    said = ["sequence_parallel"] * ("sp" in layout.split("_"))
+    for name in (*AXES.values(), *VIEWS.values(), "zero", *said):
         if name in parallel and parallel[name] != getattr(config, name):
             raise SettingError(
                 f"LAYOUT {layout} means parallel.{name}={getattr(config, name)}, and {where} gives {parallel[name]!r}: leave one out."

@@ -1,4 +1,4 @@
-"""A whole LLaMA under tensor and sequence parallelism, from one idea: the layout is data.
+"""Chapter 07. A whole LLaMA under tensor and sequence parallelism, from scratch: the layout is data, and the rest follows from it.
 
 `plan` says which rows and columns of each weight a rank holds, and `partial` which gradients are a sum over ranks. What is left is a plain
 transformer over this rank's heads, features and tokens, with an operator in front of each sublayer and one behind it:

@@ -1,4 +1,4 @@
-"""A training step on two ranks of one machine: our data parallelism beside PyTorch's, over gloo.
+"""A training step on two ranks of one machine: our data and tensor parallelism beside PyTorch's, over gloo.
 
     python tests/benchmarks/parallel_speed.py                                     every row
     python tests/benchmarks/parallel_speed.py --rows dp2 fsdp2 --pairs 31
@@ -16,6 +16,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.health.heartbeat import Timeouts
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
+from shared.trainer.axes import RUN_AXES
 
 RANKS, WARMUP = 2, 2
 ROWS = {
@@ -45,6 +47,9 @@ ROWS = {
     "fsdp2": "fully_shard",
     "fsdp2 kept": "fully_shard, reshard_after_forward=False",
     "fsdp2 kept, itself": "our own fsdp2, which reshards",
+    "tp2": "parallelize_module, loss_parallel",
+    "tp2 sequence": "parallelize_module with SequenceParallel, loss_parallel",
+    "tp2, gathered": "parallelize_module, logits gathered",
 }
 Step = Callable[[dict[str, Tensor]], Tensor]  # step(this rank's share of a batch) -> its mean loss, or that of the whole batch
 
@@ -53,15 +58,16 @@ class Run:
     """One rank's rounds of `steps` steps.
 
     Args:
+        rank, shares: which share of a batch this rank reads, of how many.
         step: does one. weights: returns the whole weights by name; every rank calls it.
     """
 
-    def __init__(self, rank: int, steps: int, step: Step, weights: Callable[[], dict[str, Tensor]]):
-        self.rank, self.steps, self.step, self.whole = rank, steps, step, weights
+    def __init__(self, rank: int, shares: int, steps: int, step: Step, weights: Callable[[], dict[str, Tensor]]):
+        self.rank, self.shares, self.steps, self.step, self.whole = rank, shares, steps, step, weights
         self.random = torch.Generator().manual_seed(0)
 
     def share(self) -> dict[str, Tensor]:
-        ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=self.random).chunk(RANKS)[self.rank]
+        ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=self.random).chunk(self.shares)[self.rank % self.shares]
         return {"input_ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
     def __call__(self) -> dict[str, float]:
@@ -82,7 +88,7 @@ class Run:
 def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
     model = prepared()
     world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Timeouts())
-    parallel = apply_parallel(model, Mesh(layout_of(row), world))
+    parallel = apply_parallel(model, Mesh(layout_of(row), world), axes=RUN_AXES)
     optimizer = torch.optim.AdamW(parallel.optim_params.parameters(), lr=1e-4, fused=True)
 
     def step(share: dict[str, Tensor]) -> Tensor:
@@ -90,12 +96,14 @@ def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
         totals = train_step(parallel.model, optimizer, [share], packed_next_token_objective, *parts)
         return totals.loss_sum / totals.token_count
 
-    return Run(rank, steps, step, lambda: dict(parallel.whole_weights()))
+    return Run(rank, layout_of(row).data_ranks, steps, step, lambda: dict(parallel.whole_weights()))
 
 
 def prepare_theirs(rank: int, meeting: str, row: str, steps: int) -> Run:
     model = prepared()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    if row.startswith("tp"):
+        return by_styles(model, rank, row, steps)
     run, weights = (by_fully_shard if "fsdp" in row else by_ddp)(model, layout_of(row))
     kind: dict[str, Any] = {"lr": 1e-4, "fused": True}
     if layout_of(row).zero:
@@ -113,7 +121,7 @@ def prepare_theirs(rank: int, meeting: str, row: str, steps: int) -> Run:
         optimizer.step()
         return loss.detach()
 
-    return Run(rank, steps, step, weights)
+    return Run(rank, RANKS, steps, step, weights)
 
 
 def by_ddp(model: TransformerModel, layout: ParallelConfig):
@@ -133,9 +141,41 @@ def by_fully_shard(model: TransformerModel, layout: ParallelConfig):
     return model, lambda: {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
 
 
+def by_styles(model: TransformerModel, rank: int, row: str, steps: int) -> Run:
+    """`parallelize_module` and the loss as PyTorch's own examples have them. The stream is gathered once for q, k and v, and once for gate
+    and up, which is faster than for each."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput, loss_parallel, parallelize_module
+
+    from shared.parallel.torch_backend.tensor import style_of
+
+    by_sequence, gathered = layout_of(row).sequence_parallel, row.endswith("gathered")
+    mesh = dist.init_device_mesh("cpu", (RANKS,))
+    plan = {name: style for name, _ in model.named_modules() if (style := style_of(name, by_sequence))}
+    plan["head.linear"] = ColwiseParallel(output_layouts=Replicate() if gathered else Shard(-1), use_local_output=gathered)
+    if by_sequence:
+        plan["embedding"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        plan["stack"] = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    parallelize_module(model, mesh, plan)
+    model.tie_weights()
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]  # one group takes one kind
+    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds if kind], lr=1e-4, fused=True)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with nullcontext() if gathered else loss_parallel():
+            loss = torch.nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["targets"].flatten())
+            loss.backward()
+        optimizer.step()
+        return loss.detach() if gathered else loss.detach().full_tensor()
+
+    whole = lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # noqa: E731
+    return Run(rank, 1, steps, step, lambda: {name: whole(parameter) for name, parameter in model.named_parameters()})
+
+
 def layout_of(row: str) -> ParallelConfig:
-    layout, *kept = row.split()
-    return replace(parse_layout(layout), reshard_after_forward=not kept)
+    layout, *how = row.replace(",", "").split()
+    return replace(parse_layout(layout), reshard_after_forward="kept" not in how, sequence_parallel="sequence" in how)
 
 
 def prepared() -> TransformerModel:

@@ -1,4 +1,4 @@
-"""Context parallelism at its edges: evaluation, generation, memory of activations, checkpoints between layouts, loss scale, what is refused."""
+"""Context parallelism at its edges: evaluation, generation, activations kept, checkpoints between layouts, loss scale, what is refused."""
 
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from shared.model.chunked_loss import packed_next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.loss_scale import LossScaler
 from shared.parallel.comm.communicator import SingleRankCommunicator
+from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.context.axis import ContextParallel
@@ -29,7 +30,7 @@ AXES = (*AXES, ContextParallel())
 
 
 def on_ranks(layout: str, family: str, work, **settings) -> list:
-    ranks = parse_layout(layout.removesuffix("_sp")).ranks
+    ranks = parse_layout(layout).ranks
     on_rank = lambda world: work(make(world, layout, family, **settings))  # noqa: E731
     return [on_rank(SingleRankCommunicator())] if ranks == 1 else run_threads(on_rank, ranks)
 
@@ -74,6 +75,21 @@ def test_outside_of_an_objective_each_rank_computes_the_whole_sequence():
 
     for logits, sends in run_threads(work, 2):
         assert torch.equal(logits, plain) and sends == 0
+
+
+def compiled(world):
+    made = make(world, "cp2", "gqa", packed=True)
+    made.parallel.model.compile(backend="eager")  # the compiler's front, without its back, which needs a C++ compiler
+    made.train(2)
+    return made.totals.loss_sum, made.weights()
+
+
+@pytest.mark.slow  # the compiler's front alone takes ten seconds to import
+def test_a_compiled_model_trains_as_one_that_is_not():
+    [(loss, whole)] = on_ranks("one", "gqa", lambda run: (run.train(2).totals.loss_sum, run.weights()), packed=True)
+    for found, weights in run_processes(compiled, 2, timeout=300):
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+        assert largest_difference(weights, whole) < 1e-9
 
 
 # What a rank keeps for the backward pass.
@@ -158,7 +174,7 @@ def refuse(world, config, builders=Builders()):  # noqa: B008 (frozen)
     [
         ({"architecture": "encoder-decoder"}, "model.architecture is encoder-decoder, which has two sequences to share out"),
         ({"position": "relative"}, "model.position is relative, a learned bias"),
-        ({"attention_dropout": 0.1}, "model.attention_dropout is 0.1, and the ring draws no dropout: .* set parallel.context_parallel to 1"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, and the ring draws no dropout: .* set parallel.context_parallel to 1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_shared_out_is_refused(changes, sentence):
@@ -184,7 +200,8 @@ def test_a_sequence_that_does_not_divide_is_refused_with_lengths_that_do(length,
         strategy = strategy_of(world, context_parallel=2)
         batch = {name: tensor[:, :length] for name, tensor in batches(0, 0, config_of("llama")).items()}
         objective = strategy.objective(packed_next_token_objective)
-        with pytest.raises(ValueError, match=f"has {length} positions, and parallel.context_parallel 2 cuts it into 4 .* give {lengths}, or"):
+        sentence = f"has {length} positions, and parallel.context_parallel 2 cuts it into 4 .* give {lengths}, or"
+        with pytest.raises(ValueError, match=sentence):
             objective(strategy.model, batch)
 
     run_threads(work, 2)

@@ -139,7 +139,7 @@ def test_what_no_axis_brings_is_refused_with_its_chapter(given, chapter):
         require_built(ParallelConfig(**given), ["another"])
 
 
-@pytest.mark.parametrize("word", ["pp2_dp2_fsdp2_cp3_tp2", "dp4_ep2", "fsdp4_tp2_ep4"])
+@pytest.mark.parametrize("word", ["pp2_dp2_fsdp2_cp3_tp2", "dp4_ep2", "fsdp4_tp2_ep4", "dp2_tp2_zero1_sp"])
 def test_layouts_of_later_chapters_are_words_too(word):
     assert layout_name(parse_layout(word)) == word
 
@@ -158,7 +158,7 @@ def test_a_word_says_all_degrees_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "word, part", [("dp", "dp"), ("dp2_dp3", "dp3"), ("ddp2", "ddp2"), ("dp2-fsdp2", "dp2-fsdp2"), ("zero", "zero"), ("", "")]
+    "word, part", [("dp", "dp"), ("dp2_dp3", "dp3"), ("ddp2", "ddp2"), ("dp2-fsdp2", "dp2-fsdp2"), ("zero", "zero"), ("", ""), ("sp2_tp2", "sp2"), ("tp2_sp_sp", "sp")]
 )
 def test_a_word_that_is_not_understood_is_refused_at_its_part(word, part):
     with pytest.raises(ValueError, match=f"is not understood at {part!r}"):

@@ -204,4 +204,4 @@ def test_two_machines_that_were_given_different_things_both_say_what(name, tmp_p
     with Machines(tmp_path / "machines", shared=name not in OWN_FOLDERS) as machines:
         found = run_row(name, machines, prepare_machines(machines, tmp_path))
     assert ROWS[name].names in found.said["a"] and found.said["b"] == found.said["a"], found.said
-    assert found.codes == [1, 1]
+    assert found.codes == [1, 1], found.outputs

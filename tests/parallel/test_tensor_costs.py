@@ -1,4 +1,4 @@
-"""Floor 7: what a tensor-parallel rank holds and sends is what the formulas say, with and without sequence parallelism."""
+"""Floor 7: what ranks of tensor, sequence and context parallelism hold and send is what the formulas say."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,9 +6,10 @@ from importlib import import_module
 
 import pytest
 import torch
-from memory_table import ADAMW, ROWS, SMALL, batch, measure, memory_measured
+from memory_table import ADAMW, ROWS, SMALL, batch, layout_of, measure, memory_measured, tables_of_chapter_07
 from torch.utils.flop_counter import FlopCounterMode
 
+from shared.course.paths import CHECKOUT
 from shared.engine.metrics.flops import flops_per_token
 from shared.loss import next_token_objective
 from shared.model.chunked_loss import packed_next_token_objective
@@ -21,7 +22,7 @@ from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.planning.memory import activations, estimate_memory
-from shared.parallel.planning.tensor_costs import tensor_exchanges, total_cost
+from shared.parallel.planning.tensor_costs import context_exchanges, tensor_exchanges, total_cost
 from shared.parallel.tensor.axis import TensorParallel
 from shared.trainer.axes import RUN_AXES
 
@@ -38,14 +39,9 @@ FAMILIES = {
     "gpt2": GPT,
 }
 LAYOUTS = ["tp2", "tp4_sp", *(pytest.param(word, marks=pytest.mark.slow) for word in ("tp2_sp", "tp4"))]
+WITH_RINGS = ["cp2", *(pytest.param(word, marks=pytest.mark.slow) for word in ("cp4", "cp2_tp2_sp"))]
 by_family = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 by_layout = pytest.mark.parametrize("word", LAYOUTS)
-
-
-def layout_of(word: str, recompute: str = "none") -> ParallelConfig:
-    """A layout's word, which ends with `_sp` for sequence parallelism."""
-    chosen = parse_layout(word.removesuffix("_sp"))
-    return replace(chosen, sequence_parallel=word.endswith("_sp"), activation_checkpointing=recompute)
 
 
 def near(measured: float, predicted: float) -> bool:
@@ -57,20 +53,22 @@ def near(measured: float, predicted: float) -> bool:
 
 def activations_of_rank(world, config: ModelConfig, layout: ParallelConfig, precision: str, sliced: bool, data: dict):
     dtype = None if precision == "float32" else torch.bfloat16
-    model = apply_parallel(TransformerModel(config), Mesh(layout, world), ADAMW, dtype, axes=RUN_AXES).model
+    parallel = apply_parallel(TransformerModel(config), Mesh(layout, world), ADAMW, dtype, axes=RUN_AXES)
     objective = autocast_objective(packed_next_token_objective if sliced else next_token_objective, precision)
-    return memory_measured.measured_activations(model, lambda: objective(model, data).loss_sum)
+    objective = parallel.objective(objective)
+    return memory_measured.measured_activations(parallel.model, lambda: objective(parallel.model, data).loss_sum)
 
 
 @by_family
-@by_layout
+@pytest.mark.parametrize("word", LAYOUTS + WITH_RINGS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_activations_are_as_predicted(config, word, precision):
     """To the byte on rank 0, which has the most tokens of the vocabulary; the others have a few bytes less."""
     data = batch(seq=SEQ)
     places = torch.arange(SEQ).expand(ROWS, SEQ)
     packed = data | {"documents": places // 10, "positions": places % 10}
-    for recompute, sliced, given in (("none", True, packed), ("full", True, data), ("none", False, data)):
+    cases = [("none", True, packed), ("full", True, data), ("none", False, data)]
+    for recompute, sliced, given in cases[: 2 if word.startswith("cp") else 3]:
         layout = layout_of(word, recompute)
         first, *others = run_threads(activations_of_rank, layout.ranks, config, layout, precision, sliced, given)
         predicted = activations(config, recompute, ROWS, SEQ, precision, sliced, packed=given is packed, layout=layout)
@@ -85,7 +83,7 @@ def test_sequence_parallelism_cuts_the_stream_and_nothing_else():
     assert whole - cut == streams * 4 * 8 * 64 * SMALL.hidden_size * 3 / 4
 
 
-@pytest.mark.parametrize("word, zero", [("tp2", 0), ("tp4_sp", 0), ("dp2_tp2_sp", 1), ("fsdp2_tp2_sp", 0)])
+@pytest.mark.parametrize("word, zero", [("tp2", 0), ("dp2_tp2_sp", 1), ("fsdp2_tp2_sp", 0), ("dp2_cp2", 1)])
 @pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
 def test_each_rank_holds_what_is_predicted(word, zero, optimizer):
     layout = replace(layout_of(word), zero=zero)
@@ -145,6 +143,20 @@ def test_partial_gradients_are_shared_out_beside_full_sharding():
         assert all(near(found[key], predicted[key]) for key in predicted)
 
 
+@pytest.mark.parametrize("word", WITH_RINGS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_ring_sends_what_is_predicted(word, recompute, precision):
+    layout, config, predicted = layout_of(word, recompute), FAMILIES["gqa, tied"], Counter[tuple[str, str]]()
+    for each in context_exchanges(config, layout, rows=ROWS, seq=SEQ, microbatches=2, precision=precision):
+        predicted["calls", each.operation] += each.calls
+        predicted["bytes", each.operation] += each.calls * each.bytes
+    traces = [trace for _, trace in run_threads(measure, layout.ranks, layout, ADAMW, 2, precision, config, SEQ)]
+    for operation in ("send", "all_gather"):
+        assert sum(trace.calls()[operation, "cp"] for trace in traces) == predicted["calls", operation] * layout.ranks
+        assert sum(trace.bytes()[operation, "cp"] for trace in traces) == predicted["bytes", operation] * layout.ranks
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_layer_sends_what_korthikanti_and_others_say(ranks):
     """8 b s h (t - 1) / t numbers a layer, with and without sequence parallelism."""
@@ -159,6 +171,7 @@ def test_a_layer_sends_what_korthikanti_and_others_say(ranks):
 
 def test_without_tensor_parallelism_nothing_is_exchanged():
     assert tensor_exchanges(SMALL, parse_layout("dp2"), MUON, rows=1, seq=8) == []
+    assert context_exchanges(SMALL, parse_layout("dp2"), rows=1, seq=8) == []
 
 
 # What it computes.
@@ -177,3 +190,9 @@ def test_a_rank_computes_its_share_of_the_models_operations(word):
         next_token_objective(model, batch(seq=SEQ)).loss_sum.backward()
     expected = ROWS * SEQ * flops_per_token(config, SEQ) / layout.ranks
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_tables_on_the_chapters_page_are_what_the_command_prints():
+    page = (CHECKOUT / "chapters" / "07_tensor_parallel" / "MEMORY.md").read_text(encoding="utf-8")
+    assert "\n".join(tables_of_chapter_07()) in page

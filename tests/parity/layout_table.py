@@ -3,18 +3,30 @@
 python tests/parity/layout_table.py            two ranks, then four
 python tests/parity/layout_table.py 2          two ranks
 python tests/parity/layout_table.py bfloat16   in bfloat16 instead; float16 in that
+python tests/parity/layout_table.py 07         chapter 07's table instead: tensor, sequence and context parallelism by family
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in (Path(__file__).parents[2], Path(__file__).parents[1] / "support", Path(__file__).parent)]
 
+import context_runs  # noqa: E402
+import tensor_runs  # noqa: E402
+import test_07_tensor  # noqa: E402
+from layout_runs import largest_difference  # noqa: E402
 from layouts import EXACT, FOUR, TWO, Difference, cases_of, matrix, references, rounding  # noqa: E402
+from tensor_runs import FAMILIES  # noqa: E402
 
 from shared.parallel.comm.launch import run_processes  # noqa: E402
 
 QUANTITIES = ("loss", "norm", "gradients", "weights")
+OF_CHAPTER_07 = {  # layouts of up to 8 ranks on threads; `_sp` is sequence parallelism
+    "course": ("tp2", "tp2_sp", "tp4", "tp4_sp", "cp2", "cp4", "dp2_tp2", "dp2_tp2_zero1_sp", "fsdp2_tp2", "fsdp2_tp2_sp", "dp2_cp2", "fsdp2_cp2",
+               "cp2_tp2", "cp2_tp2_sp", "dp2_fsdp2_tp2_sp", "fsdp2_cp2_tp2_sp", "cp8"),
+    "torch": ("tp2", "tp2_sp"),
+}  # fmt: skip
 
 
 def table(asked: list[int], features: list[str]) -> str:
@@ -36,6 +48,45 @@ def line(layout: str, backend: str, worst: Difference) -> str:
     return f"| {layout} | {backend} | {' | '.join(f'{worst[name]:.0e}' for name in QUANTITIES)} |"
 
 
+def families_table() -> Iterator[str]:
+    """By layout and family, the largest relative difference to one process of any loss, norm, gradient or weight, on any rank."""
+    yield f"| layout | backend | {' | '.join(FAMILIES)} |"
+    yield "|" + "---|" * (2 + len(FAMILIES))
+    for layout in OF_CHAPTER_07["course"]:
+        yield families_line(layout, "course", {family: by_threads(layout, family) for family in FAMILIES})
+    for layout in OF_CHAPTER_07["torch"]:
+        cases = [(layout, family, "sgd", "none") for family in test_07_tensor.CUT]
+        expected = {(family, "sgd"): test_07_tensor.alone(family, "sgd") for family in test_07_tensor.CUT}
+        ranks = run_processes(test_07_tensor.trained, 2, cases, expected, timeout=900)
+        worst = {case[1]: max(difference for found in ranks for difference in found[case].values()) for case in cases}
+        yield families_line(layout, "torch", worst)
+
+
+def by_threads(layout: str, family: str) -> float | None:
+    """None where the layout refuses the family."""
+    if "cp" in layout and family not in context_runs.SHARED_OUT:
+        return None
+    runs = context_runs if family in context_runs.SHARED_OUT else tensor_runs
+    one = runs.expected(family)
+    return max(far_apart(found, one) for found in runs.run(layout, family))
+
+
+def far_apart(found: dict, one: dict) -> float:
+    numbers = lambda each: {f"{what} {step}": value for what in ("loss", "norm") for step, value in enumerate(each[what])}  # noqa: E731
+    tensors = lambda each, what: tensor_runs.without_noise(each[what])  # noqa: E731
+    of_tensors = (largest_difference(tensors(found, what), tensors(one, what)) for what in ("gradients", "weights"))
+    return max(largest_difference(numbers(found), numbers(one)), *of_tensors)
+
+
+def families_line(layout: str, backend: str, worst: dict[str, float | None]) -> str:
+    cells = (worst.get(family) for family in FAMILIES)
+    return f"| {layout} | {backend} | {' | '.join('refused' if each is None else f'{each:.0e}' for each in cells)} |"
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["07"]:
+        for each in families_table():
+            print(each, flush=True)
+        sys.exit()
     ranks, others = ([word for word in sys.argv[1:] if word.isdigit() == digits] for digits in (True, False))
     print(table([int(word) for word in ranks] or [2, 4], others or EXACT))

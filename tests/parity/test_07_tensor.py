@@ -1,4 +1,4 @@
-"""Tensor parallelism on PyTorch's `parallelize_module` (backend torch): every family equals one process, beside DDP, ZeRO and `fully_shard`,
+"""Tensor parallelism on PyTorch's `parallelize_module` (backend torch): each family equals one process, beside DDP, ZeRO, `fully_shard`,
 and checkpoints cross between backends and layouts. Two processes over gloo run all that two ranks can; four run what needs four."""
 
 import tempfile
@@ -17,6 +17,7 @@ from tensor_runs import FAMILIES, SGD, batches, config_of, without_noise
 from shared.course.errors import SettingError
 from shared.loss import next_token_objective
 from shared.model.chunked_loss import packed_next_token_objective, token_log_probs
+from shared.model.hf.pretrained import open_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.comm.launch import run_processes
@@ -95,13 +96,21 @@ def handed_over(world: Communicator, pairs: list[tuple[str, str]], expected: Run
     return found
 
 
-def from_meta(world: Communicator, layout: str) -> float:
-    """How far the initial weights of a model that was cut on the meta device are from one that was built."""
+def from_meta(world: Communicator, layout: str) -> tuple[float, float]:
+    """How far the weights of a model that was cut on the meta device are from one that was built: initial ones, and read from a folder."""
     with torch.device("meta"):
         model = TransformerModel(config_of("qwen3"), seed=3)
-    strategy = apply_parallel(model, Mesh(layout_of(layout, "torch"), world), seed=3, axes=(*AXES, TensorParallel()))
-    whole = {name: tensor for name, tensor in strategy.whole_weights() if tensor is not None}
-    return largest_difference(whole, dict(TransformerModel(config_of("qwen3"), seed=3).named_parameters()))
+    built = TransformerModel(config_of("qwen3"), seed=3)
+    folder = Path(world.gather_objects(tempfile.mkdtemp() if world.rank == 0 else None)[0])
+    if world.rank == 0:
+        save_pretrained(built, folder)
+    world.barrier()
+    found = []
+    for on_meta in (model, open_pretrained(folder)):
+        strategy = apply_parallel(on_meta, Mesh(layout_of(layout, "torch"), world), seed=3, axes=(*AXES, TensorParallel()))
+        whole = {name: tensor for name, tensor in strategy.whole_weights() if tensor is not None}
+        found.append(largest_difference(whole, dict(built.named_parameters())))
+    return tuple(found)
 
 
 def log_probabilities(world: Communicator) -> tuple[float, float]:
@@ -172,8 +181,8 @@ def test_each_backend_resumes_the_others_checkpoints(pair, on_two):
     assert all(found["handed"][pair] < 1e-9 for found in on_two)
 
 
-def test_a_model_on_the_meta_device_gets_its_slices_of_the_initial_weights(on_two):
-    assert all(found["meta"] == 0 for found in on_two)
+def test_a_model_on_the_meta_device_gets_its_slices_of_initial_or_stored_weights(on_two):
+    assert all(found["meta"] == (0, 0) for found in on_two)
 
 
 def test_log_probabilities_of_tokens_from_a_cut_vocabulary(on_two):
@@ -201,4 +210,4 @@ def test_four_ranks_resume_each_others_checkpoints(pair, on_four):
 
 @pytest.mark.slow
 def test_shards_of_slices_of_a_model_on_the_meta_device(on_four):
-    assert all(found["meta"] == 0 for found in on_four)
+    assert all(found["meta"] == (0, 0) for found in on_four)

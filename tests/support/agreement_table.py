@@ -100,11 +100,12 @@ def said(call) -> str:
 @dataclass
 class Found:
     """said: by machine, what it printed of the refusal. codes: of the two ranks. seconds: from the start of both, imports included, until
-    both had ended."""
+    both had ended. outputs: all that was printed."""
 
     said: dict[str, str] = field(default_factory=dict)
     codes: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    outputs: str = ""
 
 
 def prepare_machines(machines: list[Machine], scratch: Path) -> Path:
@@ -145,6 +146,7 @@ def run_row(name: str, machines: list[Machine], file: Path) -> Found:
     found.seconds = time.monotonic() - began
     for job in jobs:
         found.said[job.machine.name] = sentence_of(job)
+        found.outputs += f"--- {job.machine.name}\n{job.output}\n"
     for command in undo:
         b.run("sh", "-c", command)
     return found

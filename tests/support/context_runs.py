@@ -48,9 +48,10 @@ def packed_batches(step: int, microbatch: int, config: ModelConfig):
 
 
 def make(
-    world, layout: str, family: str, optimizer=SGD, packed=False, attend=ring_attention, objective=None, scaler=None, seed: int = 0, **settings
-) -> LayoutRun:
-    config = replace(parse_layout(layout.removesuffix("_sp")), sequence_parallel=layout.endswith("_sp"), **settings)
+    world, layout: str, family: str, optimizer=SGD, packed=False, attend=ring_attention, objective=None, scaler=None, seed: int = 0,
+    **settings,
+) -> LayoutRun:  # fmt: skip
+    config = replace(parse_layout(layout), **settings)
     objective = objective or (masked_language_objective if family == "bert" else packed_next_token_objective)
     axes = (*AXES, ContextParallel(attend), TensorParallel())
     made = packed_batches if packed else batches

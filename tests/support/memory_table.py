@@ -2,10 +2,12 @@
 
 python tests/support/memory_table.py            one, two and four ranks
 python tests/support/memory_table.py 4          four ranks
+python tests/support/memory_table.py 07         the tables of chapter 07's page instead: what ranks hold, and what they send
 """
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -31,6 +33,7 @@ from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.parallelize import apply_parallel  # noqa: E402
 from shared.parallel.planning.memory import MemoryEstimate, estimate_memory  # noqa: E402
+from shared.parallel.planning.tensor_costs import context_exchanges, tensor_exchanges  # noqa: E402
 from shared.trainer.axes import RUN_AXES  # noqa: E402
 
 memory_measured = import_module("chapters.06_data_parallel.memory_measured")
@@ -44,6 +47,8 @@ LAYOUTS = {
     2: {"DDP": "dp2", "ZeRO-1": "dp2_zero1", "ZeRO-2": "dp2_zero2", "FSDP (ZeRO-3)": "fsdp2"},
     4: {"DDP": "dp4", "ZeRO-1": "dp4_zero1", "ZeRO-2": "dp4_zero2", "FSDP (ZeRO-3)": "fsdp4"},
 }
+OF_CHAPTER_07 = ("one", "tp2", "tp2_sp", "tp4", "tp4_sp", "cp2", "cp4", "cp2_tp2_sp", "fsdp2_tp2_sp")  # `_sp`: with sequence parallelism
+SEQ_07 = 48  # which divides
 RECOMPUTE = {"none": "no", "full": "blocks"}
 KINDS = {
     "weights": "parameters", "gathered": "gathered", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations",
@@ -63,6 +68,7 @@ def measure(
     parallel = apply_parallel(TransformerModel(config), Mesh(layout, world), optimizer, dtype, axes=RUN_AXES)
     world.trace.clear()
     stepper, objective = build_optimizer(parallel.optim_params, optimizer), autocast_objective(packed_next_token_objective, precision)
+    objective = parallel.objective(objective)
     runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.grad_norm))
     with memory_measured.MemoryTracker(parallel, stepper) as meter:
         train_step(parallel.model, stepper, [batch(seq=seq) for _ in range(microbatches)], objective, runner, parallel.reducer, updater)
@@ -110,7 +116,45 @@ def table(asked: list[int]) -> Iterator[str]:
     yield f"The largest deviation: {worst:.2f} %."
 
 
+def layout_of(word: str, recompute: str = "none") -> ParallelConfig:
+    """A layout's word, which ends with `_sp` for sequence parallelism."""
+    chosen = parse_layout(word.removesuffix("_sp"))
+    return replace(chosen, sequence_parallel=word.endswith("_sp"), activation_checkpointing=recompute)
+
+
+def tables_of_chapter_07() -> Iterator[str]:
+    """What ranks hold, as in `table`; then the calls and bytes of a step by operation, predicted / measured."""
+    yield f"| layout | recomputed | {' | '.join(KINDS.values())} |"
+    yield "|" + "---|" * (2 + len(KINDS))
+    for word, how in product(OF_CHAPTER_07, RECOMPUTE):
+        kinds = compared(layout_of(word, how), microbatches=MICROBATCHES, seq=SEQ_07)
+        yield f"| {word} | {RECOMPUTE[how]} | {' | '.join(cell(*kinds[kind]) for kind in KINDS)} |"
+    yield ""
+    yield "| layout | recomputed | operation | calls | bytes of the tensors |"
+    yield "|---|---|---|---|---|"
+    for word, how in product(OF_CHAPTER_07[1:], RECOMPUTE):
+        for (operation, axis), (calls, sizes) in exchanged(layout_of(word, how)).items():
+            of_calls = " / ".join(f"{count:g}" for count in calls)
+            yield f"| {word} | {RECOMPUTE[how]} | {operation} over {axis} | {of_calls} | {cell(*sizes)} |"
+
+
+def exchanged(layout: ParallelConfig) -> dict[tuple[str, str], tuple[tuple[float, float], tuple[float, float]]]:
+    """(operation, axis) -> calls and bytes of a step, each predicted and measured as the ranks' mean."""
+    settings = {"rows": ROWS, "seq": SEQ_07, "microbatches": MICROBATCHES}
+    calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for each in [*tensor_exchanges(SMALL, layout, ADAMW, **settings), *context_exchanges(SMALL, layout, **settings)]:
+        calls[each.operation, each.axis] += each.calls
+        sizes[each.operation, each.axis] += each.calls * each.bytes
+    traces = [trace for _, trace in run_threads(measure, layout.ranks, layout, ADAMW, MICROBATCHES, "float32", SMALL, SEQ_07)]
+    mean = lambda counts: sum(counts) / layout.ranks  # noqa: E731
+    return {
+        key: ((calls[key], mean(trace.calls()[key] for trace in traces)), (sizes[key], mean(trace.bytes()[key] for trace in traces)))
+        for key in sorted(calls)
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for line in table([int(word) for word in sys.argv[1:]] or list(LAYOUTS)):
+    asked = sys.argv[1:]
+    for line in tables_of_chapter_07() if asked == ["07"] else table([int(word) for word in asked] or list(LAYOUTS)):
         print(line, flush=True)

@@ -84,7 +84,7 @@ class Machine:
     def start(self, words: Sequence[object], **environment: str) -> Job:
         """Start a command in the copy of the project, with the project's Python path."""
         kept = {name: value for name, value in os.environ.items() if not OTHERS.match(name)}
-        kept |= {"PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
+        kept |= {"PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"} | environment
         job = Job(self, [str(word) for word in words], kept)
         self.network.jobs.append(job)
         return job

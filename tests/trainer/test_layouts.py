@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from threading import get_ident
 from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -20,9 +24,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from trainer_runs import TINY, TRAIN, settings_file, train
 
 from shared.course.errors import CourseError
+from shared.parallel.comm.threads import run_threads
+from shared.parallel.config import parse_layout
 from shared.trainer import start
 from shared.trainer.config import TrainerConfig
-from shared.trainer.settings import parse_text
+from shared.trainer.pretrain import build
+from shared.trainer.settings import parse_text, parse_words
 
 TIMEOUT = 600
 
@@ -107,6 +114,35 @@ def test_torchs_engine_trains_the_model_of_one_process(runs, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout, ranks", [("cp2", 2), ("dp2_cp2", 4)])
+def test_ranks_that_share_the_sequence_train_the_model_of_one_process(runs, layout, ranks):
+    folder, file, _ = runs
+    done = spread(layout, file)
+    assert done.returncode == 0 and f"{ranks} ranks, layout {layout}, backend course." in done.stdout, done.stderr
+    assert_same(weights(folder / f"run-{layout}"), weights(folder / "run"))
+    summary, alone = (json.loads((folder / name / "results.json").read_text())["summary"] for name in (f"run-{layout}", "run"))
+    assert summary["held-out bits per byte"] == pytest.approx(alone["held-out bits per byte"], rel=1e-4)
+    assert summary["held-out next tokens guessed right"] == pytest.approx(alone["held-out next tokens guessed right"], abs=1e-3)
+    assert summary["training tokens"] == alone["training tokens"]
+    assert {"send over cp, a step", "receive over cp, a step", "all_reduce over loss, a step"} <= summary.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, seeds", [("cp2", [0, 1]), ("dp2_cp2", [0, 1, 2, 3]), ("cp2_tp2", [0, 0, 1, 1])])
+def test_ranks_with_other_rows_or_positions_draw_other_dropout(runs, tmp_path, monkeypatch, layout, seeds):
+    _, file, _ = runs
+    told, inner = {}, torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: (told.setdefault(get_ident(), seed), inner(seed))[1])
+
+    def work(world):
+        config = parse_words(TrainerConfig, [str(file), f"engine.output={tmp_path / str(world.rank)}"])
+        build(replace(config, parallel=parse_layout(layout)), Console(quiet=True), world)
+        return told[get_ident()]
+
+    assert run_threads(work, len(seeds)) == seeds
+
+
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_process(runs):
     """Rank 1 is killed as soon as step 2 is saved; a step takes longer than finding that out, since a rank compares replicas in each."""
     folder, file, _ = runs
@@ -132,6 +168,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_proces
         ("dp2x", ["a.yaml"], "The layout 'dp2x' is not understood"),
         ("dp2_ep2", ["a.yaml"], "it comes with chapter 09"),
         ("dp2_zero2", ["a.yaml", "parallel.backend=torch"], "PyTorch has no such engine"),
+        ("cp2", ["a.yaml", "parallel.backend=torch"], "context_parallel with backend torch is not built"),
         ("dp2", ["steps=3"], "Give a configuration"),
     ],
 )
@@ -157,6 +194,18 @@ def test_a_layouts_folder_has_the_name_that_the_report_looks_for_and_the_files_b
         assert f"engine.output={tmp_path / 'run-dp2_zero1-torch'}" in command
     with pytest.raises(CourseError, match="PyTorch has no such engine"):
         start.command_of("dp2_zero2", [str(file)])
+
+
+def test_sequence_parallelism_is_part_of_the_word_or_of_the_settings(tmp_path):
+    file = settings_file(tmp_path, tmp_path / "prepared")
+    for word, more in (("tp2_sp", []), ("tp2", ["parallel.sequence_parallel=true"])):
+        command, ranks = start.command_of(word, [str(file), *more])
+        assert ranks == 2 and f"engine.output={tmp_path / 'run-tp2_sp'}" in command and command[-2] == "parallel.sequence_parallel=True"
+    assert "parallel.sequence_parallel=False" in start.command_of("tp2", [str(file)])[0]
+    with pytest.raises(CourseError, match="LAYOUT tp2_sp means parallel.sequence_parallel=True, and the command line gives False"):
+        start.command_of("tp2_sp", [str(file), "parallel.sequence_parallel=false"])
+    with pytest.raises(CourseError, match="needs tensor parallelism"):
+        start.command_of("dp2", [str(file), "parallel.sequence_parallel=true"])
 
 
 @pytest.mark.parametrize(
@@ -260,6 +309,24 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused():
     assert spread_over(2).parallel.ranks == 2
     with pytest.raises(CourseError, match="data.batch_size is 4 and cannot be shared equally among 3 ranks"):
         spread_over(3)
+
+
+@pytest.mark.parametrize(
+    "parallel, changes, sentence",
+    [
+        ({"context_parallel": 5}, {}, r"A row \(data.seq\) has 96 positions, .* into 10 equal chunks.*: give 90 or 100, or other ranks"),
+        ({"context_parallel": 2}, {"attention_dropout": 0.1}, "model.attention_dropout is 0.1, and the ring draws no dropout"),
+        ({"context_parallel": 2}, {"position": "relative"}, "model.position is relative"),
+        (
+            {"context_parallel": 3, "tensor_parallel": 5, "sequence_parallel": True}, {"num_attention_heads": 5, "head_dim": 2,
+            "intermediate_size": 60}, "which parallel.sequence_parallel cuts over 5 ranks in each of 3 shares: give a multiple of 15",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_shared_out_are_refused_with_the_settings(parallel, changes, sentence):
+    settings = TINY | {"parallel": parallel, "model": TINY["model"] | changes}
+    with pytest.raises(CourseError, match=sentence):
+        parse_text(TrainerConfig, json.dumps(settings))
 
 
 def test_too_few_processes_are_refused(tmp_path):

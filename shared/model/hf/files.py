@@ -2,14 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared.output_files import write_atomically
-from shared.tensor_files import save_tensors
+from shared.tensor_files import stream_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -73,28 +73,17 @@ class TensorFolder:
             )
         raise PretrainedError(f"{self.folder} has no weights: it needs {SINGLE}, or {INDEX} with its files.")
 
-    def read(self, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
-        """Each tensor in turn, so that one is held at a time."""
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self.file_of[name], []).append(name)
-        for path, its_names in by_file.items():
-            with safe_open(path, "pt") as file:
-                for name in its_names:
-                    yield name, file.get_tensor(name)
+    def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """A slice of a tensor: start and stop in each dimension. Nothing else of it is read."""
+        with safe_open(self.file_of[name], "pt") as file:
+            return file.get_slice(name)[tuple(slice(*each) for each in ranges)]
 
 
-def write_tensors(folder: Path, sizes: dict[str, int], make: Callable[[str], Tensor], longest: int) -> list[str]:
-    """Write tensors into files of at most `longest` bytes (more where one tensor is larger), and an index if there are several.
+def plan_files(sizes: dict[str, int], longest: int) -> dict[str, list[str]]:
+    """Name of a file -> the tensors in it: at most `longest` bytes each, more where one tensor is larger.
 
     Args:
-        folder: exists.
-        sizes: name -> bytes, in the order in which they are written.
-        make: makes a tensor when its file is due, so that one file's tensors are held at a time.
-        longest: bytes.
-
-    Returns:
-        The names of the files, each put in place whole.
+        sizes: name -> bytes, in the order in which they are shared out.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -104,19 +93,30 @@ def write_tensors(folder: Path, sizes: dict[str, int], make: Callable[[str], Ten
             filled = 0
         shards[-1].append(name)
         filled += size
-    several = len(shards) > 1
-    written, weight_map = [], {}
-    for number, names in enumerate(shards, start=1):
-        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else SINGLE
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": names for number, names in enumerate(shards, start=1)}
+
+
+def write_tensors(folder: Path, plan: dict[str, list[str]], like: dict[str, Tensor], make: Callable[[str], Tensor]) -> None:
+    """Write tensors into files, each put in place whole, and an index if there are several; remove files of another model.
+
+    Args:
+        folder: exists.
+        plan: as `plan_files` returns it.
+        like: name -> a tensor of the same shape and dtype, perhaps on the meta device.
+        make: makes a tensor when it is due, so that one is held at a time.
+    """
+    for file_name, names in plan.items():
         unfinished = folder / f".{file_name}.{os.getpid()}"
-        save_tensors({name: make(name).contiguous() for name in names}, unfinished, metadata={"format": "pt"})
+        stream_tensors(unfinished, {name: like[name] for name in names}, make, metadata={"format": "pt"})
         os.replace(unfinished, folder / file_name)
-        written.append(file_name)
-        weight_map |= dict.fromkeys(names, file_name)
-    if several:
-        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-        written.append(INDEX)
-    return written
+    if several := len(plan) > 1:
+        weight_map = {name: file_name for file_name, names in plan.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(tensor.nbytes for tensor in like.values())}, "weight_map": weight_map})
+    for old in [*folder.glob("model*.safetensors"), folder / INDEX]:
+        if old.name not in plan and not (several and old.name == INDEX):
+            old.unlink(missing_ok=True)
 
 
 def write_json(path: Path, raw: dict) -> None:

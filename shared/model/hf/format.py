@@ -5,7 +5,7 @@ several of them in one, or a slice of one. GPT-2's linear layers are stored [in,
 queries, keys and values are one matrix. BLOOM fuses them head by head. Mixtral stores each expert by itself, where ours may be stacked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,12 +23,16 @@ ACTIVATION_NAMES = {
 }  # fmt: skip
 
 
+Range = tuple[int, int]  # start and stop
+Place = tuple[list[Range], Callable[[Tensor], Tensor]]  # what to read of each dimension, and what makes our numbers of that
+
+
 def only(tensors: list[Tensor]) -> Tensor:
     return tensors[0]
 
 
-def as_it_is(tensor: Tensor) -> list[Tensor]:
-    return [tensor]
+def as_it_is(ranges: list[Range], index: int, shape: Sequence[int]) -> Place:
+    return ranges, lambda tensor: tensor
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class FileTensor:
     """One tensor in a file.
 
     name: in the file. ours: logical names of the parameters that it holds.
-    pack: makes the file's tensor from theirs, in that order. unpack: the other way.
+    pack: makes the file's tensor from theirs, in that order.
+    locate: the other way, for a slice: locate(ranges, index, shape) says where numbers `ranges` (in each dimension) of parameter
+        `ours[index]`, which is of `shape` as a whole, stand in the file's tensor.
     part: None for whole parameters; else the tensor is entry `part` of each along its first dimension, such as one expert of a stack
         [E, out, in], and other tensors hold the other entries.
     """
@@ -44,7 +50,7 @@ class FileTensor:
     name: str
     ours: tuple[str, ...]
     pack: Callable[[list[Tensor]], Tensor] = only
-    unpack: Callable[[Tensor], list[Tensor]] = as_it_is
+    locate: Callable[[list[Range], int, Sequence[int]], Place] = as_it_is
     part: int | None = None
 
     def views(self, parameters: dict[str, Tensor]) -> list[Tensor]:
@@ -100,32 +106,47 @@ def same(name: str, ours: str) -> FileTensor:
 
 def transposed(name: str, ours: str) -> FileTensor:
     """[in, out] in the file."""
-    return FileTensor(name, (ours,), lambda tensors: tensors[0].t(), lambda tensor: [tensor.t()])
+    return FileTensor(name, (ours,), lambda tensors: tensors[0].t(), lambda ranges, index, shape: (ranges[::-1], torch.t))
 
 
 def concatenated(name: str, ours: tuple[str, ...]) -> FileTensor:
     """Biases of equal length one after another."""
-    return FileTensor(name, ours, torch.cat, lambda tensor: list(tensor.chunk(len(ours))))
+    return FileTensor(name, ours, torch.cat, lambda ranges, index, shape: (moved(ranges, index * shape[0]), lambda x: x))
 
 
 def concatenated_transposed(name: str, ours: tuple[str, ...]) -> FileTensor:
     """Matrices of equal size, [in, out] each, next to each other along the outputs."""
     return FileTensor(
-        name, ours, lambda tensors: torch.cat(tensors).t(), lambda tensor: [part.t() for part in tensor.chunk(len(ours), dim=1)]
+        name, ours, lambda tensors: torch.cat(tensors).t(), lambda ranges, index, shape: (moved(ranges, index * shape[0])[::-1], torch.t)
     )
+
+
+def moved(ranges: list[Range], by: int) -> list[Range]:
+    """The ranges with the first dimension's moved."""
+    (start, stop), *rest = ranges
+    return [(start + by, stop + by), *rest]
 
 
 def interleaved_heads(name: str, ours: tuple[str, ...], heads: int) -> FileTensor:
     """The first head's rows of each parameter, then the second head's, and so on."""
-    return FileTensor(name, ours, partial(join_heads, heads=heads), partial(split_heads, heads=heads, parts=len(ours)))
+    return FileTensor(name, ours, partial(join_heads, heads=heads), partial(place_in_heads, heads=heads, parts=len(ours)))
 
 
 def join_heads(tensors: list[Tensor], heads: int) -> Tensor:
     return torch.stack([tensor.unflatten(0, (heads, -1)) for tensor in tensors], dim=1).flatten(0, 2)
 
 
-def split_heads(tensor: Tensor, heads: int, parts: int) -> list[Tensor]:
-    return [part.flatten(0, 1) for part in tensor.unflatten(0, (heads, parts, -1)).unbind(dim=1)]
+def place_in_heads(ranges: list[Range], index: int, shape: Sequence[int], heads: int, parts: int) -> Place:
+    """All that the file has of the heads in question, of which our rows are then taken."""
+    (start, stop), *rest = ranges
+    rows = shape[0] // heads
+    first, last = start // rows, -(-stop // rows)
+
+    def take(tensor: Tensor) -> Tensor:
+        of_heads = tensor.unflatten(0, (last - first, parts, rows))[:, index].flatten(0, 1)
+        return of_heads[start - first * rows : stop - first * rows]
+
+    return [(first * parts * rows, last * parts * rows), *rest], take
 
 
 def weight_and_bias(make: Callable[[str, str], FileTensor], name: str, ours: str, bias: bool) -> list[FileTensor]:

@@ -2,11 +2,15 @@
 
 What does not fit is refused before a weight is read: the names and shapes in the files are held against those that the
 configuration asks for, and everything missing, extra or misshapen is named.
+
+A model that is spread over processes (chapters 06 and 07) is too large for one. `open_pretrained` returns it on the meta device, where each
+parameter knows its place in the files, and a process reads the slices that it holds. Saving collects one tensor at a time.
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +19,16 @@ from torch import Tensor
 
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
-from shared.model.hf.files import INDEX, SINGLE, PretrainedError, TensorFolder, read_json, write_json, write_tensors
+from shared.model.hf.files import PretrainedError, TensorFolder, plan_files, read_json, write_json, write_tensors
 from shared.model.hf.format import FileTensor, Format
 from shared.model.hf.generation import TokenIds, every_id, read_token_ids, require_token_ids, write_generation
 from shared.model.hf.registry import read_config, write_config
-from shared.model.init import allocate
+from shared.model.init import materialize
 from shared.model.transformer import TIED_TO, TransformerModel
+from shared.tensor_files import ordered
 
 LISTED = 12  # names in a refusal
+ROWS = 4096  # of a matrix that are compared at a time
 
 
 def load_pretrained(
@@ -43,31 +49,70 @@ def load_pretrained(
     Raises:
         PretrainedError: no such folder, no or damaged files, a model that is not built here, tensors that do not fit.
     """
+    model = open_pretrained(folder, dtype=dtype, builders=builders)
+    materialize(model, device, seed=0)
+    for parameter in model.parameters():
+        del parameter.stored
+    return model
+
+
+def open_pretrained(
+    folder: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    builders: Builders = Builders(),  # noqa: B008 (frozen)
+) -> TransformerModel:
+    """The same model on the meta device, whose parameters carry a function `stored` that reads a slice of theirs from the files
+    (`shared.model.init`). `apply_parallel` cuts it, and then each process reads what it holds and no more.
+
+    Raises:
+        PretrainedError: as for `load_pretrained`.
+    """
     folder = Path(folder)
     known, config, token_ids = read_folder(folder)
     files = TensorFolder(folder)
     if known.tied_by_file:
         config = replace(config, tie_word_embeddings=not set(known.tied) & set(files.shapes))
     with torch.device("meta"):
-        model = TransformerModel(config, builders)
+        model = TransformerModel(config, builders).to(dtype)
     model.token_ids = token_ids
     stored = {entry.name: entry for entry in known.tensors(model.config)}
-    if extra := not_in_format(stored.values(), model):
+    if extra := not_in_format(stored.values(), whole_weights(model).like):
         raise PretrainedError(
             f"No tensor of the {known.model_type} format holds {listed(extra)}, so loading would leave it without values: load the plain "
             "model, then add what is not in its files."
         )
     in_files = names_in_files(known, stored, files, config)
-    require_fit(folder, stored, in_files, files, logical_parameters(model))
-    allocate(model.to(dtype), device)
     parameters = logical_parameters(model)
-    with torch.no_grad():
-        for name, tensor in files.read(in_files):
-            entry = stored[in_files[name]]
-            for ours, value in zip(entry.views(parameters), entry.unpack(tensor), strict=True):
-                ours.copy_(value)
-        require_equal_tied(folder, known, config, files, parameters)
+    require_fit(folder, stored, in_files, files, parameters)
+    sources: dict[str, list[tuple[str, FileTensor]]] = {}
+    for name, full in in_files.items():
+        for ours in stored[full].ours:
+            sources.setdefault(ours, []).append((name, stored[full]))
+    for name, parameter in parameters.items():
+        parameter.stored = partial(read_slice, files, sources[name], name, tuple(parameter.shape))
+    require_equal_tied(folder, known, config, files, parameters)
     return model
+
+
+def read_slice(
+    files: TensorFolder, sources: list[tuple[str, FileTensor]], ours: str, shape: tuple[int, ...], offsets: Sequence[int], sizes: Sequence[int]
+) -> Tensor:
+    """A slice of one of our parameters, in the dtype of the files.
+
+    Args:
+        sources: the tensors that hold some of it, by their names in the files.
+        ours, shape: the parameter's logical name, and the shape of the whole.
+        offsets, sizes: where the slice begins and how long it is, in each dimension.
+    """
+    ranges = [(start, start + size) for start, size in zip(offsets, sizes, strict=True)]
+    if sources[0][1].part is None:
+        name, entry = sources[0]
+        there, take = entry.locate(ranges, entry.ours.index(ours), shape)
+        return take(files.read(name, there))
+    (start, stop), *rest = ranges
+    of_parts = {entry.part: name for name, entry in sources}
+    return torch.stack([files.read(of_parts[part], rest) for part in range(start, stop)])
 
 
 def logical_parameters(model: TransformerModel) -> dict[str, Tensor]:
@@ -75,26 +120,32 @@ def logical_parameters(model: TransformerModel) -> dict[str, Tensor]:
     return {model.logical_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def not_in_format(stored: Iterable[FileTensor], model: TransformerModel) -> list[str]:
-    """Parameters, buffers and entries of stacks that no tensor of a format holds."""
+def not_in_format(stored: Iterable[FileTensor], like: Mapping[str, Tensor]) -> list[str]:
+    """Parameters, buffers and entries of stacks that no tensor of a format holds. like: everything that the model has, by logical name."""
     parts: dict[str, set[int | None]] = {}
     for entry in stored:
         for name in entry.ours:
             parts.setdefault(name, set()).add(entry.part)
-    state = {model.logical_name(name): value for name, value in model.state_dict().items()}
-    found = [name for name in state if name not in parts]
+    found = [name for name in like if name not in parts]
     for name, held in parts.items():
-        if name in state and None not in held:
-            found += [f"{name}[{number}]" for number in range(len(state[name])) if number not in held]
+        if name in like and None not in held:
+            found += [f"{name}[{number}]" for number in range(len(like[name])) if number not in held]
     return found
 
 
 def require_equal_tied(folder: Path, known: Format, config: ModelConfig, files: TensorFolder, parameters: dict[str, Tensor]) -> None:
-    """Refuse a file whose head differs from the embedding that its configuration ties it to."""
-    repeated = [name for name in known.tied if name in files.shapes and config.tie_word_embeddings]
-    for name, tensor in files.read(repeated):
+    """Refuse a file whose head differs from the embedding that its configuration ties it to; some rows at a time are read."""
+    for name in (name for name in known.tied if name in files.shapes and config.tie_word_embeddings):
         embedding = parameters[TIED_TO]
-        if not torch.equal(tensor.to(embedding.device, embedding.dtype), embedding):
+        rows, width = embedding.shape
+        equal = files.shapes[name] == (rows, width) and all(
+            torch.equal(
+                files.read(name, [(start, min(start + ROWS, rows)), (0, width)]).to(embedding.dtype),
+                embedding.stored((start, 0), (min(ROWS, rows - start), width)).to(embedding.dtype),
+            )
+            for start in range(0, rows, ROWS)
+        )
+        if not equal:
             raise PretrainedError(
                 f"config.json in {folder} ties the head to the embedding, but {name} in the file is another matrix: set "
                 "tie_word_embeddings to false to keep it, or remove the tensor."
@@ -144,14 +195,40 @@ def require_fit(
         raise PretrainedError(f"The tensors in {folder} do not match its config.json. {'; '.join(problems)}.")
 
 
-def packed_shape(entry: FileTensor, parameters: dict[str, Tensor]) -> tuple[int, ...]:
-    return tuple(entry.pack([torch.empty(view.shape, device="meta") for view in entry.views(parameters)]).shape)
+def packed_shape(entry: FileTensor, parameters: Mapping[str, Tensor]) -> tuple[int, ...]:
+    return tuple(packed_like(entry, parameters).shape)
+
+
+def packed_like(entry: FileTensor, like: Mapping[str, Tensor]) -> Tensor:
+    """The tensor of a file on the meta device."""
+    return entry.pack([torch.empty_like(view, device="meta") for view in entry.views(like)])
 
 
 def listed(names: Iterable[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a whole model, whatever processes hold them.
+
+    like: logical name -> a tensor of the same shape and dtype, perhaps on the meta device; buffers included.
+    collect: collect(name) -> the whole tensor on the CPU of the process that writes, None in the others. All processes call it with the
+        same names in the same order.
+    writes: whether this process writes.
+    """
+
+    like: Mapping[str, Tensor]
+    collect: Callable[[str], Tensor | None]
+    writes: bool = True
+
+
+def whole_weights(model: TransformerModel) -> Weights:
+    """Of a model that this process holds whole."""
+    state = {model.logical_name(name): value.detach() for name, value in model.state_dict(keep_vars=True).items()}
+    return Weights(state, lambda name: state[name].cpu())
 
 
 def save_pretrained(
@@ -161,18 +238,21 @@ def save_pretrained(
     model_type: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     token_ids: TokenIds | None = None,
+    weights: Weights | None = None,
 ) -> None:
     """Write a whole model into a folder that transformers loads. A tied head is written once, as the embedding.
 
-    Every file is put in place whole, `config.json` last; files of another model that were there are removed.
+    Every file is put in place whole, `config.json` last; files of another model that were there are removed. One tensor of a file is made at
+    a time.
 
     Args:
-        model: with its embedding, all its blocks and its head.
+        model: with its embedding, all its blocks and its head; this process's part of it where `weights` are given.
         folder: made if it is not there.
         model_type: the format; None for the first that can hold the model. GPT-3's dense models are of type gpt2.
         max_shard_bytes: the weights are split into files of at most this size.
         token_ids: the tokenizer's `eos_token_id`, `bos_token_id`, `pad_token_id`, by these names, those that it has; None for the ones
             that the model was imported with. Without an end token, `generate` of transformers stops at its longest text only.
+        weights: of a model that is spread over processes (`ParallelStrategy.weights`), each of which calls this; None for the model's own.
 
     Raises:
         ValueError: no format can describe the model, part of it is absent or sharded, it has parameters or buffers that the format
@@ -182,25 +262,33 @@ def save_pretrained(
     known, raw = write_config(model.config, model_type)
     require_token_ids(token_ids or {}, model.config)
     ids = every_id(model.token_ids if token_ids is None else token_ids, model.config)
-    parameters = {name: parameter.detach() for name, parameter in logical_parameters(model).items()}
-    stored = {entry.name: entry for entry in known.tensors(model.config)}
-    if sharded := sorted(name for name, parameter in logical_parameters(model).items() if hasattr(parameter, "sharding")):
+    sharded = sorted(name for name, parameter in logical_parameters(model).items() if hasattr(parameter, "sharding"))
+    if sharded and weights is None:
         raise ValueError(f"This process holds only a part of {listed(set(sharded))}, which is sharded: save a model with the full weights.")
-    if absent := {name for entry in stored.values() for name in entry.ours} - set(parameters):
+    weights = weights or whole_weights(model)
+    stored = {entry.name: entry for entry in known.tensors(model.config)}
+    if absent := {name for entry in stored.values() for name in entry.ours} - set(weights.like):
         raise ValueError(f"Only a whole model can be saved in this format; this one lacks {listed(absent)}.")
-    if extra := not_in_format(stored.values(), model):
+    if extra := not_in_format(stored.values(), weights.like):
         raise ValueError(
             f"No tensor of the {known.model_type} format holds {listed(extra)}, and without it this would be another model: merge an "
             "adapter into the weights it belongs to, or take it out."
         )
-    sizes = {name: sum(view.nbytes for view in entry.views(parameters)) for name, entry in stored.items()}
+    like = {name: packed_like(entry, weights.like) for name, entry in stored.items()}
+    plan = plan_files({name: tensor.nbytes for name, tensor in like.items()}, max_shard_bytes)
+
+    def make(name: str) -> Tensor | None:
+        entry = stored[name]
+        collected = {ours: weights.collect(ours) for ours in entry.ours}
+        return entry.pack(entry.views(collected)) if weights.writes else None
+
+    if not weights.writes:
+        for names in plan.values():
+            for name in ordered({name: like[name] for name in names}):
+                make(name)
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    written = write_tensors(
-        folder, sizes, lambda name: stored[name].pack([view.cpu() for view in stored[name].views(parameters)]), max_shard_bytes
-    )
-    for old in [*folder.glob("model*.safetensors"), folder / INDEX, folder / SINGLE]:
-        if old.name not in written:
-            old.unlink(missing_ok=True)
-    dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
+    write_tensors(folder, plan, like, make)
+    dtype = str(next(iter(like.values())).dtype).removeprefix("torch.")
     write_generation(folder, ids, model.config)
     write_json(folder / "config.json", raw | ids | {"dtype": dtype})

@@ -12,6 +12,8 @@ all-reduce, which gloo does well.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch import Tensor
 
 LONG = 2**22  # bytes of the full tensor; sends and receives are waited for one by one, which does not pay for short tensors
 WaitFor = Callable[[dist.Work, bool], None]  # waits for an operation; the flag says whether it is a send or a receive
+COMMUNICATORS: WeakSet[Any] = WeakSet()  # those of this process
 TAG = 6  # keeps these messages apart from the sends of a group's users
 
 
@@ -83,3 +86,15 @@ def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.Pro
             wait_for(work, True)
 
     return wait
+
+
+def end_threads() -> None:
+    """End gloo's threads, before the interpreter ends; communicators can send nothing afterwards.
+
+    A thread may still hold the tensor of the last operation, which it has completed. To release that takes the interpreter, and without one
+    the process aborts (pytorch/pytorch issue 190489), which is seen on busy machines.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        for communicator in COMMUNICATORS:
+            communicator.torch_group = None  # with the last reference to a group its threads end
+        dist.destroy_process_group()

@@ -8,6 +8,7 @@ Left out on purpose: the algorithms of gloo and NCCL. Two of gloo's are replaced
 `shared.parallel.comm.collectives` builds all-reduce from sends and receives.
 """
 
+import atexit
 import inspect
 import os
 import re
@@ -74,6 +75,7 @@ class ProcessCommunicator(Communicator):
     ):
         super().__init__(members, torch_group.rank(), axis, trace, split_number)
         self.process, self.torch_group = process, torch_group
+        gloo_routes.COMMUNICATORS.add(self)
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         return self.wrap(dist.all_reduce(tensor, REDUCTIONS[op], self.torch_group, async_op=True))
@@ -192,6 +194,7 @@ def join_world(rank: int, ranks: int, init_method: str, device: torch.device, ti
             dist.init_process_group(backend, timeout=process.timeout, store=store, rank=rank, world_size=ranks)
         except RuntimeError as error:  # a rank may connect, work and end before the last one has connected
             raise RankStopped(f"rank {rank} of {ranks} could not connect to the others: {error}") from error
+    atexit.register(gloo_routes.end_threads)  # called after the heartbeat's own, which is registered later
     process.heartbeat.start()
     return ProcessCommunicator(process, dist.group.WORLD, range(ranks), "world", trace)
 

@@ -62,7 +62,7 @@ def estimate_memory(
 
     Args:
         model: a decoder.
-        layout: dp, fsdp or both, ZeRO, tp with or without sequence parallelism, recomputation, what fsdp gathers ahead.
+        layout: dp, fsdp or both, ZeRO, cp, tp with or without sequence parallelism, recomputation, what fsdp gathers ahead.
         rows, seq: of a micro-batch on one rank.
         microbatches: in a step.
         precision: of matrix products. Weights, gradients and state are float32, and under fsdp blocks are gathered in this precision.
@@ -79,7 +79,7 @@ def estimate_memory(
     stage = 3 if fsdp > 1 else layout.zero
     if stage == 1 and microbatches == 1:
         stage = 2  # a gradient is freed as soon as its bucket is under way
-    parts = bytes_held(parameters, fsdp if fsdp > 1 else replicas, stage, state=state_width(model, optimizer))
+    parts = bytes_held(parameters, fsdp if fsdp > 1 else replicas * layout.context_parallel, stage, state=state_width(model, optimizer))
     gathered = 0
     if fsdp > 1:
         blocks = min(1 + layout.prefetch, model.num_hidden_layers) if layout.reshard_after_forward else model.num_hidden_layers
@@ -143,9 +143,10 @@ def activations(
     """
     require_formula(model)
     vocabulary, model = model.vocab_size, model_of_rank(model, layout)
+    seq //= layout.context_parallel
     tokens, layers, width = rows * seq, model.num_hidden_layers, WIDTH[precision]
     slices = layout.tensor_parallel if layout.sequence_parallel else 1
-    entering, mask = 4 * tokens * model.hidden_size / slices, seq if packed else 0
+    entering, mask = 4 * tokens * model.hidden_size / slices, seq if packed and layout.context_parallel == 1 else 0
     block = tokens * token_bytes(saved_per_token(model, mask, slices), width)
     if width < 4 and layout.fully_sharded == 1:
         block += width * (parameter_counts(model)["matrix"] // layers)  # rounded copies of its matrices
@@ -173,7 +174,8 @@ def saved_per_token(model: ModelConfig, mask: int = 0, slices: int = 1) -> dict[
     the two masks of dropout, and without their [Q, K] matrices, which the fused kernel never holds.
 
     Args:
-        mask: keys in a mask, where there is one: PyTorch's kernel makes it a float one in every block, and repeats keys for each head.
+        mask: keys in a mask, where there is one: PyTorch's kernel makes it a float one in every block, and repeats keys for each head. Ring
+            attention keeps none.
         slices: in how many slices sequence parallelism cuts the residual stream.
     """
     size, inner, shared = model.hidden_size, *heads(model)

@@ -1,4 +1,4 @@
-"""Chapter 07. Communication volume of tensor and sequence parallelism by formula: the calls and bytes of each part of a training step.
+"""Chapter 07. Communication volume of tensor, sequence and context parallelism by formula: calls and bytes of each part of a training step.
 
     part          tensor parallelism                     with sequence parallelism                            numbers in each
     embedding     all-reduce >                           all-reduce >  all-gather <                           b s D
@@ -11,6 +11,8 @@
 b s is a micro-batch's tokens, D the width of the residual stream, > forward and < backward. On a ring an all-reduce of n numbers over t ranks
 sends 2 (t - 1) / t n and each half of it (t - 1) / t n, so a layer sends 8 (t - 1) / t b s D on each rank in both columns (Narayanan et al.
 2021, section 3.2; Korthikanti et al. 2022, section 4.2.2).
+
+Context parallelism sends keys and values around a ring, and their gradients behind them (`shared.parallel.context.ring`).
 
 Left out on purpose: the few bytes of totals and gradient norm, which travel over all ranks, and evaluation.
 """
@@ -62,7 +64,7 @@ def tensor_exchanges(
         model: a decoder.
         layout: of it, the degrees, sequence_parallel and activation_checkpointing count.
         optimizer: Muon gathers the matrices that are cut; under ZeRO, of each the rank that updates it.
-        rows, seq: of a micro-batch on one rank.
+        rows, seq: of a micro-batch on one rank; seq of the whole sequence, also under context parallelism.
         microbatches: in a step.
         precision: of matrix products, and so of the stream where it enters and leaves them. All else is float32.
 
@@ -71,9 +73,9 @@ def tensor_exchanges(
     """
     if layout.tensor_parallel == 1:
         return []
-    model, ranks = model.resolved(), layout.tensor_parallel
+    model, ranks, tokens = model.resolved(), layout.tensor_parallel, rows * seq // layout.context_parallel
     found = []
-    for part, operation, calls, numbers, width in microbatch_exchanges(model, layout, rows * seq, WIDTH[precision]):
+    for part, operation, calls, numbers, width in microbatch_exchanges(model, layout, tokens, WIDTH[precision]):
         found.append(Exchange(part, operation, "tp", ranks, calls * microbatches, numbers * width))
     for axis, size, numbers in partial_gradients(model, layout):
         found.append(Exchange("gradients", "all_reduce", axis, size, 1, 4 * numbers))
@@ -81,6 +83,31 @@ def tensor_exchanges(
         calls = model.num_hidden_layers / shares(layout)
         found += [Exchange("muon", "all_gather", "tp", ranks, calls, 4 * numbers) for numbers in matrices(model, ranks)]
     return found
+
+
+def context_exchanges(
+    model: ModelConfig, layout: ParallelConfig, *, rows: int, seq: int, microbatches: int = 1, precision: str = "float32"
+) -> list[Exchange]:
+    """What a rank sends to its context-parallel group in a training step, on average, of rows under a causal mask.
+
+    Of the 2 n chunks of a sequence, the n early ones make n - 1 hops each, the late ones as many as there are ranks below, so a rank sends
+    3/2 (n - 1) times the keys and values of a chunk: forward, backward, where the gradients in float32 follow them, and once more where
+    blocks are recomputed. Packed documents and windows send less.
+
+    Args:
+        As for `tensor_exchanges`; seq: of the whole sequence.
+    """
+    ranks = layout.context_parallel
+    if ranks == 1:
+        return []
+    own, passes = model_of_rank(model, layout), 2 if layout.activation_checkpointing == "none" else 3
+    calls = microbatches * own.num_hidden_layers * 1.5 * (ranks - 1)
+    numbers = 2 * rows * own.num_key_value_heads * own.head_dim * seq // (2 * ranks)
+    return [
+        Exchange("keys and values", "send", "cp", ranks, calls * passes, WIDTH[precision] * numbers),
+        Exchange("their gradients", "send", "cp", ranks, calls, 4 * numbers),
+        Exchange("masks", "all_gather", "cp", ranks, microbatches, 4 * ranks**2),
+    ]
 
 
 def microbatch_exchanges(
@@ -134,4 +161,4 @@ def matrices(model: ModelConfig, ranks: int) -> list[int]:
 
 def shares(layout: ParallelConfig) -> int:
     """Over how many data-parallel ranks what is done parameter by parameter is shared out. A matrix that lies on two is gathered by both."""
-    return layout.fully_sharded * (layout.data_parallel if layout.zero else 1)
+    return layout.fully_sharded * (layout.data_parallel * layout.context_parallel if layout.zero else 1)

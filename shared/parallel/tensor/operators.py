@@ -79,17 +79,17 @@ def own_slice(whole: Tensor, group: Communicator) -> Tensor:
     return whole.unflatten(1, (group.size, -1))[:, group.rank].contiguous()
 
 
-def require_divisible(length: int, group: Communicator) -> None:
+def require_divisible(length: int, ranks: int) -> None:
     """Refuse a sequence that cannot be cut evenly.
 
     Raises:
         SettingError: with the nearest lengths that can.
     """
-    if length % group.size:
-        lower = length - length % group.size
+    if length % ranks:
+        lower = length - length % ranks
         raise SettingError(
-            f"Sequence parallelism cuts the sequence over {group.size} ranks, and {length} positions do not divide by that: "
-            f"give {lower} or {lower + group.size}, or set parallel.sequence_parallel to false."
+            f"Sequence parallelism cuts the sequence over {ranks} ranks, and {length} positions do not divide by that: "
+            f"give {lower} or {lower + ranks}, or set parallel.sequence_parallel to false."
         )
 
 
@@ -137,7 +137,7 @@ def split_sequence(whole: Tensor, group: Communicator) -> Tensor:
     Raises:
         SettingError: the sequence does not divide by the ranks.
     """
-    require_divisible(whole.shape[1], group)
+    require_divisible(whole.shape[1], group.size)
     return Operator.apply(whole, own_slice, all_gathered, group)
 
 

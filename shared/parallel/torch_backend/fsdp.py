@@ -17,13 +17,13 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from shared.model.init import initial_value
+from shared.model.init import local_initial_value
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.data.fsdp import compile_each
 from shared.parallel.mesh import Mesh
 from shared.parallel.comm.processes import all_gather_single, reduce_scatter_single
-from shared.parallel.sharding import Sharding, chunked_boxes, make_shard, sharding_of
+from shared.parallel.sharding import Box, Sharding, make_shard, sharding_of
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 
@@ -71,8 +71,7 @@ class TorchSharded(DataEngine):
         shardings = {name: sharding_by_torch(name, parameter, mesh.fsdp, outer[name]) for name, parameter in self.whole.items()}
         shards = {name: make_shard(local(parameter), shardings[name], outer[name]) for name, parameter in self.whole.items()}
         for name, parameter in self.whole.items() if is_meta else ():
-            value = initial_value(model.logical_name(name), outer[name], model.config, seed)
-            local(parameter).copy_(shardings[name].local(value))
+            local(parameter).copy_(local_initial_value(model.logical_name(name), outer[name], model.config, seed, shardings[name]))
         self.optim_params, self.stored = Parameters(shards), shards
         self.watched = UsedParameters(model)
 
@@ -158,6 +157,16 @@ def sharding_by_torch(name: str, parameter: DTensor, group: Communicator, outer:
             "local tensors first, or use parallel.backend: course."
         )
     return Sharding(outer.shape, chunked_boxes(outer.shape, 0, group.size), group, sharding_of(outer))
+
+
+def chunked_boxes(shape: Sequence[int], dimension: int, ranks: int) -> tuple[Box, ...]:
+    """A dimension in slices as PyTorch's engines cut it (`torch.chunk`): equally many for each rank as far as they reach, so later ranks
+    may have fewer, or none."""
+    size = shape[dimension]
+    share = -(-size // ranks)
+    ends = [min(rank * share, size) for rank in range(ranks + 1)]
+    only = lambda value, others: tuple(value if place == dimension else other for place, other in enumerate(others))  # noqa: E731
+    return tuple(Box(only(start, [0] * len(shape)), only(stop - start, shape)) for start, stop in zip(ends, ends[1:], strict=False))
 
 
 class UsedParameters:

@@ -39,9 +39,10 @@ from shared.model.embedding import Head, TargetScores
 from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Sharding, chunked_boxes
+from shared.parallel.sharding import Sharding
 from shared.parallel.tensor.layers import ShardDropout, attend_with_own_dropout
 from shared.parallel.tensor.operators import require_divisible
+from shared.parallel.torch_backend.fsdp import chunked_boxes
 
 
 def parallelize_by_torch(model: TransformerModel, mesh: Mesh) -> None:
@@ -147,7 +148,7 @@ def shape_stack(stack: Stack, mesh: Mesh, device_mesh: DeviceMesh) -> None:
 
     def split_then_run(block: Block, x: Tensor, context) -> Tensor:
         if block is first:
-            require_divisible(x.shape[1], mesh.tp)
+            require_divisible(x.shape[1], mesh.tp.size)
             x = between(x, Replicate(), Shard(1))
         return run_block(block, x, context)
 

@@ -6,7 +6,7 @@ A module's first sentence says what it shows. `ENVIRONMENT`, where it has one, i
 import ast
 from pathlib import Path
 
-SLICES = ("step", "attention", "compile", "nccl", "checkpoints", "offload", "loading", "memory", "speed", "muon", "trainer")
+SLICES = ("step", "attention", "compile", "nccl", "checkpoints", "offload", "loading", "memory", "speed", "muon", "trainer", "tensor")
 FOLDER = Path(__file__).parent
 
 

@@ -10,11 +10,14 @@ from the first stage to the last and stop after any of them.
 
 You may use everything of chapters 01 to 06, and what you wrote in exercises.py (copy it here). Of the core, `rope_tables` and `apply_rope`
 of `shared.model.rope` save you an evening; PyTorch's `F.rms_norm`, `F.scaled_dot_product_attention` and `torch.autograd.Function` are
-welcome. What may not be imported is `shared.parallel.tensor` and what applies it: that is what you build.
+welcome. What may not be imported is `shared.parallel.tensor` and what applies it: that is what you build. The checks run in float64, with
+ranks as threads, and compare with one process to 1e-9. To try something yourself, `run_threads(function, 2)` of
+`shared.parallel.comm.threads` calls function(group) on two ranks and returns what they return.
 
 The model, in one process
     x = embedding[ids];  for each block:  x = x + attention(norm(x));  x = x + feed_forward(norm(x));  logits = head(norm(x))
-    attention     q, k, v with bias; RoPE on q and k; causal; H query heads share K key-value heads; o with bias
+    attention     q, k, v with bias; RoPE on q and k; causal; H query heads share K key-value heads; o with bias. RoPE's tables are
+                  cos, sin = rope_tables(config, torch.arange(S), S), and apply_rope(q, cos, sin) takes q [B, heads, S, d]
     feed_forward  one matrix gate_up makes 2 F features, first all gates, then all ups; down(silu(gate) * up), with biases
     norm          RMSNorm with config.norm_eps, times its weight
 
@@ -34,9 +37,10 @@ K num_key_value_heads, d head_dim, F intermediate_size, L num_hidden_layers. H d
 
 `group` is the communicator of all ranks (shared/parallel/comm/communicator.py): group.rank, group.size, group.all_reduce(tensor),
 all_gather(whole, part), reduce_scatter(part, whole). They work in place on contiguous tensors, join and cut along dimension 0, and autograd
-does not see them. group.split(axis, groups) makes smaller groups; every rank calls it with the same groups.
+does not see them. group.split(name, groups), with lists of ranks such as [[0, 1], [2, 3]] the same on all ranks, returns the smaller
+group that this rank is in.
 
-The stages
+The stages (the functions of stages 1 to 4 are asked of models without sequence parallelism only)
     1 weights            cut every weight; say of each part where it lies in the whole
     2 feed_forward       column-parallel, then row-parallel: one all-reduce forward, one backward
     3 attention          whole heads on each rank; query heads stay with the key-value head that they share
@@ -44,11 +48,13 @@ The stages
     5 model              logits, loss and every gradient on two ranks are one process's
     6 four_ranks         four ranks with two key-value heads: each head on two ranks, as K divides the ranks, in order
     7 sequence_parallel  between the matrices each rank has its own positions of the stream; norms work on those alone
-    8 budgets            forward and backward together, by layer: 4 all-reduces of the stream, or with sequence parallelism 4 all-gathers
-                         and 4 reduce-scatters of it (2 more are allowed) beside the gradients that are summed; outside the layers twice
-                         the stream and a few numbers for each position. No rank ever makes the logits of all tokens, or a whole
-                         matrix. With sequence parallelism autograd keeps the whole stream [B, S, D] at most 2 L + 1 times for the
-                         backward pass: as each sublayer and the head have gathered it. What norms keep is cut
+    8 budgets            forward and backward together, each layer has 4 all-reduces of the stream, or with sequence parallelism 4
+                         all-gathers and 4 reduce-scatters of it, beside the gradients that are summed. Embedding and head together have
+                         2 all-reduces of it (2 all-gathers and 2 reduce-scatters) and the loss a few numbers for each position. Under
+                         sequence parallelism each sublayer and the head may gather their input once more in the backward pass.
+                         No rank ever makes the logits of all tokens, or a whole matrix. With sequence parallelism autograd keeps the
+                         whole stream [B, S, D] at most 2 L + 1 times for the backward pass: as the sublayers and the head have
+                         gathered it. What norms keep is cut
     9 bad_input          sizes that cannot be cut, a sequence that cannot, ids outside the vocabulary, targets outside it other than -100:
                          a ValueError with the numbers, on every rank, before anything is sent
 """

@@ -94,9 +94,9 @@ def communication_case(title: str, by_sequence: bool) -> Case:
     width = config_of({}).hidden_size
     stream = BATCH * length * width * BYTES
     extra = 4 * width * BYTES * 2 if by_sequence else 0  # gradients of norms and of two biases, summed over the ranks
-    # Sequence parallelism may gather a sublayer's input once more in the backward pass instead of keeping it.
+    # Sequence parallelism may gather what a sublayer or the head reads once more in the backward pass instead of keeping it.
     calls_limit, bytes_limit = (14, 10 * stream + extra) if by_sequence else (4, 8 * stream)
-    rest_limit = 2 * 2 * stream + 2 * 4 * BATCH * length * BYTES + 2 * 2 * width * BYTES
+    rest_limit = (5 if by_sequence else 4) * stream + 2 * 4 * BATCH * length * BYTES + 2 * 2 * width * BYTES
 
     def observe(adapters: Any, **_: Any) -> Results:
         found = {}
@@ -117,10 +117,11 @@ def communication_case(title: str, by_sequence: bool) -> Case:
 
 
 def largest_case(title: str, what: str, limit: int, length: int, **sizes: int) -> Case:
-    given = {"ranks": 2, "ids": [BATCH, length], "sizes": in_letters(sizes), "numbers in what is too large": limit}
+    ranks = 4  # so that a rank may put three parts together and still be below the limit
+    given = {"ranks": ranks, "ids": [BATCH, length], "sizes": in_letters(sizes), "numbers in what is too large": limit}
 
     def observe(adapters: Any, **_: Any) -> Results:
-        steps = run_step(adapters, 2, False, length, sizes, LargestTensor)
+        steps = run_step(adapters, ranks, False, length, sizes, LargestTensor)
         numbers = max(watched.numbers for watched, _ in steps)
         return {what: WITHIN if numbers < limit else f"a tensor of {numbers:,} numbers was made"}
 
@@ -168,11 +169,12 @@ def step_with(ids: list[list[int]], targets: list[list[int]]) -> Callable[[Any, 
     return lambda adapters, model: adapters.loss_and_gradients(model, torch.tensor(ids), torch.tensor(targets))
 
 
-BUDGETS = (
+BUDGETS = (  # fmt: skip
     communication_case("calls and bytes of a layer", False),
-    largest_case("no rank makes the logits of all tokens", "the largest tensor", 2 * 32 * 509, 32, vocab_size=509),
+    largest_case("no rank makes the logits of all tokens", "the largest tensor", BATCH * 24 * 509, 24, vocab_size=509, num_hidden_layers=1),
     largest_case(
-        "no rank makes a whole matrix", "the largest tensor", 12000, 1, vocab_size=500, intermediate_size=250, head_dim=126
+        "no rank makes a whole matrix", "the largest tensor", 240 * 24, 1,
+        vocab_size=240, intermediate_size=240, head_dim=60, num_hidden_layers=1,
     ),
     communication_case("calls and bytes of a layer under sequence parallelism", True),
     activations_case("what sequence parallelism keeps for the backward pass", 2),

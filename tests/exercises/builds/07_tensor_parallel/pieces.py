@@ -1,6 +1,6 @@
 """What the stages of build 07 share: sizes, weights, and the oracle, the same model in one process.
 
-The oracle is `TransformerModel` in one process, in float64; it agrees with Hugging Face's LlamaForCausalLM (tests/course/test_builds.py
+The oracle is `TransformerModel` in one process, in float64; it agrees with Hugging Face's LlamaForCausalLM (tests/parity/test_07_build.py
 holds the same weights against both). Ranks are threads. Tolerance: a sum over ranks changes the order of additions, which moves float64
 by some 1e-15 of the largest summand; 1e-9 is far from that and far from any mistake.
 """

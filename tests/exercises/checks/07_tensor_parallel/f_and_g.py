@@ -70,10 +70,11 @@ def twice(function, same, parts, flow):
 
     def work(world):
         f, g = function(world)
-        x, y, z = (tensor.detach().requires_grad_() for tensor in (same, parts[world.rank], parts[world.rank][:1]))
-        first, second, third, fourth = f(x), g(y), f(2 * x), g(z)
-        grads = [torch.autograd.grad(first, [x], parts[world.rank])[0], torch.autograd.grad(fourth, [z], flow[:1])[0]]
-        grads += [torch.autograd.grad(third, [x], parts[world.rank])[0], torch.autograd.grad(second, [y], flow)[0]]
+        mine = parts[world.rank]
+        w, x, y, z = (tensor.detach().requires_grad_() for tensor in (same, 2 * same, mine, 3 * mine))
+        first, second, third, fourth = f(w), g(y), f(x), g(z)
+        grads = [torch.autograd.grad(first, [w], mine)[0], torch.autograd.grad(fourth, [z], flow)[0]]
+        grads += [torch.autograd.grad(third, [x], 2 * mine)[0], torch.autograd.grad(second, [y], 2 * flow)[0]]
         return {"values": [each.detach() for each in (first, second, third, fourth)], "gradients": grads}
 
     return over_ranks(work, len(parts))
@@ -81,8 +82,15 @@ def twice(function, same, parts, flow):
 
 def of_twice(same, parts, flow):
     total = torch.stack(parts).sum(0)
-    told = {"values": [same, total, 2 * same, total[:1]], "gradients": [total, flow[:1], 2 * total, flow]}
+    told = {"values": [same, total, 2 * same, 3 * total], "gradients": [total, flow, 2 * total, 2 * flow]}
     return {f"rank {rank}": told for rank in range(len(parts))}
+
+
+def overflown():
+    """Numbers that are none: a run must see them, so that it skips the step."""
+    made = digits(2, 4)()
+    made["parts"][1][:2] = torch.tensor([torch.inf, torch.nan])
+    return made
 
 
 def in_groups(function, groups, same, parts, flow):
@@ -189,6 +197,7 @@ CHECK = Check(
             "property", "ranks 1, 3 and 4 are one group, 0 and 2 another", lambda: digits(5, 3)() | {"groups": [[1, 3, 4], [0, 2]]},
             of_groups, DIGITS, in_groups,
         ),
+        case("property", "a rank has infinity and NaN", overflown, source="arithmetic"),
         case(
             "property", "a single rank: x is not changed by who writes to g(x)", lambda: {"x": torch.arange(1.0, 4.0)},
             lambda x: {"x": x, "f of x": x}, CONTRACT, apart,

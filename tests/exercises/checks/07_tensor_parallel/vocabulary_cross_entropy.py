@@ -104,6 +104,10 @@ def tell(losses, normalizer, correct, ranks):
     return lambda **_: {f"rank {rank}": told for rank in range(ranks)}
 
 
+def of_logits(logits, targets, sizes):
+    return lambda: {"logits": torch.tensor(logits, dtype=torch.float64), "targets": torch.tensor(targets), "sizes": sizes}
+
+
 def extreme():
     """Rows in which a rank's columns are far above the other's, or below, or all tie, or are so large that exponentials overflow."""
     logits = randn(6, 7, seed=5)
@@ -123,6 +127,7 @@ CHECK = Check(
             "one rank: e^logits are 1, 2 and 5, targets 1 and 2", of_odds([[1.0, 2.0, 5.0]] * 2, [1, 2], [3]),
             expected=tell([4.0, 1.6], [8.0, 8.0], [False, True], 1), source="arithmetic: 8 / 2, 8 / 5",
         ),
+        example("two ranks have 1000, 1001 and 1002, 1001", of_logits([[1000.0, 1001.0, 1002.0, 1001.0]], [2], [2, 2]), source=ORACLE),
         example(
             "two ranks have 1, 2 and 5, 8: targets 0, 3", of_odds([[1.0, 2.0, 5.0, 8.0]] * 2, [0, 3], [2, 2]),
             expected=tell([16.0, 2.0], [16.0, 16.0], [False, True], 2), source="arithmetic: 16 / 1, 16 / 8",
@@ -144,6 +149,15 @@ CHECK = Check(
         example("columns of three ranks differ in number", drawn(23, [5, 4, 4]), "property", ORACLE),
         example("one column on a rank", drawn(11, [1, 6]), "property", ORACLE),
         example("all logits tie", lambda: drawn(5, [3, 3])() | {"logits": torch.full((5, 6), 2.5).double()}, "property", ORACLE),
+        example(
+            "a logit is the largest by a billionth", of_logits([[2.0, 1.0, 2.000000001]] * 2, [0, 2], [2, 1]), "property", ORACLE,
+            tolerance=1e-9,
+        ),
+        example(
+            "tokens that cannot be: logits of minus infinity",
+            of_logits([[-torch.inf, 1.0, -torch.inf, 2.0], [-torch.inf, -torch.inf, 3.0, 1.0]], [3, 2], [2, 2]), "property", ORACLE,
+        ),
+        example("a logit that is NaN", of_logits([[1.0, 2.0, torch.nan], [1.0, 2.0, 3.0]], [1, 2], [2, 1]), "property", ORACLE),
         example("differences of hundreds and values of thousands", extreme, "property", ORACLE),
         example("thousands in float32", drawn(13, [5, 6], scale=3000.0, dtype=torch.float32), "property", ORACLE, tolerance=1e-5),
         example("no rows", drawn(0, [3, 2]), "property", CONTRACT),

@@ -1,0 +1,76 @@
+"""Chapter 07's run as a reader uses it: small runs over processes, what they leave, and what bad options say."""
+
+import json
+import re
+import subprocess
+
+import pytest
+from scripts import refused, run_script
+
+from shared.course import catalogue
+from shared.course.paths import CHECKOUT
+
+SCRIPT = CHECKOUT / "chapters" / "07_tensor_parallel" / "run.py"
+SMALL = "--steps 3 --seq 32 --batch_size 4 --micro_batch_size 1 --model.hidden_size 32 --model.num_hidden_layers 2".split()
+
+
+def start(*options, cwd, **how) -> subprocess.CompletedProcess:
+    return run_script(SCRIPT, *SMALL, *options, cwd=cwd, **how)
+
+
+def told_by(done: subprocess.CompletedProcess, folder) -> dict:
+    assert done.returncode == 0, done.stderr
+    told = json.loads((folder / "runs/07_tensor_parallel/figures.json").read_text())
+    assert len(told["losses"]) == 3 and told["losses"][-1] < told["losses"][0]
+    assert max(told["largest difference"].values()) < 1e-9
+    return told
+
+
+def test_two_ranks_with_half_of_the_matrices_each_train_like_one(tmp_path):
+    told = told_by(start(cwd=tmp_path, fresh=True), tmp_path)
+    held = told["bytes held"]
+    assert told["layout"] == "tp2" and held["rank 0"]["weights"] == pytest.approx(held["one process"]["weights"] / 2, rel=0.02)
+    assert held["rank 1"]["optimizer state"] == pytest.approx(held["one process"]["optimizer state"] / 2, rel=0.02)
+    assert {name for name, counted in told["traffic of rank 0"].items() if counted["calls"] > 3} == {"all_reduce tp"}
+    assert (tmp_path / "runs/07_tensor_parallel/figures.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("options, operations", [
+    (["--layout", "tp2_sp"], {"all_gather tp", "reduce_scatter tp"}),
+    (["--layout", "cp2"], {"send cp", "receive cp"}),
+])  # fmt: skip
+def test_sequences_shared_out_train_like_one_process(options, operations, tmp_path):
+    told = told_by(start(*options, cwd=tmp_path), tmp_path)
+    assert operations <= told["traffic of rank 0"].keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--layout", "tp3"], "does not divide num_attention_heads 4"),
+        (["--layout", "tp2_sq"], "not understood at 'sq'"),
+        (["--layout", "cp3"], "seq has 32 positions"),
+        (["--seq", "31", "--layout", "tp2_sp"], "31 positions do not divide"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_before_anything_starts(tmp_path, options, said):
+    done = start(*options, cwd=tmp_path)
+    assert refused(done, said) and done.returncode == 1
+
+
+def test_a_learners_own_parts_train_the_model_and_a_wrong_one_shows(tmp_path):
+    for chapter in catalogue.chapters().values():
+        target = chapter.stub_file(tmp_path)
+        target.parent.mkdir(parents=True)
+        target.write_text(chapter.solution_file.read_text(encoding="utf-8"), encoding="utf-8")
+    done = start("--impl", "mine", "--layout", "tp2_sp", cwd=tmp_path)
+    told_by(done, tmp_path)
+    assert re.search(r"(\d+) of \1 parts are yours", done.stdout)
+
+    mine = catalogue.find_chapter("07").stub_file(tmp_path)
+    right = mine.read_text(encoding="utf-8")
+    mine.write_text(right.replace("elif sequence_parallel and (of_stream or row_bias)", "elif sequence_parallel and row_bias"), encoding="utf-8")
+    assert mine.read_text(encoding="utf-8") != right
+    done = start("--impl", "mine", "--layout", "tp2_sp", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs/07_tensor_parallel/figures.json").read_text())["largest difference"]["last gradients"] > 1e-3
