@@ -179,7 +179,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_proces
     "layout, words, sentence",
     [
         ("dp2x", ["a.yaml"], "The layout 'dp2x' is not understood"),
-        ("pp2", ["a.yaml"], "it comes with chapter 08"),
+        ("dp2_ep2", ["a.yaml"], "it comes with chapter 09"),
         ("dp2_zero2", ["a.yaml", "parallel.backend=torch"], "PyTorch has no such engine"),
         ("cp2", ["a.yaml", "parallel.backend=torch"], "context_parallel with backend torch is not built"),
         ("dp2", ["steps=3"], "Give a configuration"),
