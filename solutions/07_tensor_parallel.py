@@ -1,6 +1,7 @@
 """Solutions of chapter 07. Each body with the reason why it is written this way."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def tensor_shards(shapes: Mapping[str, Sequence[int]], head_dim: int, ranks: int
             return [(rank * units // ranks * size, (rank * units // ranks + 1) * size) for rank in range(ranks)]
         each, more = divmod(units, ranks)
         starts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
-        return [(start * size, stop * size) for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+        return [(start * size, stop * size) for start, stop in pairwise(starts)]
 
     cuts = {}
     for name, shape in shapes.items():

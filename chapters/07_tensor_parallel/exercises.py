@@ -7,6 +7,7 @@ Nothing else in the course is edited: the core takes your functions from this fi
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch

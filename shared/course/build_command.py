@@ -31,8 +31,10 @@ def check(console: Console, name: str, reference: bool) -> int:
         lines = outcome_lines(outcome)
         if outcome.state == FAIL and any(before.state == FAIL for before in outcomes):
             lines = [lines[0], Line(f"  `course check {outcome.exercise}` shows it.")]
-        if outcome.state == NOT_ATTEMPTED and any(before.problem == outcome.problem for before in outcomes):
-            lines = lines[:1]
+        if outcome.state == NOT_ATTEMPTED:
+            repeated = any(before.problem == outcome.problem for before in outcomes)
+            of = next(each for each in build.stages if each.id == outcome.exercise)
+            lines = [lines[0], Line(f"  {of.title}: about {of.minutes} minutes."), *([] if repeated else lines[1:])]
         print_lines(console, lines)
         outcomes.append(outcome)
         if not reference and not keep(outcome, progress):

@@ -61,7 +61,9 @@ def next_command() -> None:
 @click.option("--impl", "implementation", type=click.Choice(["mine", "reference"]), default="mine", help="Your file, or the solutions.")
 @click.option("--compare", is_flag=True, help="Show your answers next to the solutions also where several are checked.")
 def check(names: tuple[str, ...], implementation: str, compare: bool) -> None:
-    """Check your answers: all exercises, a chapter's, or the ones named; 07.build checks a build, 07.build.attention one stage of it.
+    """Check your answers: all, a chapter's, or the ones named.
+
+    07.build is chapter 07's build, which is checked where it is named, and 07.build.attention one stage of it.
 
     Exit code 0: every check passed. 1: at least one failed. 2: none failed, at least one is not attempted.
     """
@@ -81,7 +83,7 @@ def check(names: tuple[str, ...], implementation: str, compare: bool) -> None:
 @click.option("--check", "only_check", is_flag=True, help="Run your repaired copy, and ask what the mistake was.")
 @click.option("--because", type=click.IntRange(1), help="What the mistake was, by its number in the list.")
 def hunt(chapter: str, letter: str | None, only_check: bool, because: int | None) -> None:
-    """List a chapter's broken programs, copy one to repair it, or check your repair.
+    """List a chapter's broken programs, copy one, or check its repair.
 
     Exit code of --check 0: repaired and explained. 1: not. 2: nothing is changed yet, or the explanation is missing.
     """
@@ -107,7 +109,10 @@ def watch(name: str | None) -> None:
 @click.argument("name", metavar="NN.name")
 @click.option("--rung", type=click.IntRange(1, 3), help="Read an opened hint again.")
 def hint(name: str, rung: int | None) -> None:
-    """Open the next of three hints: a question, the idea, a skeleton."""
+    """Open the next of three hints: a question, the idea, a skeleton.
+
+    A build has three for each stage: 07.build opens those of the first stage that has not passed.
+    """
     if builds.is_build(name):
         build_command.print_hint(terminal.open_console(), name, rung)
     else:
@@ -117,7 +122,10 @@ def hint(name: str, rung: int | None) -> None:
 @cli.command(epilog=examples("course solution 01.cross_entropy"))
 @click.argument("name", metavar="NN.name")
 def solution(name: str) -> None:
-    """Show the solution, after a pass or after the third hint."""
+    """Show the solution, after a pass or after the third hint.
+
+    That of a build opens after all stages have passed, or after the third hint of one.
+    """
     console = terminal.open_console()
     if builds.is_build(name):
         shown_it = build_command.print_solution(console, name)
@@ -130,7 +138,10 @@ def solution(name: str) -> None:
 @click.argument("name", metavar="NN[.name]")
 @click.option("--yes", is_flag=True, help="Reset a whole chapter without asking.")
 def reset_command(name: str, yes: bool) -> None:
-    """Put a stub back, and keep your text in .course/saved/."""
+    """Put a stub back, and keep your text in .course/saved/.
+
+    07.build puts a build's file back, 07.hunt.a a broken program.
+    """
     console, workspace = terminal.open_console(), find_workspace()
     if builds.is_build(name):
         terminal.say(console, build_command.reset_build(builds.find_build(name)[0], workspace))

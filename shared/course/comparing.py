@@ -58,7 +58,8 @@ def difference(expected: Any, observed: Any, rtol: float, atol: float) -> str | 
     if isinstance(expected, Tensor) and isinstance(observed, Tensor):
         return tensor_difference(expected.detach(), observed.detach(), rtol, atol)
     if type(expected) is not type(observed):
-        return f"({form(observed)} in place of {form(expected)})" if expected is not None and observed is not None else ""
+        plain = expected is not None and observed is not None and not isinstance(observed, Said)
+        return f"({form(observed)} in place of {form(expected)})" if plain else ""
     if isinstance(expected, float):
         left, right = torch.tensor([expected, observed], dtype=torch.float64)
         return tensor_difference(left, right, rtol, atol)

@@ -29,7 +29,10 @@ def chosen(number: str | None) -> list[Chapter]:
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; exit code 1 if a file is not what the generator makes.")
 @click.option("--force", is_flag=True, help="Replace functions that were edited too; the old file is kept in .course/saved/.")
 def stubs_command(number: str | None, only_check: bool, force: bool) -> None:
-    """Write the checkout's chapters/NN_*/exercises.py from the contracts, and build.py where it is missing."""
+    """Write the checkout's chapters/NN_*/exercises.py from the contracts.
+
+    A chapter's build.py is written where it is missing, and compared by --check.
+    """
     differing = [chapter for chapter in chosen(number) if stub_on_disk(chapter) != stubs.stub_file(chapter)]
     changed = [build for build in builds.builds().values() if not build.is_released(CHECKOUT)]
     if only_check:

@@ -86,9 +86,14 @@ def solution_mentioned(file: BodyFile) -> int | None:
                 return node.lineno
             case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "solutions":
                 return node.lineno
-            case ast.Call(args=[ast.Constant(value=str(text)), *_]) if "solutions" in re.split(r"[./\\]", text):
+            case ast.Call(args=given) if any(isinstance(word, ast.Constant) and names_solutions(word.value) for word in given):
                 return node.lineno
     return None
+
+
+def names_solutions(value: object) -> bool:
+    """Whether a value of a learner's file is a path or module of the solutions."""
+    return isinstance(value, str) and "solutions" in re.split(r"[./\\]", value)
 
 
 def check_path(exercise: Exercise) -> Path:

@@ -8,7 +8,7 @@ part of the model as in the whole (`keep_part`), so checkpoints and initial weig
 Left out on purpose: losses (an objective's), generation (chapter 12) and anything about several devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
             module.loss_scale = scale
 
 
-def keep_part(model: TransformerModel, blocks: range, *, embedding: bool, head: bool) -> TransformerModel:
+def keep_part(model: TransformerModel, blocks: Iterable[int], *, embedding: bool, head: bool) -> TransformerModel:
     """Cut a model down to one stage of a pipeline, in place: some blocks, and the ends or not. Names do not change.
 
     The final norm stays with the head. Where embeddings are tied, the stages at the two ends each hold the weight, and
@@ -156,12 +156,12 @@ def keep_part(model: TransformerModel, blocks: range, *, embedding: bool, head: 
     Raises:
         ValueError: blocks that the model does not have, or a model whose blocks share more than the hidden states.
     """
-    present = {int(layer) for layer in model.stack.blocks}
-    if missing := sorted(set(blocks) - present):
+    blocks, present = set(blocks), {int(layer) for layer in model.stack.blocks}
+    if missing := sorted(blocks - present):
         raise ValueError(f"The model has no blocks {missing}: it has {sorted(present)}.")
     if model.encoder is not None or model.stack.relative_bias is not None:
         raise ValueError("An encoder-decoder, or a model with relative positions, cannot be cut: its blocks share more than hidden states.")
-    for layer in present - set(blocks):
+    for layer in present - blocks:
         del model.stack.blocks[str(layer)]
     if not head:
         model.head, model.stack.final_norm = None, None

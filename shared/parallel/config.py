@@ -33,7 +33,10 @@ class ParallelConfig:
 
     Args:
         backend: course runs this course's own parallelism, torch the same configuration on PyTorch's (DDP, fully_shard).
-        pipeline_parallel: how many stages the layers are cut into.
+        pipeline_parallel: how many ranks share out the layers.
+        pipeline_schedule: in which order a pipeline's ranks compute: gpipe, 1f1b, interleaved, which needs pipeline_chunks, or zero_bubble
+            (ZB-H1).
+        pipeline_chunks: how many stages each of these ranks has.
         data_parallel: how many replicas of the model each see their share of the batch.
         fully_sharded: over how many ranks each replica's weights, gradients and optimizer state are cut (FSDP, ZeRO-3).
         context_parallel: over how many ranks each sequence is cut (context parallelism, by ring attention).
@@ -56,6 +59,8 @@ class ParallelConfig:
 
     backend: Literal["course", "torch"] = "course"
     pipeline_parallel: int = 1
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    pipeline_chunks: int = 1
     data_parallel: int = 1
     fully_sharded: int = 1
     context_parallel: int = 1
@@ -74,7 +79,7 @@ class ParallelConfig:
     check_every: int = 100
 
     def __post_init__(self):
-        for name in (*AXES.values(), *VIEWS.values()):
+        for name in (*AXES.values(), *VIEWS.values(), "pipeline_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallel.{name} is {getattr(self, name)}: give at least 1.")
         if self.data_ranks % self.expert_parallel:
@@ -84,6 +89,11 @@ class ParallelConfig:
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("parallel.sequence_parallel needs tensor parallelism: give tensor_parallel 2 or more, or leave it out.")
+        if (self.pipeline_schedule == "interleaved") != (self.pipeline_chunks > 1):
+            raise ValueError(
+                f"parallel.pipeline_schedule is {self.pipeline_schedule} and pipeline_chunks {self.pipeline_chunks}: interleaved needs 2 "
+                "chunks or more, and every other schedule has 1."
+            )
         if self.zero == 2 and self.pipeline_parallel > 1:
             raise ValueError(
                 "parallel.zero 2 with pipeline_parallel: gradients would be exchanged after every micro-batch, and a schedule does not "

@@ -21,6 +21,8 @@ from shared.optim.schedules import ScheduleConfig
 from shared.parallel.config import ParallelConfig, require_built
 from shared.parallel.context.axis import require_shareable
 from shared.parallel.context.zigzag import require_divisible
+from shared.parallel.pipeline.axis import require_stages
+from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.tensor.axis import require_even
 from shared.trainer.axes import BROUGHT
 
@@ -164,6 +166,10 @@ class TrainerConfig:
             share % min(self.data.micro_batch_size, share) == 0,
             f"A rank's share of the batch is {share} rows and not a multiple of data.micro_batch_size, {self.data.micro_batch_size}.",
         )
+        stages, microbatches = self.parallel.pipeline_parallel, share // min(self.data.micro_batch_size, share)
+        if stages > 1:
+            require_stages(self.model.resolved(), self.parallel)
+            make_schedule(self.parallel.pipeline_schedule, stages, microbatches, self.parallel.pipeline_chunks)
         ranks, shares = self.parallel.tensor_parallel, self.parallel.context_parallel
         require_even(self.model.resolved(), ranks)
         if shares > 1:

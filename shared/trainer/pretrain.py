@@ -105,7 +105,8 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     leads = ranks_that_share(mesh.world, config.engine.output)[0] == mesh.world.rank
     agreed(mesh.world, lambda: leads and provenance.keep_record(config, config.engine.output))
 
-    torch.manual_seed(config.seed + mesh.loss.rank)  # ranks with other rows or other positions draw other dropout
+    own = mesh.pp.rank * mesh.loss.size + mesh.loss.rank  # ranks with other rows, positions or layers draw other dropout
+    torch.manual_seed(config.seed + own)
     dtype = None if config.precision == "float32" else getattr(torch, config.precision)
     strategy = apply_parallel(plain_model(config, mesh, device), mesh, config.optimizer, dtype, device, config.seed, RUN_AXES)
     scaler = LossScaler() if config.precision == "float16" else None
@@ -147,7 +148,7 @@ def prepared_text(config: TrainerConfig, world: Communicator, console: Console) 
 
 def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> TransformerModel:
     """The model before it is parallelized; where weights will be cut, without memory, because no rank need have room for all of them."""
-    if mesh.fsdp.size > 1 or mesh.tp.size > 1:
+    if mesh.fsdp.size > 1 or mesh.tp.size > 1 or mesh.pp.size > 1:
         with torch.device("meta"):
             return TransformerModel(config.model)
     return TransformerModel(config.model, seed=config.seed).to(device)

@@ -8,10 +8,12 @@ import torch
 from scripts import run_script
 from workspace import Learner
 
-from shared.course import build_check, builds, hunts
+from shared.course import build_check, build_command, builds, hunts, maintainer_commands
 from shared.course.errors import BrokenFile
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.paths import CHECKOUT
+from shared.course.progress import Progress
+from shared.course.report import plain
 from shared.course.stubs import BodyFile
 
 BUILDS = builds.builds()
@@ -280,3 +282,27 @@ def test_a_hunt_from_the_list_to_the_reason(learner):
 def test_an_unknown_hunt_is_refused(learner):
     assert "There are: a, b, c, d, e" in learner.course("hunt", "07", "z").stderr
     assert "Chapter 03 has no hunts. There are: course hunt 07" in learner.course("hunt", "03").stderr
+
+
+def test_the_build_comes_after_a_chapters_exercises(tmp_path):
+    lines = plain(build_command.next_lines("07", tmp_path))
+    assert lines.startswith("Then: 07.build") and "stage 1 of 9" in lines and "course check 07.build.weights" in lines
+    progress = Progress(tmp_path)
+    for stage in BUILDS["07.build"].stages:
+        progress.record_check(stage.id, "a fingerprint")
+    assert build_command.next_lines("07", tmp_path) == build_command.next_lines("05", tmp_path) == []
+
+
+def test_the_generator_writes_a_missing_build_and_compares_one(learner, monkeypatch):
+    monkeypatch.setattr(maintainer_commands, "chosen", lambda number: [])  # leaves the checkout's own exercises alone
+    monkeypatch.setattr(builds.Build, "file", lambda self, workspace: learner.build)
+    assert "build.py" not in learner.course("stubs", "--check").stdout
+    write(learner, SOLUTION)
+    compared = learner.course("stubs", "--check")
+    assert compared.exit_code == 1 and "`course reset 07.build` copies it" in compared.stdout
+    learner.course("stubs")
+    assert learner.build.read_text(encoding="utf-8") == SOLUTION, "a learner's work stays"
+    learner.build.unlink()
+    assert "build.py is missing" in learner.course("check", "07.build").stdout
+    learner.course("stubs")
+    assert learner.build.read_text(encoding="utf-8") == BUILDS["07.build"].template

@@ -6,17 +6,14 @@ import pytest
 import torch
 from layout_runs import largest_difference
 from sharded_runs import ADAMW, MUON
-from tensor_runs import SGD, SMALL, batches, config_of, expected, make, require_same, run, without_noise
+from tensor_runs import SGD, SMALL, batches, config_of, drawn, expected, make, require_same, run, with_dropout, without_noise
 
-from shared.loop import accumulate_gradients, train_step
 from shared.model.builders import Builders
 from shared.model.chunked_loss import packed_next_token_objective, token_log_probs
 from shared.model.config import ModelConfig
 from shared.model.embedding import TargetScores
 from shared.model.feed_forward import FeedForward
-from shared.model.masks import AttentionMask
 from shared.model.transformer import TransformerModel
-from shared.optim.build import build_optimizer
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
@@ -117,23 +114,6 @@ def test_sequence_operators_undo_each_other(whole_first, forward, back):
 # Dropout.
 
 
-def with_dropout(world, layout: str, activation_checkpointing: str = "none"):
-    config = replace(config_of("gpt2"), hidden_dropout=0.3, attention_dropout=0.2)
-    parallel = replace(parse_layout(layout.removesuffix("_sp")), sequence_parallel=layout.endswith("_sp"))
-    parallel = replace(parallel, activation_checkpointing=activation_checkpointing)
-    strategy = apply_parallel(TransformerModel(config).double(), Mesh(parallel, world), SGD, axes=(*AXES, TensorParallel()))
-    strategy.model.train()
-    optimizer = build_optimizer(strategy.optim_params, SGD, strategy.routes)
-    torch.manual_seed(5)
-    batch = batches(0, 0, config)
-    train_step(
-        strategy.model, optimizer, [batch], packed_next_token_objective, strategy.runner(accumulate_gradients), strategy.reducer,
-        strategy.updater(lambda model, optimizer, count: optimizer.step()),
-    )  # fmt: skip
-    weights = {name: tensor for name, tensor in strategy.whole_weights() if tensor is not None}
-    return weights, torch.get_rng_state(), dict(strategy.model.named_parameters())
-
-
 def in_processes(work, ranks):
     """Threads share one generator, so these ranks are processes."""
     from shared.parallel.comm.launch import run_processes
@@ -176,10 +156,7 @@ def test_a_cut_models_layers_draw_masks_of_their_own_where_ranks_have_other_numb
     def work(world):
         model = TransformerModel(replace(config_of("gpt2"), hidden_dropout=0.5, attention_dropout=0.5))
         TensorParallel().shape(model, Mesh(ParallelConfig(tensor_parallel=2, sequence_parallel=by_sequence), world))
-        block = model.train().stack.blocks["0"]
-        torch.manual_seed(1)
-        ones = torch.ones(1, 2, 20, 4)
-        return block.dropout(torch.ones(200)), block.attention.attend(ones, ones, ones, AttentionMask(), 1.0, 0.5), torch.rand(3)
+        return drawn(model)
 
     (stream, mixed, after), (other_stream, other_mixed, other_after) = in_processes(work, 2)
     assert torch.equal(stream, other_stream) is not by_sequence and not torch.equal(mixed, other_mixed) and torch.equal(after, other_after)

@@ -1,5 +1,6 @@
-"""Hugging Face folders straight into and out of slices: each rank reads what it holds, rank 0 writes tensor by tensor, and transformers loads
-the result. Files are the same bytes as one process writes, and no rank ever holds the whole model."""
+"""Hugging Face folders straight into and out of slices: each rank reads what it holds, rank 0 writes tensor by tensor.
+
+Files are the same bytes as one process writes, transformers loads them, and no rank ever holds the whole model."""
 
 import json
 import threading

@@ -12,7 +12,7 @@ from layout_runs import LayoutRun, largest_difference
 from layouts import Difference, difference
 from sharded_runs import ADAMW, MUON, translation_objective
 from step_records import STEPS, RunRecord
-from tensor_runs import FAMILIES, SGD, batches, config_of, without_noise
+from tensor_runs import FAMILIES, SGD, batches, config_of, drawn, with_dropout, without_noise
 
 from shared.course.errors import SettingError
 from shared.loss import next_token_objective
@@ -127,6 +127,20 @@ def log_probabilities(world: Communicator) -> tuple[float, float]:
     return float((found - expected).abs().max()), largest_difference(gradients, wanted)
 
 
+def dropped_out(world: Communicator) -> dict[str, tuple]:
+    """Layout -> after a step with dropout the generator's state and the replicated weights; how far recomputing is from not; masks of a cut
+    model."""
+    found = {}
+    for layout in ("tp2", "tp2_sp"):
+        weights, state, named = with_dropout(world, layout, backend="torch")
+        again, _, _ = with_dropout(world, layout, "full", "torch")
+        replicated = [tensor.detach() for tensor in named.values() if not hasattr(tensor, "sharding")]
+        model = TransformerModel(replace(config_of("gpt2"), hidden_dropout=0.5, attention_dropout=0.5))
+        TensorParallel().shape(model, Mesh(layout_of(layout, "torch"), world))
+        found[layout] = [state, *replicated], largest_difference(without_noise(weights), without_noise(again)), drawn(model)
+    return found
+
+
 def refusals(world: Communicator) -> dict[str, str]:
     """What each attempt was told, by its name."""
     cut = partial(spread, world, layout_of("tp2_sp", "torch"))
@@ -148,6 +162,7 @@ def refusals(world: Communicator) -> dict[str, str]:
 def by_two(world: Communicator, expected) -> dict:
     handed = handed_over(world, HANDED, expected["gpt2", "muon"])
     more = {"meta": from_meta(world, "tp2"), "log-probabilities": log_probabilities(world), "refused": refusals(world)}
+    more["dropout"] = dropped_out(world)
     return {"trained": trained(world, TWO, expected), "handed": handed} | more
 
 
@@ -187,6 +202,13 @@ def test_a_model_on_the_meta_device_gets_its_slices_of_initial_or_stored_weights
 
 def test_log_probabilities_of_tokens_from_a_cut_vocabulary(on_two):
     assert all(far < 1e-12 for found in on_two for far in found["log-probabilities"])
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
+def test_dropout_leaves_the_ranks_generators_and_replicated_weights_equal(layout, on_two):
+    (first, far, masks), (second, _, other_masks) = (found["dropout"][layout] for found in on_two)
+    assert len(first) > 3 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and far < 1e-12
+    assert [torch.equal(*both) for both in zip(masks, other_masks, strict=True)] == [layout == "tp2", False, True]
 
 
 def test_what_the_styles_cannot_cut_is_refused(on_two):

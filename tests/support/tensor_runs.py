@@ -8,14 +8,19 @@ from layout_runs import LayoutRun, largest_difference
 from sharded_runs import ADAMW, MUON, ROWS, translation_objective
 from step_records import STEPS
 
+from shared.loop import accumulate_gradients, train_step
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.model.config import ModelConfig
+from shared.model.masks import AttentionMask
+from shared.model.transformer import TransformerModel
+from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.parallel.health.replicas import require_equal
-from shared.parallel.parallelize import AXES
+from shared.parallel.mesh import Mesh
+from shared.parallel.parallelize import AXES, apply_parallel
 from shared.parallel.tensor.axis import TensorParallel
 
 SGD = OptimizerConfig("sgd", lr=0.3, momentum=0.0, weight_decay=0.0)
@@ -93,3 +98,29 @@ def require_same(found: list[dict], one: dict) -> None:
 def without_noise(tensors: dict) -> dict:
     """A key's bias moves all scores of a query alike, so its gradient is 0, and what is computed of it is rounding."""
     return {name: tensor if tensor.norm() > 1e-9 else torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def with_dropout(world, layout: str, activation_checkpointing: str = "none", backend: str = "course"):
+    """A step with dropout: the weights, the generator's state afterwards, and this rank's parameters."""
+    config = replace(config_of("gpt2"), hidden_dropout=0.3, attention_dropout=0.2)
+    parallel = replace(parse_layout(layout.removesuffix("_sp")), sequence_parallel=layout.endswith("_sp"))
+    parallel = replace(parallel, activation_checkpointing=activation_checkpointing, backend=backend)
+    strategy = apply_parallel(TransformerModel(config).double(), Mesh(parallel, world), SGD, axes=(*AXES, TensorParallel()))
+    strategy.model.train()
+    optimizer = build_optimizer(strategy.optim_params, SGD, strategy.routes)
+    torch.manual_seed(5)
+    batch = batches(0, 0, config)
+    train_step(
+        strategy.model, optimizer, [batch], packed_next_token_objective, strategy.runner(accumulate_gradients), strategy.reducer,
+        strategy.updater(lambda model, optimizer, count: optimizer.step()),
+    )  # fmt: skip
+    weights = {name: tensor for name, tensor in strategy.whole_weights() if tensor is not None}
+    return weights, torch.get_rng_state(), dict(strategy.model.named_parameters())
+
+
+def drawn(model: TransformerModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the dropout of the stream and of attention leave of ones in the first block, and random numbers that are drawn afterwards."""
+    block = model.train().stack.blocks["0"]
+    torch.manual_seed(1)
+    ones = torch.ones(1, 2, 20, 4)
+    return block.dropout(torch.ones(200)), block.attention.attend(ones, ones, ones, AttentionMask(), 1.0, 0.5), torch.rand(3)

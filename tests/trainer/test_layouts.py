@@ -114,6 +114,19 @@ def test_torchs_engine_trains_the_model_of_one_process(runs, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
+def test_the_report_shows_what_tensor_parallelism_sends_and_should_send(runs, layout):
+    folder, file, _ = runs
+    done = spread(layout, file)
+    assert done.returncode == 0, done.stderr
+    assert_same(weights(folder / f"run-{layout}"), weights(folder / "run"))
+    summary = json.loads((folder / f"run-{layout}" / "results.json").read_text())["summary"]
+    predicted = {name.removesuffix(", by formula"): value for name, value in summary.items() if name.endswith(", by formula")}
+    measured = {name.removesuffix(", a step"): value for name, value in summary.items() if name.endswith("over tp, a step")}
+    assert predicted == measured and "all_reduce over tp" in measured
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, ranks", [("cp2", 2), ("dp2_cp2", 4)])
 def test_ranks_that_share_the_sequence_train_the_model_of_one_process(runs, layout, ranks):
     folder, file, _ = runs
@@ -166,7 +179,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_proces
     "layout, words, sentence",
     [
         ("dp2x", ["a.yaml"], "The layout 'dp2x' is not understood"),
-        ("pp2", ["a.yaml"], "it comes with chapter 08"),
+        ("dp2_ep2", ["a.yaml"], "it comes with chapter 09"),
         ("dp2_zero2", ["a.yaml", "parallel.backend=torch"], "PyTorch has no such engine"),
         ("cp2", ["a.yaml", "parallel.backend=torch"], "context_parallel with backend torch is not built"),
         ("dp2", ["steps=3"], "Give a configuration"),

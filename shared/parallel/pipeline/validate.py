@@ -53,6 +53,11 @@ class Shape:
     def last(self) -> int:
         return self.ranks * self.chunks - 1
 
+    def goes_around(self, message: Message) -> bool:
+        """Whether a message goes between the last rank and the first one, from one chunk to another."""
+        ends = (message.source, message.to) if message.what == "activations" else (message.to, message.source)
+        return ends == (self.ranks - 1, 0)
+
     def needed(self, rank: int, action: Action) -> Message | None:
         """What an action waits for from another rank: activations of the stage before, or gradients of the one behind."""
         stage = action.chunk * self.ranks + rank

@@ -89,13 +89,16 @@ def estimate_memory(
 
 
 def model_of_rank(model: ModelConfig, layout: ParallelConfig) -> ModelConfig:
-    """The model that the tensor-parallel rank with the most of it computes: its heads, inner features and tokens, at the whole's width.
+    """The model that the rank with the most of it computes: its layers under pipeline parallelism, and its heads, inner features and tokens
+    under tensor parallelism, at the whole's width.
 
     With fewer key-value heads than ranks, each rank has a copy of one. A vocabulary that does not divide is cut unevenly.
     """
     model, ranks = model.resolved(), layout.tensor_parallel
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    return replace(model, **{name: -(-getattr(model, name) // ranks) for name in sizes})
+    layers = -(-model.num_hidden_layers // layout.pipeline_parallel)
+    parts = {name: -(-getattr(model, name) // ranks) for name in sizes}
+    return replace(model, num_hidden_layers=layers, layer_types=model.layer_types[:layers], **parts)
 
 
 def block_size(model: ModelConfig) -> int:

@@ -3,6 +3,8 @@
 Ranks are threads. Every stage climbs from the smallest case on which a mistake shows to the others.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shared.course.checking import Case, Check
+from shared.course.comparing import Said, numbers
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.comm.threads import run_threads
 
@@ -25,25 +28,32 @@ def observe_weights(adapters: Any, ranks: int, sizes: dict[str, int]) -> Results
     config = config_of(sizes)
     whole = weights_of(config)
 
-    def on_rank(world: Communicator) -> tuple[dict[str, Tensor], dict[str, tuple]]:
-        model = adapters.make_model(config, weights_of(config), world, False)
-        return dict(adapters.state(model)), dict(adapters.layout(model))
+    def on_rank(world: Communicator) -> tuple[dict[str, Tensor], dict[str, tuple], list[str]]:
+        given = weights_of(config)
+        alive = {name: weakref.ref(weight) for name, weight in given.items() if weight.dim() == 2}
+        model = adapters.make_model(config, given, world, False)
+        del given
+        if any(weight() is not None for weight in alive.values()):
+            gc.collect()  # what is only part of a circle of references goes
+        return dict(adapters.state(model)), dict(adapters.layout(model)), [name for name, weight in alive.items() if weight() is not None]
 
     found = run_threads(on_rank, ranks)
-    problems: dict[str, list[str]] = {"missing": [], "unknown": [], "not the numbers that layout says": [], "more than a rank's share": []}
-    problems |= {"held in a larger tensor's memory": [], "on no rank": []}
+    problems: dict[str, list[str]] = {about: [] for about in NO_PROBLEMS}
     covered = {name: torch.zeros_like(weight) for name, weight in whole.items()}
-    for rank, (parts, layout) in enumerate(found):
+    for rank, (parts, layout, alive) in enumerate(found):
+        problems["whole and still in memory"] += [f"{name} on rank {rank}" for name in alive]
         problems["missing"] += [f"{name} on rank {rank}" for name in whole if name not in parts or name not in layout]
         problems["unknown"] += [f"{name} on rank {rank}" for name in parts if name not in whole]
         for name in (name for name in whole if name in parts and name in layout):
-            part, indices, expected = parts[name].detach(), layout[name], whole[name]
-            for dimension, index in enumerate(indices):
-                expected = expected.index_select(dimension, torch.as_tensor(index))
-            if len(indices) != whole[name].dim() or not (part.shape == expected.shape and torch.equal(part, expected)):
+            part, indices = parts[name].detach(), layout[name]
+            if not are_indices(indices, whole[name]):
+                problems["laid out by something else than a tuple of index tensors"].append(f"{name} on rank {rank}")
+                continue
+            at = torch.meshgrid(*indices, indexing="ij")
+            if part.shape != whole[name][at].shape or not torch.equal(part, whole[name][at]):
                 problems["not the numbers that layout says"].append(f"{name} on rank {rank}")
                 continue
-            covered[name][torch.meshgrid(*(torch.as_tensor(index) for index in indices), indexing="ij")] = 1
+            covered[name][at] = 1
             share = -(-whole[name].shape[0] // ranks) * whole[name].shape[1] if whole[name].dim() == 2 else whole[name].numel()
             share = max(share, config.head_dim * config.hidden_size) if "k_proj" in name or "v_proj" in name else share
             if part.numel() > share:
@@ -54,8 +64,18 @@ def observe_weights(adapters: Any, ranks: int, sizes: dict[str, int]) -> Results
     return {about: names[:3] for about, names in problems.items()}
 
 
-NO_PROBLEMS = ("missing", "unknown", "not the numbers that layout says", "more than a rank's share")
-NO_PROBLEMS = dict.fromkeys((*NO_PROBLEMS, "held in a larger tensor's memory", "on no rank"), [])
+def are_indices(indices: Any, whole: Tensor) -> bool:
+    """Whether a layout's entry is one int64 tensor for each dimension, within the whole."""
+    if not isinstance(indices, tuple) or len(indices) != whole.dim():
+        return False
+    fits = [isinstance(each, Tensor) and each.dtype == torch.int64 and each.dim() == 1 for each in indices]
+    return all(fits) and all(((each >= 0) & (each < size)).all() for each, size in zip(indices, whole.shape, strict=True))
+
+
+NO_PROBLEMS: dict[str, list[str]] = {
+    "missing": [], "unknown": [], "laid out by something else than a tuple of index tensors": [], "not the numbers that layout says": [],
+    "more than a rank's share": [], "held in a larger tensor's memory": [], "whole and still in memory": [], "on no rank": [],
+}  # fmt: skip
 
 
 def weights_case(title: str, ranks: int, **sizes: int) -> Case:
@@ -150,23 +170,28 @@ def loss_case(title: str, targets: list[list[int]], ranks: int, scale: float = 1
 
 
 def joined(parts: list[dict[str, Tensor]], layouts: list[dict[str, tuple]], whole: dict[str, Tensor], about: str) -> Results:
-    """What the ranks hold, put together by their layouts; copies that disagree are results of their own."""
+    """What the ranks hold, put together by their layouts; words where a part is missing, has another shape, or copies disagree."""
     found: Results = {}
     for name, weight in whole.items():
-        total = torch.full_like(weight, torch.nan)
+        total, said = torch.full_like(weight, torch.nan), ""
         for rank, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
-            at = torch.meshgrid(*(torch.as_tensor(index) for index in layout[name]), indexing="ij")
+            at, here = torch.meshgrid(*layout[name], indexing="ij"), part.get(name)
             before = total[at]
+            if not isinstance(here, Tensor) or here.shape != before.shape:
+                there = "nothing" if here is None else f"shape {list(getattr(here, 'shape', ()))}"
+                said = said or f"{there} on rank {rank}, whose part has shape {list(before.shape)}"
+                continue
             known = ~before.isnan()
-            if not torch.allclose(before[known], part[name][known], rtol=1e-9, atol=1e-9):
-                found[f"has another {about}{name} on rank {rank} than on a rank before it, where both hold the same numbers"] = True
-            total[at] = part[name]
-        found[f"{about}{name}"] = total
+            if not torch.allclose(before[known], here[known], rtol=1e-9, atol=1e-9):
+                two = numbers(here[known][:3]), numbers(before[known][:3])
+                said = said or f"{two[0]} on rank {rank} and {two[1]} on a rank before it, for one part"
+            total[at] = here
+        found[f"{about}{name}"] = Said(said) if said else total
     return found
 
 
 def model_case(title: str, ranks: int, by_sequence: bool = False, length: int = 6, what: str = "gradients", **sizes: int) -> Case:
-    """what: logits, loss, or gradients (each with its place in the whole)."""
+    """what: logits, loss, gradients (each with its place in the whole), or gradients of a second call."""
     given = {"ranks": ranks, "sequence_parallel": by_sequence, "ids": [2, length], "sizes": in_letters(sizes)}
     config = config_of(sizes)
     ids, targets = tokens(config, length)
@@ -186,6 +211,8 @@ def model_case(title: str, ranks: int, by_sequence: bool = False, length: int = 
             model = adapters.make_model(config, weights_of(config), world, by_sequence)
             if what == "logits":
                 return {"logits": adapters.logits(model, ids).detach().movedim(-1, 0)}, adapters.layout(model)
+            if what == "gradients of a second call":
+                adapters.loss_and_gradients(model, ids.flip(0), targets)
             loss, gradients = adapters.loss_and_gradients(model, ids, targets)
             return loss.detach() if what == "loss" else gradients, adapters.layout(model)
 
@@ -242,10 +269,19 @@ STAGES = {
         loss_case("the gradient of x", [[3, 52, -100], [0, 30, 7]], 2, gradient=True),
         loss_case("the gradient of x, four ranks", [[3, 52, -100], [0, 30, 7]], 4, gradient=True),
     ),
-    "model": tuple(model_cases(2) + model_cases(2, num_key_value_heads=2)[-1:]),
-    "four_ranks": tuple(model_cases(4) + model_cases(4, num_key_value_heads=2) + model_cases(4, num_key_value_heads=1)[-1:]),
-    "sequence_parallel": tuple(
-        model_cases(2, by_sequence=True) + model_cases(4, by_sequence=True, length=8, num_key_value_heads=2)[2:]
+    "model": (
+        *model_cases(2),
+        *model_cases(2, num_key_value_heads=2)[-1:],
+        model_case("every gradient again, after a call with other tokens", 2, what="gradients of a second call"),
+    ),
+    "four_ranks": (
+        *model_cases(4)[-1:],
+        *model_cases(4, num_key_value_heads=2),
+        *model_cases(4, num_key_value_heads=1)[-1:],
+    ),
+    "sequence_parallel": (
+        *model_cases(2, by_sequence=True),
+        *model_cases(4, by_sequence=True, length=8, num_key_value_heads=2)[-2:],
     ),
     "budgets": BUDGETS,
     "bad_input": BAD_INPUT,

@@ -1,0 +1,101 @@
+"""Chapter 08. Pipeline parallelism as an axis of the mesh: each rank holds some of a plain transformer's layers (pp).
+
+    pp 2, chunks 1    rank 0: embedding, blocks 0 1 2 3              rank 1: blocks 4 5 6 7, norm, head
+    pp 2, chunks 2    rank 0: embedding, blocks 0 1 and 4 5          rank 1: blocks 2 3 and 6 7, norm, head
+
+Blocks keep their numbers, so weights, optimizer state and checkpoints have the names of the whole model. A tied embedding stands at both
+ends, and its two gradients are summed (`partial_over`). Data engines work on what a rank holds, as on any model.
+
+Left out on purpose: what has not been shown to be equal to one process, which is refused by name; and stages balanced by their costs:
+layers are shared out evenly, and where they do not divide, the last stages, one of which has the head, have one fewer.
+"""
+
+import torch
+from torch import nn
+
+from shared.course.errors import SettingError
+from shared.model.config import ModelConfig
+from shared.model.transformer import TransformerModel, keep_part
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.config import ParallelConfig
+from shared.parallel.mesh import Mesh
+from shared.parallel.pipeline.links import Links
+from shared.parallel.pipeline.runner import PipelineRunner
+from shared.parallel.pipeline.stages import PipelineModel
+from shared.parallel.pipeline.validate import Shape
+from shared.parallel.pipeline.weight_gradients import split_backward
+from shared.parallel.strategy import ParallelStrategy
+
+
+class PipelineParallel:
+    """Pipeline parallelism."""
+
+    brings = ("pipeline_parallel",)
+
+    def shape(self, model: nn.Module, mesh: Mesh) -> None:
+        if mesh.pp.size == 1:
+            return
+        if type(model) is not TransformerModel:
+            raise SettingError(f"Pipeline parallelism is for a TransformerModel, not a {type(model).__name__}: set pipeline_parallel to 1.")
+        require_stages(model.config, mesh.config)
+        last = mesh.pp.size - 1
+        kept = [number for numbers in blocks_of(model.config, mesh) for number in numbers]
+        keep_part(model, kept, embedding=mesh.pp.rank == 0, head=mesh.pp.rank == last)
+        if model.config.tie_word_embeddings:
+            ends = group_of_ends(mesh)
+            if mesh.pp.rank in (0, last):
+                (model.head.linear if mesh.pp.rank else model.embedding.tokens).weight.partial_over = ends
+
+    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
+        mesh, model = strategy.mesh, strategy.module
+        if mesh.pp.size == 1:
+            return strategy
+        chunks, splits = mesh.config.pipeline_chunks, mesh.config.pipeline_schedule == "zero_bubble"
+        waiting = split_backward(model.stack.blocks.values()) if splits else None
+        links = Links(mesh, Shape(mesh.pp.size, chunks))
+        stages = PipelineModel(model, mesh.pp, links, blocks_of(model.config, mesh), compilable=not splits)
+        engines = [PipelineRunner(stages, mesh, waiting), *strategy.engines]
+        return ParallelStrategy(model, mesh, engines, strategy.around, strategy.routes)
+
+
+def stage_blocks(layers: int, stages: int) -> list[range]:
+    """Which blocks each stage has: as many on each, and one more on the first ones where they do not divide."""
+    share, over = divmod(layers, stages)
+    firsts = [stage * share + min(stage, over) for stage in range(stages + 1)]
+    return [range(first, following) for first, following in zip(firsts, firsts[1:], strict=False)]
+
+
+def blocks_of(config: ModelConfig, mesh: Mesh) -> list[range]:
+    """For each chunk of this rank, the numbers of its blocks."""
+    return stage_blocks(config.num_hidden_layers, mesh.pp.size * mesh.config.pipeline_chunks)[mesh.pp.rank :: mesh.pp.size]
+
+
+def group_of_ends(mesh: Mesh) -> Communicator:
+    """The first and the last rank of this rank's pipeline, as a group. Every rank of the world calls it."""
+    first, *middle, last = torch.arange(mesh.world.size).view(mesh.pp.size, -1).tolist()
+    pairs = [list(pair) for pair in zip(first, last, strict=True)]
+    return mesh.world.split("pp_ends", pairs + [[rank] for ranks in middle for rank in ranks])
+
+
+def require_stages(model: ModelConfig, config: ParallelConfig) -> None:
+    """Refuse what a pipeline cannot run, or what nobody has compared with one process.
+
+    Raises:
+        SettingError: names the setting.
+    """
+    stages = config.pipeline_parallel * config.pipeline_chunks
+    chunked, splits = config.pipeline_chunks > 1, config.pipeline_schedule == "zero_bubble"
+    wrong = [
+        (model.architecture == "encoder-decoder", "model.architecture encoder-decoder: its blocks share more than hidden states"),
+        (model.position == "relative", "model.position relative: its blocks share a learned bias"),
+        (stages > model.num_hidden_layers, f"{model.num_hidden_layers} layers: {stages} stages need at least one each"),
+        (config.backend == "torch", "parallel.backend torch: it is this course's own pipeline"),
+        (config.context_parallel > 1, "context_parallel: nobody has compared the two together with one process"),
+        (chunked and config.tensor_parallel > 1, "tensor_parallel and pipeline_chunks: its ends are where a model ends, not a chunk"),
+        (splits and config.tensor_parallel > 1, "tensor_parallel and pipeline_schedule zero_bubble: its matrices are not split"),
+        (splits and config.fully_sharded > 1, "fully_sharded and pipeline_schedule zero_bubble: gradients are reduced before part W"),
+        (model.tie_word_embeddings and config.zero > 0, "zero and a tied embedding: its ends are cut differently over the replicas"),
+    ]
+    for is_wrong, reason in wrong:
+        if is_wrong:
+            raise SettingError(f"parallel.pipeline_parallel {config.pipeline_parallel} with {reason}. Change one of them.")

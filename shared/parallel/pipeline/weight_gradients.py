@@ -1,0 +1,73 @@
+"""Chapter 08. Weight gradients apart from input gradients: the backward pass of linear layers in two parts, for zero-bubble schedules.
+
+    y = x W^T        part I   dL/dx = dL/dy W          the stage before waits for it
+                     part W   dL/dW = (dL/dy)^T x      nobody waits for it
+
+The backward pass through a stage does part I, and leaves what part W needs in a list (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
+section 4; their `WeightGradStore`). Norms, biases, embedding and head, a small part of the work, are done whole in part I.
+
+Autograd does not see these weights, so no hook on them is called, which would say that a gradient is complete when part W is still to come:
+data parallelism exchanges them when the step is finished.
+
+Left out on purpose: matrices that other axes have changed (tensor parallelism, FSDP).
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Waiting = list[tuple[nn.Parameter, Tensor, Tensor]]  # weight [out, in], x [..., in], gradient of the output [..., out]
+
+
+class Hidden(NamedTuple):
+    """A weight that autograd does not see, because it looks at tensors only."""
+
+    weight: nn.Parameter
+
+
+class SplitMatmul(torch.autograd.Function):
+    """x W^T, whose backward pass computes x's gradient and leaves the weight's for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, hidden: Hidden, waiting: Waiting) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.waiting = hidden.weight, waiting
+        return F.linear(x, hidden.weight)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        ctx.waiting.append((ctx.weight, x, upstream))
+        return (upstream @ ctx.weight.to(upstream.dtype)).to(x.dtype), None, None, None
+
+
+class SplitLinear(nn.Linear):
+    """A linear layer with a backward pass in two parts. waiting: the list in which it leaves part W."""
+
+    waiting: Waiting
+
+    def forward(self, x: Tensor) -> Tensor:
+        anchor = torch.empty(0, requires_grad=True)  # also where x needs no gradient, there is a backward pass
+        y = SplitMatmul.apply(x, anchor, Hidden(self.weight), self.waiting)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def split_backward(modules: Iterable[nn.Module]) -> Waiting:
+    """Have all trained linear layers within some modules leave their weight gradients in the list that is returned."""
+    waiting: Waiting = []
+    for module in modules:
+        for linear in module.modules():
+            if type(linear) is nn.Linear and linear.weight.requires_grad:
+                linear.__class__, linear.waiting = SplitLinear, waiting
+    return waiting
+
+
+@torch.no_grad()
+def add_weight_gradients(taken: Waiting) -> None:
+    """Part W: add up the gradients that were left, in `weight.grad`."""
+    for weight, x, upstream in taken:
+        gradient = upstream.flatten(0, -2).T @ x.flatten(0, -2).to(upstream.dtype)
+        weight.grad = gradient.to(weight.dtype) if weight.grad is None else weight.grad.add_(gradient)
