@@ -72,6 +72,8 @@ def test_outside_of_an_objective_each_rank_computes_the_whole_sequence():
         strategy = strategy_of(world, "bloom", context_parallel=2)
         with pytest.raises(ValueError, match=r"a share of each sequence: call strategy.objective"):
             strategy.model.train()(ids)
+        strategy.objective(packed_next_token_objective)(strategy.model, batches(0, 0, config_of("bloom")))
+        world.trace.clear()
         return strategy.model.eval()(ids), world.trace.calls()["send", "cp"]
 
     for logits, sends in run_threads(work, 2):
