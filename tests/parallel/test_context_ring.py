@@ -8,7 +8,7 @@ from ring_runs import HEADS, RULES, SEQ, TWO_OF_FOUR, alone, given, over_ranks, 
 from torch import Tensor
 
 from shared.model.attention import sdpa_attention
-from shared.model.masks import Causal, Documents, Mask, to_attention_mask
+from shared.model.masks import Causal, Documents, Mask, Padding, to_attention_mask
 from shared.model.positions import alibi_bias
 from shared.parallel.context import blocks, ring
 from shared.parallel.context.blocks import merge_attention
@@ -20,6 +20,15 @@ from shared.parallel.context.ring import gathered_attention, ring_attention
 @pytest.mark.parametrize("rule", RULES)
 def test_attention_over_ranks_is_that_of_one_process(rule, ranks, attend):
     require_close(over_ranks(ranks, RULES[rule], given(), attend=attend), alone(RULES[rule], given()))
+
+
+@pytest.mark.parametrize("attend", [ring_attention, gathered_attention])
+def test_a_rule_that_is_one_row_for_all_queries(attend):
+    """All look at the first key, so weights are 1 and only values have a gradient."""
+    rule = Padding((torch.arange(SEQ) < 1).repeat(2, 1))
+    out, *_, of_values = over_ranks(4, rule, given(), attend=attend)
+    expected, *_, of_values_alone = alone(rule, given())
+    require_close([out, of_values], [expected, of_values_alone])
 
 
 @pytest.mark.parametrize("rule", ["causal", "packed, both ways"])

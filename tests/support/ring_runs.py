@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from shared.model.attention import grouped_query_attention
-from shared.model.masks import Causal, Documents, Full, Mask, Padding, Prefix, Window
+from shared.model.masks import Causal, Documents, Full, Mask, Prefix, Window
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.context.axis import Attend
 from shared.parallel.context.mask import ContextMask
@@ -19,7 +19,6 @@ RULES = {
     "full": Full(), "causal": Causal(), "window": Causal() & Window(5), "packed": Causal() & Documents(PACKED),
     "prefix": Causal() | Prefix(torch.tensor([3, 20])), "packed, both ways": Full() & Documents(PACKED),
     "window in packed": Causal() & Window(7) & Documents(PACKED), "one document is nobody's": Causal() & Window(5) & Prefix(10),
-    "one key for all": Padding((torch.arange(SEQ) < 1).repeat(BATCH, 1)),
 }  # fmt: skip
 
 
