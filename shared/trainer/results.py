@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,12 @@ from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
+from shared.parallel.planning.tensor_costs import tensor_exchanges
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
 from shared.trainer.comparison import compare_with_single_process, known_causes
+from shared.trainer.config import TrainerConfig
+from shared.trainer.fitting import step_sizes
 from shared.trainer.loaders import evaluation_loader
 from shared.trainer.report import Results, format_value, write_report
 
@@ -97,7 +101,20 @@ def layout_summary(run: "Run", memory: list[int]) -> dict[str, Any]:
         return {}
     peaks = ", ".join(f"{peak / GIB:.3f}" for peak in memory)
     layout = f"{layout_name(run.config.parallel)} ({run.config.parallel.backend})"
-    return {"layout": layout} | run.traffic.per_step() | {"peak memory by rank, GiB": peaks}
+    return {"layout": layout} | run.traffic.per_step() | predicted_traffic(run.config) | {"peak memory by rank, GiB": peaks}
+
+
+def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
+    """What tensor parallelism should send in a step by formula, in the words of `Traffic.per_step`. PyTorch's engine is not traced."""
+    calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for each in tensor_exchanges(config.model, config.parallel, config.optimizer, **step_sizes(config)):
+        calls[each.operation, each.axis] += each.calls
+        sizes[each.operation, each.axis] += each.calls * each.bytes
+    return {
+        f"{operation} over {axis}, by formula": f"{count:.0f} calls, {sizes[operation, axis] / 1e6:.2f} MB"
+        for (operation, axis), count in sorted(calls.items())
+        if config.parallel.backend == "course"
+    }
 
 
 def sample(run: "Run", model: nn.Module, prompt: str, number: int) -> str:
