@@ -20,9 +20,12 @@ from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
+from shared.parallel.pipeline.schedules import make_schedule
+from shared.parallel.pipeline.simulate import simulate
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
 from shared.trainer.comparison import compare_with_single_process, known_causes
+from shared.trainer.config import TrainerConfig
 from shared.trainer.loaders import evaluation_loader
 from shared.trainer.report import Results, format_value, write_report
 
@@ -97,7 +100,19 @@ def layout_summary(run: "Run", memory: list[int]) -> dict[str, Any]:
         return {}
     peaks = ", ".join(f"{peak / GIB:.3f}" for peak in memory)
     layout = f"{layout_name(run.config.parallel)} ({run.config.parallel.backend})"
-    return {"layout": layout} | run.traffic.per_step() | {"peak memory by rank, GiB": peaks}
+    return {"layout": layout} | bubble_summary(run.config) | run.traffic.per_step() | {"peak memory by rank, GiB": peaks}
+
+
+def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
+    """The bubble of a pipeline's schedule, of stages that all take equally long and messages that take no time."""
+    parallel = config.parallel
+    if parallel.pipeline_parallel == 1:
+        return {}
+    share = config.data.batch_size // parallel.data_ranks
+    microbatches = share // min(config.data.micro_batch_size, share)
+    schedule = make_schedule(parallel.pipeline_schedule, parallel.pipeline_parallel, microbatches, parallel.pipeline_chunks)
+    bubble = simulate(schedule, microbatches, parallel.pipeline_chunks).bubble()
+    return {f"bubble of {parallel.pipeline_schedule}, of the time computed": bubble}
 
 
 def sample(run: "Run", model: nn.Module, prompt: str, number: int) -> str:
