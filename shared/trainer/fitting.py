@@ -1,5 +1,7 @@
 """Chapter 12. Out of memory (OOM) before it happens: a run that cannot fit into the device's memory is refused, with both numbers."""
 
+from typing import Any
+
 import psutil
 import torch
 
@@ -31,17 +33,20 @@ def require_memory(config: TrainerConfig, device: torch.device) -> None:
 def memory_needed(config: TrainerConfig) -> float:
     """Bytes on one rank. Of a model without a formula for its activations, the weights, gradients and state of one replica alone."""
     share = config.data.batch_size // config.parallel.data_ranks
-    rows = min(config.data.micro_batch_size, share)
-    precision = "float32" if config.precision == "auto" else config.precision
     try:
-        held = estimate_memory(
-            config.model, config.parallel, config.optimizer, rows=rows, seq=config.data.seq, microbatches=share // rows,
-            precision=precision, packed=True,
-        ).total  # fmt: skip
+        held = estimate_memory(config.model, config.parallel, config.optimizer, packed=True, **step_sizes(config)).total
     except ValueError:
         model = model_of_rank(config.model, config.parallel)
         held = sum(parameter_counts(model).values()) * (8 + state_width(model, config.optimizer)) / config.parallel.fully_sharded
     return held + share * config.data.seq * IDS
+
+
+def step_sizes(config: TrainerConfig) -> dict[str, Any]:
+    """A rank's step, as the formulas of `shared.parallel.planning` take it."""
+    share = config.data.batch_size // config.parallel.data_ranks
+    rows = min(config.data.micro_batch_size, share)
+    precision = "float32" if config.precision == "auto" else config.precision
+    return {"rows": rows, "seq": config.data.seq, "microbatches": share // rows, "precision": precision}
 
 
 def memory_of(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,12 @@ from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.pipeline.simulate import simulate
+from shared.parallel.planning.tensor_costs import tensor_exchanges
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
 from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.config import TrainerConfig
+from shared.trainer.fitting import step_sizes
 from shared.trainer.loaders import evaluation_loader
 from shared.trainer.report import Results, format_value, write_report
 
@@ -100,7 +103,8 @@ def layout_summary(run: "Run", memory: list[int]) -> dict[str, Any]:
         return {}
     peaks = ", ".join(f"{peak / GIB:.3f}" for peak in memory)
     layout = f"{layout_name(run.config.parallel)} ({run.config.parallel.backend})"
-    return {"layout": layout} | bubble_summary(run.config) | run.traffic.per_step() | {"peak memory by rank, GiB": peaks}
+    found = bubble_summary(run.config) | run.traffic.per_step() | predicted_traffic(run.config)
+    return {"layout": layout} | found | {"peak memory by rank, GiB": peaks}
 
 
 def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
@@ -108,11 +112,25 @@ def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
     parallel = config.parallel
     if parallel.pipeline_parallel == 1:
         return {}
-    share = config.data.batch_size // parallel.data_ranks
-    microbatches = share // min(config.data.micro_batch_size, share)
+    microbatches = step_sizes(config)["microbatches"]
     schedule = make_schedule(parallel.pipeline_schedule, parallel.pipeline_parallel, microbatches, parallel.pipeline_chunks)
     bubble = simulate(schedule, microbatches, parallel.pipeline_chunks).bubble()
     return {f"bubble of {parallel.pipeline_schedule}, of the time computed": bubble}
+
+
+def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
+    """What tensor parallelism should send in a step by formula, in the words of `Traffic.per_step`. PyTorch's engine is not traced."""
+    if config.parallel.pipeline_parallel > 1:
+        return {}  # the formulas are for ranks that have every layer
+    calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for each in tensor_exchanges(config.model, config.parallel, config.optimizer, **step_sizes(config)):
+        calls[each.operation, each.axis] += each.calls
+        sizes[each.operation, each.axis] += each.calls * each.bytes
+    return {
+        f"{operation} over {axis}, by formula": f"{count:.0f} calls, {sizes[operation, axis] / 1e6:.2f} MB"
+        for (operation, axis), count in sorted(calls.items())
+        if config.parallel.backend == "course"
+    }
 
 
 def sample(run: "Run", model: nn.Module, prompt: str, number: int) -> str:

@@ -114,6 +114,19 @@ def test_torchs_engine_trains_the_model_of_one_process(runs, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
+def test_the_report_shows_what_tensor_parallelism_sends_and_should_send(runs, layout):
+    folder, file, _ = runs
+    done = spread(layout, file)
+    assert done.returncode == 0, done.stderr
+    assert_same(weights(folder / f"run-{layout}"), weights(folder / "run"))
+    summary = json.loads((folder / f"run-{layout}" / "results.json").read_text())["summary"]
+    predicted = {name.removesuffix(", by formula"): value for name, value in summary.items() if name.endswith(", by formula")}
+    measured = {name.removesuffix(", a step"): value for name, value in summary.items() if name.endswith("over tp, a step")}
+    assert predicted == measured and "all_reduce over tp" in measured
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, ranks", [("cp2", 2), ("dp2_cp2", 4)])
 def test_ranks_that_share_the_sequence_train_the_model_of_one_process(runs, layout, ranks):
     folder, file, _ = runs

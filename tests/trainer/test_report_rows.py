@@ -2,15 +2,21 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import yaml
 from test_run_comparison import finished_run
 
 from shared.parallel.comm.trace import CommTrace
+from shared.parallel.config import ParallelConfig
 from shared.trainer import provenance
 from shared.trainer.callbacks import Traffic
 from shared.trainer.comparison import compare_with_single_process, known_causes
+from shared.trainer.config import TrainerConfig
 from shared.trainer.report import code_of
+from shared.trainer.results import predicted_traffic
+from shared.trainer.settings import parse_words
 
 TWO = {"parallel": {"data_parallel": 2}}
 
@@ -21,6 +27,17 @@ def test_operations_that_steps_do_not_run_have_no_row():
     traffic.calls = Counter({("all_reduce", "dp"): 300, ("gather_objects", "world"): 1})
     traffic.bytes = Counter({("all_reduce", "dp"): 200_000_000})
     assert traffic.per_step() == {"all_reduce over dp, a step": "3 calls, 2.00 MB"}
+
+
+def test_what_tensor_parallelism_should_send_is_said_of_the_courses_engine_alone(tmp_path):
+    text = yaml.safe_dump({"steps": 100, "data": {"seq": 64, "batch_size": 4, "micro_batch_size": 2}, "parallel": {"tensor_parallel": 2}})
+    (tmp_path / "tp2.yaml").write_text(text)
+    config = parse_words(TrainerConfig, [str(tmp_path / "tp2.yaml")])
+    layers = config.model.num_hidden_layers
+    ((name, said),) = predicted_traffic(config).items()
+    assert name == "all_reduce over tp, by formula" and said.startswith(f"{2 * (4 * layers + 4)} calls, ")  # two micro-batches
+    assert predicted_traffic(replace(config, parallel=ParallelConfig())) == {}
+    assert predicted_traffic(replace(config, parallel=ParallelConfig(tensor_parallel=2, backend="torch"))) == {}
 
 
 def test_dropout_is_named_where_its_draws_differ(tmp_path):

@@ -9,10 +9,10 @@ a line or two each that call what you wrote. A stage whose functions still raise
 from the first stage to the last and stop after any of them.
 
 You may use everything of chapters 01 to 06, and what you wrote in exercises.py (copy it here). Of the core, `rope_tables` and `apply_rope`
-of `shared.model.rope` save you an evening; PyTorch's `F.rms_norm`, `F.scaled_dot_product_attention` and `torch.autograd.Function` are
-welcome. What may not be imported is `shared.parallel.tensor` and what applies it: that is what you build. The checks run in float64, with
-ranks as threads, and compare with one process to 1e-9. To try something yourself, `run_threads(function, 2)` of
-`shared.parallel.comm.threads` calls function(group) on two ranks and returns what they return.
+of `shared.model.rope` save you an evening, and of PyTorch `F.rms_norm`, `F.scaled_dot_product_attention` and `torch.autograd.Function`.
+What may not be imported is `shared.parallel.tensor` and what applies it: that is what you build. The checks run in float64, with ranks as
+threads, and compare with one process to 1e-9. To try something yourself, `run_threads(function, 2)` of `shared.parallel.comm.threads` calls
+function(group) on two ranks and returns what they return.
 
 The model, in one process
     x = embedding[ids];  for each block:  x = x + attention(norm(x));  x = x + feed_forward(norm(x));  logits = head(norm(x))
@@ -44,12 +44,13 @@ The stages (the functions of stages 1 to 4 are asked of models without sequence 
     1 weights            cut every weight; say of each part where it lies in the whole
     2 feed_forward       column-parallel, then row-parallel: one all-reduce forward, one backward
     3 attention          whole heads on each rank; query heads stay with the key-value head that they share
-    4 vocabulary         embedding, head and loss over tokens that are cut; V need not divide: shares differ by one token
+    4 vocabulary         embedding, head and loss over tokens that are cut; V need not divide: no rank has more than V / ranks, rounded up
     5 model              logits, loss and every gradient on two ranks are one process's
-    6 four_ranks         four ranks with two key-value heads: each head on two ranks, as K divides the ranks, in order
-    7 sequence_parallel  between the matrices each rank has its own positions of the stream; norms work on those alone
+    6 four_ranks         four ranks with two key-value heads, or one: each head lies on several ranks, for other query heads on each
+    7 sequence_parallel  between the sublayers each rank has its own positions of the stream; norms see no others. What the nine functions
+                         get and return stays the same
     8 budgets            forward and backward together, each layer has 4 all-reduces of the stream, or with sequence parallelism 4
-                         all-gathers and 4 reduce-scatters of it, beside the gradients that are summed. Embedding and head together have
+                         all-gathers and 4 reduce-scatters of it; gradients that are summed come on top. Embedding and head together have
                          2 all-reduces of it (2 all-gathers and 2 reduce-scatters) and the loss a few numbers for each position. Under
                          sequence parallelism each sublayer and the head may gather their input once more in the backward pass.
                          No rank ever makes the logits of all tokens, or a whole matrix. With sequence parallelism autograd keeps the
@@ -116,7 +117,7 @@ def head_loss(model: object, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_and_gradients(model: object, ids: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """One forward and backward pass of the whole model.
+    """One forward and backward pass of the whole model. ids and targets [B, S] are whole, and the same on all ranks.
 
     Returns:
         The summed loss, the same on all ranks, and under each weight's name the gradient of this rank's part, in its shape. Ranks that

@@ -191,7 +191,7 @@ def joined(parts: list[dict[str, Tensor]], layouts: list[dict[str, tuple]], whol
 
 
 def model_case(title: str, ranks: int, by_sequence: bool = False, length: int = 6, what: str = "gradients", **sizes: int) -> Case:
-    """what: logits, loss, or gradients (each with its place in the whole)."""
+    """what: logits, loss, gradients (each with its place in the whole), or gradients of a second call."""
     given = {"ranks": ranks, "sequence_parallel": by_sequence, "ids": [2, length], "sizes": in_letters(sizes)}
     config = config_of(sizes)
     ids, targets = tokens(config, length)
@@ -211,6 +211,8 @@ def model_case(title: str, ranks: int, by_sequence: bool = False, length: int = 
             model = adapters.make_model(config, weights_of(config), world, by_sequence)
             if what == "logits":
                 return {"logits": adapters.logits(model, ids).detach().movedim(-1, 0)}, adapters.layout(model)
+            if what == "gradients of a second call":
+                adapters.loss_and_gradients(model, ids.flip(0), targets)
             loss, gradients = adapters.loss_and_gradients(model, ids, targets)
             return loss.detach() if what == "loss" else gradients, adapters.layout(model)
 
@@ -267,7 +269,11 @@ STAGES = {
         loss_case("the gradient of x", [[3, 52, -100], [0, 30, 7]], 2, gradient=True),
         loss_case("the gradient of x, four ranks", [[3, 52, -100], [0, 30, 7]], 4, gradient=True),
     ),
-    "model": tuple(model_cases(2) + model_cases(2, num_key_value_heads=2)[-1:]),
+    "model": (
+        *model_cases(2),
+        *model_cases(2, num_key_value_heads=2)[-1:],
+        model_case("every gradient again, after a call with other tokens", 2, what="gradients of a second call"),
+    ),
     "four_ranks": (
         *model_cases(4)[-1:],
         *model_cases(4, num_key_value_heads=2),
