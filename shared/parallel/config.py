@@ -32,7 +32,8 @@ class ParallelConfig:
     """How a run is spread over ranks.
 
     Args:
-        backend: course runs this course's own parallelism, torch the same configuration on PyTorch's (DDP, fully_shard).
+        backend: course runs this course's own parallelism, torch the same configuration on PyTorch's (DDP, fully_shard,
+            parallelize_module).
         pipeline_parallel: how many ranks share out the layers.
         pipeline_schedule: in which order a pipeline's ranks compute: gpipe, 1f1b, interleaved, which needs pipeline_chunks, or zero_bubble
             (ZB-H1).

@@ -21,6 +21,8 @@ from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
+from shared.parallel.pipeline.schedules import make_schedule
+from shared.parallel.pipeline.simulate import simulate
 from shared.parallel.planning.tensor_costs import tensor_exchanges
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
@@ -101,11 +103,25 @@ def layout_summary(run: "Run", memory: list[int]) -> dict[str, Any]:
         return {}
     peaks = ", ".join(f"{peak / GIB:.3f}" for peak in memory)
     layout = f"{layout_name(run.config.parallel)} ({run.config.parallel.backend})"
-    return {"layout": layout} | run.traffic.per_step() | predicted_traffic(run.config) | {"peak memory by rank, GiB": peaks}
+    found = bubble_summary(run.config) | run.traffic.per_step() | predicted_traffic(run.config)
+    return {"layout": layout} | found | {"peak memory by rank, GiB": peaks}
+
+
+def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
+    """The bubble of a pipeline's schedule, of stages that all take equally long and messages that take no time."""
+    parallel = config.parallel
+    if parallel.pipeline_parallel == 1:
+        return {}
+    microbatches = step_sizes(config)["microbatches"]
+    schedule = make_schedule(parallel.pipeline_schedule, parallel.pipeline_parallel, microbatches, parallel.pipeline_chunks)
+    bubble = simulate(schedule, microbatches, parallel.pipeline_chunks).bubble()
+    return {f"bubble of {parallel.pipeline_schedule}, of the time computed": bubble}
 
 
 def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
     """What tensor parallelism should send in a step by formula, in the words of `Traffic.per_step`. PyTorch's engine is not traced."""
+    if config.parallel.pipeline_parallel > 1:
+        return {}  # the formulas are for ranks that have every layer
     calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for each in tensor_exchanges(config.model, config.parallel, config.optimizer, **step_sizes(config)):
         calls[each.operation, each.axis] += each.calls

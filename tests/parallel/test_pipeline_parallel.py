@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from layout_runs import largest_difference
-from pipeline_runs import MICROBATCHES, config_of, expected, observed, on_ranks, require_same, runner_of
+from pipeline_runs import MICROBATCHES, config_of, expected, half_packed, observed, on_ranks, require_same, runner_of
 from sharded_runs import build, share
 from tensor_runs import batches
 from torch.autograd.graph import saved_tensors_hooks
@@ -34,6 +34,7 @@ RUNS = [  # layout, family, optimizer, schedule
     ("pp2", "gpt2", "adamw", "interleaved"),
     ("pp2", "qwen3", "muon", "zero_bubble"),
     ("pp2", "bloom", "sgd", "1f1b"),
+    ("pp2", "mistral", "sgd", "interleaved"),
     ("pp2", "bert", "sgd", "1f1b"),
     ("pp4", "gpt2", "sgd", "1f1b"),
     ("pp4", "gpt2", "adamw", "zero_bubble"),
@@ -69,6 +70,14 @@ def test_layers_and_micro_batches_need_not_divide(layers, microbatches, layout):
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_blocks_are_recomputed_in_their_stage(recomputed, schedule):
     require_same(on_ranks(observed, "pp2", "gpt2", "sgd", schedule, activation_checkpointing=recomputed), expected("gpt2", "sgd"))
+
+
+@pytest.mark.parametrize("layout, schedule, recomputed", [
+    ("pp2_fsdp2", "interleaved", "full"), ("pp2_fsdp2", "gpipe", "selective"), ("pp2_tp2_sp", "1f1b", "full"),
+])  # fmt: skip
+def test_blocks_are_recomputed_where_weights_are_cut(layout, schedule, recomputed):
+    settings = {"activation_checkpointing": recomputed} | ({"reshard_after_forward": False} if schedule == "gpipe" else {})
+    require_same(on_ranks(observed, layout, "gpt2", "sgd", schedule, **settings), expected("gpt2", "sgd"))
 
 
 def test_any_valid_list_can_be_run():
@@ -137,25 +146,36 @@ def test_what_ranks_keep_is_what_the_schedule_says(name, ranks):
     microbatches = 8
 
     def work(run):
+        run.batches = batches  # of which none has a mask
         meter = Meter(run.plain)
-        runner_of(run).use(make_schedule(name, ranks, microbatches, 2 if name == "interleaved" else 1), microbatches)
         with meter.watched():
             run.train(1)
-        alone = Meter(run.plain)
-        run.microbatches = ranks if name == "interleaved" else 1
-        with alone.watched():
-            run.train(1)
-        run.microbatches = microbatches
-        run.train(1)
-        return runner_of(run).most, meter.most, alone.most
+        most, alone = runner_of(run).most, Meter(run.plain)
+        if name != "interleaved":
+            run.microbatches = 1
+            with alone.watched():
+                run.train(1)
+        return most, meter.most, alone.most
 
-    found = on_ranks(work, f"pp{ranks}", "llama", "sgd", name, microbatches=microbatches)
-    schedule = make_schedule(name, ranks, microbatches, 2 if name == "interleaved" else 1)
-    marks = validate(schedule, microbatches, 2 if name == "interleaved" else 1)
+    found, chunks = on_ranks(work, f"pp{ranks}", "llama", "sgd", name, microbatches=microbatches), 2 if name == "interleaved" else 1
+    marks = validate(make_schedule(name, ranks, microbatches, chunks), microbatches, chunks)
     assert [most for most, *_ in found] == marks
     if name in ("gpipe", "1f1b"):
         for (_, most, of_one), mark in list(zip(found, marks, strict=True))[1:-1]:
             assert most == mark * of_one
+
+
+def test_what_was_sent_is_freed_when_it_has_arrived(monkeypatch):
+    """A rank keeps what it sends until a later message shows that it was received: not all of a step's."""
+    most, send = [0] * 3, Links.send
+
+    def counting(links, tensor, message):
+        send(links, tensor, message)
+        most[message.source] = max(most[message.source], len(links.under_way))
+
+    monkeypatch.setattr(Links, "send", counting)
+    on_ranks(lambda run: run.train(1), "pp3", "llama", "sgd", "1f1b", microbatches=12)
+    assert max(most) <= 6  # of 12 or 24 that a rank sends
 
 
 def test_messages_are_counted_and_of_the_formula():
@@ -180,7 +200,7 @@ def test_messages_are_counted_and_of_the_formula():
 @pytest.mark.parametrize("layout, schedule", [("pp2", "1f1b"), ("pp2", "interleaved"), ("pp2_fsdp2", "1f1b"), ("pp2_tp2", "1f1b")])
 def test_evaluation_and_logits_are_those_of_one_process(layout, schedule):
     config = config_of("gpt2")
-    held_out = [batches(9, number, config) for number in range(2)]
+    held_out = [half_packed(9, number, config) for number in range(2)]
 
     def work(run):
         model, data = run.parallel.model, run.mesh.data

@@ -14,6 +14,7 @@ from shared.trainer import start
 MODEL = {"hidden_dropout": 0.0, "num_key_value_heads": 2, "num_hidden_layers": 4, "tie_word_embeddings": True}
 WORDS = {"pp2": [], "pp2_zero_bubble": ["parallel.pipeline_schedule=zero_bubble"],
          "pp2_interleaved": ["parallel.pipeline_schedule=interleaved", "parallel.pipeline_chunks=2"]}  # fmt: skip
+BUBBLES = {"pp2": 1 / 4, "pp2_zero_bubble": 1 / 12, "pp2_interleaved": 1 / 8}  # four micro-batches
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,7 @@ def test_two_stages_train_the_model_of_one_process(alone, case):
     mine, theirs = (json.loads((folder / name / "results.json").read_text())["summary"] for name in (case, "run"))
     assert mine["held-out bits per byte"] == pytest.approx(theirs["held-out bits per byte"], rel=1e-4)
     assert {"send over pp, a step", "receive over pp_gradients, a step"} <= mine.keys()
+    assert [value for name, value in mine.items() if name.startswith("bubble of")] == pytest.approx([BUBBLES[case]])
 
 
 @pytest.mark.slow

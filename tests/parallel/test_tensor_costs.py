@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -38,8 +39,9 @@ FAMILIES = {
     "mqa": replace(SMALL, num_key_value_heads=1, attention_bias=True),
     "gpt2": GPT,
 }
-LAYOUTS = ["tp2", "tp4_sp", *(pytest.param(word, marks=pytest.mark.slow) for word in ("tp2_sp", "tp4"))]
-WITH_RINGS = ["cp2", *(pytest.param(word, marks=pytest.mark.slow) for word in ("cp4", "cp2_tp2_sp"))]
+BUSY = partial(pytest.param, marks=pytest.mark.slow)  # the same in more pairs
+LAYOUTS = ["tp2", "tp4_sp", *map(BUSY, ("tp2_sp", "tp4"))]
+WITH_RINGS = ["cp2", *map(BUSY, ("cp4", "cp2_tp2_sp"))]
 by_family = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 by_layout = pytest.mark.parametrize("word", LAYOUTS)
 
@@ -61,7 +63,7 @@ def activations_of_rank(world, config: ModelConfig, layout: ParallelConfig, prec
 
 @by_family
 @pytest.mark.parametrize("word", LAYOUTS + WITH_RINGS)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", BUSY("bfloat16")])
 def test_activations_are_as_predicted(config, word, precision):
     """To the byte on rank 0, which has the most tokens of the vocabulary; the others have a few bytes less."""
     data = batch(seq=SEQ)
@@ -84,12 +86,11 @@ def test_sequence_parallelism_cuts_the_stream_and_nothing_else():
 
 
 @pytest.mark.parametrize("word, zero", [("tp2", 0), ("dp2_tp2_sp", 1), ("fsdp2_tp2_sp", 0), ("dp2_cp2", 1)])
-@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_each_rank_holds_what_is_predicted(word, zero, optimizer):
+def test_each_rank_holds_what_is_predicted(word, zero):
     layout = replace(layout_of(word), zero=zero)
-    for config in (SMALL, GPT):
-        predicted = estimate_memory(config, layout, optimizer, rows=ROWS, seq=SEQ, microbatches=2)
-        for found, _ in run_threads(measure, layout.ranks, layout, optimizer, 2, "float32", config, SEQ):
+    for config, optimizer, precision in ((SMALL, MUON, "float32"), (GPT, ADAMW, "bfloat16")):
+        predicted = estimate_memory(config, layout, optimizer, rows=ROWS, seq=SEQ, microbatches=2, precision=precision)
+        for found, _ in run_threads(measure, layout.ranks, layout, optimizer, 2, precision, config, SEQ):
             off = {kind: (found, expected) for kind, expected in vars(predicted).items() if not near(getattr(found, kind), expected)}
             assert not off
 
@@ -114,7 +115,7 @@ def exchanged(config: ModelConfig, layout: ParallelConfig, optimizer=ADAMW, micr
 
 @by_family
 @by_layout
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", BUSY("full")])
 def test_calls_and_bytes_are_as_predicted(config, word, recompute):
     predicted, found = exchanged(config, layout_of(word, recompute))
     assert predicted == found
@@ -144,8 +145,7 @@ def test_partial_gradients_are_shared_out_beside_full_sharding():
 
 
 @pytest.mark.parametrize("word", WITH_RINGS)
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute, precision", [("none", "float32"), ("full", "bfloat16"), BUSY("full", "float32")])
 def test_the_ring_sends_what_is_predicted(word, recompute, precision):
     layout, config, predicted = layout_of(word, recompute), FAMILIES["gqa, tied"], Counter[tuple[str, str]]()
     for each in context_exchanges(config, layout, rows=ROWS, seq=SEQ, microbatches=2, precision=precision):

@@ -3,7 +3,7 @@
 python tests/parity/layout_table.py            two ranks, then four
 python tests/parity/layout_table.py 2          two ranks
 python tests/parity/layout_table.py bfloat16   in bfloat16 instead; float16 in that
-python tests/parity/layout_table.py 07         chapter 07's table instead: tensor, sequence and context parallelism by family
+python tests/parity/layout_table.py 07         chapter 07's tables instead: tensor, sequence and context parallelism by family, and in bfloat16
 """
 
 import sys
@@ -15,11 +15,20 @@ sys.path[:0] = [str(folder) for folder in (Path(__file__).parents[2], Path(__fil
 import context_runs  # noqa: E402
 import tensor_runs  # noqa: E402
 import test_07_tensor  # noqa: E402
-from layout_runs import largest_difference  # noqa: E402
-from layouts import EXACT, FOUR, TWO, Difference, cases_of, matrix, references, rounding  # noqa: E402
+import torch  # noqa: E402
+from layout_runs import LayoutRun, largest_difference  # noqa: E402
+from layouts import EXACT, FOUR, TWO, Difference, cases_of, difference, matrix, references, rounding  # noqa: E402
+from sharded_runs import ADAMW  # noqa: E402
+from step_records import RunRecord  # noqa: E402
 from tensor_runs import FAMILIES  # noqa: E402
 
+from shared.model.chunked_loss import packed_next_token_objective  # noqa: E402
+from shared.optim.precision import autocast_objective  # noqa: E402
+from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator  # noqa: E402
 from shared.parallel.comm.launch import run_processes  # noqa: E402
+from shared.parallel.comm.threads import run_threads  # noqa: E402
+from shared.parallel.config import parse_layout  # noqa: E402
+from shared.trainer.axes import RUN_AXES  # noqa: E402
 
 QUANTITIES = ("loss", "norm", "gradients", "weights")
 OF_CHAPTER_07 = {  # layouts of up to 8 ranks on threads; `_sp` is sequence parallelism
@@ -62,6 +71,26 @@ def families_table() -> Iterator[str]:
         yield families_line(layout, "torch", worst)
 
 
+def bfloat16_table() -> Iterator[str]:
+    """One family with products in bfloat16: each layout to one process, and that to itself in float32."""
+    yield "| layout | loss | gradient norm | every gradient | weights after three steps |"
+    yield "|---|---|---|---|---|"
+    one = in_precision(SingleRankCommunicator(), "one", "bfloat16")
+    wide = difference(one, in_precision(SingleRankCommunicator(), "one", "float32"))
+    yield f"| one process, to itself in float32 | {' | '.join(f'{wide[name]:.0e}' for name in QUANTITIES)} |"
+    for layout in ("tp2", "tp2_sp", "tp4", "tp4_sp", "cp2", "cp4"):
+        ranks = run_threads(in_precision, parse_layout(layout).ranks, layout, "bfloat16")
+        found = [difference(each, one) for each in ranks]
+        yield f"| {layout} | {' | '.join(f'{max(each[name] for each in found):.0e}' for name in QUANTITIES)} |"
+
+
+def in_precision(world: Communicator, layout: str, precision: str) -> RunRecord:
+    objective = autocast_objective(packed_next_token_objective, precision)
+    computed_in = torch.bfloat16 if precision == "bfloat16" else None
+    made = {"config": context_runs.config_of("llama"), "batches": context_runs.batches, "axes": RUN_AXES, "dtype": torch.float32}
+    return LayoutRun(world, parse_layout(layout), optimizer=ADAMW, objective=objective, computed_in=computed_in, **made).record()
+
+
 def by_threads(layout: str, family: str) -> float | None:
     """None where the layout refuses the family."""
     if "cp" in layout and family not in context_runs.SHARED_OUT:
@@ -85,7 +114,7 @@ def families_line(layout: str, backend: str, worst: dict[str, float | None]) -> 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["07"]:
-        for each in families_table():
+        for each in (*families_table(), "", *bfloat16_table()):
             print(each, flush=True)
         sys.exit()
     ranks, others = ([word for word in sys.argv[1:] if word.isdigit() == digits] for digits in (True, False))

@@ -26,6 +26,18 @@ MICROBATCHES = 4
 SCHEDULES = {"gpipe": {}, "1f1b": {}, "interleaved": {"pipeline_chunks": 2}, "zero_bubble": {}}
 
 
+def half_packed(step: int, number: int, config: ModelConfig) -> dict:
+    """Every other micro-batch has packed rows, of three documents each."""
+    batch = batches(step, number, config)
+    if number % 2:
+        rows, seq = batch["input_ids"].shape
+        borders = [[1 + row % 4, 6 + row % 5] for row in range(rows)]
+        batch["documents"] = torch.stack([torch.bucketize(torch.arange(seq), torch.tensor(two), right=True) for two in borders])
+        firsts = [torch.tensor([0, *two])[documents] for two, documents in zip(borders, batch["documents"], strict=True)]
+        batch["positions"] = torch.arange(seq) - torch.stack(firsts)
+    return batch
+
+
 def config_of(family: str, layers: int = 4) -> ModelConfig:
     return ModelConfig(**SMALL | FAMILIES[family] | {"num_hidden_layers": layers})
 
@@ -41,7 +53,7 @@ def make(
     microbatches, layers = parallel.pop("microbatches", MICROBATCHES), parallel.pop("layers", 4)
     return LayoutRun(
         world, replace(parse_layout(layout.removesuffix("_sp")), **parallel), config=config_of(family, layers),
-        batches=batches, optimizer=OPTIMIZERS[optimizer], microbatches=microbatches,
+        batches=half_packed, optimizer=OPTIMIZERS[optimizer], microbatches=microbatches,
         axes=(*AXES, axis or PipelineParallel(), ContextParallel(), TensorParallel()), **{"objective": packed_next_token_objective} | of_run,
     )  # fmt: skip
 

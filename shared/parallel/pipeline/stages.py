@@ -96,7 +96,8 @@ class PipelineModel(nn.Module):
             self.action = None
 
     def run(self, action: Action, input_ids: Tensor, options: dict[str, Any]) -> tuple[Any, Message | None]:
-        """Run one chunk, on ids or on what the stage before sends. Returns its result, and as what it is to be sent, if it is."""
+        """Run one chunk, on ids or on what the stage before sends. Returns its result, and as what it is to be sent, if it is. Hidden states
+        have the dtype of the weights, also under autocast, which rounds no residual stream."""
         x, parameter = input_ids, next(self.module.parameters())
         needed, given = self.links.shape.needed(self.pp.rank, action), self.links.shape.given(self.pp.rank, action)
         if needed is not None:
@@ -104,8 +105,7 @@ class PipelineModel(nn.Module):
             self.links.receive(x, needed)
             self.received = x.requires_grad_(torch.is_grad_enabled())
         with self.only(action.chunk):
-            result = self.module(x, **options)
-        return (result if given is None else result.to(parameter.dtype)), given
+            return self.module(x, **options), given
 
     @contextmanager
     def only(self, chunk: int) -> Iterator[None]:
