@@ -12,12 +12,13 @@ from tensor_runs import require_same, without_noise
 
 from shared.engine.config import EngineConfig
 from shared.engine.engine import RuntimeEngine
-from shared.loop import evaluate
+from shared.loop import accumulate_gradients, evaluate
 from shared.model.attention import Attention
 from shared.model.builders import Builders
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.loss_scale import LossScaler
+from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
@@ -71,6 +72,8 @@ def test_outside_of_an_objective_each_rank_computes_the_whole_sequence():
         strategy = strategy_of(world, "bloom", context_parallel=2)
         with pytest.raises(ValueError, match=r"a share of each sequence: call strategy.objective"):
             strategy.model.train()(ids)
+        strategy.objective(packed_next_token_objective)(strategy.model, batches(0, 0, config_of("bloom")))
+        world.trace.clear()
         return strategy.model.eval()(ids), world.trace.calls()["send", "cp"]
 
     for logits, sends in run_threads(work, 2):
@@ -90,6 +93,25 @@ def test_a_compiled_model_trains_as_one_that_is_not():
     for found, weights in run_processes(compiled, 2, timeout=300):
         torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
         assert largest_difference(weights, whole) < 1e-9
+
+
+def test_under_autocast_keys_travel_in_16_bits_and_their_gradients_in_32():
+    config, objective = config_of("gqa"), autocast_objective(packed_next_token_objective, "bfloat16")
+    batch, plain = packed_batches(0, 0, config), TransformerModel(config)
+    objective(plain, batch).loss_sum.backward()
+
+    def work(world):
+        strategy = apply_parallel(TransformerModel(config), Mesh(ParallelConfig(context_parallel=2), world), axes=AXES)
+        totals = strategy.runner(accumulate_gradients)(strategy.model, [batch], strategy.objective(objective))
+        strategy.reducer(strategy.model, totals)
+        return world.trace.bytes()["send", "cp"], {name: p.grad for name, p in strategy.model.named_parameters()}
+
+    told = run_threads(work, 2)
+    numbers = 2 * len(batch["input_ids"]) * config.num_key_value_heads * config.hidden_size // config.num_attention_heads * SEQ // 4
+    assert sum(sends for sends, _ in told) == config.num_hidden_layers * 3 * numbers * (2 + 2 + 4)  # 3 hops; forward, backward
+    for _, gradients in told:
+        for name, parameter in plain.named_parameters():
+            assert (gradients[name] - parameter.grad).norm() < 0.02 * parameter.grad.norm(), name
 
 
 # What a rank keeps for the backward pass.

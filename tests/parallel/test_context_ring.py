@@ -8,7 +8,7 @@ from ring_runs import HEADS, RULES, SEQ, TWO_OF_FOUR, alone, given, over_ranks, 
 from torch import Tensor
 
 from shared.model.attention import sdpa_attention
-from shared.model.masks import Causal, Documents, Mask, to_attention_mask
+from shared.model.masks import Causal, Documents, Mask, Padding, to_attention_mask
 from shared.model.positions import alibi_bias
 from shared.parallel.context import blocks, ring
 from shared.parallel.context.blocks import merge_attention
@@ -22,12 +22,33 @@ def test_attention_over_ranks_is_that_of_one_process(rule, ranks, attend):
     require_close(over_ranks(ranks, RULES[rule], given(), attend=attend), alone(RULES[rule], given()))
 
 
+@pytest.mark.parametrize("attend", [ring_attention, gathered_attention])
+def test_a_rule_that_is_one_row_for_all_queries(attend):
+    """All look at the first key, so weights are 1 and only values have a gradient."""
+    rule = Padding((torch.arange(SEQ) < 1).repeat(2, 1))
+    out, *_, of_values = over_ranks(4, rule, given(), attend=attend)
+    expected, *_, of_values_alone = alone(rule, given())
+    require_close([out, of_values], [expected, of_values_alone])
+
+
 @pytest.mark.parametrize("rule", ["causal", "packed, both ways"])
 def test_without_a_kernel_the_same_is_computed(rule, monkeypatch):
     monkeypatch.setattr(blocks, "has_kernel", lambda queries: False)
     require_close(over_ranks(3, RULES[rule], given()), alone(RULES[rule], given()))
     bias = partial(alibi_bias, HEADS)
     require_close(over_ranks(2, RULES[rule], given(), bias), alone(RULES[rule], given(), bias))
+
+
+def test_autocast_around_it_changes_nothing(monkeypatch):
+    """It would compute float32 scores in bfloat16."""
+    monkeypatch.setattr(blocks, "has_kernel", lambda queries: False)
+    found = over_ranks(2, Causal(), given(dtype=torch.float32), attend=in_autocast)
+    require_close(found, alone(Causal(), given()), 1e-6)
+
+
+def in_autocast(*arguments):
+    with torch.autocast("cpu", torch.bfloat16):  # of this thread
+        return ring_attention(*arguments)
 
 
 @pytest.mark.parametrize("rule", ["causal", "full", "window in packed"])

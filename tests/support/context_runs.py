@@ -11,7 +11,7 @@ from tensor_runs import FAMILIES, SGD, SMALL
 
 from shared.data.objectives import masked_language_objective
 from shared.model.chunked_loss import packed_next_token_objective
-from shared.model.config import ModelConfig
+from shared.model.config import ModelConfig, RopeScaling
 from shared.parallel.config import parse_layout
 from shared.parallel.context.axis import ContextParallel
 from shared.parallel.context.ring import ring_attention
@@ -19,13 +19,19 @@ from shared.parallel.parallelize import AXES
 from shared.parallel.tensor.axis import TensorParallel
 
 SEQ = 16
-SHARED_OUT = [family for family in FAMILIES if family != "t5"]
+MORE = {  # what depends on the whole sequence's length, on the layer, and on the kernel
+    "dynamic": {"rope_scaling": RopeScaling("dynamic", factor=4.0), "max_position_embeddings": 6},
+    "alternating": {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 5},
+    "eager": {"attention": "eager", "num_key_value_heads": 2},
+}
+SHARED_OUT = [*(family for family in FAMILIES if family != "t5"), *MORE]
 DOCUMENTS = [(16,), (3, 13), (5, 1, 2, 8), (4, 4, 4, 4), (9, 7), (1, 14, 1)]  # lengths in a row: they end within chunks and between them
 
 
 def config_of(family: str) -> ModelConfig:
-    config = ModelConfig(**SMALL | FAMILIES[family])
-    return replace(config, max_position_embeddings=max(SEQ, config.max_position_embeddings))
+    config = ModelConfig(**SMALL | (FAMILIES | MORE)[family])
+    longest = SEQ if config.position == "learned" else 0
+    return replace(config, max_position_embeddings=max(longest, config.max_position_embeddings))
 
 
 def batches(step: int, microbatch: int, config: ModelConfig):
