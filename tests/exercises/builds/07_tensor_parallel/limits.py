@@ -165,7 +165,7 @@ def sent_case(part: str) -> Case:
         return WITHIN if all(counts) else f"{counts[0]} forward, {counts[1]} backward: ranks that compute parts must add them up"
 
     observe = lambda adapters, **_: {about: run_threads(on_rank, ranks, adapters)[0]}  # noqa: E731
-    return Case("budget", f"a call forward and one backward, of {part}", lambda: given, lambda **_: {about: WITHIN}, TEXT.format(2), observe)
+    return Case("budget", f"calls of {part}, forward and backward", lambda: given, lambda **_: {about: WITHIN}, TEXT.format(2), observe)
 
 
 def cut_stream_case() -> Case:
