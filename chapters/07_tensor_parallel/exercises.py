@@ -53,7 +53,8 @@ def tensor_shards(shapes: Mapping[str, Sequence[int]], head_dim: int, ranks: int
     """Decide which slice of which parameter each rank holds: column-parallel, row-parallel and vocabulary-parallel layers.
 
     A linear layer's `weight` is [out, in], and its `bias` [out]. Two layers in sequence need a single all-reduce if the features that a
-    rank computes in the first are those that it reads in the second (Shoeybi et al. 2019, section 3). Layers are known by how names end:
+    rank computes in the first are those that it reads in the second (Shoeybi et al. 2019, section 3). What comes before ".weight" or
+    ".bias" in a parameter's name ends in the name of its layer:
 
         q_proj, k_proj, v_proj    column-parallel: a rank computes some of the output features, in whole heads of `head_dim`
         gate_proj, up_proj        column-parallel
@@ -62,11 +63,12 @@ def tensor_shards(shapes: Mapping[str, Sequence[int]], head_dim: int, ranks: int
         relative_bias             [buckets, heads]: a rank has its heads
         all others                whole on every rank
 
-    Slices follow the order of the ranks: rank 0 has the first heads, features and tokens. All sizes divide by the ranks, but for two:
+    Slices follow the order of the ranks: rank 0 has the first heads, features and tokens. The numbers of heads and of inner features are
+    divisible by the number of ranks. Two others need not be:
 
-        - A vocabulary need not. Slices then differ by at most one token, and the longer ones come first.
-        - There may be fewer key-value heads than ranks, which are then a multiple of them: each head is held by as many consecutive ranks
-          as it takes, so that every rank's queries find the head that serves them.
+        - The size of the vocabulary. Slices then differ by at most one token, and the longer ones come first.
+        - The number of key-value heads. Where it is smaller than that of the ranks, it divides that of the ranks: each head is held by
+          as many consecutive ranks as it takes, so that every rank's queries find the head that serves them.
 
     Args:
         shapes: the shape of every parameter of a model, or of some of its layers, by name.
@@ -119,19 +121,19 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
 
     Args:
         logits: [rows, vocab of this rank], at least one column; another rank may have a column more or less. A token that cannot be has
-            minus infinity. No gradient is recorded.
+            minus infinity. Autograd is off in here: the gradient is computed elsewhere, from the normalizer.
         targets: [rows] int64, the same on all ranks: tokens of the whole vocabulary, or -100 for a row that does not count.
         first: the token of this rank's first column.
         group: the ranks that share the vocabulary. `group.all_reduce(tensor, op="max")` replaces a contiguous tensor by the maximum over
             the ranks; op="sum" is the default.
 
     Returns:
-        Three tensors, the same on all ranks, the first two in the dtype of the logits, or in float32 where that is narrower; so is all that
-        is computed and sent.
+        Three tensors, the same on all ranks, the first two in the dtype of the logits, or in float32 where the logits are narrower. All
+        numbers are computed and sent in that dtype, too.
 
         losses: [rows]; 0 where a row does not count.
         normalizer: [rows], the logarithm of the sum of exponentials over the whole vocabulary, of all rows.
-        correct: [rows] bool, whether the target's logit is the largest of its row; False where a row does not count.
+        correct: [rows] bool, whether the target's logit is the largest of its row, alone or in a tie; False where a row does not count.
 
     >>> logits, targets = torch.tensor([[0.0, 0.0], [0.0, 2.0]]).log1p(), torch.tensor([3, -100])     # 1, 1 and 1, 3 after exp
     >>> vocabulary_cross_entropy(logits, targets, first=2, group=SingleRankCommunicator())
@@ -154,7 +156,8 @@ def gradient_sums(names: Sequence[str], sequence_parallel: bool, copied_heads: b
         feed_forward                  up_proj, gate_proj make this rank's features; down_proj adds its bias to the sum over the ranks
         attention_norm, cross_attention_norm, feed_forward_norm, final_norm
                                       normalise the residual stream between the sublayers, of which every rank has all positions; with
-                                      sequence parallelism, its own positions only, which the sums over the ranks have become by then too
+                                      sequence parallelism, each rank has its own positions only, of the stream and of the sums over the
+                                      ranks that are added to it
         embedding                     makes the stream, whole on every rank; sequence parallelism cuts it after that
         head                          gets the stream whole; behind f, transform and norm (BERT's) compute what `linear` needs for this
                                       rank's tokens

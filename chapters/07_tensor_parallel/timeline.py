@@ -47,7 +47,8 @@ from shared.parallel.tensor.axis import TensorParallel  # noqa: E402
 simulation = import_module("chapters.06_data_parallel.simulation")
 
 SPEED = 0.4 * PEAKS["NVIDIA GeForce RTX 3090"].half  # FLOP/s that a card is taken to reach
-NVLINK = 56.25  # GB/s in each direction over a 3090's four links: NVIDIA, "Ampere GA102 GPU Architecture", section "Third-generation NVLink"
+# GB/s in each direction over a 3090's four links: NVIDIA, "Ampere GA102 GPU Architecture", section "Third-generation NVLink"
+NVLINK = 56.25
 PCIE = 6.0  # GB/s, an assumption: eight lanes for each card, and every byte through the host's memory. Measure yours with nccl-tests
 LATENCY = 1e-5  # seconds for a message
 MEMORY = 24e9 - 1.5e9  # bytes of a card, less what CUDA and its libraries take
@@ -75,7 +76,8 @@ class OperationCounter(TorchDispatchMode):
 
 @cache
 def program(layout: str, width: int, rows: int) -> list:
-    """What rank 0 of two does in a step of one micro-batch, of `rows` on each card. Under tensor parallelism both cards have all of them."""
+    """What rank 0 of two does in a step of one micro-batch, of `rows` on each card. Under tensor parallelism both cards have all of
+    them."""
     counter = OperationCounter()
     world = simulation.dry_run(2, clock=lambda: counter.flops / SPEED)
     mesh = Mesh(parse_layout(layout), world)
@@ -155,7 +157,8 @@ def step_table(link: Link) -> list[str]:
         for rows in ROWS:
             steps = {layout: simulated(layout, width, rows, link) for layout in LAYOUTS}
             seconds, computing = {layout: step.seconds for layout, step in steps.items()}, steps["dp2"].total("compute")
-            cells = [f"{computing * 1e3:,.0f}", *(f"{each * 1e3:,.0f}" for each in seconds.values()), f"{seconds['tp2'] / seconds['dp2']:.2f}"]
+            ratio = seconds["tp2"] / seconds["dp2"]
+            cells = [f"{computing * 1e3:,.0f}", *(f"{each * 1e3:,.0f}" for each in seconds.values()), f"{ratio:.2f}"]
             lines.append(f"| {width:,} | {2 * rows * SEQ:,} | {' | '.join(cells)} |")
     return lines
 

@@ -120,15 +120,16 @@ def check(console: Console, hunt: Hunt, because: int | None) -> int:
     print_lines(console, [line for line in outcome_lines(outcome) if "`course hint" not in line.text])
     if outcome.state != PASS:
         return 2 if outcome.state == NOT_ATTEMPTED else 1
-    say(console, "\nThe program is repaired. What was the mistake?")
+    say(console, "\nThe repair is right. One question is still open: what was the mistake?")
     print_lines(console, [Line(f"  {number}  {choice}", hang=3) for number, choice in enumerate(hunt.choices, 1)])
     if because is None and not console.is_terminal:
-        say(console, f"\nSay which: `{hunt.command} --check --because NUMBER`.")
+        say(console, f"\nThe hunt is done when you say which; until then the exit code is 2:\n\n  {hunt.command} --check --because NUMBER")
         return 2
     because = because or click.prompt("number", type=click.IntRange(1, len(hunt.choices)))
     right = because == hunt.answer
     Progress(workspace).record_check(hunt.id, "repaired" if right else None)
-    say(console, f"\n{hunt.id}  " + (f"PASS  {hunt.after}" if right else f"FAIL  It was not {because}: what did your repair change?"))
+    wrong = f"FAIL  The repair is right, but the mistake was not {because}: what did your repair change?"
+    say(console, f"\n{hunt.id}  " + (f"PASS  {hunt.after}" if right else wrong))
     return 0 if right else 1
 
 

@@ -21,8 +21,8 @@ class Sharding(Protocol):
     """How a parameter is sharded over processes: the attribute `sharding` of a parameter, set by the code that sharded it.
 
     `shared.parallel.sharding.Sharding` is one; initial weights and Muon need no more of it than this.
-    shape: of the whole parameter. needs_gathering: whether the whole takes other processes. region: where this process's numbers lie: in the
-    slice of `offsets` and `sizes`, all of it (`is_box`) or the flattened numbers from `start` to `stop`.
+    shape: of the whole parameter. needs_gathering: whether the whole takes other processes. region: where this process's numbers lie: in
+    the slice of `offsets` and `sizes`, all of it (`is_box`) or the flattened numbers from `start` to `stop`.
     """
 
     shape: torch.Size

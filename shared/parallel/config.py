@@ -150,8 +150,8 @@ def require_built(config: ParallelConfig, brought: Collection[str] = ()) -> None
 
 
 def parse_layout(word: str, base: ParallelConfig | None = None) -> ParallelConfig:
-    """`dp2`, `fsdp2`, `dp2_fsdp2`, `dp4_zero1`, `tp2_sp`, `one`: a layout from its name. Axes that the word does not say have the degree 1, whatever
-    `base` says; everything else is `base`'s.
+    """`dp2`, `fsdp2`, `dp2_fsdp2`, `dp4_zero1`, `tp2_sp`, `one`: a layout from its name. Axes that the word does not say have the degree 1,
+    whatever `base` says; everything else is `base`'s.
 
     Raises:
         ValueError: a part that is no axis with a degree, or one that is said twice.

@@ -1,4 +1,5 @@
-"""Chapter 12. The parallel axes of a run, in the order in which they shape the model: activation checkpointing, pipeline, context, tensor."""
+"""Chapter 12. The parallel axes of a run, in the order in which they shape the model: activation checkpointing, pipeline, context,
+tensor."""
 
 from shared.parallel.context.axis import ContextParallel
 from shared.parallel.parallelize import AXES, Axis

@@ -167,7 +167,8 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(width=150)
     table = Table(
-        title=f"A training step, {arguments.pairs} pairs of {STEPS} steps, {arguments.device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        title=f"A training step, {arguments.pairs} pairs of {STEPS} steps, {arguments.device}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     )
     for column in (
         "peer",

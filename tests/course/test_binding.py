@@ -134,7 +134,10 @@ def test_mixed_takes_the_learners_part_only_while_it_is_the_one_that_passed(work
 @pytest.mark.parametrize(
     ("header", "said"),
     [
-        ("def train_step(model, optimizer, microbatches):", "contract: train_step(model, optimizer, microbatches, objective, runner, reducer, updater)"),
+        (
+            "def train_step(model, optimizer, microbatches):",
+            "contract: train_step(model, optimizer, microbatches, objective, runner, reducer, updater)",
+        ),
         ("def train_step(model, optimiser, microbatches, objective, runner, reducer, updater):", "here:     train_step(model, optimiser, "),
         ("def train_step(model, optimizer, microbatches, objective, runner, reducer, updater=None):", "updater=None)"),
     ],

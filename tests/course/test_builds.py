@@ -276,8 +276,11 @@ def test_a_hunt_from_the_list_to_the_reason(learner):
     wrong = learner.course("hunt", "07", "c", "--check")
     assert wrong.exit_code == 1 and "c.py, line" in wrong.stdout
     path.write_text(hunt.template.replace(broken, right), encoding="utf-8")
-    assert learner.course("hunt", "07", "c", "--check").exit_code == 2
-    assert learner.course("hunt", "07", "c", "--check", "--because", "1").exit_code == 1
+    repaired = learner.course("hunt", "07", "c", "--check")
+    assert repaired.exit_code == 2 and "The repair is right. One question is still open" in repaired.stdout
+    assert "--check --because NUMBER" in repaired.stdout
+    misread = learner.course("hunt", "07", "c", "--check", "--because", "1")
+    assert misread.exit_code == 1 and "the mistake was not 1" in misread.stdout
     assert "07.hunt   0 of 5 repaired" in learner.course("status").stdout
     done = learner.course("hunt", "07", "c", "--check", "--because", str(hunt.answer))
     assert done.exit_code == 0 and hunt.after.split()[0] in done.stdout

@@ -11,6 +11,7 @@ from scripts import run_script
 
 from shared.course import catalogue, stubs
 from shared.course.paths import CHECKOUT
+from shared.trainer.provenance import git
 
 FLOOR_0 = sorted((CHECKOUT / "shared" / "course").glob("*.py"))
 CORE = catalogue.core_files()
@@ -171,6 +172,21 @@ def test_docstrings_open_with_a_sentence_and_avoid_banned_phrases(path):
 @by_name
 def test_modules_have_at_most_300_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 300
+
+
+def python_files():
+    """The Python files that git tracks; without a repository, which the Docker image leaves out, all those in the project's folders."""
+    tracked = git("ls-files", "*.py")
+    if tracked:
+        return [CHECKOUT / name for name in tracked.splitlines()]
+    return [path for folder in ("chapters", "shared", "solutions", "tests") for path in (CHECKOUT / folder).rglob("*.py")]
+
+
+def test_lines_have_at_most_140_characters():
+    """A learner's own files may be written as they like."""
+    files = [path for path in python_files() if path.parent.parent.name != "chapters" or path.name not in ("exercises.py", "build.py")]
+    lines = {f"{path}:{number}": line for path in files for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)}
+    assert not {place: len(line) for place, line in lines.items() if len(line) > 140}
 
 
 @by_chapter

@@ -84,7 +84,8 @@ def test_few_outputs_are_left_uncompared(chapter):
 
 @by_chapter
 def test_each_exercise_is_shown_checked_and_got_wrong_once_in_teaching_order(chapter):
-    asked = [found[1] for cell in code_cells(chapter) if (found := re.search(r'contract\("([\w.]+)"\)\nprint\(\)\ncheck\("\1"\)$', cell.source))]
+    shown_and_checked = re.compile(r'contract\("([\w.]+)"\)\nprint\(\)\ncheck\("\1"\)$')
+    asked = [found[1] for cell in code_cells(chapter) if (found := shown_and_checked.search(cell.source))]
     assert asked == [exercise.id for exercise in chapter.exercises]
     wrong = [cell for cell in code_cells(chapter) if "raises-exception" in cell.metadata.get("tags", [])]
     assert len(wrong) == len(chapter.exercises)

@@ -195,8 +195,8 @@ def test_exact_duplicates_go_whatever_space_is_around_them():
 # All stages together.
 
 
-TEXTS = {f"{i}.py": f"{CODE}# {made_of(random.Random(i).choices(WORDS, k=80))}\n" for i in range(100)} | {
-    "short.py": "x", "again.py": f"{CODE}# {made_of(random.Random(7).choices(WORDS, k=80))}\n", "wide.py": BAD_CODE["a line over 1000 characters"],
+TEXTS = {f"{i}.py": f"{CODE}# {made_of(random.Random(i).choices(WORDS, k=80))}\n" for i in range(100)} | {"short.py": "x"} | {
+    "again.py": f"{CODE}# {made_of(random.Random(7).choices(WORDS, k=80))}\n", "wide.py": BAD_CODE["a line over 1000 characters"],
     "broken.py": CODE + "# cafÃ©\n", "generated.py": BAD_CODE["says that a program wrote it"],
 }  # fmt: skip
 

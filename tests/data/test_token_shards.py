@@ -75,7 +75,9 @@ def test_a_tokenizer_of_transformers_is_read(tmp_path):
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "<stop>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "<stop>"], initial_alphabet=alphabet, show_progress=False
+    )
     inner.train_from_iterator(PROSE, trainer)
     inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="<stop>")

@@ -37,7 +37,8 @@ def test_a_run_leaves_its_checkpoints_its_figures_and_its_plot(tmp_path, text_fi
         assert said in done.stdout
     again = start("--data", text_file, cwd=tmp_path)
     assert again.returncode == 0 and "Going on from step 12" in again.stdout and "held-out bits per byte" in again.stdout
-    assert re.search(r"held-out bits per byte │\s+([\d.]+)", again.stdout)[1] == re.search(r"held-out bits per byte │\s+([\d.]+)", done.stdout)[1]
+    figure = r"held-out bits per byte │\s+([\d.]+)"
+    assert re.search(figure, again.stdout)[1] == re.search(figure, done.stdout)[1]
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, text_file):

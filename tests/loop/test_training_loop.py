@@ -145,9 +145,8 @@ def test_an_objective_brings_its_own_batches_and_metrics():
 
     model = small_model()
     batch = {"input_ids": STREAM[:12].view(3, 4), "values": torch.zeros(3, 4, dtype=torch.float64)}
-    totals = train_step(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), split_batch(batch, 2), regression, accumulate_gradients, keep_totals, apply_update
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    totals = train_step(model, optimizer, split_batch(batch, 2), regression, accumulate_gradients, keep_totals, apply_update)
     expected = model(batch["input_ids"]).sum(dim=-1).abs().mean().item()
     assert totals.mean_metrics()["absolute_error"] == pytest.approx(expected, rel=1e-12)
 

@@ -69,7 +69,9 @@ def test_a_learners_own_parts_train_the_model_and_a_wrong_one_shows(tmp_path):
 
     mine = catalogue.find_chapter("07").stub_file(tmp_path)
     right = mine.read_text(encoding="utf-8")
-    mine.write_text(right.replace("elif sequence_parallel and (of_stream or row_bias)", "elif sequence_parallel and row_bias"), encoding="utf-8")
+    mine.write_text(
+        right.replace("elif sequence_parallel and (of_stream or row_bias)", "elif sequence_parallel and row_bias"), encoding="utf-8"
+    )
     assert mine.read_text(encoding="utf-8") != right
     done = start("--impl", "mine", "--layout", "tp2_sp", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

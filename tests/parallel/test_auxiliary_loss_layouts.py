@@ -35,7 +35,8 @@ def train(world: Communicator, layout: ParallelConfig, scale: float, steps: int 
     strategy = apply_parallel(TransformerModel(CONFIG, Builders(feed_forward=BalancedExperts), seed=1).double(), mesh, ADAMW)
     scaler = LossScaler(LossScaleConfig(initial=scale))
     optimizer = build_optimizer(strategy.optim_params, ADAMW)
-    parts = strategy.runner(scaler.scaled(accumulate_gradients)), strategy.reducer, strategy.updater(Update(1.0, scaler, strategy.grad_norm))
+    runner = strategy.runner(scaler.scaled(accumulate_gradients))
+    parts = runner, strategy.reducer, strategy.updater(Update(1.0, scaler, strategy.grad_norm))
     for step in range(steps):
         batches = [batch_of(12, seed=2 * step + number) for number in range(2)]
         mine = [{name: rows.chunk(mesh.data.size)[mesh.data.rank] for name, rows in batch.items()} for batch in batches]

@@ -158,7 +158,17 @@ def test_a_word_says_all_degrees_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "word, part", [("dp", "dp"), ("dp2_dp3", "dp3"), ("ddp2", "ddp2"), ("dp2-fsdp2", "dp2-fsdp2"), ("zero", "zero"), ("", ""), ("sp2_tp2", "sp2"), ("tp2_sp_sp", "sp")]
+    "word, part",
+    [
+        ("dp", "dp"),
+        ("dp2_dp3", "dp3"),
+        ("ddp2", "ddp2"),
+        ("dp2-fsdp2", "dp2-fsdp2"),
+        ("zero", "zero"),
+        ("", ""),
+        ("sp2_tp2", "sp2"),
+        ("tp2_sp_sp", "sp"),
+    ],
 )
 def test_a_word_that_is_not_understood_is_refused_at_its_part(word, part):
     with pytest.raises(ValueError, match=f"is not understood at {part!r}"):

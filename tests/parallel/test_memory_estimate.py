@@ -49,7 +49,10 @@ def test_activations_are_as_predicted(config, precision):
         for how in ("none", "full"):
             model = TransformerModel(config)
             apply_activation_checkpointing(model, how)
-            measured = memory_measured.measured_activations(model, lambda: autocast_objective(objective, precision)(model, batch()).loss_sum)  # noqa: B023
+            measured = memory_measured.measured_activations(
+                model,
+                lambda: autocast_objective(objective, precision)(model, batch()).loss_sum,  # noqa: B023
+            )
             predicted = activations(config, how, ROWS, SEQ, precision, sliced)
             assert near(measured.after_forward, predicted.after_forward) and near(measured.peak, predicted.peak)
             if how == "none":
@@ -65,7 +68,10 @@ def test_packed_rows_keep_their_masks(config, precision):
     for how in ("none", "full"):
         model = TransformerModel(config)
         apply_activation_checkpointing(model, how)
-        measured = memory_measured.measured_activations(model, lambda: autocast_objective(packed_next_token_objective, precision)(model, data).loss_sum)  # noqa: B023
+        measured = memory_measured.measured_activations(
+            model,
+            lambda: autocast_objective(packed_next_token_objective, precision)(model, data).loss_sum,  # noqa: B023
+        )
         predicted = activations(config, how, ROWS, SEQ, precision, True, packed=True)
         assert near(measured.after_forward, predicted.after_forward) and near(measured.peak, predicted.peak)
 
@@ -102,7 +108,8 @@ def test_what_the_hooks_cannot_see_is_not_measured(word):
     """Selective recomputation keeps results in a cache of PyTorch's. Counted without them it would seem to keep no more than `blocks`."""
 
     def measure(world):
-        spread = apply_parallel(TransformerModel(SMALL), Mesh(replace(parse_layout(word), activation_checkpointing="selective"), world), ADAMW)
+        layout = replace(parse_layout(word), activation_checkpointing="selective")
+        spread = apply_parallel(TransformerModel(SMALL), Mesh(layout, world), ADAMW)
         with pytest.raises(ValueError, match="cache of PyTorch's, which this meter cannot see"):
             memory_measured.measured_activations(spread.model, lambda: next_token_objective(spread.model, batch()).loss_sum)
 

@@ -42,7 +42,10 @@ DIFFERENCES = {  # on rank 1 alone -> what is said; nothing where ranks may diff
     "loss scale": (lambda parts, notes, optimizer: parts[LOSS_SCALE].state.update(scale=2.0), "saved.callback.KeepLossScale.scale is 1.0"),
     "seconds": (lambda parts, notes, optimizer: parts["callback.Seconds"].state.update(seconds=2.0), ""),
     "note": (lambda parts, notes, optimizer: notes.update(validation_loss=2.0), "notes.validation_loss is 1.0 on rank 0"),
-    "value": (lambda parts, notes, optimizer: first_state(optimizer).update(k=4), "the optimizer states of rank 1 differ from the optimizer states of rank 0"),
+    "value": (
+        lambda parts, notes, optimizer: first_state(optimizer).update(k=4),
+        "the optimizer states of rank 1 differ from the optimizer states of rank 0",
+    ),
     "exchanged": (exchange("exp_avg", "exp_avg_sq"), "the optimizer states of rank 1 differ from the optimizer states of rank 0"),
 }
 

@@ -79,7 +79,8 @@ def test_activations_are_as_predicted(config, word, precision):
 
 
 def test_sequence_parallelism_cuts_the_stream_and_nothing_else():
-    """What is left whole is what matrices cut by columns have gathered: two streams of 16 bits a layer, where the norms' inputs were cut."""
+    """What is left whole is what matrices cut by columns have gathered: two streams of 16 bits a layer, where the norms' inputs were
+    cut."""
     whole, cut = (activations(SMALL, "none", 8, 64, "bfloat16", True, layout=layout_of(word)).peak for word in ("tp4", "tp4_sp"))
     streams = 2 * SMALL.num_hidden_layers + 1  # that norms keep, in float32
     assert whole - cut == streams * 4 * 8 * 64 * SMALL.hidden_size * 3 / 4

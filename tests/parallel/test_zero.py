@@ -35,7 +35,8 @@ def test_muons_matrices_are_whole_on_one_rank_of_more_ranks_than_matrices():
         model = model_of(Situation())
         matrices = muon_matrices(routes_of(model, OptimizerConfig("muon")))
         parallel = Zero(model, world, 1, matrices, MEGABYTES)
-        return matrices, {name: piece.shape for name, piece in parallel.optim_params.named_parameters() if name in matrices and piece.numel()}
+        held = {name: piece.shape for name, piece in parallel.optim_params.named_parameters() if name in matrices and piece.numel()}
+        return matrices, held
 
     found = run_threads(rank, 9)
     assert len(found[0][0]) == 7

@@ -3,7 +3,8 @@
 python tests/parity/layout_table.py            two ranks, then four
 python tests/parity/layout_table.py 2          two ranks
 python tests/parity/layout_table.py bfloat16   in bfloat16 instead; float16 in that
-python tests/parity/layout_table.py 07         chapter 07's tables instead: tensor, sequence and context parallelism by family, and in bfloat16
+python tests/parity/layout_table.py 07         chapter 07's tables instead: tensor, sequence and context parallelism by family, and in
+                                               bfloat16
 """
 
 import sys
@@ -32,8 +33,8 @@ from shared.trainer.axes import RUN_AXES  # noqa: E402
 
 QUANTITIES = ("loss", "norm", "gradients", "weights")
 OF_CHAPTER_07 = {  # layouts of up to 8 ranks on threads; `_sp` is sequence parallelism
-    "course": ("tp2", "tp2_sp", "tp4", "tp4_sp", "cp2", "cp4", "dp2_tp2", "dp2_tp2_zero1_sp", "fsdp2_tp2", "fsdp2_tp2_sp", "dp2_cp2", "fsdp2_cp2",
-               "cp2_tp2", "cp2_tp2_sp", "dp2_fsdp2_tp2_sp", "fsdp2_cp2_tp2_sp", "cp8"),
+    "course": ("tp2", "tp2_sp", "tp4", "tp4_sp", "cp2", "cp4", "dp2_tp2", "dp2_tp2_zero1_sp", "fsdp2_tp2", "fsdp2_tp2_sp", "dp2_cp2",
+               "fsdp2_cp2", "cp2_tp2", "cp2_tp2_sp", "dp2_fsdp2_tp2_sp", "fsdp2_cp2_tp2_sp", "cp8"),
     "torch": ("tp2", "tp2_sp"),
 }  # fmt: skip
 

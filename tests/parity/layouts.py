@@ -87,7 +87,9 @@ def difference(found: RunRecord, expected: RunRecord) -> Difference:
     }
 
 
-def matrix(world: Communicator, cases: list[tuple[str, str, str]], expected: dict[str, RunRecord]) -> dict[tuple[str, str, str], Difference]:
+def matrix(
+    world: Communicator, cases: list[tuple[str, str, str]], expected: dict[str, RunRecord]
+) -> dict[tuple[str, str, str], Difference]:
     """(backend, layout, feature) -> how far this rank is from one process."""
     results = {}
     for backend, layout, feature in cases:

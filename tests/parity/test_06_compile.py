@@ -19,8 +19,8 @@ FEW = [("course fsdp2", "full"), ("torch fsdp2", "none")]  # each costs seconds 
 
 
 def compiled(world, cases, backend):
-    """Of each case the weights after three steps, and how many calls the compiler has captured. What is sharded is compiled in blocks, all of
-    which count once for the compiler: so they are looked at one by one."""
+    """Of each case the weights after three steps, and how many calls the compiler has captured. What is sharded is compiled in blocks, all
+    of which count once for the compiler: so they are looked at one by one."""
     found = {}
     for words, recompute in cases:
         torch.compiler.reset()

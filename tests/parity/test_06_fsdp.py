@@ -1,8 +1,8 @@
 """Floor 6 beside PyTorch's own FSDP: `fully_shard` on the same units, in two processes over gloo, started once.
 
 PyTorch cuts by rows and we by numbers, and both add the same products, so float64 agrees to rounding. Its operations are counted where they
-pass PyTorch's dispatcher (`CommDebugMode`, which does so too, loses its place among modules that are called from a stack's `run_block`), ours
-by the trace.
+pass PyTorch's dispatcher (`CommDebugMode`, which does so too, loses its place among modules that are called from a stack's `run_block`),
+ours by the trace.
 """
 
 from collections import Counter

@@ -61,7 +61,13 @@ def batch(rows: int = ROWS, seq: int = SEQ) -> dict[str, torch.Tensor]:
 
 
 def measure(
-    world: Communicator, layout: ParallelConfig, optimizer: OptimizerConfig, microbatches: int, precision: str, config: ModelConfig, seq: int
+    world: Communicator,
+    layout: ParallelConfig,
+    optimizer: OptimizerConfig,
+    microbatches: int,
+    precision: str,
+    config: ModelConfig,
+    seq: int,
 ) -> tuple[MemoryEstimate, CommTrace]:
     """What a rank holds of a step, and what it communicates."""
     dtype = None if precision == "float32" else torch.bfloat16

@@ -54,7 +54,8 @@ def make(
     return LayoutRun(
         world, replace(parse_layout(layout.removesuffix("_sp")), **parallel), config=config_of(family, layers),
         batches=half_packed, optimizer=OPTIMIZERS[optimizer], microbatches=microbatches,
-        axes=(*AXES, axis or PipelineParallel(), ContextParallel(), TensorParallel()), **{"objective": packed_next_token_objective} | of_run,
+        axes=(*AXES, axis or PipelineParallel(), ContextParallel(), TensorParallel()),
+        **{"objective": packed_next_token_objective} | of_run,
     )  # fmt: skip
 
 

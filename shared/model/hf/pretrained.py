@@ -96,7 +96,12 @@ def open_pretrained(
 
 
 def read_slice(
-    files: TensorFolder, sources: list[tuple[str, FileTensor]], ours: str, shape: tuple[int, ...], offsets: Sequence[int], sizes: Sequence[int]
+    files: TensorFolder,
+    sources: list[tuple[str, FileTensor]],
+    ours: str,
+    shape: tuple[int, ...],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
 ) -> Tensor:
     """A slice of one of our parameters, in the dtype of the files.
 
@@ -242,8 +247,8 @@ def save_pretrained(
 ) -> None:
     """Write a whole model into a folder that transformers loads. A tied head is written once, as the embedding.
 
-    Every file is put in place whole, `config.json` last; files of another model that were there are removed. One tensor of a file is made at
-    a time.
+    Every file is put in place whole, `config.json` last; files of another model that were there are removed. One tensor of a file is made
+    at a time.
 
     Args:
         model: with its embedding, all its blocks and its head; this process's part of it where `weights` are given.

@@ -96,8 +96,8 @@ class PipelineModel(nn.Module):
             self.action = None
 
     def run(self, action: Action, input_ids: Tensor, options: dict[str, Any]) -> tuple[Any, Message | None]:
-        """Run one chunk, on ids or on what the stage before sends. Returns its result, and as what it is to be sent, if it is. Hidden states
-        have the dtype of the weights, also under autocast, which rounds no residual stream."""
+        """Run one chunk, on ids or on what the stage before sends. Returns its result, and as what it is to be sent, if it is. Hidden
+        states have the dtype of the weights, also under autocast, which rounds no residual stream."""
         x, parameter = input_ids, next(self.module.parameters())
         needed, given = self.links.shape.needed(self.pp.rank, action), self.links.shape.given(self.pp.rank, action)
         if needed is not None:

@@ -5,9 +5,9 @@
 
 Each data-parallel rank holds either all or 1/n of the weights, gradients and optimizer state (Rajbhandari et al. 2020;
 `shared.parallel.data.zero.bytes_held`). What a tensor-parallel rank computes is a smaller model with the same residual stream
-(`model_of_rank`), so the same formulas count it; sequence parallelism cuts that stream as well. Activations follow Korthikanti et al. 2022, section 4.1, which counts what each operation keeps,
-for this model's own operations: norms and linear layers keep their inputs, attention keeps queries, keys, values and its result. Chapter
-06's `memory_measured.py` measures the same.
+(`model_of_rank`), so the same formulas count it; sequence parallelism cuts that stream as well. Activations follow
+Korthikanti et al. 2022, section 4.1, which counts what each operation keeps, for this model's own operations: norms and linear layers
+keep their inputs, attention keeps queries, keys, values and its result. Chapter 06's `memory_measured.py` measures the same.
 
 Left out on purpose: short-lived buffers (buckets under way, the gradients of activations, what an operation needs for itself), what the
 allocator keeps in reserve, and blocks other than those of a decoder without dropout.

@@ -8,9 +8,9 @@
     gradients     an all-reduce in a step                the same                                             what is partial
     muon          an all-gather of each matrix           the same                                             the matrix
 
-b s is a micro-batch's tokens, D the width of the residual stream, > forward and < backward. On a ring an all-reduce of n numbers over t ranks
-sends 2 (t - 1) / t n and each half of it (t - 1) / t n, so a layer sends 8 (t - 1) / t b s D on each rank in both columns (Narayanan et al.
-2021, section 3.2; Korthikanti et al. 2022, section 4.2.2).
+b s is a micro-batch's tokens, D the width of the residual stream, > forward and < backward. On a ring an all-reduce of n numbers over t
+ranks sends 2 (t - 1) / t n and each half of it (t - 1) / t n, so a layer sends 8 (t - 1) / t b s D on each rank in both columns (Narayanan
+et al. 2021, section 3.2; Korthikanti et al. 2022, section 4.2.2).
 
 Context parallelism sends keys and values around a ring, and their gradients behind them (`shared.parallel.context.ring`).
 
@@ -115,7 +115,8 @@ def microbatch_exchanges(
 ) -> Iterator[tuple[str, str, int, float, int]]:
     """(part, operation, calls, numbers in each, bytes of each number) of a micro-batch's forward and backward pass.
 
-    Blocks that are recomputed gather and sum again; selective recomputation stops where nothing more is needed, before the block's last sum.
+    Blocks that are recomputed gather and sum again; selective recomputation stops where nothing more is needed, before the block's last
+    sum.
     """
     stream, layers = tokens * model.hidden_size, model.num_hidden_layers
     again = {"none": (0, 0), "full": (2, 2), "selective": (2, 1)}[layout.activation_checkpointing]  # sublayers entered, and left
@@ -151,8 +152,8 @@ def partial_gradients(model: ModelConfig, layout: ParallelConfig) -> Iterator[tu
 
 
 def matrices(model: ModelConfig, ranks: int) -> list[int]:
-    """The numbers that are gathered of each matrix of a block. Copies of a key or value head are gathered as often as they stand, and not at
-    all where it is the only one."""
+    """The numbers that are gathered of each matrix of a block. Copies of a key or value head are gathered as often as they stand, and not
+    at all where it is the only one."""
     own, size = model_of_rank(model, ParallelConfig(tensor_parallel=ranks)), model.hidden_size
     widths = 2 * [own.num_attention_heads * own.head_dim] + (3 if model.gated else 2) * [own.intermediate_size]
     widths += 2 * [own.num_key_value_heads * own.head_dim] if model.num_key_value_heads > 1 else []
@@ -160,5 +161,6 @@ def matrices(model: ModelConfig, ranks: int) -> list[int]:
 
 
 def shares(layout: ParallelConfig) -> int:
-    """Over how many data-parallel ranks what is done parameter by parameter is shared out. A matrix that lies on two is gathered by both."""
+    """Over how many data-parallel ranks what is done parameter by parameter is shared out. A matrix that lies on two is gathered by
+    both."""
     return layout.fully_sharded * (layout.data_parallel * layout.context_parallel if layout.zero else 1)

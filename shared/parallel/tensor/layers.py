@@ -56,19 +56,19 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
 
     Args:
         logits: [rows, vocab of this rank], at least one column; another rank may have a column more or less. A token that cannot be has
-            minus infinity. No gradient is recorded.
+            minus infinity. Autograd is off in here: the gradient is computed elsewhere, from the normalizer.
         targets: [rows] int64, the same on all ranks: tokens of the whole vocabulary, or -100 for a row that does not count.
         first: the token of this rank's first column.
         group: the ranks that share the vocabulary. `group.all_reduce(tensor, op="max")` replaces a contiguous tensor by the maximum over
             the ranks; op="sum" is the default.
 
     Returns:
-        Three tensors, the same on all ranks, the first two in the dtype of the logits, or in float32 where that is narrower; so is all that
-        is computed and sent.
+        Three tensors, the same on all ranks, the first two in the dtype of the logits, or in float32 where the logits are narrower. All
+        numbers are computed and sent in that dtype, too.
 
         losses: [rows]; 0 where a row does not count.
         normalizer: [rows], the logarithm of the sum of exponentials over the whole vocabulary, of all rows.
-        correct: [rows] bool, whether the target's logit is the largest of its row; False where a row does not count.
+        correct: [rows] bool, whether the target's logit is the largest of its row, alone or in a tie; False where a row does not count.
 
     >>> logits, targets = torch.tensor([[0.0, 0.0], [0.0, 2.0]]).log1p(), torch.tensor([3, -100])     # 1, 1 and 1, 3 after exp
     >>> vocabulary_cross_entropy(logits, targets, first=2, group=SingleRankCommunicator())

@@ -15,7 +15,8 @@ def tensor_shards(shapes: Mapping[str, Sequence[int]], head_dim: int, ranks: int
     """Decide which slice of which parameter each rank holds: column-parallel, row-parallel and vocabulary-parallel layers.
 
     A linear layer's `weight` is [out, in], and its `bias` [out]. Two layers in sequence need a single all-reduce if the features that a
-    rank computes in the first are those that it reads in the second (Shoeybi et al. 2019, section 3). Layers are known by how names end:
+    rank computes in the first are those that it reads in the second (Shoeybi et al. 2019, section 3). What comes before ".weight" or
+    ".bias" in a parameter's name ends in the name of its layer:
 
         q_proj, k_proj, v_proj    column-parallel: a rank computes some of the output features, in whole heads of `head_dim`
         gate_proj, up_proj        column-parallel
@@ -24,11 +25,12 @@ def tensor_shards(shapes: Mapping[str, Sequence[int]], head_dim: int, ranks: int
         relative_bias             [buckets, heads]: a rank has its heads
         all others                whole on every rank
 
-    Slices follow the order of the ranks: rank 0 has the first heads, features and tokens. All sizes divide by the ranks, but for two:
+    Slices follow the order of the ranks: rank 0 has the first heads, features and tokens. The numbers of heads and of inner features are
+    divisible by the number of ranks. Two others need not be:
 
-        - A vocabulary need not. Slices then differ by at most one token, and the longer ones come first.
-        - There may be fewer key-value heads than ranks, which are then a multiple of them: each head is held by as many consecutive ranks
-          as it takes, so that every rank's queries find the head that serves them.
+        - The size of the vocabulary. Slices then differ by at most one token, and the longer ones come first.
+        - The number of key-value heads. Where it is smaller than that of the ranks, it divides that of the ranks: each head is held by
+          as many consecutive ranks as it takes, so that every rank's queries find the head that serves them.
 
     Args:
         shapes: the shape of every parameter of a model, or of some of its layers, by name.
@@ -59,7 +61,8 @@ def gradient_sums(names: Sequence[str], sequence_parallel: bool, copied_heads: b
         feed_forward                  up_proj, gate_proj make this rank's features; down_proj adds its bias to the sum over the ranks
         attention_norm, cross_attention_norm, feed_forward_norm, final_norm
                                       normalise the residual stream between the sublayers, of which every rank has all positions; with
-                                      sequence parallelism, its own positions only, which the sums over the ranks have become by then too
+                                      sequence parallelism, each rank has its own positions only, of the stream and of the sums over the
+                                      ranks that are added to it
         embedding                     makes the stream, whole on every rank; sequence parallelism cuts it after that
         head                          gets the stream whole; behind f, transform and norm (BERT's) compute what `linear` needs for this
                                       rank's tokens

@@ -83,7 +83,9 @@ CHECK = Check(
         ),
         example("10 numbers, three ranks", cut([10], [0, 0, 0]), hold(4, 3, 3)),
         example("three parameters, two ranks: 14 numbers", cut([3, 7, 4], [0, 0]), hold(7, 7)),
-        example("three matrices that stay whole", stay([4, 3, 5], [0, 0]), hold(7, 5), "arithmetic: 5, then 4 to the other rank, then 3 to it"),
+        example(
+            "three matrices that stay whole", stay([4, 3, 5], [0, 0]), hold(7, 5), "arithmetic: 5, then 4 to the other rank, then 3 to it",
+        ),
         example("two that stay whole, and 8 numbers that level them out", shared([2, 6, 8], [1, 1, 0], [0, 0]), hold(8, 8)),
         example("ranks that hold 9, 2 and 1 already get 6 more", cut([6], [9, 2, 1]), hold(9, 5, 4), "arithmetic: 2 + 1 + 6 for two ranks"),
         example("... and 20 more", cut([20], [9, 2, 1]), hold(11, 11, 10), "arithmetic: 9 + 2 + 1 + 20 for three ranks"),
@@ -94,7 +96,8 @@ CHECK = Check(
         Case("property", "a rank far above the others gets nothing", shared([50, 7], [1, 0], [0, 0, 0]), hold(50, 4, 3), CONTRACT, judged),
         Case("property", "no parameters", cut([], [3, 1]), hold(3, 1), CONTRACT, judged),
         Case(
-            "property", "one is cut over four ranks, one stays within a rank", cut([2, 11, 1], [0, 2, 0, 3]), hold(5, 5, 5, 4), CONTRACT, judged,
+            "property", "one is cut over four ranks, one stays within a rank", cut([2, 11, 1], [0, 2, 0, 3]), hold(5, 5, 5, 4),
+            CONTRACT, judged,
         ),
         oracle("seven parameters, three ranks", shared([13, 7, 31, 2, 17, 5, 3], [1, 0, 1, 0, 1, 1, 0], [0, 0, 0])),
         oracle("on top of what they hold", shared([13, 7, 31, 2, 17, 5, 3], [1, 0, 1, 0, 1, 1, 0], [40, 3, 19, 0])),

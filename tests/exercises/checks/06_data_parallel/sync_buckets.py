@@ -228,10 +228,14 @@ CHECK = Check(
         Case("oracle", "one rank alone", network(1, 3), network_at_once, ORACLE, network_steps, rtol=1e-12, atol=1e-12),
         exact("two ranks", "their buckets are full in opposite orders", given([[0], [1]], [[0, 1]], [[1, 0]])),
         exact(
-            "two ranks", "rank 1 uses weight 1 in its first micro-batch only, rank 0 in its last", given([[2], [1], [0]], [[0], [2, 1, 0]], [[1], [0, 2]]),
+            "two ranks", "rank 1 uses weight 1 in its first micro-batch only, rank 0 in its last",
+            given([[2], [1], [0]], [[0], [2, 1, 0]], [[1], [0, 2]]),
         ),
         exact("two ranks", "no rank uses weight 1", given([[2, 1], [0]], [[2, 0]], [[0, 2]])),
-        Case("two ranks", "uneven shares, a weight with two uses", network(2, 5), network_at_once, ORACLE, network_steps, rtol=1e-12, atol=1e-12),
+        Case(
+            "two ranks", "uneven shares, a weight with two uses", network(2, 5), network_at_once, ORACLE, network_steps,
+            rtol=1e-12, atol=1e-12,
+        ),
         Case("two ranks", "three of them", network(3, 7), network_at_once, ORACLE, network_steps, rtol=1e-12, atol=1e-12),
     ],
 )  # fmt: skip

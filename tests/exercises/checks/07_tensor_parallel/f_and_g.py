@@ -1,10 +1,13 @@
 """Check of 07.f_and_g. Oracle: torch's autograd through the same computation in one process, where all ranks' parts are one sum.
 
-Ranks are threads. The gradient that arrives from behind an operator is given, and looked at afterwards: nobody may have written to it.
+Ranks are threads. The gradients that arrive from behind the operators are given, in tensors of their own, and looked at afterwards: nobody
+may have written to them.
 
 Tolerances. Digits are exact. The oracle adds float64 numbers in another order: 1e-12. bfloat16 has eight bits: sums of two are compared to
 1/100.
 """
+
+from copy import deepcopy
 
 import torch
 
@@ -23,7 +26,7 @@ def digits(ranks: int, *shape: int, dtype=torch.float64):
     def given():
         count = torch.arange(1.0, torch.Size(shape).numel() + 1, dtype=torch.float64).view(shape).to(dtype)
         parts = [10**rank * count for rank in range(ranks)]
-        return {"same": 3 * count, "parts": parts, "flow": 5 * count}
+        return {"x_of_f": 3 * count, "gradient_to_f": parts, "x_of_g": deepcopy(parts), "gradient_to_g": 5 * count}
 
     return given
 
@@ -34,8 +37,8 @@ def strided(ranks: int):
     def given():
         made = digits(ranks, 3, 2)()
         shown = lambda number: torch.full((), number, dtype=torch.float64).expand(2, 3)  # noqa: E731
-        parts = [part.T if rank % 2 else shown(10.0**rank) for rank, part in enumerate(made["parts"])]
-        return {"same": made["same"].T, "parts": parts, "flow": shown(7.0)}
+        parts = [part.T if rank % 2 else shown(10.0**rank) for rank, part in enumerate(made["x_of_g"])]
+        return {"x_of_f": made["x_of_f"].T, "gradient_to_f": parts, "x_of_g": deepcopy(parts), "gradient_to_g": shown(7.0)}
 
     return given
 
@@ -48,65 +51,64 @@ def alone(operator, x, upstream):
     return {"value": value.detach().clone(), "gradient": gradient.clone()}
 
 
-def both(function, same, parts, flow):
+def both(function, x_of_f, gradient_to_f, x_of_g, gradient_to_g):
     """f of the same x with other gradients on each rank, then g of other x with the same gradient."""
 
     def work(world):
         f, g = function(world)
-        mine = parts[world.rank]
-        return {"f": alone(f, same, mine), "g": alone(g, mine, flow)}
+        return {"f": alone(f, x_of_f, gradient_to_f[world.rank]), "g": alone(g, x_of_g[world.rank], gradient_to_g)}
 
-    return over_ranks(work, len(parts))
-
-
-def summed(same, parts, flow):
-    total = torch.stack(parts).sum(0)
-    told = {"f": {"value": same, "gradient": total}, "g": {"value": total, "gradient": flow}}
-    return {f"rank {rank}": told for rank in range(len(parts))}
+    return over_ranks(work, len(x_of_g))
 
 
-def twice(function, same, parts, flow):
+def summed(x_of_f, gradient_to_f, x_of_g, gradient_to_g):
+    total = torch.stack(x_of_g).sum(0)
+    told = {"f": {"value": x_of_f, "gradient": total}, "g": {"value": total, "gradient": gradient_to_g}}
+    return {f"rank {rank}": told for rank in range(len(x_of_g))}
+
+
+def twice(function, x_of_f, gradient_to_f, x_of_g, gradient_to_g):
     """Both operators, used twice each before anything flows back, and then in another order."""
 
     def work(world):
         f, g = function(world)
-        mine = parts[world.rank]
-        w, x, y, z = (tensor.detach().requires_grad_() for tensor in (same, 2 * same, mine, 3 * mine))
+        mine, arriving = x_of_g[world.rank], gradient_to_f[world.rank]
+        w, x, y, z = (tensor.detach().requires_grad_() for tensor in (x_of_f, 2 * x_of_f, mine, 3 * mine))
         first, second, third, fourth = f(w), g(y), f(x), g(z)
-        grads = [torch.autograd.grad(first, [w], mine)[0], torch.autograd.grad(fourth, [z], flow)[0]]
-        grads += [torch.autograd.grad(third, [x], 2 * mine)[0], torch.autograd.grad(second, [y], 2 * flow)[0]]
+        grads = [torch.autograd.grad(first, [w], arriving)[0], torch.autograd.grad(fourth, [z], gradient_to_g)[0]]
+        grads += [torch.autograd.grad(third, [x], 2 * arriving)[0], torch.autograd.grad(second, [y], 2 * gradient_to_g)[0]]
         return {"values": [each.detach() for each in (first, second, third, fourth)], "gradients": grads}
 
-    return over_ranks(work, len(parts))
+    return over_ranks(work, len(x_of_g))
 
 
-def of_twice(same, parts, flow):
-    total = torch.stack(parts).sum(0)
-    told = {"values": [same, total, 2 * same, 3 * total], "gradients": [total, flow, 2 * total, 2 * flow]}
-    return {f"rank {rank}": told for rank in range(len(parts))}
+def of_twice(x_of_f, gradient_to_f, x_of_g, gradient_to_g):
+    total = torch.stack(x_of_g).sum(0)
+    told = {"values": [x_of_f, total, 2 * x_of_f, 3 * total], "gradients": [total, gradient_to_g, 2 * total, 2 * gradient_to_g]}
+    return {f"rank {rank}": told for rank in range(len(x_of_g))}
 
 
 def overflown():
     """Numbers that are none: a run must see them, so that it skips the step."""
     made = digits(2, 4)()
-    made["parts"][1][:2] = torch.tensor([torch.inf, torch.nan])
+    for numbers in (made["x_of_g"][1], made["gradient_to_f"][1]):
+        numbers[:2] = torch.tensor([torch.inf, torch.nan])
     return made
 
 
-def in_groups(function, groups, same, parts, flow):
+def in_groups(function, groups, x_of_f, gradient_to_f, x_of_g, gradient_to_g):
     def work(world):
         f, g = function(world.split("tp", groups))
-        mine = parts[world.rank]
-        return {"f": alone(f, same, mine), "g": alone(g, mine, flow)}
+        return {"f": alone(f, x_of_f, gradient_to_f[world.rank]), "g": alone(g, x_of_g[world.rank], gradient_to_g)}
 
-    return over_ranks(work, len(parts))
+    return over_ranks(work, len(x_of_g))
 
 
-def of_groups(groups, same, parts, flow):
+def of_groups(groups, x_of_f, gradient_to_f, x_of_g, gradient_to_g):
     told = {}
     for group in groups:
         for rank in group:
-            told[f"rank {rank}"] = summed(same, [parts[member] for member in group], flow)["rank 0"]
+            told[f"rank {rank}"] = summed(x_of_f, None, [x_of_g[member] for member in group], gradient_to_g)["rank 0"]
     return dict(sorted(told.items()))
 
 
@@ -144,29 +146,30 @@ def weights(ranks: int):
     return lambda: {name: tensor.clone() for name, tensor in made.items()} | {"ranks": ranks}
 
 
-def used(function, same, parts, flow):
+def used(function, x_of_f, gradient_to_f, x_of_g, gradient_to_g):
     """What each of the four passes sends, and how much is sent where no gradient is wanted."""
 
     def work(world):
         f, g = function(world)
         told, marks = {"making f and g": sent(world)}, len(world.trace.entries)
-        for name, operator, x, upstream in (("f", f, same, parts[world.rank]), ("g", g, parts[world.rank], flow)):
+        passes = ("f", f, x_of_f, gradient_to_f[world.rank]), ("g", g, x_of_g[world.rank], gradient_to_g)
+        for name, operator, x, upstream in passes:
             leaf = x.detach().requires_grad_()
             value = operator(leaf)
             told[f"forward of {name}"], marks = sent(world, marks), len(world.trace.entries)
             torch.autograd.grad(value, [leaf], upstream)
             told[f"backward of {name}"], marks = sent(world, marks), len(world.trace.entries)
         with torch.no_grad():
-            f(same), g(same)
+            f(x_of_f), g(x_of_f)
         return told | {"both without a gradient": sent(world, marks)}
 
-    return over_ranks(work, len(parts))
+    return over_ranks(work, len(x_of_g))
 
 
-def one_each(same, parts, flow):
-    one = [f"all_reduce of {same.numel() * same.itemsize} bytes"]
+def one_each(x_of_f, gradient_to_f, x_of_g, gradient_to_g):
+    one = [f"all_reduce of {x_of_f.numel() * x_of_f.itemsize} bytes"]
     told = {"making f and g": [], "forward of f": [], "backward of f": one, "forward of g": one, "backward of g": []}
-    return {f"rank {rank}": told | {"both without a gradient": one} for rank in range(len(parts))}
+    return {f"rank {rank}": told | {"both without a gradient": one} for rank in range(len(x_of_g))}
 
 
 def apart(function, x):
