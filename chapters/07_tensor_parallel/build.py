@@ -42,13 +42,14 @@ group that this rank is in.
 
 The stages (the functions of stages 1 to 4 are asked of models without sequence parallelism only)
     1 weights            cut every weight; say of each part where it lies in the whole
-    2 feed_forward       column-parallel, then row-parallel: one all-reduce forward, one backward
+    2 feed_forward       column-parallel, then row-parallel: one all-reduce forward, one backward. A layer that sends nothing is a copy
     3 attention          whole heads on each rank; query heads stay with the key-value head that they share
-    4 vocabulary         embedding, head and loss over tokens that are cut; V need not divide: no rank has more than V / ranks, rounded up
+    4 vocabulary         embedding, head and loss over tokens that are cut; V need not divide: no rank has more than V / ranks, rounded up.
+                         V is never below the number of ranks
     5 model              logits, loss and every gradient on two ranks are one process's
     6 four_ranks         four ranks with two key-value heads, or one: each head lies on several ranks, for other query heads on each
-    7 sequence_parallel  between the sublayers each rank has its own positions of the stream; norms see no others. What the nine functions
-                         get and return stays the same
+    7 sequence_parallel  between the sublayers each rank has its own positions of the stream: it is reduce-scattered, never all-reduced.
+                         What the nine functions get and return stays the same. That norms see no other positions is checked in stage 8
     8 budgets            forward and backward together, each layer has 4 all-reduces of the stream, or with sequence parallelism 4
                          all-gathers and 4 reduce-scatters of it; gradients that are summed come on top. Embedding and head together have
                          2 all-reduces of it (2 all-gathers and 2 reduce-scatters) and the loss a few numbers for each position. Under
@@ -57,7 +58,8 @@ The stages (the functions of stages 1 to 4 are asked of models without sequence 
                          whole stream [B, S, D] at most 2 L + 1 times for the backward pass: as the sublayers and the head have
                          gathered it. What norms keep is cut
     9 bad_input          sizes that cannot be cut, a sequence that cannot, ids outside the vocabulary, targets outside it other than -100:
-                         a ValueError with the numbers, on every rank, before anything is sent
+                         a ValueError with the numbers, on every rank, before anything is sent. It is make_model and
+                         loss_and_gradients that must refuse; embed, head_loss and logits may
 """
 
 from torch import Tensor
@@ -121,10 +123,10 @@ def loss_and_gradients(model: object, ids: Tensor, targets: Tensor) -> tuple[Ten
 
     Returns:
         The summed loss, the same on all ranks, and under each weight's name the gradient of this rank's part, in its shape. Ranks that
-        hold the same numbers return the same gradient: the whole one.
+        hold the same numbers return the same gradient: the whole one. Called again, it returns the same again.
 
     Raises:
-        ValueError: a token outside the vocabulary, or a sequence that sequence parallelism cannot cut.
+        ValueError: an id or a target outside the vocabulary, or a sequence that sequence parallelism cannot cut.
     """
     raise NotImplementedError("07.build: loss_and_gradients is not written yet")
 

@@ -174,7 +174,6 @@ class Model:
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The summed cross-entropy: three numbers of each position travel, whatever the vocabulary."""
         counted = targets != -100
-        self.require_tokens("targets", targets[counted])
         logits, tokens = self.logits(x), self.layout["head.weight"][0]
         largest = logits.detach().amax(dim=-1)
         self.group.all_reduce(largest, op="max")
@@ -236,10 +235,12 @@ def embed(model, ids):
 
 
 def head_loss(model, x, targets):
+    model.require_tokens("targets", targets[targets != -100])
     return model.loss(x, targets)
 
 
 def loss_and_gradients(model, ids, targets):
+    model.require_tokens("targets", targets[targets != -100])  # before anything is sent
     loss = model.loss(model.hidden(ids), targets)
     return loss.detach(), model.gradients(loss)
 

@@ -65,7 +65,9 @@ def test_right_builds_that_are_not_the_solution_pass(path, stages):
     assert [outcome.state for outcome in outcomes] == [PASS] * len(build.stages), outcomes[-1]
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if entry.get("slow") else ()) for name, (_, entry) in WRONG.items()]
+)
 def test_each_wrong_build_fails_at_its_stage_with_its_own_sentence(name, stages, known):
     build, entry = WRONG[name]
     _, file = build.wrong()[entry["name"]]
@@ -211,9 +213,15 @@ WRONG_REPAIRS = {
         "all random numbers differ": ("manual_seed(seed)", "manual_seed(seed + world.rank)"),
         "no dropout of the features": ("hidden = dropped(hidden, inner_rate, own)", "pass"),
         "no dropout of the output": ("return dropped(y, output_rate, random)", "return y"),
-        "the noise is scaled": ("manual_seed(seed + 1 + world.rank)", "manual_seed(seed); inner_rate = inner_rate / world.size"),
-        "the seed is left out": ("manual_seed(seed + 1 + world.rank)", "manual_seed(world.rank)"),
-        "no seed": ("torch.Generator().manual_seed(seed + 1 + world.rank)", "torch.Generator(); own.seed()"),
+        "the noise is scaled": ("seed + (1 + world.rank) * 1_000_003)", "seed); inner_rate = inner_rate / world.size"),
+        "the seed is left out": ("manual_seed(seed + (1 + world.rank) * 1_000_003)", "manual_seed(world.rank)"),
+        "rank 0 meets the output's seed": ("seed + (1 + world.rank) * 1_000_003", "seed + world.rank"),
+        "rank 1 meets the output's seed": ("seed + (1 + world.rank) * 1_000_003", "seed + 1_000_003 * (1 - world.rank)"),
+        "rank 0's output is broadcast": (
+            "return dropped(y, output_rate, random)",
+            "y = dropped(y, output_rate, own)\n    world.broadcast(y, root=0)\n    return y",
+        ),
+        "no seed": ("torch.Generator().manual_seed(seed + (1 + world.rank) * 1_000_003)", "torch.Generator(); own.seed()"),
     },
     "b": {
         "divided": ('@ parts["down"].T, world) + parts["down_bias"]', '@ parts["down"].T + parts["down_bias"] / world.size, world)'),

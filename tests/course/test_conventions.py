@@ -183,7 +183,8 @@ def python_files():
 
 
 def test_lines_have_at_most_140_characters():
-    files = [path for path in python_files() if path.name not in ("exercises.py", "build.py") and path.parent.name != "hunts"]  # a learner's
+    """A learner's own files may be written as they like."""
+    files = [path for path in python_files() if path.parent.parent.name != "chapters" or path.name not in ("exercises.py", "build.py")]
     lines = {f"{path}:{number}": line for path in files for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)}
     assert not {place: len(line) for place, line in lines.items() if len(line) > 140}
 

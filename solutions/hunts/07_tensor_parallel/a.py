@@ -23,7 +23,7 @@ def forward(world: Communicator, x: Tensor, up: Tensor, down: Tensor, inner_rate
     """
     features = torch.arange(len(up)).chunk(world.size)[world.rank]
     random = torch.Generator().manual_seed(seed)
-    own = torch.Generator().manual_seed(seed + 1 + world.rank)
+    own = torch.Generator().manual_seed(seed + (1 + world.rank) * 1_000_003)
     hidden = torch.relu(x @ up[features].T)
     hidden = dropped(hidden, inner_rate, own)
     y = hidden @ down[:, features].T

@@ -52,6 +52,21 @@ def near(value: float, wanted: float, share: float) -> str:
     return "as in one process" if abs(value - wanted) <= share * abs(wanted) else f"{value:.3f}, in one process {wanted:.3f}"
 
 
+def share_kept_by_both(program: Any, ranks: int, rank: int) -> float:
+    """How many outputs are not dropped where each is one inner feature of `rank`, which has as many features as there are outputs.
+
+    Both masks drop one half, so it is a quarter; it is one half where the two are drawn from the same seed.
+    """
+    eye = torch.eye(4, dtype=torch.float64)
+    down = torch.cat([eye * (each == rank) for each in range(ranks)], dim=1)
+    return (outputs(program, ranks, 0.5, 0.5, up=eye.repeat(ranks, 1), down=down)[0] != 0).double().mean().item()
+
+
+def calls_of(program: Any, world: Any) -> int:
+    program.forward(world, torch.ones(4, UP.shape[1], dtype=torch.float64), UP, DOWN, 0.4, 0.2, 8)
+    return len(world.trace.entries)
+
+
 def dropout_observations(program: Any, ranks: int) -> dict[str, Any]:
     """What a right repair says of itself: statistics over 6,000 rows, compared with the right program in one process."""
     plain, [reference] = outputs(program, ranks, 0.0, 0.0), outputs(right("a"), 1, 0.0, 0.0)
@@ -60,6 +75,8 @@ def dropout_observations(program: Any, ranks: int) -> dict[str, Any]:
     kept = outputs(program, ranks, 0.5, 0.0, up=eye, down=eye)[0][:, :8] != 0
     together = (kept[:, :, None] == kept[:, None, :]).double().mean(dim=0)[~torch.eye(8, dtype=torch.bool)]
     dropped = outputs(program, ranks, 0.0, 0.5, up=eye, down=eye)
+    both = [share_kept_by_both(program, ranks, rank) for rank in range(ranks)]
+    calls = run_threads(lambda world: calls_of(program, world), ranks)
     # Statistics of 6,000 rows are known to about 1 %: 5 % for a mean or a spread, and 0.44 to 0.56 for a share of one half.
     return {
         "output without dropout": near((plain[0] - reference).abs().max().item() + 1, 1.0, 1e-9),
@@ -71,6 +88,9 @@ def dropout_observations(program: Any, ranks: int) -> dict[str, Any]:
         "share of outputs that are dropped": near((dropped[0] == 0).double().mean().item(), 0.5, 0.05),
         "two inner features are dropped or kept together, at least": near(together.min().item(), 0.5, 0.12),
         "two inner features are dropped or kept together, at most": near(together.max().item(), 0.5, 0.12),
+        "kept by an inner mask and the output's mask, at least": near(min(both), 0.25, 0.1),
+        "kept by an inner mask and the output's mask, at most": near(max(both), 0.25, 0.1),
+        "one all-reduce is enough": max(calls) <= 1,
         "the same seed gives the same output": torch.equal(noisy[0], outputs(program, ranks, 0.4, 0.2)[0]),
         "another seed gives another output": not torch.equal(*(outputs(program, ranks, 0.4, 0.0, seed=seed)[0] for seed in (8, 9))),
     }

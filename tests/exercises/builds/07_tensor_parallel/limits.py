@@ -1,4 +1,4 @@
-"""Stages 8 and 9 of build 07: budgets of calls, bytes and memory, and refused input.
+"""Build 07: calls that a stage must make, budgets of calls, bytes and memory (stage 8), and refused input (stage 9).
 
 Budgets are counted from communication traces, from the tensors that operations make, and from what autograd saves for the backward pass.
 """
@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.course.checking import Case
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.comm.threads import run_threads
 
-from .pieces import Results, config_of, in_letters, tokens, weights_of
+from .pieces import Results, config_of, in_letters, stream, tokens, weights_of
 
 WITHIN = "within the budget"
+TEXT = "the text of build.py: stage {}"
 BYTES = 8  # of a number in float64
 BATCH = 2
 
@@ -57,17 +59,48 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+class MadeFrom(TorchDispatchMode):
+    """Follows which memory holds numbers that were computed from given tensors, on the thread that enters it."""
+
+    def __init__(self, given: dict[str, Tensor]):
+        super().__init__()
+        self.given = {tensor.untyped_storage().data_ptr() for tensor in given.values()}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}  # address -> the storage, and its bytes
+
+    def __torch_dispatch__(self, function: Callable, types: Any, arguments: tuple = (), named: dict | None = None) -> Any:
+        before = [tensor.untyped_storage() for tensor in tensors_in([*arguments, *(named or {}).values()])]
+        result = function(*arguments, **named or {})
+        is_made = any(each.data_ptr() in self.given or each.data_ptr() in self.made for each in before)
+        for storage in (tensor.untyped_storage() for tensor in tensors_in([result])):
+            if is_made and storage.data_ptr() not in self.given:
+                self.made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+            else:
+                self.made.pop(storage.data_ptr(), None)  # new numbers where others lay
+        return result
+
+    def bytes_alive(self) -> int:
+        return sum(size for storage, size in self.made.values() if not storage.expired())
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among values, and in lists among them."""
+    found = []
+    for value in values:
+        found += [value] if isinstance(value, Tensor) else tensors_in(value) if isinstance(value, list | tuple) else []
+    return found
+
+
 @contextmanager
 def saved_bytes(state: dict[str, Tensor]):
-    """Counts the memory of what autograd saves for the backward pass, weights apart: once for each storage."""
+    """Watches what autograd saves for the backward pass, weights apart: storage -> its bytes and a number that equal tensors share."""
     weights = {part.untyped_storage().data_ptr() for part in state.values()}
-    kept: dict[int, int] = {}
+    kept: dict[int, tuple[int, float]] = {}
     alive = []  # so that no storage is freed and its address used again while they are counted
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[storage.data_ptr()] = storage.nbytes(), round(tensor.detach().double().square().sum().item(), 6)
             alive.append(tensor.detach())
         return tensor
 
@@ -113,7 +146,41 @@ def communication_case(title: str, by_sequence: bool) -> Case:
     expected = lambda **_: {  # noqa: E731
         name: WITHIN for name in ("calls of one layer, forward and backward", "bytes of one layer", "bytes of everything but layers")
     }
-    return Case("budget", title, lambda: given, expected, "the text of build.py: stage 8", observe)
+    return Case("budget", title, lambda: given, expected, TEXT.format(8), observe)
+
+
+def sent_case(part: str) -> Case:
+    """Of a layer that is cut something must travel, forward and backward."""
+    ranks, config, about = 2, config_of({}), f"calls of {part}"
+    given = {"ranks": ranks, "sizes": in_letters({})}
+
+    def on_rank(world: Communicator, adapters: Any) -> str:
+        model = adapters.make_model(config, weights_of(config), world, False)
+        x, counts = stream(config, 3).requires_grad_(), []
+        world.trace.clear()
+        y = getattr(adapters, part)(model, 0, x)
+        counts.append(len(world.trace.entries))
+        torch.autograd.grad(y, x, torch.ones_like(y))
+        counts.append(len(world.trace.entries) - counts[0])
+        return WITHIN if all(counts) else f"{counts[0]} forward, {counts[1]} backward: ranks that compute parts must add them up"
+
+    observe = lambda adapters, **_: {about: run_threads(on_rank, ranks, adapters)[0]}  # noqa: E731
+    return Case("budget", f"calls of {part}, forward and backward", lambda: given, lambda **_: {about: WITHIN}, TEXT.format(2), observe)
+
+
+def cut_stream_case() -> Case:
+    """Under sequence parallelism the stream is reduce-scattered, and never all-reduced."""
+    ranks, length, sizes = 2, 8, {"num_hidden_layers": 1}
+    given = {"ranks": ranks, "sequence_parallel": True, "ids": [BATCH, length], "sizes": in_letters(sizes)}
+    whole = BATCH * length * config_of(sizes).hidden_size * BYTES
+
+    def observe(adapters: Any, **_: Any) -> Results:
+        entries = run_step(adapters, ranks, True, length, sizes, nothing)[0][1].trace.entries
+        sums = [entry.operation for entry in entries if entry.operation == "reduce_scatter" or entry.bytes >= whole]
+        return {"some reduce-scatters": "reduce_scatter" in sums, "all-reduces of the stream": sums.count("all_reduce")}
+
+    expected = lambda **_: {"some reduce-scatters": True, "all-reduces of the stream": 0}  # noqa: E731
+    return Case("budget", "the stream is reduce-scattered, not all-reduced", lambda: given, expected, TEXT.format(7), observe)
 
 
 def largest_case(title: str, what: str, limit: int, length: int, **sizes: int) -> Case:
@@ -125,7 +192,7 @@ def largest_case(title: str, what: str, limit: int, length: int, **sizes: int) -
         numbers = max(watched.numbers for watched, _ in steps)
         return {what: WITHIN if numbers < limit else f"a tensor of {numbers:,} numbers was made"}
 
-    return Case("budget", title, lambda: given, lambda **_: {what: WITHIN}, "the text of build.py: stage 8", observe)
+    return Case("budget", title, lambda: given, lambda **_: {what: WITHIN}, TEXT.format(8), observe)
 
 
 def activations_case(title: str, ranks: int) -> Case:
@@ -136,16 +203,18 @@ def activations_case(title: str, ranks: int) -> Case:
 
     def observe(adapters: Any, **_: Any) -> Results:
         steps = run_step(adapters, ranks, True, length, {"num_hidden_layers": layers}, saved_bytes)
-        kept = list(steps[0][0].values())
-        return {about: budget(kept.count(whole), 2 * layers + 1, "tensors")}
+        kept = [content for size, content in steps[0][0].values() if size == whole]
+        said = budget(len(kept), 2 * layers + 1, "tensors")
+        copies = len(kept) - len(set(kept))
+        return {about: said if said == WITHIN or not copies else f"{said}; {copies} of them are copies of another"}
 
-    return Case("budget", title, lambda: given, lambda **_: {about: WITHIN}, "the text of build.py: stage 8", observe)
+    return Case("budget", title, lambda: given, lambda **_: {about: WITHIN}, TEXT.format(8), observe)
 
 
 def refusal_case(title: str, said: str, ranks: int, use: Callable | None, by_sequence: bool = False, **sizes: int) -> Case:
     """A ValueError (or IndexError) on every rank, whose sentence holds the numbers in `said`. use: None where make_model must refuse."""
     given = {"ranks": ranks, "sequence_parallel": by_sequence, "sizes": in_letters(sizes)}
-    config, wanted = config_of(sizes), f"ValueError that says {said}"
+    config, wanted = config_of(sizes), f"ValueError that says {said}, and nothing sent"
 
     def observe(adapters: Any, **_: Any) -> Results:
         def on_rank(world: Communicator) -> str:
@@ -153,16 +222,19 @@ def refusal_case(title: str, said: str, ranks: int, use: Callable | None, by_seq
                 model = adapters.make_model(config, weights_of(config), world, by_sequence)
                 if use is None:
                     return "make_model accepted it"
+                world.trace.clear()
                 use(adapters, model)
                 return "accepted"
             except (ValueError, IndexError) as error:
                 told = set(re.findall(r"-?\d+", str(error))) >= set(re.findall(r"-?\d+", said))
+                if sent := world.trace.entries:
+                    return f"{type(error).__name__} after {len(sent)} calls, the first {sent[0].description}"
                 return wanted if told else f"{type(error).__name__}, which does not say {said}: {error}"
 
         return {f"rank {rank}": result for rank, result in enumerate(run_threads(on_rank, ranks))}
 
     expected = lambda **_: {f"rank {rank}": wanted for rank in range(ranks)}  # noqa: E731
-    return Case("property", title, lambda: given, expected, "the text of build.py: stage 9", observe)
+    return Case("property", title, lambda: given, expected, TEXT.format(9), observe)
 
 
 def step_with(ids: list[list[int]], targets: list[list[int]]) -> Callable[[Any, Any], Any]:

@@ -169,10 +169,14 @@ def head(model, x):
     return Column.apply(x, weight, weight.new_zeros(len(weight)), model)
 
 
-def head_loss(model, x, targets):
+def require_targets(model, targets):
     bad = [i for i in targets.flatten().tolist() if i != -100 and not 0 <= i < model.c.vocab_size]
     if bad:
         raise ValueError(f"target {bad[0]} is not one of {model.c.vocab_size}")
+
+
+def head_loss(model, x, targets):
+    require_targets(model, targets)
     return Loss.apply(head(model, x), targets, model)
 
 
@@ -195,6 +199,7 @@ def layout(model):
 
 
 def loss_and_gradients(model, ids, targets):
+    require_targets(model, targets)
     loss = head_loss(model, body(model, ids), targets)
     gradients = dict(zip(model.w, torch.autograd.grad(loss, model.w.values()), strict=True))
     for name, gradient in gradients.items():

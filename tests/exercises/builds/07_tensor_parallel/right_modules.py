@@ -176,7 +176,6 @@ class Llama(nn.Module):
 
     def loss(self, x, targets):
         counted = targets != -100
-        self.require(targets[counted], "labels")
         scores = self.scores(x)[counted]
         targets = targets[counted]
         top = scores.detach().max(-1).values
@@ -224,6 +223,7 @@ def head_loss(model, x, targets):
 
 def loss_and_gradients(model, ids, targets):
     model.zero_grad()
+    model.require(targets[targets != -100], "labels")
     loss = model.loss(model.stream(ids), targets)
     loss.backward()
     for _, pieces in model.named_pieces():

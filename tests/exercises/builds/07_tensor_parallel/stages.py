@@ -16,7 +16,7 @@ from shared.course.comparing import Said, numbers
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.comm.threads import run_threads
 
-from .limits import BAD_INPUT, BUDGETS
+from .limits import BAD_INPUT, BUDGETS, BYTES, MadeFrom, cut_stream_case, sent_case
 from .pieces import NEAR, ONE_PROCESS, Results, Whole, config_of, in_letters, stream, tokens, weights_of
 
 
@@ -31,11 +31,18 @@ def observe_weights(adapters: Any, ranks: int, sizes: dict[str, int]) -> Results
     def on_rank(world: Communicator) -> tuple[dict[str, Tensor], dict[str, tuple], list[str]]:
         given = weights_of(config)
         alive = {name: weakref.ref(weight) for name, weight in given.items() if weight.dim() == 2}
-        model = adapters.make_model(config, given, world, False)
+        with MadeFrom(given) as made:
+            model = adapters.make_model(config, given, world, False)
         del given
-        if any(weight() is not None for weight in alive.values()):
+        parts, layout = dict(adapters.state(model)), dict(adapters.layout(model))
+        # A build may fill the tokens up, so that every rank has as many.
+        needed = sum(part.numel() for part in parts.values()) * BYTES + 2 * ranks * config.hidden_size * BYTES
+        if any(weight() is not None for weight in alive.values()) or made.bytes_alive() > needed:
             gc.collect()  # what is only part of a circle of references goes
-        return dict(adapters.state(model)), dict(adapters.layout(model)), [name for name, weight in alive.items() if weight() is not None]
+        kept = [name for name, weight in alive.items() if weight() is not None]
+        if made.bytes_alive() > needed:
+            kept.append("copies of more than the parts")
+        return parts, layout, kept
 
     found = run_threads(on_rank, ranks)
     problems: dict[str, list[str]] = {about: [] for about in NO_PROBLEMS}
@@ -140,10 +147,10 @@ def embed_case(title: str, ranks: int) -> Case:
     return Case("two ranks", title, lambda: given, expected, ONE_PROCESS, observe, **NEAR)
 
 
-def loss_case(title: str, targets: list[list[int]], ranks: int, scale: float = 1.0, gradient: bool = False) -> Case:
+def loss_case(title: str, targets: list[list[int]], ranks: int, scale: float = 1.0, gradient: bool = False, **sizes: int) -> Case:
     """scale: multiplies the head, so that logits are large."""
-    given = {"targets": torch.tensor(targets), "ranks": ranks, "the head is multiplied by": scale}
-    config = config_of({})
+    given = {"targets": torch.tensor(targets), "ranks": ranks, "the head is multiplied by": scale, "sizes": in_letters(sizes)}
+    config = config_of(sizes)
 
     def weights() -> dict[str, Tensor]:
         found = weights_of(config)
@@ -248,6 +255,7 @@ STAGES = {
         layer_case("the gradient of x: every rank's part of the layer has used x", "feed_forward", 2, gradient=True, length=1),
         layer_case("four ranks, the second layer", "feed_forward", 4, layer=1),
         layer_case("four ranks, the gradient of x", "feed_forward", 4, layer=1, gradient=True),
+        sent_case("feed_forward"),
     ),
     "attention": (
         layer_case("the output at one position, without biases", "attention", 2, biases=False, length=1),
@@ -258,11 +266,12 @@ STAGES = {
         layer_case("two key-value heads and four query heads on each rank", "attention", 2, num_attention_heads=8, num_key_value_heads=4),
         layer_case("grouped-query attention, the gradient of x", "attention", 2, gradient=True, num_key_value_heads=2),
         layer_case("four ranks, the second layer", "attention", 4, layer=1, length=5),
+        sent_case("attention"),
     ),
     "vocabulary": (
         embed_case("embeddings of tokens on both ranks", 2),
         embed_case("embeddings of 53 tokens on four ranks", 4),
-        loss_case("the loss at one position", [[3]], 2),
+        loss_case("the loss at one position, of 52 tokens", [[3]], 2, vocab_size=52),
         loss_case("the loss, targets on both ranks, one of them -100", [[3, 52, -100]], 2),
         loss_case("the loss with logits beyond what exp can take", [[3, 52, -100]], 2, scale=3000.0),
         loss_case("the loss where no target counts", [[-100, -100]], 2),
@@ -282,6 +291,7 @@ STAGES = {
     "sequence_parallel": (
         *model_cases(2, by_sequence=True),
         *model_cases(4, by_sequence=True, length=8, num_key_value_heads=2)[-2:],
+        cut_stream_case(),
     ),
     "budgets": BUDGETS,
     "bad_input": BAD_INPUT,
