@@ -7,6 +7,7 @@ be 0600 in a folder of 0644. Here files have the permissions that the umask says
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def stream_tensors(path: Path, like: Mapping[str, Tensor], make: Callable[[str],
         file.write(len(text).to_bytes(8, "little") + text)
         for name in ordered(like):
             file.write(make(name).contiguous().view(-1).view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())  # some file systems say only now that there is no room
 
 
 def ordered(like: Mapping[str, Tensor]) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import pytest
 from workspace import Learner
 
-from shared.course import maintainer_commands, mutants, released
+from shared.course import builds, maintainer_commands, mutants, released
 from shared.course.outcome import FAIL, PASS, Outcome
 
 FIRST = "01.cross_entropy"
@@ -16,7 +16,10 @@ FIRST = "01.cross_entropy"
 def checkout(tmp_path, monkeypatch):
     """A learner's folder that the maintainers' commands take for the checkout."""
     monkeypatch.setattr(maintainer_commands, "CHECKOUT", tmp_path)
-    return Learner(tmp_path)
+    learner = Learner(tmp_path)
+    for build in builds.builds().values():
+        build.file(tmp_path).write_text(build.template, encoding="utf-8")
+    return learner
 
 
 def test_stubs_are_written_where_they_differ(checkout):

@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 from rich.console import Console
-from safetensors import SafetensorError
 from trainer_runs import settings_file, train
 
 from shared.course.errors import CourseError
@@ -30,12 +29,7 @@ def full(monkeypatch):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             FSYNC(handle)
 
-        def save_file(tensors, path, metadata=None):
-            raise SafetensorError(f'Error while serializing: I/O error: No space left on device (os error 28) at path "{path}"')
-
         monkeypatch.setattr(os, "fsync", fsync)
-        if name == "model":
-            monkeypatch.setattr("shared.tensor_files.save_file", save_file)
 
     return full
 

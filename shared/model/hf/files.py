@@ -108,9 +108,13 @@ def write_tensors(folder: Path, plan: dict[str, list[str]], like: dict[str, Tens
         make: makes a tensor when it is due, so that one is held at a time.
     """
     for file_name, names in plan.items():
-        unfinished = folder / f".{file_name}.{os.getpid()}"
-        stream_tensors(unfinished, {name: like[name] for name in names}, make, metadata={"format": "pt"})
-        os.replace(unfinished, folder / file_name)
+        unfinished = folder / f"{file_name}.{os.getpid()}.partial"
+        try:
+            stream_tensors(unfinished, {name: like[name] for name in names}, make, metadata={"format": "pt"})
+            os.replace(unfinished, folder / file_name)
+        except OSError:
+            unfinished.unlink(missing_ok=True)  # or it would take the room that the next attempt needs
+            raise
     if several := len(plan) > 1:
         weight_map = {name: file_name for file_name, names in plan.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": sum(tensor.nbytes for tensor in like.values())}, "weight_map": weight_map})
