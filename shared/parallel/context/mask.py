@@ -67,7 +67,7 @@ class ContextMask:
         return AttentionMask(allowed=self.allowed(queries, keys), bias=bias)
 
     def all_looks(self) -> list[list[int]]:
-        """Who looks in each block: this rank's answers, and those of the others."""
+        """Which queries look at which keys, block by block, on all ranks: one `look` for each chunk of queries and each chunk of keys."""
         mine = [[self.look(queries, keys) for keys in range(self.chunks)] for queries in own_chunks(self.group.rank, self.group.size)]
         answers = torch.stack([torch.stack(row) for row in mine]).to(torch.uint8)
         everyone = answers.new_empty(self.group.size, *answers.shape)
