@@ -78,7 +78,7 @@ class ContextMask:
         return [rows[chunk] for chunk in range(self.chunks)]
 
     def look(self, queries: int, keys: int) -> Tensor:
-        """Who looks in a block of this rank, []."""
+        """Which queries of a block of this rank look at its keys, []: NOBODY, SOME, TRIANGLE or ALL."""
         allowed = self.allowed(queries, keys)
         triangle = (allowed == torch.ones_like(allowed).tril()).all() & (queries == keys)
         return torch.where(allowed.all(), ALL, torch.where(triangle, TRIANGLE, torch.where(allowed.any(), SOME, NOBODY)))
