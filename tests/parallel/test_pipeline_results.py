@@ -1,4 +1,4 @@
-"""What the last stage of a pipeline hands to the others: totals with their names and dtypes, and results of any shape; else it is refused."""
+"""What a pipeline's last stage hands to the others: totals with names and dtypes, and results of any shape; the rest is refused."""
 
 import pytest
 import torch

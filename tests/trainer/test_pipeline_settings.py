@@ -31,6 +31,10 @@ def config_of(data=None, model=None, **parallel) -> TrainerConfig:
             {"pipeline_parallel": 2, "pipeline_schedule": "interleaved", "pipeline_chunks": 2, "model": {"num_hidden_layers": 4},
              "data": {"batch_size": 6}}, "groups of 2, as many as there are ranks, and a step has 3: give 2 or 4 micro-batches",
         ),
+        (
+            {"pipeline_parallel": 2, "pipeline_schedule": "interleaved", "pipeline_chunks": 2, "model": {"num_hidden_layers": 4},
+             "data": {"batch_size": 2}}, "and a step has 1: give 2 micro-batches, or schedule 1f1b",
+        ),
     ],
 )  # fmt: skip
 def test_a_pipeline_that_cannot_run_is_refused_with_the_settings(settings, sentence):
