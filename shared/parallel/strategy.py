@@ -71,9 +71,9 @@ class ParallelStrategy(Strategy):
         self.model = wrappers[0] if wrappers else module
         self.optim_params = self.grad_params = self.united([engine.optim_params for engine in engines] or [module])
         self.state = LocalState(self)
-        self.weight_regions = {name: region_of(tensor) for name, tensor in self.state.state_dict(keep_vars=True).items()}
-        self.optim_regions = {name: region_of(parameter) for name, parameter in self.state.named_parameters()}
         weights = self.state.state_dict(keep_vars=True)
+        self.weight_regions = {name: region_of(tensor) for name, tensor in weights.items()}
+        self.optim_regions = {name: region_of(parameter) for name, parameter in self.state.named_parameters()}
         self.holders = Holders(self.weight_regions, mesh.world, {name: tensor.dtype for name, tensor in weights.items()})
         self.optim_holders = Holders(self.optim_regions, mesh.world)
         self.optim_holders.require_complete()
