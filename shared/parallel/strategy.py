@@ -64,7 +64,7 @@ class ParallelStrategy(Strategy):
         super().__init__(module)
         self.mesh, self.engines, self.around, self.routes = mesh, tuple(engines), tuple(around), routes
         self.rank, self.size = mesh.world.rank, mesh.world.size
-        self.data_rank, self.data_size = mesh.data.rank, mesh.data.size
+        self.data_size = mesh.data.size
         wrappers = [engine.model for engine in engines if engine.model is not module and not isinstance(engine.model, Subset)]
         if len(wrappers) > 1:
             raise ValueError("Two engines wrap the model, and objectives can call one of them only: use backend course.")

@@ -168,7 +168,7 @@ LAYOUTS = ("one", "tp2", "tp4_sp", "dp2_tp2_zero1", "fsdp2_tp2", "fsdp2")
 
 
 def on_ranks(layout: str, work, **settings) -> list:
-    ranks = parse_layout(layout.removesuffix("_sp")).ranks
+    ranks = parse_layout(layout).ranks
     on_rank = lambda world: work(make(world, layout, "gpt2", **settings))  # noqa: E731
     return [on_rank(SingleRankCommunicator())] if ranks == 1 else run_threads(on_rank, ranks)
 
