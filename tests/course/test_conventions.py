@@ -5,6 +5,7 @@ import re
 
 import pytest
 from children import in_child
+from conftest import FOLDERS
 from first_imports import FINE, import_each_first
 from import_graph import circles, import_graph
 from scripts import run_script
@@ -187,6 +188,11 @@ def test_lines_have_at_most_140_characters():
     files = [path for path in python_files() if path.parent.parent.name != "chapters" or path.name not in ("exercises.py", "build.py")]
     lines = {f"{path}:{number}": line for path in files for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)}
     assert not {place: len(line) for place, line in lines.items() if len(line) > 140}
+
+
+@by_chapter
+def test_make_test_knows_the_chapters_folder_of_tests(chapter):
+    assert any((CHECKOUT / "tests" / FOLDERS[chapter.number]).glob("test_*.py"))
 
 
 @by_chapter

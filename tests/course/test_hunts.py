@@ -1,0 +1,130 @@
+"""Repairs test themselves: right programs pass, broken ones print their symptom, wrong repairs are rejected; the command `course hunt`."""
+
+import pytest
+from scripts import run_script
+from workspace import Learner
+
+from shared.course import build_check, hunts
+from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
+from shared.course.paths import CHECKOUT
+from shared.course.stubs import BodyFile
+
+HUNTS = hunts.hunts()
+by_hunt = pytest.mark.parametrize("hunt", HUNTS.values(), ids=lambda hunt: hunt.id)
+
+
+@pytest.fixture(scope="module")
+def repairs():
+    return {slug: build_check.read_checks(hunts.FOLDER / f"{slug}.py") for slug in {hunt.slug for hunt in HUNTS.values()}}
+
+
+def outcome_of(hunt, repairs, source: str):
+    file = BodyFile.parsed(hunt.solution_file.with_name(f"{hunt.letter}.py#mended"), source)
+    return build_check.run_stage(repairs[hunt.slug][hunt.letter], build_check.load(file, ()), {})
+
+
+@by_hunt
+def test_the_right_program_passes_and_the_broken_one_fails(hunt, repairs):
+    assert outcome_of(hunt, repairs, hunt.solution_file.read_text(encoding="utf-8")).state == PASS
+    assert outcome_of(hunt, repairs, hunt.template).state == FAIL
+    assert 30 <= len(hunt.template.splitlines()) <= 100 and hunt.title and hunt.after and 1 <= hunt.answer <= len(hunt.choices)
+
+
+@by_hunt
+def test_the_symptom_is_what_the_broken_program_prints(hunt, tmp_path):
+    path = tmp_path / f"{hunt.letter}.py"
+    path.write_text(hunt.template, encoding="utf-8")
+    assert run_script(path, cwd=CHECKOUT).stdout == hunt.symptom
+
+
+# Wrong repairs, as edits of the right program: they make one number right, or take the feature away.
+WRONG_REPAIRS = {
+    "a": {
+        "all random numbers differ": ("manual_seed(seed)", "manual_seed(seed + world.rank)"),
+        "no dropout of the features": ("hidden = dropped(hidden, inner_rate, own)", "pass"),
+        "no dropout of the output": ("return dropped(y, output_rate, random)", "return y"),
+        "the noise is scaled": ("seed + (1 + world.rank) * 1_000_003)", "seed); inner_rate = inner_rate / world.size"),
+        "the seed is left out": ("manual_seed(seed + (1 + world.rank) * 1_000_003)", "manual_seed(world.rank)"),
+        "rank 0 meets the output's seed": ("seed + (1 + world.rank) * 1_000_003", "seed + world.rank"),
+        "rank 1 meets the output's seed": ("seed + (1 + world.rank) * 1_000_003", "seed + 1_000_003 * (1 - world.rank)"),
+        "rank 0's output is broadcast": (
+            "return dropped(y, output_rate, random)",
+            "y = dropped(y, output_rate, own)\n    world.broadcast(y, root=0)\n    return y",
+        ),
+        "no seed": ("torch.Generator().manual_seed(seed + (1 + world.rank) * 1_000_003)", "torch.Generator(); own.seed()"),
+    },
+    "b": {
+        "divided": ('@ parts["down"].T, world) + parts["down_bias"]', '@ parts["down"].T + parts["down_bias"] / world.size, world)'),
+        "no bias": (', world) + parts["down_bias"]', ', world) + 0 * parts["down_bias"]'),
+        "on one rank": ('.T, world) + parts["down_bias"]', '.T + parts["down_bias"] * (world.rank == 0), world)'),
+        "the output is divided": ('.apply(hidden @ parts["down"].T, world)', '.apply(hidden @ parts["down"].T, world) / world.size'),
+    },
+    "c": {
+        "every second row": ("torch.cat([columns, inner + columns])", "torch.arange(world.rank, 2 * inner, world.size)"),
+        "up in front": ("torch.cat([columns, inner + columns])", "torch.cat([inner + columns, columns])"),
+        "no gate": ("(F.silu(gate) * up)", "(F.silu(gate) + up)"),
+    },
+    "d": {
+        "no maximum": ("largest = logits.amax(dim=-1)", "largest = torch.zeros_like(logits[:, 0])"),
+        "the smallest maximum": ('op="max"', 'op="min"'),
+        "the mean of the maxima": ('world.all_reduce(largest, op="max")', "world.all_reduce(largest); largest /= world.size"),
+        "the mean of the losses": (
+            'world.all_reduce(largest, op="max")\n    exponentials',
+            "mean = largest.clone(); world.all_reduce(mean); largest = mean / 2\n    exponentials",
+        ),
+    },
+    "e": {
+        "averaged": ('world.all_reduce(gradients["norm"])', 'world.all_reduce(gradients["norm"]); gradients["norm"] /= world.size'),
+        "rank 0's": ('world.all_reduce(gradients["norm"])', 'world.broadcast(gradients["norm"], root=0)'),
+        "not trained": ('world.all_reduce(gradients["norm"])', 'gradients["norm"] *= 0'),
+        "all are summed": ('world.all_reduce(gradients["norm"])', "[world.all_reduce(each) for each in gradients.values()]"),
+        "the largest": ('world.all_reduce(gradients["norm"])', 'world.all_reduce(gradients["norm"], op="max")'),
+    },
+}
+
+
+@pytest.mark.parametrize(("letter", "name"), [(letter, name) for letter, names in WRONG_REPAIRS.items() for name in names])
+def test_a_wrong_repair_is_rejected(letter, name, repairs):
+    hunt, (right, wrong) = HUNTS[f"07.hunt.{letter}"], WRONG_REPAIRS[letter][name]
+    text = hunt.solution_file.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    assert outcome_of(hunt, repairs, text.replace(right, wrong)).state == FAIL
+
+
+@pytest.fixture
+def learner(tmp_path):
+    return Learner(tmp_path)
+
+
+def test_a_hunt_from_the_list_to_the_reason(learner):
+    listed = learner.course("hunt", "07").stdout
+    assert all(hunt.title in listed and hunt.after not in listed for hunt in HUNTS.values())
+    assert learner.course("hunt", "07", "c", "--check").exit_code == 2
+    started = learner.course("hunt", "07", "c")
+    hunt = HUNTS["07.hunt.c"]
+    path = hunt.file(learner.folder)
+    assert "python chapters/07_tensor_parallel/hunts/c.py" in started.stdout and path.read_text(encoding="utf-8") == hunt.template
+    untouched = learner.course("hunt", "07", "c", "--check")
+    assert untouched.exit_code == 2 and NOT_ATTEMPTED in untouched.stdout
+    right, broken = hunt.edits[0]
+    path.write_text(hunt.template.replace(broken, "    rows = columns + inner\n"), encoding="utf-8")
+    wrong = learner.course("hunt", "07", "c", "--check")
+    assert wrong.exit_code == 1 and "c.py, line" in wrong.stdout
+    path.write_text(hunt.template.replace(broken, right), encoding="utf-8")
+    repaired = learner.course("hunt", "07", "c", "--check")
+    assert repaired.exit_code == 2 and "The repair is right. One question is still open" in repaired.stdout
+    assert "--check --because NUMBER" in repaired.stdout
+    misread = learner.course("hunt", "07", "c", "--check", "--because", "1")
+    assert misread.exit_code == 1 and "the mistake was not 1" in misread.stdout
+    assert "07.hunt   0 of 5 repaired" in learner.course("status").stdout
+    done = learner.course("hunt", "07", "c", "--check", "--because", str(hunt.answer))
+    assert done.exit_code == 0 and hunt.after.split()[0] in done.stdout
+    assert "07.hunt   1 of 5 repaired: c" in learner.course("status").stdout
+    learner.course("hunt", "07", "c")
+    assert right in path.read_text(encoding="utf-8"), "a copy that was worked on stays"
+    assert "as released" in learner.course("reset", "07.hunt.c").stdout and path.read_text(encoding="utf-8") == hunt.template
+
+
+def test_an_unknown_hunt_is_refused(learner):
+    assert "There are: a, b, c, d, e" in learner.course("hunt", "07", "z").stderr
+    assert "Chapter 03 has no hunts. There are: course hunt 07" in learner.course("hunt", "03").stderr
