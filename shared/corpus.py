@@ -17,8 +17,6 @@ from torch import Tensor
 
 from shared.course.errors import CourseError
 
-END_OF_DOCUMENT = 0
-VOCAB_SIZE = 256
 HELD_OUT_SHARE = 0.05
 IRREGULAR = "is not a regular file"  # but a FIFO, a device, a socket, or a link to nothing
 NOT_COURSE_TEXT = {"tests", "testing", "benchmarks"}  # folders that a reader would not call good prose or code

@@ -14,7 +14,6 @@ as long; and sums that slow down what is computed at the time, which hurts data 
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -140,7 +139,7 @@ def turning_width(link: Link, rows: int, step: int = 128, most: int = 8192) -> i
 
 
 def gigabytes(layout: str, width: int) -> float:
-    chosen = replace(parse_layout(layout.removesuffix("_sp")), sequence_parallel=layout.endswith("_sp"))
+    chosen = parse_layout(layout)
     sizes = {"rows": chosen.tensor_parallel, "seq": SEQ, "microbatches": 4, "precision": "bfloat16"}
     return estimate_memory(config_of(width), chosen, ADAMW, **sizes).total / 1e9
 

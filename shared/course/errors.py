@@ -14,6 +14,12 @@ class SettingError(CourseError, ValueError):
     """A setting that is refused, named by its key."""
 
 
+def nearest_multiples(count: int, unit: int) -> str:
+    """The multiples of `unit` below and above a count that is none, for a sentence: "6 or 8"; "4" where the one below is 0."""
+    lower = count - count % unit
+    return f"{lower} or {lower + unit}" if lower else f"{unit}"
+
+
 class SignatureDiffers(CourseError):
     """A body whose signature is not its contract's."""
 

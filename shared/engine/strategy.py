@@ -39,12 +39,12 @@ class Strategy:
         state: what checkpoints save and restore: a module whose `state_dict` has this rank's weights and whose `named_parameters` are
             `optim_params`, all under logical names.
         rank, size: this process's rank, and the world size.
-        data_rank, data_size: which share of a batch this process reads, and how many shares there are.
+        data_size: how many shares of a batch there are, of which this process reads one.
         holds_everything: whether this rank has all of every parameter.
     """
 
     holds_everything = True
-    rank = data_rank = 0
+    rank = 0
     size = data_size = 1
 
     def __init__(self, model: nn.Module):

@@ -231,20 +231,14 @@ class Sharding:
         return replace(self, device=device)
 
 
-def split_dimension(parameter: Tensor, dimension: int, group: Communicator) -> Sharding:
-    """Equal slices of a dimension, one for each rank: how tensor parallelism shards a matrix, or expert parallelism a stack of experts.
-
-    Raises:
-        ValueError: the dimension does not divide by the number of ranks.
-    """
-    shape = list(parameter.shape)
-    size, rest = divmod(shape[dimension], group.size)
-    if rest:
-        raise ValueError(f"Dimension {dimension} of a parameter of shape {tuple(shape)} does not divide by {group.size} ranks.")
-    shape[dimension] = size
-    offsets = [tuple(rank * size if place == dimension % len(shape) else 0 for place in range(len(shape))) for rank in range(group.size)]
-    boxes = tuple(Box(each, tuple(shape)) for each in offsets)
-    return Sharding(parameter.shape, boxes, group, sharding_of(parameter))
+def split_dimension(parameter: Tensor, dimension: int, ranges: Sequence[Range], group: Communicator) -> Sharding:
+    """A slice of a dimension for each rank: how tensor parallelism shards a matrix, `fully_shard` rows, or expert parallelism a stack."""
+    boxes = []
+    for start, stop in ranges:
+        offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
+        offsets[dimension], sizes[dimension] = start, stop - start
+        boxes.append(Box(tuple(offsets), tuple(sizes)))
+    return Sharding(parameter.shape, tuple(boxes), group, sharding_of(parameter))
 
 
 def split_spans(parameter: Tensor, ranges: Sequence[Range], group: Communicator) -> Sharding:

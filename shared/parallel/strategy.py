@@ -64,16 +64,16 @@ class ParallelStrategy(Strategy):
         super().__init__(module)
         self.mesh, self.engines, self.around, self.routes = mesh, tuple(engines), tuple(around), routes
         self.rank, self.size = mesh.world.rank, mesh.world.size
-        self.data_rank, self.data_size = mesh.data.rank, mesh.data.size
+        self.data_size = mesh.data.size
         wrappers = [engine.model for engine in engines if engine.model is not module and not isinstance(engine.model, Subset)]
         if len(wrappers) > 1:
             raise ValueError("Two engines wrap the model, and objectives can call one of them only: use backend course.")
         self.model = wrappers[0] if wrappers else module
         self.optim_params = self.grad_params = self.united([engine.optim_params for engine in engines] or [module])
         self.state = LocalState(self)
-        self.weight_regions = {name: region_of(tensor) for name, tensor in self.state.state_dict(keep_vars=True).items()}
-        self.optim_regions = {name: region_of(parameter) for name, parameter in self.state.named_parameters()}
         weights = self.state.state_dict(keep_vars=True)
+        self.weight_regions = {name: region_of(tensor) for name, tensor in weights.items()}
+        self.optim_regions = {name: region_of(parameter) for name, parameter in self.state.named_parameters()}
         self.holders = Holders(self.weight_regions, mesh.world, {name: tensor.dtype for name, tensor in weights.items()})
         self.optim_holders = Holders(self.optim_regions, mesh.world)
         self.optim_holders.require_complete()

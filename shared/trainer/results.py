@@ -119,9 +119,9 @@ def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
 
 
 def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
-    """What tensor parallelism should send in a step by formula, in the words of `Traffic.per_step`. PyTorch's engine is not traced."""
-    if config.parallel.pipeline_parallel > 1:
-        return {}  # the formulas are for ranks that have every layer
+    """What tensor parallelism should send in a step by formula, in the words of `Traffic.per_step`."""
+    if config.parallel.pipeline_parallel > 1 or config.parallel.backend == "torch":
+        return {}  # the formulas are for ranks that have every layer, and PyTorch's engine is not traced
     calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for each in tensor_exchanges(config.model, config.parallel, config.optimizer, **step_sizes(config)):
         calls[each.operation, each.axis] += each.calls
@@ -129,7 +129,6 @@ def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
     return {
         f"{operation} over {axis}, by formula": f"{count:.0f} calls, {sizes[operation, axis] / 1e6:.2f} MB"
         for (operation, axis), count in sorted(calls.items())
-        if config.parallel.backend == "course"
     }
 
 

@@ -98,7 +98,7 @@ def test_ranks_that_hold_too_little_of_a_parameter_are_refused_before_they_train
 
     def work(world):
         model = torch.nn.Linear(3, 4)
-        first = split_dimension(model.weight, 0, SimpleNamespace(rank=0, size=2))
+        first = split_dimension(model.weight, 0, [(0, 2), (2, 4)], SimpleNamespace(rank=0, size=2))
         model.weight = make_shard(first.local(model.weight.detach()), first, model.weight)
         with pytest.raises(ValueError, match="The ranks hold 6 of the 12 numbers of weight"):
             ParallelStrategy(model, Mesh(parse_layout("dp2"), world), [])

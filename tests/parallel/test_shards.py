@@ -227,7 +227,8 @@ def test_a_span_within_a_box_is_gathered_to_the_whole(dimension):
 
     def rank(world):
         tensor, data = world.split("tp", [(0, 1), (2, 3)]), world.split("dp", [(0, 2), (1, 3)])
-        box = split_dimension(whole, dimension, tensor)
+        half = whole.shape[dimension] // 2
+        box = split_dimension(whole, dimension, [(0, half), (half, 2 * half)], tensor)
         parameter = nn.Parameter(box.local(whole).clone())
         parameter.sharding = box
         nested = split_spans(parameter, [(0, 7), (7, 24)], data)
@@ -244,7 +245,7 @@ def test_a_matrix_that_a_rank_owns_within_its_box_is_gathered_over_the_box_alone
     def rank(world):
         tensor, data = world.split("tp", [(0, 1), (2, 3)]), world.split("dp", [(0, 2), (1, 3)])
         parameter = nn.Parameter(torch.full((3, 2), float(tensor.rank)))
-        parameter.sharding = split_dimension(torch.empty(3, 4), 1, tensor)
+        parameter.sharding = split_dimension(torch.empty(3, 4), 1, [(0, 2), (2, 4)], tensor)
         sharding = owned(parameter, 0, data)
         assert sharding.needs_gathering and sharding.is_owned == (data.rank == 0)
         return sharding.gather(parameter.data) if data.rank == 0 else None
@@ -261,11 +262,6 @@ def test_every_range_of_flattened_numbers_is_the_boxes_that_it_is_read_as(sizes)
             parts = [(first, box.of(whole).flatten().tolist()) for box, first in boxes_of_span(sizes, start, stop)]
             assert [number for _, numbers in parts for number in numbers] == list(range(start, stop))
             assert all(numbers[0] == first for first, numbers in parts) and len(parts) <= 2 * len(sizes)
-
-
-def test_a_dimension_that_does_not_divide_is_refused_with_the_numbers():
-    with pytest.raises(ValueError, match=r"Dimension 1 .*\(6, 8\).* 3 ranks"):
-        split_dimension(torch.empty(6, 8), 1, FirstOfThree())
 
 
 def test_boxes_that_leave_something_out_are_refused():
@@ -289,7 +285,7 @@ def test_a_parameter_without_sharding_is_whole():
 
 def test_a_stack_of_matrices_that_are_whole_here_needs_no_gathering():
     """Muon orthogonalises each expert by itself: only a matrix that is cut takes other ranks."""
-    stack = torch.empty(6, 3, 3)
-    assert not split_dimension(stack, 0, FirstOfThree()).needs_gathering
-    assert split_dimension(stack, 1, FirstOfThree()).needs_gathering
-    assert split_dimension(torch.empty(6, 3), 0, FirstOfThree()).needs_gathering
+    stack, pairs, single = torch.empty(6, 3, 3), [(0, 2), (2, 4), (4, 6)], [(0, 1), (1, 2), (2, 3)]
+    assert not split_dimension(stack, 0, pairs, FirstOfThree()).needs_gathering
+    assert split_dimension(stack, 1, single, FirstOfThree()).needs_gathering
+    assert split_dimension(torch.empty(6, 3), 0, pairs, FirstOfThree()).needs_gathering

@@ -56,8 +56,7 @@ HANDED_BY_FOUR = [
 
 
 def layout_of(word: str, backend: str, **settings) -> ParallelConfig:
-    by_sequence = word.endswith("_sp")
-    return replace(parse_layout(word.removesuffix("_sp")), backend=backend, sequence_parallel=by_sequence, **settings)
+    return replace(parse_layout(word), backend=backend, **settings)
 
 
 def spread(world: Communicator, layout: ParallelConfig, family: str, seed: int = 0, **feature) -> LayoutRun:

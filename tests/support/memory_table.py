@@ -115,7 +115,7 @@ def table(asked: list[int]) -> Iterator[str]:
     worst = 0.0
     for ranks in asked:
         for (name, word), how in product(LAYOUTS[ranks].items(), RECOMPUTE):
-            kinds = compared(replace(parse_layout(word), activation_checkpointing=how), microbatches=MICROBATCHES)
+            kinds = compared(layout_of(word, how), microbatches=MICROBATCHES)
             worst = max(worst, *(abs(deviation(measured, predicted)) for predicted, measured in kinds.values()))
             yield f"| {ranks} | {name} | {RECOMPUTE[how]} | {' | '.join(cell(*kinds[kind]) for kind in KINDS)} |"
     yield ""
@@ -123,9 +123,7 @@ def table(asked: list[int]) -> Iterator[str]:
 
 
 def layout_of(word: str, recompute: str = "none") -> ParallelConfig:
-    """A layout's word, which ends with `_sp` for sequence parallelism."""
-    chosen = parse_layout(word.removesuffix("_sp"))
-    return replace(chosen, sequence_parallel=word.endswith("_sp"), activation_checkpointing=recompute)
+    return replace(parse_layout(word), activation_checkpointing=recompute)
 
 
 def tables_of_chapter_07() -> Iterator[str]:

@@ -45,14 +45,13 @@ def config_of(family: str, layers: int = 4) -> ModelConfig:
 def make(
     world, layout: str, family: str = "llama", optimizer: str = "sgd", schedule: str = "1f1b", axis=None, **settings
 ) -> LayoutRun:
-    """`layout` may end with _sp, for sequence parallelism. Settings of the parallel configuration and of `LayoutRun`."""
+    """Settings of the parallel configuration and of `LayoutRun`."""
     of_run = ("seed", "scaler", "frozen", "computed_in", "objective", "dtype")
     of_run = {name: settings.pop(name) for name in of_run if name in settings}
-    sequence = layout.endswith("_sp")
-    parallel = {"sequence_parallel": sequence, "pipeline_schedule": schedule} | SCHEDULES[schedule] | settings
+    parallel = {"pipeline_schedule": schedule} | SCHEDULES[schedule] | settings
     microbatches, layers = parallel.pop("microbatches", MICROBATCHES), parallel.pop("layers", 4)
     return LayoutRun(
-        world, replace(parse_layout(layout.removesuffix("_sp")), **parallel), config=config_of(family, layers),
+        world, replace(parse_layout(layout), **parallel), config=config_of(family, layers),
         batches=half_packed, optimizer=OPTIMIZERS[optimizer], microbatches=microbatches,
         axes=(*AXES, axis or PipelineParallel(), ContextParallel(), TensorParallel()),
         **{"objective": packed_next_token_objective} | of_run,
@@ -65,7 +64,7 @@ def runner_of(run: LayoutRun) -> PipelineRunner:
 
 def on_ranks(work, layout: str, *arguments, **settings) -> list:
     """work(run) on each rank."""
-    ranks = parse_layout(layout.removesuffix("_sp")).ranks
+    ranks = parse_layout(layout).ranks
     on_rank = lambda world: work(make(world, layout, *arguments, **settings))  # noqa: E731
     return [on_rank(SingleRankCommunicator())] if ranks == 1 else run_threads(on_rank, ranks)
 

@@ -51,7 +51,8 @@ class SumForward(torch.autograd.Function):
 def shard(module: nn.Module, name: str, dimension: int, group: Communicator) -> nn.Parameter:
     """Replace a module's parameter by this rank's slice of it."""
     whole = getattr(module, name)
-    sharding = split_dimension(whole, dimension, group)
+    size = whole.shape[dimension] // group.size
+    sharding = split_dimension(whole, dimension, [(rank * size, (rank + 1) * size) for rank in range(group.size)], group)
     part = nn.Parameter(sharding.local(whole.detach()).clone(), requires_grad=whole.requires_grad)
     part.sharding = sharding
     setattr(module, name, part)

@@ -56,8 +56,7 @@ def batches(step: int, microbatch: int, config: ModelConfig):
 
 
 def make(world, layout: str, family: str, optimizer=SGD, objective=packed_next_token_objective, seed: int = 0, **settings) -> LayoutRun:
-    sequence = layout.endswith("_sp")
-    config = replace(parse_layout(layout.removesuffix("_sp")), sequence_parallel=sequence, **settings)
+    config = replace(parse_layout(layout), **settings)
     objective = translation_objective if family == "t5" else objective
     axes = (*AXES, TensorParallel())
     return LayoutRun(
@@ -77,7 +76,7 @@ def train(world, *arguments, make=make, **settings) -> dict:
 
 
 def run(layout: str, *arguments, **settings) -> list[dict]:
-    ranks = parse_layout(layout.removesuffix("_sp")).ranks
+    ranks = parse_layout(layout).ranks
     work = lambda world: train(world, layout, *arguments, **settings)  # noqa: E731
     return [work(SingleRankCommunicator())] if ranks == 1 else run_threads(work, ranks)
 
@@ -103,8 +102,7 @@ def without_noise(tensors: dict) -> dict:
 def with_dropout(world, layout: str, activation_checkpointing: str = "none", backend: str = "course"):
     """A step with dropout: the weights, the generator's state afterwards, and this rank's parameters."""
     config = replace(config_of("gpt2"), hidden_dropout=0.3, attention_dropout=0.2)
-    parallel = replace(parse_layout(layout.removesuffix("_sp")), sequence_parallel=layout.endswith("_sp"))
-    parallel = replace(parallel, activation_checkpointing=activation_checkpointing, backend=backend)
+    parallel = replace(parse_layout(layout), activation_checkpointing=activation_checkpointing, backend=backend)
     strategy = apply_parallel(TransformerModel(config).double(), Mesh(parallel, world), SGD, axes=(*AXES, TensorParallel()))
     strategy.model.train()
     optimizer = build_optimizer(strategy.optim_params, SGD, strategy.routes)

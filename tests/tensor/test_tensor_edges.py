@@ -168,7 +168,7 @@ LAYOUTS = ("one", "tp2", "tp4_sp", "dp2_tp2_zero1", "fsdp2_tp2", "fsdp2")
 
 
 def on_ranks(layout: str, work, **settings) -> list:
-    ranks = parse_layout(layout.removesuffix("_sp")).ranks
+    ranks = parse_layout(layout).ranks
     on_rank = lambda world: work(make(world, layout, "gpt2", **settings))  # noqa: E731
     return [on_rank(SingleRankCommunicator())] if ranks == 1 else run_threads(on_rank, ranks)
 
@@ -228,12 +228,13 @@ def test_what_cannot_be_cut_is_refused(config, ranks, builders, sentence):
     run_threads(work, ranks)
 
 
-def test_a_sequence_that_does_not_divide_is_refused_with_lengths_that_do():
+@pytest.mark.parametrize("length, lengths", [(7, "6 or 8"), (1, "2")])
+def test_a_sequence_that_does_not_divide_is_refused_with_lengths_that_do(length, lengths):
     def work(world):
         model = TransformerModel(config_of("llama"))
         TensorParallel().shape(model, Mesh(ParallelConfig(tensor_parallel=2, sequence_parallel=True), world))
-        with pytest.raises(ValueError, match="over 2 ranks, and 7 positions do not divide by that: give 6 or 8"):
-            model(torch.zeros(1, 7, dtype=torch.int64))
+        with pytest.raises(ValueError, match=f"over 2 ranks, and {length} positions do not divide by that: give {lengths}, or"):
+            model(torch.zeros(1, length, dtype=torch.int64))
 
     run_threads(work, 2)
 

@@ -188,7 +188,7 @@ def require_fit(
 ) -> None:
     """Refuse files that do not hold just the tensors that the configuration asks for."""
     present = {full: files.shapes[name] for name, full in in_files.items()}
-    wanted = {name: packed_shape(entry, parameters) for name, entry in stored.items()}
+    wanted = {name: tuple(packed_like(entry, parameters).shape) for name, entry in stored.items()}
     misshapen = [
         f"{name} is {list(present[name])}, not {list(wanted[name])}" for name in wanted if present.get(name, wanted[name]) != wanted[name]
     ]
@@ -198,10 +198,6 @@ def require_fit(
             problems.append(f"{title}: {listed(names)}")
     if problems:
         raise PretrainedError(f"The tensors in {folder} do not match its config.json. {'; '.join(problems)}.")
-
-
-def packed_shape(entry: FileTensor, parameters: Mapping[str, Tensor]) -> tuple[int, ...]:
-    return tuple(packed_like(entry, parameters).shape)
 
 
 def packed_like(entry: FileTensor, like: Mapping[str, Tensor]) -> Tensor:

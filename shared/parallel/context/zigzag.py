@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shared.course.errors import SettingError
+from shared.course.errors import SettingError, nearest_multiples
 from shared.parallel.comm.communicator import Communicator
 from shared.totals import Batch, Objective, Totals
 
@@ -35,11 +35,9 @@ def require_divisible(length: int, ranks: int, setting: str = "The sequence") ->
     """
     chunks = 2 * ranks
     if length % chunks:
-        lower = length - length % chunks
-        lengths = f"{lower} or {lower + chunks}" if lower else f"{chunks}"
         raise SettingError(
             f"{setting} has {length} positions, and parallel.context_parallel {ranks} cuts it into {chunks} equal chunks, two for each "
-            f"rank: give {lengths}, or other ranks."
+            f"rank: give {nearest_multiples(length, chunks)}, or other ranks."
         )
 
 

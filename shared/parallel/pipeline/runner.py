@@ -33,7 +33,7 @@ class PipelineRunner(DataEngine):
         waiting: where linear layers leave their weight gradients; None where backward passes are whole.
 
     Attributes:
-        schedule: of all ranks; another number of micro-batches makes another one. Any valid schedule may be set in place of `make`.
+        schedules: by the number of micro-batches, each of all ranks; made when first needed, unless `use` has set another one.
         most: the most graphs that this rank kept at a time in the last step.
     """
 
@@ -42,7 +42,7 @@ class PipelineRunner(DataEngine):
     def __init__(self, model: PipelineModel, mesh: Mesh, waiting: Waiting | None = None):
         super().__init__(model, mesh.loss)
         self.optim_params = nn.Module()  # empty: the data engines serve the stage's parameters
-        self.pp, self.shape, self.waiting = mesh.pp, model.links.shape, waiting
+        self.pp, self.links, self.shape, self.waiting = mesh.pp, model.links, model.links.shape, waiting
         self.name = mesh.config.pipeline_schedule
         self.schedules: dict[int, Schedule] = {}
         self.most = 0
@@ -87,7 +87,6 @@ class PipelineRunner(DataEngine):
 
     def execute(self, schedule: Schedule, microbatches: Sequence[Batch], objective: Objective) -> Totals:
         """Do this rank's actions in order. Returns the totals of all micro-batches, on every rank."""
-        self.links = self.model.links
         self.links.follow(schedule)
         self.graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (chunk, micro-batch) -> input and result
         self.left: dict[tuple[int, int], Waiting] = {}

@@ -14,7 +14,7 @@ Left out on purpose: schedules that keep more activations so as to have no bubbl
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from shared.course.errors import SettingError
+from shared.course.errors import SettingError, nearest_multiples
 
 Kind = Literal["F", "B", "I", "W"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -102,11 +102,9 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
     ['F0', 'F1', 'F0 of chunk 1', 'B0 of chunk 1', 'F1 of chunk 1', 'B1 of chunk 1', 'B0', 'B1']
     """
     if microbatches % ranks:
-        lower = microbatches - microbatches % ranks
-        numbers = f"{lower} or {lower + ranks}" if lower else f"{ranks}"
         raise SettingError(
             f"The interleaved schedule takes micro-batches in groups of {ranks}, as many as there are ranks, and a step has "
-            f"{microbatches}: give {numbers} micro-batches, or schedule 1f1b."
+            f"{microbatches}: give {nearest_multiples(microbatches, ranks)} micro-batches, or schedule 1f1b."
         )
     groups = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
     forward = [Action("F", microbatch, chunk) for group in groups for chunk in range(chunks) for microbatch in group]

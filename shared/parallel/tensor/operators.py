@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shared.course.binding import exercise
-from shared.course.errors import SettingError
+from shared.course.errors import SettingError, nearest_multiples
 from shared.parallel.comm.communicator import Communicator
 
 Collective = Callable[[Tensor, Communicator], Tensor]
@@ -86,10 +86,9 @@ def require_divisible(length: int, ranks: int) -> None:
         SettingError: with the nearest lengths that can.
     """
     if length % ranks:
-        lower = length - length % ranks
         raise SettingError(
             f"Sequence parallelism cuts the sequence over {ranks} ranks, and {length} positions do not divide by that: "
-            f"give {lower} or {lower + ranks}, or set parallel.sequence_parallel to false."
+            f"give {nearest_multiples(length, ranks)}, or set parallel.sequence_parallel to false."
         )
 
 

@@ -23,7 +23,7 @@ from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.data.fsdp import compile_each
 from shared.parallel.mesh import Mesh
 from shared.parallel.comm.processes import all_gather_single, reduce_scatter_single
-from shared.parallel.sharding import Box, Sharding, make_shard, sharding_of
+from shared.parallel.sharding import Range, Sharding, make_shard, split_dimension
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 
@@ -156,17 +156,14 @@ def sharding_by_torch(name: str, parameter: DTensor, group: Communicator, outer:
             f"{name} has the placements {parameter.placements}, of which no rank holds one box: shard it by tensor parallelism on plain "
             "local tensors first, or use parallel.backend: course."
         )
-    return Sharding(outer.shape, chunked_boxes(outer.shape, 0, group.size), group, sharding_of(outer))
+    return split_dimension(outer, 0, chunk_ranges(outer.shape[0], group.size), group)
 
 
-def chunked_boxes(shape: Sequence[int], dimension: int, ranks: int) -> tuple[Box, ...]:
+def chunk_ranges(size: int, ranks: int) -> list[Range]:
     """A dimension in slices as PyTorch's engines cut it (`torch.chunk`): equally many for each rank as far as they reach, so later ranks
     may have fewer, or none."""
-    size = shape[dimension]
     share = -(-size // ranks)
-    ends = [min(rank * share, size) for rank in range(ranks + 1)]
-    only = lambda value, others: tuple(value if place == dimension else other for place, other in enumerate(others))  # noqa: E731
-    return tuple(Box(only(start, [0] * len(shape)), only(stop - start, shape)) for start, stop in zip(ends, ends[1:], strict=False))
+    return [(min(rank * share, size), min((rank + 1) * share, size)) for rank in range(ranks)]
 
 
 class UsedParameters:

@@ -39,10 +39,10 @@ from shared.model.embedding import Head, TargetScores
 from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Sharding
+from shared.parallel.sharding import split_dimension
 from shared.parallel.tensor.layers import ShardDropout, attend_with_own_dropout
 from shared.parallel.tensor.operators import require_divisible
-from shared.parallel.torch_backend.fsdp import chunked_boxes
+from shared.parallel.torch_backend.fsdp import chunk_ranges
 
 
 def parallelize_by_torch(model: TransformerModel, mesh: Mesh) -> None:
@@ -111,8 +111,8 @@ def keep_local(module: nn.Module, mesh: Mesh) -> None:
     for name, parameter in wrapped.items():
         part = nn.Parameter(parameter.detach().to_local().clone())
         if parameter.placements[0].is_shard():
-            boxes = chunked_boxes(parameter.shape, parameter.placements[0].dim, mesh.tp.size)
-            part.sharding = Sharding(parameter.shape, boxes, mesh.tp)
+            dimension = parameter.placements[0].dim
+            part.sharding = split_dimension(parameter, dimension, chunk_ranges(parameter.shape[dimension], mesh.tp.size), mesh.tp)
         module.register_parameter(name, part)
     layouts = {name: (each.device_mesh, each.placements, each.shape, each.stride()) for name, each in wrapped.items()}
     compute = module.forward
