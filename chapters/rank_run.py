@@ -174,7 +174,7 @@ def whole(shard: Any, tensor: Any) -> Any:
 
 
 def compared(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks told, beside one process. Differences are relative to the length of the tensor."""
+    """The figures of the ranks compared with one process. Differences are relative to the length of the tensor."""
     mine, theirs = ranks[0]["tensors"], alone["tensors"]
     far = {name: ((mine[name] - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-300)).item() for name in theirs}
     return {

@@ -1,4 +1,4 @@
-"""The build of chapter 07: a whole LLaMA under tensor and sequence parallelism, yours from an empty file. Two to four hours.
+"""The build of chapter 07: a whole LLaMA under tensor and sequence parallelism, yours from an empty file. About four hours.
 
     course check 07.build                all stages; course check 07.build.attention: one
     course hint 07.build.attention       three hints for each stage
@@ -9,7 +9,7 @@ a line or two each that call what you wrote. A stage whose functions still raise
 from the first stage to the last and stop after any of them.
 
 You may use everything of chapters 01 to 06, and what you wrote in exercises.py (copy it here). Of the core, `rope_tables` and `apply_rope`
-of `shared.model.rope` save you an evening, and of PyTorch `F.rms_norm`, `F.scaled_dot_product_attention` and `torch.autograd.Function`.
+of `shared.model.rope` save you an evening, and from PyTorch `F.rms_norm`, `F.scaled_dot_product_attention` and `torch.autograd.Function`.
 What may not be imported is `shared.parallel.tensor` and what applies it: that is what you build. The checks run in float64, with ranks as
 threads, and compare with one process to 1e-9. To try something yourself, `run_threads(function, 2)` of `shared.parallel.comm.threads` calls
 function(group) on two ranks and returns what they return.
@@ -40,7 +40,7 @@ all_gather(whole, part), reduce_scatter(part, whole). They work in place on cont
 does not see them. group.split(name, groups), with lists of ranks such as [[0, 1], [2, 3]] the same on all ranks, returns the smaller
 group that this rank is in.
 
-The stages (the functions of stages 1 to 4 are asked of models without sequence parallelism only)
+The stages (stages 1 to 4 call their functions on models without sequence parallelism only)
     1 weights            cut every weight; say of each part where it lies in the whole
     2 feed_forward       column-parallel, then row-parallel: one all-reduce forward, one backward. A layer that sends nothing is a copy
     3 attention          whole heads on each rank; query heads stay with the key-value head that they share
@@ -49,14 +49,14 @@ The stages (the functions of stages 1 to 4 are asked of models without sequence 
     5 model              logits, loss and every gradient on two ranks are one process's
     6 four_ranks         four ranks with two key-value heads, or one: each head lies on several ranks, for other query heads on each
     7 sequence_parallel  between the sublayers each rank has its own positions of the stream: it is reduce-scattered, never all-reduced.
-                         What the nine functions get and return stays the same. That norms see no other positions is checked in stage 8
+                         What the nine functions get and return stays the same. Stage 8 checks that norms see no other positions
     8 budgets            forward and backward together, each layer has 4 all-reduces of the stream, or with sequence parallelism 4
                          all-gathers and 4 reduce-scatters of it; gradients that are summed come on top. Embedding and head together have
                          2 all-reduces of it (2 all-gathers and 2 reduce-scatters) and the loss a few numbers for each position. Under
                          sequence parallelism each sublayer and the head may gather their input once more in the backward pass.
                          No rank ever makes the logits of all tokens, or a whole matrix. With sequence parallelism autograd keeps the
                          whole stream [B, S, D] at most 2 L + 1 times for the backward pass: as the sublayers and the head have
-                         gathered it. What norms keep is cut
+                         gathered it. What norms keep is cut by the ranks
     9 bad_input          sizes that cannot be cut, a sequence that cannot, ids outside the vocabulary, targets outside it other than -100:
                          a ValueError with the numbers, on every rank, before anything is sent. It is make_model and
                          loss_and_gradients that must refuse; embed, head_loss and logits may

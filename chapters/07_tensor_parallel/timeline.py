@@ -1,4 +1,4 @@
-"""Tensor parallelism beside data parallelism on two cards, simulated: where TP2 loses to DP2, and at which width it turns.
+"""Tensor parallelism compared with data parallelism on two cards, simulated: where TP2 loses to DP2, and from which width on it wins.
 
 python chapters/07_tensor_parallel/timeline.py                 NVLink and PCIe without peer access
 python chapters/07_tensor_parallel/timeline.py --pcie 10       with another rate of the second, in GB/s

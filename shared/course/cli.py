@@ -111,7 +111,7 @@ def watch(name: str | None) -> None:
 def hint(name: str, rung: int | None) -> None:
     """Open the next of three hints: a question, the idea, a skeleton.
 
-    A build has three for each stage: 07.build opens those of the first stage that has not passed.
+    A build has three hints for each stage: 07.build opens the next hint of the first stage that has not passed.
     """
     if builds.is_build(name):
         build_command.print_hint(terminal.open_console(), name, rung)

@@ -71,7 +71,7 @@ def test_the_same_command_without_nnodes_on_a_second_machine_is_refused(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kill 0", "kill 0 c10d", "power a"])
 def test_the_lock_of_a_rank_that_was_killed_holds_nobody_up(name, tmp_path):
-    """torchrun restarts all ranks, or the command is given again after the machine was; the weights are those of a run nobody killed."""
+    """torchrun restarts all ranks, or the command is given again after the machine was; the weights equal an uninterrupted run's."""
     found = run_case(CASES[name], tmp_path)
     assert found.difference == 0.0 and re.search(r"from step 1\d", found.resumed), found.outputs
     assert ("by itself" in found.resumed) == (name != "power a"), found.outputs

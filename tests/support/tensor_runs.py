@@ -95,7 +95,7 @@ def require_same(found: list[dict], one: dict) -> None:
 
 
 def without_noise(tensors: dict) -> dict:
-    """A key's bias moves all scores of a query alike, so its gradient is 0, and what is computed of it is rounding."""
+    """A key's bias adds the same to all scores of a query, so its gradient is 0, and what is computed of it is rounding."""
     return {name: tensor if tensor.norm() > 1e-9 else torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 

@@ -39,8 +39,8 @@ def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tens
 
         out = sum over keys j of exp(s_j - lse) v_j          lse = log of the sum over keys j of exp(s_j)
 
-    Each of the two was computed as if its keys were all there are: a softmax over its own scores s. The log-sum-exp tells how much the
-    exponentials of these scores were in all, so that the two can be weighed as one softmax over all keys would.
+    Each of the two was computed as if its keys were all there are: a softmax over its own scores s. The log-sum-exp is the
+    logarithm of the sum of their exponentials, by which the two are weighed as one softmax over all keys would weigh them.
 
     Scores of a few hundred are common, and exp overflows from 89 on in float32. Take no exponential of anything above 0.
 

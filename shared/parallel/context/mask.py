@@ -67,7 +67,7 @@ class ContextMask:
         return AttentionMask(allowed=self.allowed(queries, keys), bias=bias)
 
     def all_looks(self) -> list[list[int]]:
-        """Who looks in each block: this rank's answers, and those of the others."""
+        """Which queries look at which keys, block by block, on all ranks: one `look` for each chunk of queries and each chunk of keys."""
         mine = [[self.look(queries, keys) for keys in range(self.chunks)] for queries in own_chunks(self.group.rank, self.group.size)]
         answers = torch.stack([torch.stack(row) for row in mine]).to(torch.uint8)
         everyone = answers.new_empty(self.group.size, *answers.shape)
@@ -78,7 +78,7 @@ class ContextMask:
         return [rows[chunk] for chunk in range(self.chunks)]
 
     def look(self, queries: int, keys: int) -> Tensor:
-        """Who looks in a block of this rank, []."""
+        """Which queries of a block of this rank look at its keys, []: NOBODY, SOME, TRIANGLE or ALL."""
         allowed = self.allowed(queries, keys)
         triangle = (allowed == torch.ones_like(allowed).tril()).all() & (queries == keys)
         return torch.where(allowed.all(), ALL, torch.where(triangle, TRIANGLE, torch.where(allowed.any(), SOME, NOBODY)))

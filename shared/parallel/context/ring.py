@@ -1,7 +1,7 @@
-"""Chapter 07. Ring attention: keys and values travel around the ranks while each rank's queries look at those that are there.
+"""Chapter 07. Ring attention: keys and values travel around the ranks while each rank's queries look at the keys that have arrived.
 
     step 0    a rank's own keys                    forward   n - 1 hops of keys and values at most, while a block is computed
-    step s    those that have travelled s hops     backward  the same once more, and their gradients in float32, one step behind
+    step s    keys that have travelled s hops      backward  the same once more, and their gradients in float32, one step behind
 
 (Liu et al. 2023, "Ring Attention with Blockwise Transformers"; zigzag and two directions as in `shared.parallel.context.mask`.) In the
 backward pass a chunk's gradient begins at the first rank that its keys reach, travels on with them, and is sent home from the last one.

@@ -41,7 +41,7 @@ class PipelineRunner(DataEngine):
 
     def __init__(self, model: PipelineModel, mesh: Mesh, waiting: Waiting | None = None):
         super().__init__(model, mesh.loss)
-        self.optim_params = nn.Module()  # those of the stage are the data engines' to serve
+        self.optim_params = nn.Module()  # empty: the data engines serve the stage's parameters
         self.pp, self.links, self.shape, self.waiting = mesh.pp, model.links, model.links.shape, waiting
         self.name = mesh.config.pipeline_schedule
         self.schedules: dict[int, Schedule] = {}

@@ -134,9 +134,9 @@ def activations(
 ) -> Activations:
     """What a micro-batch's activations take on a rank of `layout`. With fsdp, autocast has no weights to round: they are gathered rounded.
 
-    Whole blocks that are recomputed leave their input. In the backward pass one block at a time has all of its activations again, when
-    those of the ends are gone. What matrices that are cut by columns take is whole on every tensor-parallel rank, also with sequence
-    parallelism, whose gathered input they keep.
+    Blocks that are recomputed whole keep their input only. In the backward pass one block at a time has all of its activations again, and
+    last norm, head and loss have freed theirs. The input of matrices that are cut by columns is whole on every
+    tensor-parallel rank; with sequence parallelism, too, since these matrices keep the gathered one.
 
     Raises:
         ValueError: a model for which there is no formula.

@@ -51,7 +51,7 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
         loss = log(sum over all tokens of exp(logit)) - logit of the target
 
     Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces are enough, of one number and of two numbers by row, and
-    a rank never holds more than three tensors of its own logits' shape beside them. Exponentials overflow from 89 on (in float32), and
+    a rank never holds more than three further tensors of the shape of its own logits. Exponentials overflow from 89 on (in float32), and
     logits may be larger: as in one process, the largest of the row is subtracted first, here the largest over all ranks.
 
     Args:

@@ -63,7 +63,7 @@ def row_linear__into_the_sum(x, weight, bias, combine):
 
 
 def f_and_g__by_two_functions_around_one_class(group):
-    """One class, which is told in which of its passes it sums; the flag is kept in ctx."""
+    """One class, with an argument that says in which of its passes it sums; the flag is kept in ctx."""
 
     class Sum(torch.autograd.Function):
         @staticmethod

@@ -1,6 +1,6 @@
 """Chapter 07 in a world of one rank over NCCL: operators, vocabulary-parallel scores, merged attention and cut models, beside one process.
 
-With one rank a sum over ranks is the tensor itself, so results and gradients must be those of one process, computed in float64 on the CPU.
+With one rank a sum over ranks is the tensor itself, so results and gradients must equal one process's, computed in float64 on the CPU.
 What is shown is that every collective is one that NCCL takes, in the dtypes and on the streams in which a step makes it, forward and
 backward. On a CPU gloo takes NCCL's place.
 """

@@ -68,7 +68,7 @@ def backward(model: TransformerModel) -> None:
 
 
 def run(function, family: str, ranks: int, sequence_parallel: bool):
-    """The parameters whose gradients are not those of one process."""
+    """The parameters whose gradients differ from one process's."""
     plain = model_of(family)
     backward(plain)
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}

@@ -1,4 +1,4 @@
-"""Check of 07.tensor_shards. Oracle: layers that are computed in slices and added up or laid side by side, beside torch's whole ones.
+"""Check of 07.tensor_shards. Oracle: layers that are computed in slices and added up or laid side by side, compared with whole ones.
 
 Tolerances. Slices are whole numbers, compared exactly. Sums of float64 products in another order: 1e-12.
 """
