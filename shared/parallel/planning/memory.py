@@ -136,7 +136,8 @@ def block_size(model: ModelConfig) -> int:
 
 
 def state_width(counts: Mapping[Role, int], optimizer: OptimizerConfig) -> float:
-    """Bytes of state for a parameter, on average, by how many of each role there are: AdamW keeps two means, the others one, and Muon leaves to AdamW what is no matrix."""
+    """Bytes of state for a parameter, on average: AdamW keeps two means, the others one, and Muon leaves to AdamW what is no matrix.
+    counts: of parameters, by role."""
     if optimizer.name != "muon":
         return 8 if optimizer.name == "adamw" else 4
     return 8 - 4 * counts["matrix"] / sum(counts.values())
@@ -160,7 +161,8 @@ def activations(
     layout: ParallelConfig = ParallelConfig(),  # noqa: B008 (read only)
     part: Part | None = None,
 ) -> Activations:
-    """What a micro-batch's activations take on a rank of `layout` that has this part of the model, or the whole. With fsdp, autocast has no weights to round: they are gathered rounded.
+    """What a micro-batch's activations take on a rank of `layout`. With fsdp, autocast has no weights to round: they are gathered rounded.
+    part: what the rank has of the model; None for the whole.
 
     Blocks that are recomputed whole keep their input only. In the backward pass one block at a time has all of its activations again, and
     last norm, head and loss have freed theirs. The input of matrices that are cut by columns is whole on every

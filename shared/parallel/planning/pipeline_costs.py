@@ -1,6 +1,6 @@
 """Chapter 08. Pipeline memory and communication volume by formula: what each stage holds, keeps in flight and sends in a training step.
 
-    weights, gradients, state    of the rank's own blocks; embedding on the first rank, last norm and head on the last one, a tied one on both
+    weights, gradients, state    of the rank's own blocks; embedding on the first rank, norm and head on the last one, a tied weight on both
     activations                  of each micro-batch from its forward pass to the end of its backward pass, along the rank's actions
     messages                     [rows, seq, D] in float32 over each border of two stages, once forward and once back, for each micro-batch
 
@@ -121,7 +121,9 @@ def pipeline_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSiz
     return [*found, Exchange("totals", "broadcast", "pp", ranks, 1, 8 * (2 + metrics))]
 
 
-def step_exchanges(model: ModelConfig, layout: ParallelConfig, optimizer: OptimizerConfig, step: StepSizes, rank: int = 0) -> list[Exchange]:
+def step_exchanges(
+    model: ModelConfig, layout: ParallelConfig, optimizer: OptimizerConfig, step: StepSizes, rank: int = 0
+) -> list[Exchange]:
     """`tensor_exchanges` of all chunks of a pipeline's rank, and `pipeline_exchanges`."""
     of_chunks = [tensor_exchanges(model, layout, optimizer, step, part) for part in chunk_parts(model, layout)[rank]]
     return [*(each for exchanges in of_chunks for each in exchanges), *pipeline_exchanges(model, layout, step, rank)]
