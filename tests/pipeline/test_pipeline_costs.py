@@ -54,8 +54,8 @@ def test_each_stage_holds_and_sends_what_is_predicted(word, schedule, recompute,
     predicted, of_stage = estimate_ranks(config, layout, optimizer, step), layout.ranks // layout.pipeline_parallel
     for rank, (held, trace) in enumerate(by_rank(layout, step, config, optimizer)):
         stage = rank // of_stage
-        off = {kind: (found, vars(predicted[stage])[kind]) for kind, found in vars(held).items() if not near(found, vars(predicted[stage])[kind])}
-        assert not off, f"rank {rank}"
+        kinds = {kind: (found, getattr(predicted[stage], kind)) for kind, found in vars(held).items()}
+        assert not {kind: both for kind, both in kinds.items() if not near(*both)}, f"rank {rank}"
         calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for each in step_exchanges(config, layout, optimizer, step, stage):
             calls[each.operation, each.axis] += each.calls
