@@ -84,17 +84,16 @@ def require_stages(model: ModelConfig, config: ParallelConfig) -> None:
         SettingError: names the setting.
     """
     stages = config.pipeline_parallel * config.pipeline_chunks
-    chunked, splits = config.pipeline_chunks > 1, config.pipeline_schedule == "zero_bubble"
+    splits = config.pipeline_schedule == "zero_bubble"
     wrong = [
         (model.architecture == "encoder-decoder", "model.architecture encoder-decoder: its blocks share more than hidden states"),
         (model.position == "relative", "model.position relative: its blocks share a learned bias"),
         (stages > model.num_hidden_layers, f"{model.num_hidden_layers} layers: {stages} stages need at least one each"),
         (config.backend == "torch", "parallel.backend torch: it is this course's own pipeline"),
-        (config.context_parallel > 1, "context_parallel: nobody has compared the two together with one process"),
-        (chunked and config.tensor_parallel > 1, "tensor_parallel and pipeline_chunks: its ends are where a model ends, not a chunk"),
-        (splits and config.tensor_parallel > 1, "tensor_parallel and pipeline_schedule zero_bubble: its matrices are not split"),
-        (splits and config.fully_sharded > 1, "fully_sharded and pipeline_schedule zero_bubble: gradients are reduced before part W"),
-        (model.tie_word_embeddings and config.zero > 0, "zero and a tied embedding: its ends are cut differently over the replicas"),
+        (
+            splits and config.fully_sharded > 1 and config.reshard_after_forward,
+            "fully_sharded and pipeline_schedule zero_bubble: gradients are reduced before part W, unless reshard_after_forward is false",
+        ),
     ]
     for is_wrong, reason in wrong:
         if is_wrong:
