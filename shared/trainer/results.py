@@ -22,7 +22,7 @@ from shared.model.transformer import TransformerModel
 from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
 from shared.parallel.pipeline.schedules import make_schedule
-from shared.parallel.pipeline.simulate import simulate
+from shared.parallel.pipeline.simulate import make_timeline
 from shared.parallel.planning.tensor_costs import tensor_exchanges
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
@@ -114,7 +114,7 @@ def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
         return {}
     microbatches = step_sizes(config)["microbatches"]
     schedule = make_schedule(parallel.pipeline_schedule, parallel.pipeline_parallel, microbatches, parallel.pipeline_chunks)
-    bubble = simulate(schedule, microbatches, parallel.pipeline_chunks).bubble()
+    bubble = make_timeline(schedule, microbatches, parallel.pipeline_chunks).bubble()
     return {f"bubble of {parallel.pipeline_schedule}, of the time computed": bubble}
 
 
