@@ -13,7 +13,7 @@ RUNS = [  # layout, family, optimizer, schedule, settings
     ("pp2_tp2_sp", "qwen3", "sgd", "interleaved", {"activation_checkpointing": "full"}),
     ("pp2_tp2", "mqa", "muon", "zero_bubble", {}),
     ("pp2_cp2", "gpt2", "sgd", "1f1b", {}),
-    ("pp2_dp3_zero1", "gpt2", "muon", "1f1b", {"bucket_megabytes": 0.003}),  # in which the tied weight has a bucket of its own
+    ("pp2_dp3_zero1", "bloom", "muon", "1f1b", {"bucket_megabytes": 0.003}),  # in which the tied weight has a bucket of its own
     ("pp2_fsdp2", "gpt2", "sgd", "1f1b", KEPT),
     ("pp2_fsdp2", "gpt2", "muon", "zero_bubble", KEPT),
 ]
