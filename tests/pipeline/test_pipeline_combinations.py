@@ -1,4 +1,4 @@
-"""Pipelines over other axes: chunks with tensor and sequence parallelism, sequences shared out, ZeRO with tied ends, FSDP for a whole step."""
+"""Pipelines over other axes: chunks with tensor parallelism, sequences shared out, ZeRO with tied ends, FSDP that keeps a step's weights."""
 
 from collections import Counter
 
@@ -32,7 +32,9 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("layout, family, optimizer, schedule, settings", RUNS + [pytest.param(*run, marks=pytest.mark.slow) for run in LONG])
+@pytest.mark.parametrize(
+    "layout, family, optimizer, schedule, settings", RUNS + [pytest.param(*run, marks=pytest.mark.slow) for run in LONG]
+)
 def test_a_pipeline_over_other_axes_does_what_one_process_does(layout, family, optimizer, schedule, settings):
     require_same(on_ranks(observed, layout, family, optimizer, schedule, **settings), expected(family, optimizer))
 
