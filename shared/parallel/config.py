@@ -33,7 +33,7 @@ class ParallelConfig:
 
     Args:
         backend: course runs this course's own parallelism, torch the same configuration on PyTorch's (DDP, fully_shard,
-            parallelize_module).
+            parallelize_module, torch.distributed.pipelining).
         pipeline_parallel: how many ranks share out the layers.
         pipeline_schedule: in which order a pipeline's ranks compute: gpipe, 1f1b, interleaved, which needs pipeline_chunks, or zero_bubble
             (ZB-H1).

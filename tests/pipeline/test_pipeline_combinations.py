@@ -1,4 +1,4 @@
-"""Pipelines over other axes: chunks with tensor parallelism, sequences shared out, ZeRO with tied ends, FSDP that keeps a step's weights."""
+"""Pipelines over other axes: chunks under tensor parallelism, sequences shared out, ZeRO with tied ends, FSDP kept for a step."""
 
 from collections import Counter
 
