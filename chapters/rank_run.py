@@ -25,8 +25,8 @@ class RankRunConfig:
 
     Args:
         impl: whose exercises run: the solutions, yours, or yours where their check passed.
-        layout: how the run is spread: dp2, dp2_zero1, fsdp2, dp2_fsdp2; from chapter 07 on tp2, dp2_tp2, cp2, ...; from chapter 08 on pp2, pp2_tp2,
-            ... A process is started for each rank.
+        layout: how the run is spread: dp2, dp2_zero1, fsdp2, dp2_fsdp2; from chapter 07 on tp2, dp2_tp2, cp2, ...; from chapter 08 on pp2,
+            pp2_tp2, ... A process is started for each rank.
         parallel: everything else about the ranks; its degrees are the layout's.
         data: a text file or folder to train on, or a list of them; none for the embedded corpus.
         steps: training steps.
