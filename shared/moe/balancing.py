@@ -1,4 +1,4 @@
-"""Chapter 09. Load balancing without a loss (Wang et al. 2024, DeepSeek-V3), and the load of experts as metrics: once a step, over all ranks.
+"""Chapter 09. Load balancing without a loss (Wang et al. 2024, DeepSeek-V3), and the load of experts as metrics: once a step, of all ranks.
 
     bias_i <- bias_i + rate * sign(mean load - load of expert i)
 

@@ -81,7 +81,7 @@ class MixtureConfig(ExpertsConfig):
             raise ValueError(f"experts.topk_group is {self.topk_group}: give 1 to experts.n_group ({self.n_group}).")
         reachable = self.num_experts // self.n_group * self.topk_group
         if not 1 <= self.num_experts_per_tok <= reachable:
-            raise ValueError(f"experts.num_experts_per_tok is {self.num_experts_per_tok}: a token can choose among {reachable}, so give 1 to that.")
+            raise ValueError(f"experts.num_experts_per_tok is {self.num_experts_per_tok}: a token has {reachable} to choose from.")
 
     def is_sparse(self, layer: int) -> bool:
         """Whether block `layer` has experts."""
@@ -134,7 +134,7 @@ def require_buildable(config: ModelConfig, experts: MixtureConfig) -> None:
         raise ValueError("model.mlp_bias is true, and experts have no biases: set it to false.")
     if experts.first_k_dense >= config.num_hidden_layers:
         raise ValueError(
-            f"experts.first_k_dense is {experts.first_k_dense} and the model has {config.num_hidden_layers} blocks, so none would have experts."
+            f"experts.first_k_dense is {experts.first_k_dense} of {config.num_hidden_layers} blocks, so none would have experts: give less."
         )
 
 

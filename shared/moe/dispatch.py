@@ -6,9 +6,9 @@ order; no loop runs over tokens.
     tokens   0: experts 2, 0     1: experts 0, 1          (k = 2)
     choices  2 0 0 1   ->   order 1 2 3 0 (experts 0 0 1 2), counts 2 1 1   ->   rows of tokens 0, 1, 1, 0
 
-With a capacity, an expert takes a limited number of a row's choices (Lepikhin et al. 2020, GShard, section 2.2): the later ones, by position,
-are dropped, and the token passes by on the residual stream alone. The limit is counted row by row and by position, so no other
-row and no later token changes what is kept: micro-batches and ranks change nothing, and a causal model stays causal.
+With a capacity, an expert takes a limited number of a row's choices (Lepikhin et al. 2020, GShard, section 2.2): later ones, by position,
+are dropped, and the token passes by on the residual stream alone. The limit is counted row by row and by position, so no other row and
+no later token changes what is kept: micro-batches and ranks change nothing, and a causal model stays causal.
 """
 
 import math

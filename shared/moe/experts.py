@@ -23,7 +23,7 @@ ALIGNMENT = 16  # bytes by which `grouped_mm` wants rows to start
 
 
 def loop_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """One product for each expert. `unbind` has one backward pass for all of them; an index for each would make E gradients of full size."""
+    """One product for each expert. `unbind` has one backward pass for all; an index for each would make E gradients of full size."""
     parts = rows.split(counts.tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(), strict=True)])
 

@@ -25,6 +25,10 @@ def with_experts(config: ModelConfig, **choices: Any) -> MixtureModelConfig:
     return MixtureModelConfig(**vars(config) | {"experts": MixtureConfig(**choices, balance_coefficient=0.0)})
 
 
+def experts_of(config: ModelConfig) -> MixtureConfig:
+    return config.experts if isinstance(config.experts, MixtureConfig) else NONE
+
+
 def read_mixtral(raw: ConfigJson) -> ModelConfig:
     experts = {"num_experts": raw.get("num_local_experts", 8), "num_experts_per_tok": raw.get("num_experts_per_tok", 2)}
     common = replace(llama.read_common(raw, 131072, 1e-5), sliding_window=raw.get("sliding_window"))
@@ -32,7 +36,7 @@ def read_mixtral(raw: ConfigJson) -> ModelConfig:
 
 
 def write_mixtral(config: ModelConfig) -> ConfigJson:
-    experts = config.experts or NONE
+    experts = experts_of(config)
     return llama.write_mistral(config) | {
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_tok,
@@ -55,7 +59,7 @@ def read_olmoe(raw: ConfigJson) -> ModelConfig:
 
 
 def write_olmoe(config: ModelConfig) -> ConfigJson:
-    experts = config.experts or NONE
+    experts = experts_of(config)
     return llama.write_llama(config) | {
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_tok,
@@ -78,7 +82,7 @@ def read_qwen3(raw: ConfigJson) -> ModelConfig:
 
 
 def write_qwen3(config: ModelConfig) -> ConfigJson:
-    experts, window = config.experts or NONE, config.sliding_window
+    experts, window = experts_of(config), config.sliding_window
     return llama.write_llama(config) | {
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_tok,
@@ -115,7 +119,7 @@ def read_dots(raw: ConfigJson) -> ModelConfig:
 
 
 def write_dots(config: ModelConfig) -> ConfigJson:
-    experts = config.experts or NONE
+    experts = experts_of(config)
     return llama.write_llama(config) | {
         "n_routed_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_tok,

@@ -84,7 +84,7 @@ class MixtureLayer(nn.Module):
 
 
 class CountInBackward(torch.autograd.Function):
-    """The identity of x whose backward pass adds `counts` to a layer's load: once for each micro-batch, however often the forward pass runs."""
+    """The identity of x whose backward pass adds `counts` to a layer's load: once a micro-batch, however often the forward pass runs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: MixtureLayer, counts: Tensor) -> Tensor:
@@ -96,16 +96,6 @@ class CountInBackward(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         ctx.layer.load = ctx.counts if ctx.layer.load is None else ctx.layer.load + ctx.counts
         return upstream, None, None
-
-
-def build_mixture(config: ModelConfig, builders: Builders, layer: int) -> nn.Module:
-    """A feed-forward builder for any model: experts where the configuration has them, and the dense layer elsewhere."""
-    if config.experts is None or not config.experts.is_sparse(layer):
-        return build_feed_forward(replace(config, experts=None), builders, layer)
-    return MixtureLayer(config, builders, layer)
-
-
-MIXTURE = Builders(feed_forward=build_mixture)
 
 
 def mixture_layers(model: nn.Module) -> list[MixtureLayer]:

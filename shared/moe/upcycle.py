@@ -10,8 +10,8 @@ import torch
 
 from shared.course.errors import SettingError
 from shared.model.transformer import TransformerModel
+from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig, MixtureModelConfig
-from shared.moe.layer import MIXTURE
 
 
 @torch.no_grad()

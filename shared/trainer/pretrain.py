@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-import shared.moe.hf  # noqa: F401 (adds its formats)
 from shared.course import binding
 from shared.data.completion import require_prompt
 from shared.data.mixture import shares_in_words
@@ -28,7 +27,7 @@ from shared.model.counting import parameter_counts
 from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
 from shared.moe.balancing import BalanceExperts
-from shared.moe.layer import MIXTURE
+from shared.moe.builders import MIXTURE
 from shared.optim.build import build_optimizer
 from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler

@@ -19,7 +19,7 @@ from shared.loop import evaluate
 from shared.model.counting import parameter_counts
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
-from shared.moe.layer import MIXTURE
+from shared.moe.builders import MIXTURE
 from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
 from shared.parallel.pipeline.schedules import make_schedule

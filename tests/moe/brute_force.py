@@ -1,4 +1,4 @@
-"""A mixture of experts by brute force: every expert computes every token, and the gates say what counts. Nothing is sorted or dispatched."""
+"""A mixture of experts by brute force: every expert computes every token, and the gates say what counts. Nothing is sorted."""
 
 import torch
 import torch.nn.functional as F

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.moe.balancing import take_loads, update_bias
+from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig
-from shared.moe.layer import MIXTURE, mixture_layers
+from shared.moe.layer import mixture_layers
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads

@@ -16,9 +16,10 @@ from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.hf.registry import FORMATS, read_config, write_config
 from shared.model.init import initial_value
 from shared.model.transformer import TransformerModel
+from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.moe.hf import MIXTURES
-from shared.moe.layer import MIXTURE, mixture_layers
+from shared.moe.layer import mixture_layers
 from shared.moe.upcycle import upcycle
 
 SIZES = {
@@ -113,7 +114,8 @@ def test_what_no_format_holds_is_refused():
     config = MixtureModelConfig(experts=MixtureConfig(4, 32, scoring="sigmoid"))
     with pytest.raises(CourseError, match="would lose: experts MixtureConfig"):
         write_config(config)
-    plain = MixtureModelConfig(experts=MixtureConfig(4, 32, balance_coefficient=0.3, z_coefficient=1e-3, implementation="loop", capacity_factor=2.0))
+    training = {"balance_coefficient": 0.3, "z_coefficient": 1e-3, "implementation": "loop", "capacity_factor": 2.0}
+    plain = MixtureModelConfig(experts=MixtureConfig(4, 32, **training))
     known, raw = write_config(plain)
     assert known.model_type == "mixtral" and raw["intermediate_size"] == 32, "training and implementation are no part of the model"
     assert write_config(ModelConfig())[0].model_type == "llama", "a dense model has the format that it had"

@@ -10,8 +10,8 @@ from sharded_runs import batch_of
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.loop import accumulate_gradients
 from shared.model.transformer import TransformerModel
-from shared.moe.config import MixtureConfig
-from shared.moe.layer import MIXTURE, mixture_layers
+from shared.moe.builders import MIXTURE
+from shared.moe.layer import mixture_layers
 from shared.optim.routing import route
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
@@ -64,7 +64,8 @@ def test_gradients_and_loads_are_those_of_any_split_into_micro_batches(sizes, ho
     for parts in ((12,), sizes):
         model = TransformerModel(MODEL, MIXTURE, seed=2).double()
         apply_activation_checkpointing(model, how if parts == sizes else "none")
-        rows = [dict(zip(batch_of(0, 0), values, strict=True)) for values in zip(*(v.split(parts) for v in batch_of(0, 0).values()), strict=True)]
+        split = {name: value.split(parts) for name, value in batch_of(0, 0).items()}
+        rows = [{name: values[part] for name, values in split.items()} for part in range(len(parts))]
         accumulate_gradients(model, rows, packed_next_token_objective)
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {
             f"load {layer.layer}": layer.load.double() for layer in mixture_layers(model)
@@ -155,7 +156,3 @@ def test_a_step_in_16_bits_has_the_gradients_of_float32_up_to_rounding(precision
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     for name, value in found[1].items():
         assert (value - found[0][name]).norm() < 0.06 * found[0][name].norm(), name
-
-
-def test_a_mixture_of_equal_width_is_a_setting_of_experts_alone():
-    assert MixtureConfig(4, 16) == MixtureConfig(4, 16, num_experts_per_tok=2)

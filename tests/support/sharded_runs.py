@@ -55,7 +55,8 @@ def translation_objective(model: nn.Module, batch: Batch) -> Totals:
 
 
 def build(
-    config: ModelConfig, frozen: Callable[[str], bool] = lambda name: False, dtype: torch.dtype = torch.float64, builders=Builders()  # noqa: B008
+    config: ModelConfig, frozen: Callable[[str], bool] = lambda name: False, dtype: torch.dtype = torch.float64,
+    builders: Builders = Builders(),  # noqa: B008 (frozen)
 ) -> TransformerModel:  # fmt: skip
     model = TransformerModel(config, builders).to(dtype)
     for name, parameter in model.named_parameters():

@@ -205,7 +205,8 @@ class FlatParam:
 
 class Unit:
     """An FSDP unit, whose parameters are gathered and freed together: one `FlatParam`, or several where some are frozen, of another dtype,
-    gathered in their own (`full_precision`, such as a router), shared over other ranks, or cut unevenly: parameters that other ranks hold as well are then sharded there as here.
+    kept in theirs (`full_precision`, such as a router), shared over other ranks, or cut unevenly: parameters that other ranks hold as well
+    are then sharded there as here.
 
     apart: whether parameters whose gradient is partial over other ranks get a flat of their own.
 
