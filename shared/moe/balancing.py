@@ -1,9 +1,10 @@
-"""Chapter 09. Load balancing without a loss (Wang et al. 2024, DeepSeek-V3), and the load of experts as metrics: once a step, of all ranks.
+"""Chapter 09. Auxiliary-loss-free load balancing (Wang et al. 2024, DeepSeek-V3), and the experts' load as metrics.
+
+Once a step, from the choices of all its micro-batches on all ranks:
 
     bias_i <- bias_i + rate * sign(mean load - load of expert i)
 
-after each optimizer step, from the choices of the whole step: all micro-batches, all ranks. The bias is added to the scores for
-the choice alone, so no gradient competes with the loss.
+after the optimizer. The bias is added to the scores for the choice alone, so no gradient competes with that of the loss.
 """
 
 from collections.abc import Callable
