@@ -1,7 +1,10 @@
-"""Floor 0. Plot style: every figure has the same size and, in all chapters, one meaning for each colour.
+"""Floor 0. Plot style: every figure has the same size and, in all chapters, one meaning for each colour. And a pipeline's timeline, drawn.
 
 The colours are Okabe and Ito's, which stay apart for colour-blind readers (Okabe & Ito 2008, "Color Universal Design").
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 TRAINING = "#0072B2"  # what the model is trained on
 HELD_OUT = "#D55E00"  # text that it never saw
@@ -11,6 +14,7 @@ COMPUTE = "#009E73"
 COMMUNICATION = "#E69F00"
 IDLE = "#BBBBBB"
 MEMORY = "#56B4E9"
+PASSES = {"F": "#DDF2EB", "B": COMPUTE, "I": COMPUTE, "W": "#00503A"}  # of a pipeline: computing, from light to dark
 SEQUENCE = "viridis"  # an ordered family of lines, or a map of amounts
 
 STYLE = {
@@ -42,3 +46,33 @@ def sequence_colors(number: int) -> list[tuple[float, float, float, float]]:
     import matplotlib
 
     return [matplotlib.colormaps[SEQUENCE](0.9 * i / max(number - 1, 1)) for i in range(number)]
+
+
+def draw_pipeline(axes: Any, rows: Sequence[Sequence[Any]], unit: str = "forward passes of one micro-batch", width: float = 6.5) -> None:
+    """Draw a pipeline's timeline (Gantt chart): a row for each rank, a block for each action, grey where the rank waits.
+
+    A block holds the kind of its action and the number of its micro-batch, as far as there is room, and a black bar at its bottom for
+    each chunk of the rank before this one.
+
+    Args:
+        axes: matplotlib's.
+        rows: for each rank its spans (`shared.parallel.pipeline.simulate.Span`): action, begin, end.
+        unit: of the time.
+        width: of the axes in inches, which decides whether there is room for a block's letters.
+    """
+    from matplotlib.patches import Rectangle
+
+    ends = max(row[-1].end for row in rows)
+    for rank, row in enumerate(rows):
+        axes.add_patch(Rectangle((0, rank - 0.4), ends, 0.8, color=IDLE, linewidth=0))
+        for (kind, microbatch, chunk), begin, end in row:
+            axes.add_patch(Rectangle((begin, rank - 0.4), end - begin, 0.8, facecolor=PASSES[kind], edgecolor="white", linewidth=0.8))
+            for bar in range(chunk):
+                axes.add_patch(Rectangle((begin, rank + 0.3 - 0.16 * bar), end - begin, 0.1, color="black", linewidth=0))
+            inches = (end - begin) / ends * width
+            text = f"{kind}{microbatch}" if inches > 0.2 else f"{microbatch}" if inches > 0.09 else ""
+            color = "black" if kind == "F" else "white"
+            axes.text((begin + end) / 2, rank - 0.05 * bool(chunk), text, ha="center", va="center", fontsize=7, color=color)
+    axes.set(xlim=(0, ends), ylim=(len(rows) - 0.5, -0.5), xlabel=f"time, in {unit}", yticks=range(len(rows)))
+    axes.set_yticklabels([f"rank {rank}" for rank in range(len(rows))])
+    axes.grid(visible=False)

@@ -57,7 +57,6 @@ SPINE = (
     Stop("shared/parallel/comm/communicator.py", 40, "collectives, in threads and in processes"),
     Stop("shared/parallel/mesh.py", 10, "the grid of ranks and its axes"),
     Stop("shared/parallel/sharding.py", 40, "how a parameter is cut over ranks"),
-    Stop("shared/parallel/data/engine.py", 10, "what each data engine does in a step"),
     Stop("shared/parallel/data/ddp.py", 30, "gradient buckets overlapped with backward"),
     Stop("shared/parallel/data/zero.py", 40, "ZeRO-1 and 2: each rank updates its shards"),
     Stop("shared/parallel/data/flat.py", 45, "the flat parameter of an FSDP unit"),
@@ -66,6 +65,7 @@ SPINE = (
     Stop("shared/parallel/parallelize.py", 25, "a plain model spread over the mesh"),
     Stop("shared/parallel/tensor/operators.py", 20, "f and g: each one's derivative is the other"),
     Stop("shared/parallel/tensor/axis.py", 25, "a plain model's matrices cut over ranks"),
+    Stop("shared/parallel/pipeline/runner.py", 25, "a step as any valid schedule of stages"),
     Stop("shared/trainer/pretrain.py", 40, "from a configuration to a report"),
 )
 

@@ -120,7 +120,7 @@ def data_engines(
     """Make the data-parallel engines (DDP, ZeRO or FSDP): one for all parameters, or, for replicas, one for each group of ranks over which
     gradients are added."""
     config = mesh.config
-    if config.backend == "torch":
+    if config.backend == "torch" and (mesh.pp.size == 1 or config.fully_sharded > 1):  # DDP's hooks know no schedule
         if mesh.loss.size == 1:  # tensor-parallel ranks alone: nothing is shared out
             return []
         return [torch_engine(model, mesh, whole, dtype, device, seed)]

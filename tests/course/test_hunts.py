@@ -1,10 +1,14 @@
 """Repairs test themselves: right programs pass, broken ones print their symptom, wrong repairs are rejected; the command `course hunt`."""
 
+import tomllib
+from collections import Counter
+
 import pytest
 from scripts import run_script
 from workspace import Learner
 
 from shared.course import build_check, hunts
+from shared.course.builds import with_edits
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.paths import CHECKOUT
 from shared.course.stubs import BodyFile
@@ -83,12 +87,30 @@ WRONG_REPAIRS = {
 }
 
 
-@pytest.mark.parametrize(("letter", "name"), [(letter, name) for letter, names in WRONG_REPAIRS.items() for name in names])
-def test_a_wrong_repair_is_rejected(letter, name, repairs):
-    hunt, (right, wrong) = HUNTS[f"07.hunt.{letter}"], WRONG_REPAIRS[letter][name]
-    text = hunt.solution_file.read_text(encoding="utf-8")
-    assert text.count(right) == 1
-    assert outcome_of(hunt, repairs, text.replace(right, wrong)).state == FAIL
+def repairs_to_try():
+    """(hunt, name, which program is edited, edits, what the check must say): chapter 07's above, those of later chapters in files."""
+    for letter, names in WRONG_REPAIRS.items():
+        for name, edit in names.items():
+            yield HUNTS[f"07.hunt.{letter}"], name, "right", [edit], FAIL
+    for path in sorted((hunts.FOLDER / "tried").glob("*.toml")):
+        for letter, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
+            for tried in entries:
+                of, state = tried.get("of", "broken"), tried.get("state", FAIL)
+                yield HUNTS[f"{path.stem[:2]}.hunt.{letter}"], tried["name"], of, tried["edits"], state
+
+
+REPAIRS = [pytest.param(hunt, *repair, id=f"{hunt.id}-{name}") for hunt, name, *repair in repairs_to_try()]
+
+
+@pytest.mark.parametrize(("hunt", "of", "edits", "state"), REPAIRS)
+def test_a_wrong_repair_is_rejected_and_another_right_one_passes(hunt, of, edits, state, repairs):
+    begun = hunt.template if of == "broken" else hunt.solution_file.read_text(encoding="utf-8")
+    assert outcome_of(hunt, repairs, with_edits(begun, edits, hunt.id)).state == state
+
+
+def test_each_hunt_has_wrong_repairs_to_reject():
+    assert all(count >= 3 for count in Counter(hunt.id for hunt, *_, state in repairs_to_try() if state == FAIL).values())
+    assert {hunt.id for hunt, *_ in repairs_to_try()} == HUNTS.keys()
 
 
 @pytest.fixture
@@ -98,7 +120,7 @@ def learner(tmp_path):
 
 def test_a_hunt_from_the_list_to_the_reason(learner):
     listed = learner.course("hunt", "07").stdout
-    assert all(hunt.title in listed and hunt.after not in listed for hunt in HUNTS.values())
+    assert all(hunt.title in listed and hunt.after not in listed for hunt in hunts.find_hunts("07"))
     assert learner.course("hunt", "07", "c", "--check").exit_code == 2
     started = learner.course("hunt", "07", "c")
     hunt = HUNTS["07.hunt.c"]

@@ -7,7 +7,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from shared.course.errors import SettingError
 from shared.parallel.pipeline.schedules import Action, bubble_fraction, interleaved, make_schedule
-from shared.parallel.pipeline.simulate import Times, draw, simulate
+from shared.parallel.pipeline.simulate import Times, draw, make_timeline
 from shared.parallel.pipeline.validate import ScheduleError, validate
 
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 8) for microbatches in (1, 2, 3, 4, 7, 8, 16, 32)]
@@ -55,12 +55,12 @@ def test_zb_h1_is_that_of_pytorch(ranks, groups):
 def test_schedules_with_one_chunk_have_the_bubble_and_the_activations_of_the_formulas(ranks, microbatches):
     times = Times(forward=1.0, input=1.3, weight=0.7)
     for name in ("gpipe", "1f1b"):
-        timeline = simulate(make_schedule(name, ranks, microbatches), microbatches, times=times)
+        timeline = make_timeline(make_schedule(name, ranks, microbatches), microbatches, times=times)
         for rank in range(ranks):
             assert timeline.bubble(rank) == pytest.approx(bubble_fraction(ranks, microbatches), abs=1e-9)
             assert timeline.most[rank] == (microbatches if name == "gpipe" else min(microbatches, ranks - rank))
     if microbatches >= ranks:
-        timeline = simulate(make_schedule("zero_bubble", ranks, microbatches), microbatches, times=times)
+        timeline = make_timeline(make_schedule("zero_bubble", ranks, microbatches), microbatches, times=times)
         expected = (ranks - 1) * (times.forward + times.input - times.weight) / (3.0 * microbatches)
         assert timeline.bubble() == pytest.approx(expected, abs=1e-9)  # Qi et al. 2023, table 1
         assert max(timeline.most) == timeline.most[0] == min(microbatches, ranks)
@@ -68,7 +68,7 @@ def test_schedules_with_one_chunk_have_the_bubble_and_the_activations_of_the_for
 
 @pytest.mark.parametrize("ranks, chunks, microbatches", INTERLEAVED)
 def test_chunks_divide_the_bubble_and_keep_more_activations(ranks, chunks, microbatches):
-    timeline = simulate(make_schedule("interleaved", ranks, microbatches, chunks), microbatches, chunks)
+    timeline = make_timeline(make_schedule("interleaved", ranks, microbatches, chunks), microbatches, chunks)
     for rank in range(ranks):
         assert timeline.bubble(rank) == pytest.approx(bubble_fraction(ranks, microbatches, chunks), abs=1e-9)
         most = (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1
@@ -77,13 +77,13 @@ def test_chunks_divide_the_bubble_and_keep_more_activations(ranks, chunks, micro
 
 def test_a_slow_stage_and_slow_messages_lengthen_a_step():
     schedule = make_schedule("1f1b", 2, 4)
-    assert simulate(schedule, 4).seconds == 15
-    assert simulate(schedule, 4, times=Times(stages=(1.0, 2.0))).seconds == 4 * 2 * 3 + 3  # the second stage never waits again
-    assert simulate(schedule, 4, times=Times(transfer=1.0)).seconds > 15
+    assert make_timeline(schedule, 4).seconds == 15
+    assert make_timeline(schedule, 4, times=Times(stages=(1.0, 2.0))).seconds == 4 * 2 * 3 + 3  # the second stage never waits again
+    assert make_timeline(schedule, 4, times=Times(transfer=1.0)).seconds > 15
 
 
 def test_a_timeline_is_drawn():
-    timeline = simulate(make_schedule("1f1b", 2, 2), 2)
+    timeline = make_timeline(make_schedule("1f1b", 2, 2), 2)
     assert draw(timeline, columns=9) == "rank 0  01..aa.bb\nrank 1  .0aa1bb.."
 
 
@@ -165,7 +165,7 @@ def test_every_accepted_list_ends_and_every_refused_one_is_named():
         place = generator.randrange(len(own) - 1)
         own[place], own[place + 1] = own[place + 1], own[place]
         try:
-            timeline = simulate(schedule, 8, chunks)
+            timeline = make_timeline(schedule, 8, chunks)
         except ScheduleError as refused:
             assert "Rank" in str(refused) or "Deadlock" in str(refused)
             continue

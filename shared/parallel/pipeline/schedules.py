@@ -14,7 +14,8 @@ Left out on purpose: schedules that keep more activations so as to have no bubbl
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from shared.course.errors import SettingError, nearest_multiples
+from shared.course.binding import exercise
+from shared.course.errors import SettingError
 
 Kind = Literal["F", "B", "I", "W"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -39,6 +40,7 @@ class Action(NamedTuple):
 Schedule = Sequence[Sequence[Action]]  # by rank
 
 
+@exercise("08.gpipe")
 def gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """GPipe's schedule: all forward passes, then all backward passes, each in the micro-batches' order (Huang et al. 2019, section 2.3).
 
@@ -53,44 +55,62 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
     >>> [str(action) for action in gpipe(rank=1, ranks=2, microbatches=3)]
     ['F0', 'F1', 'F2', 'B0', 'B1', 'B2']
+
+    The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.schedules` shows it in place.
     """
-    return [Action(kind, microbatch) for kind in ("F", "B") for microbatch in range(microbatches)]
 
 
+@exercise("08.one_forward_one_backward")
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """The 1F1B schedule (PipeDream-flush; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.1).
 
-    A rank warms up with as many forward passes as there are stages behind it, or with all of them where there are fewer micro-batches.
-    Then it alternates: one forward, one backward. The backward passes that are left cool down. So a rank keeps the activations of at most
-    `ranks - rank` micro-batches, however many a step has.
+    A micro-batch's gradient comes back to a rank after its forward and backward passes on all stages behind. The rank starts further
+    micro-batches meanwhile, but only as many as keep the pipeline full. With passes of one slot each, three ranks do five micro-batches so:
+
+        rank 0   F0  F1  F2  ... ... B0  F3  B1  F4  B2  ... B3  ... B4
+        rank 1   ... F0  F1  ... B0  F2  B1  F3  B2  F4  B3  ... B4  ...
+        rank 2   ... ... F0  B0  F1  B1  F2  B2  F3  B3  F4  B4  ... ...
+
+    - The step takes as many slots as GPipe's.
+    - A rank keeps a micro-batch's activations from its F to the end of its B: of at most `ranks - rank` micro-batches at a time, however
+      many a step has.
+    - Within this bound, every forward pass comes as early in the rank's list as it can.
 
     Args:
-        rank: which of the `ranks` stages; the last one warms up with none.
-        microbatches: at least 1.
+        rank: which of the `ranks` stages.
+        microbatches: at least 1; also fewer than there are ranks.
 
     Returns:
         The rank's actions, in order: F and B once for each micro-batch, chunk 0; each kind in the micro-batches' order.
 
     >>> [str(action) for action in one_forward_one_backward(rank=0, ranks=2, microbatches=3)]
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
+
+    The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.schedules` shows it in place.
     """
-    warmup = min(microbatches, ranks - rank - 1)
-    forward = [Action("F", microbatch) for microbatch in range(microbatches)]
-    backward = [Action("B", microbatch) for microbatch in range(microbatches)]
-    return alternate(forward, backward, warmup)
 
 
+@exercise("08.interleaved")
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
     """The interleaved 1F1B schedule: several chunks for each rank, for a shorter bubble (Narayanan et al. 2021, section 2.2.2).
 
-    Micro-batches are taken in groups of as many as there are ranks. Forward passes: chunk 0 for each of the group, then chunk 1 for each of
-    them, and so on, then the next group. Backward passes: the same, from the last chunk to chunk 0. As in 1F1B a rank warms up, alternates
-    and cools down. It warms up with `2 * (ranks - rank - 1) + (chunks - 1) * ranks` forward passes, or with all of them where that is more.
+    A micro-batch goes around all ranks once for each chunk: forward from chunk 0 to the last one, backward from the last one to chunk 0.
+    With passes of one slot each, two ranks with two chunks do four micro-batches so (F2' is F2 of chunk 1):
+
+        rank 0   F0  F1  F0' F1' F2  B0' F3  B1' F2' B0  F3' B1  ... B2' ... B3' B2  B3
+        rank 1   ... F0  F1  F0' B0' F1' B1' F2  B0  F3  B1  F2' B2' F3' B3' B2  B3  ...
+
+    - Forward passes: a group of as many micro-batches as there are ranks goes through chunk 0, one after the other, then the same group
+      through the next chunk; after the last chunk the next group follows. Backward passes: the same groups, from the last chunk to chunk 0.
+    - At first a rank does forward passes alone. From the forward pass on that comes right before its first backward pass, the two kinds
+      take turns; when no forward pass is left, the other backward passes follow.
+    - The last rank begins to go backward right after the first forward pass of its last chunk. Each rank before it begins one slot later
+      than the one behind, and has filled every slot since its own first F, in slot `rank`, with a forward pass, or has none left.
 
     Args:
         rank: of `ranks`.
         microbatches: a multiple of `ranks`.
-        chunks: of each rank. With 1 a rank warms up longer than in 1F1B.
+        chunks: of each rank, at least 1. With 1, ranks keep more activations than in 1F1B, where they wait instead.
 
     Returns:
         The rank's actions, in order: F and B once for each micro-batch of each chunk.
@@ -100,22 +120,9 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
 
     >>> [str(action) for action in interleaved(rank=1, ranks=2, microbatches=2, chunks=2)]
     ['F0', 'F1', 'F0 of chunk 1', 'B0 of chunk 1', 'F1 of chunk 1', 'B1 of chunk 1', 'B0', 'B1']
+
+    The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.schedules` shows it in place.
     """
-    if microbatches % ranks:
-        raise SettingError(
-            f"The interleaved schedule takes micro-batches in groups of {ranks}, as many as there are ranks, and a step has "
-            f"{microbatches}: give {nearest_multiples(microbatches, ranks)} micro-batches, or schedule 1f1b."
-        )
-    groups = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
-    forward = [Action("F", microbatch, chunk) for group in groups for chunk in range(chunks) for microbatch in group]
-    backward = [Action("B", microbatch, chunk) for group in groups for chunk in reversed(range(chunks)) for microbatch in group]
-    return alternate(forward, backward, min(len(forward), 2 * (ranks - rank - 1) + (chunks - 1) * ranks))
-
-
-def alternate(forward: Sequence[Action], backward: Sequence[Action], warmup: int) -> list[Action]:
-    """`warmup` forward passes, then one forward and one backward pass in turn, then the backward passes that are left."""
-    steady = [action for pair in zip(forward[warmup:], backward, strict=False) for action in pair]
-    return [*forward[:warmup], *steady, *backward[len(forward) - warmup :]]
 
 
 def zero_bubble(rank: int, ranks: int, microbatches: int) -> list[Action]:

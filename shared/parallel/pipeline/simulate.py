@@ -7,11 +7,13 @@ and messages that take no time, the bubble of GPipe, 1F1B and interleaved 1F1B i
 Left out on purpose: links that several messages share, and a rank whose speed changes.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from shared.course.binding import exercise
 from shared.parallel.pipeline.schedules import Action, Schedule
-from shared.parallel.pipeline.validate import Message, Shape, validate
+from shared.parallel.pipeline.validate import validate
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Timeline:
     """What each rank does when. rows: by rank, in order. most: by rank, the most activations at a time (`validate`)."""
 
     rows: list[list[Span]]
-    most: list[int] = field(default_factory=list)
+    most: list[int]
 
     @property
     def seconds(self) -> float:
@@ -58,35 +60,53 @@ class Timeline:
         return (self.seconds - busy) / busy
 
 
-def simulate(schedule: Schedule, microbatches: int, chunks: int = 1, times: Times = Times()) -> Timeline:  # noqa: B008 (frozen)
-    """The timeline of a schedule.
+@exercise("08.simulate")
+def simulate(
+    schedule: Schedule, chunks: int, seconds: Callable[[Action, int], float], transfer: float = 0.0
+) -> list[list[tuple[float, float]]]:
+    """Simulate a pipeline schedule: when each action begins and ends, in seconds from the beginning of the step.
+
+    A rank does its actions one at a time, in the order of its list, and begins each as early as it can: with nothing to wait for, at 0.
+    An action F needs the activations of the stage before, and B and I the gradient of the stage behind, which its B or I computes; W needs
+    nothing of another stage. Stage s is chunk s // ranks of rank s % ranks. What one rank computes for another arrives `transfer` seconds
+    after it is computed, and neither rank's work waits for the sending.
+
+    Args:
+        schedule: the actions of each rank, as `validate` accepts them; thousands, in a long step.
+        chunks: of each rank.
+        seconds: seconds(action, stage) is how long an action takes on a stage. Stages need not take equally long.
+        transfer: seconds from rank to rank. With a single rank nothing is sent.
+
+    Returns:
+        For each rank a list: for each of its actions the tuple (begin, end).
+
+    >>> schedule = [[Action("F", 0), Action("B", 0)], [Action("F", 0), Action("B", 0)]]
+    >>> simulate(schedule, chunks=1, seconds=lambda action, stage: 2.0 if action.kind == "B" else 1.0, transfer=0.5)
+    [[(0.0, 1.0), (5.0, 7.0)], [(1.5, 2.5), (2.5, 4.5)]]
+
+    The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.simulate` shows it in place.
+    """
+
+
+def make_timeline(schedule: Schedule, microbatches: int, chunks: int = 1, times: Times = Times()) -> Timeline:  # noqa: B008 (frozen)
+    """The timeline of a schedule, which is validated first.
 
     Raises:
         ScheduleError: the schedule cannot be run.
 
-    >>> simulate([[Action("F", 0), Action("B", 0)], [Action("F", 0), Action("B", 0)]], microbatches=1).seconds     # 1 + 1 + 2 + 2
+    >>> make_timeline([[Action("F", 0), Action("B", 0)], [Action("F", 0), Action("B", 0)]], microbatches=1).seconds   # 1 + 1 + 2 + 2
     6.0
     """
-    timeline = Timeline([[] for _ in schedule], validate(schedule, microbatches, chunks))
-    shape, arrivals = Shape(len(schedule), chunks), dict[Message, float]()
-    while any(len(row) < len(actions) for row, actions in zip(timeline.rows, schedule, strict=True)):
-        for rank, (row, actions) in enumerate(zip(timeline.rows, schedule, strict=True)):
-            for action in actions[len(row) :]:
-                needed, given = shape.needed(rank, action), shape.given(rank, action)
-                if needed is not None and needed not in arrivals:
-                    break
-                begin = max(row[-1].end if row else 0.0, arrivals.get(needed, 0.0))
-                row.append(Span(action, begin, begin + times.of(action, action.chunk * len(schedule) + rank)))
-                if given is not None:
-                    arrivals[given] = row[-1].end + times.transfer
-    return timeline
+    most = validate(schedule, microbatches, chunks)
+    rows = simulate(schedule, chunks, times.of, times.transfer)
+    return Timeline([[Span(a, *span) for a, span in zip(*both, strict=True)] for both in zip(schedule, rows, strict=True)], most)
 
 
 def draw(timeline: Timeline, columns: int = 100) -> str:
     """A timeline as text, a row for each rank: digits for forward passes, letters from a for the backward passes of the same micro-batches,
     w for weight gradients, dots in the bubble.
 
-    >>> print(draw(simulate([[Action("F", 0), Action("B", 0)], [Action("F", 0), Action("B", 0)]], microbatches=1), columns=6))
+    >>> print(draw(make_timeline([[Action("F", 0), Action("B", 0)], [Action("F", 0), Action("B", 0)]], microbatches=1), columns=6))
     rank 0  0...aa
     rank 1  .0aa..
     """

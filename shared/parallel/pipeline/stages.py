@@ -50,6 +50,7 @@ class PipelineModel(nn.Module):
     def __init__(self, module: TransformerModel, pp: Communicator, links: Links, blocks: Sequence[range], compilable: bool = True):
         super().__init__()
         self.module, self.pp, self.links, self.compilable = module, pp, links, compilable
+        self.dtype = next(module.parameters()).dtype  # of the weights that are kept: FSDP may gather blocks in another one
         self.action: Action | None = None
         self.called = False
         self.received: Tensor | None = None
@@ -98,14 +99,17 @@ class PipelineModel(nn.Module):
     def run(self, action: Action, input_ids: Tensor, options: dict[str, Any]) -> tuple[Any, Message | None]:
         """Run one chunk, on ids or on what the stage before sends. Returns its result, and as what it is to be sent, if it is. Hidden
         states have the dtype of the weights, also under autocast, which rounds no residual stream."""
-        x, parameter = input_ids, next(self.module.parameters())
-        needed, given = self.links.shape.needed(self.pp.rank, action), self.links.shape.given(self.pp.rank, action)
+        x, needed, given = input_ids, self.links.shape.needed(self.pp.rank, action), self.links.shape.given(self.pp.rank, action)
         if needed is not None:
-            x = torch.empty(*input_ids.shape, self.module.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
-            self.links.receive(x, needed)
-            self.received = x.requires_grad_(torch.is_grad_enabled())
+            x = self.received = self.receive(input_ids, needed).requires_grad_(torch.is_grad_enabled())
         with self.only(action.chunk):
             return self.module(x, **options), given
+
+    def receive(self, input_ids: Tensor, message: Message) -> Tensor:
+        """The hidden states of the stage before."""
+        x = torch.empty(*input_ids.shape, self.module.config.hidden_size, dtype=self.dtype, device=input_ids.device)
+        self.links.receive(x, message)
+        return x
 
     @contextmanager
     def only(self, chunk: int) -> Iterator[None]:

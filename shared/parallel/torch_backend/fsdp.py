@@ -48,6 +48,7 @@ class TorchSharded(DataEngine):
     def __init__(self, model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", seed: int = 0):
         super().__init__(model, mesh.data)
         is_meta = next(model.parameters()).is_meta
+        self.replicas = mesh.dp.size
         outer = {name: parameter for name, parameter in model.named_parameters()}  # with their facts, which `fully_shard` does not keep
         device_mesh = device_mesh_of(mesh, torch.device(device) if is_meta else next(model.parameters()).device)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype, cast_forward_inputs=False)
@@ -77,6 +78,8 @@ class TorchSharded(DataEngine):
 
     def runner(self, runner: Runner) -> Runner:
         """Replicas exchange with the last micro-batch."""
+        if self.replicas == 1:
+            return runner
 
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
             *early, last = microbatches

@@ -1,0 +1,41 @@
+"""Chapter 08. Load balancing of pipeline stages: consecutive blocks shared out so that no stage costs much more than the others.
+
+All ranks wait for the dearest stage in every slot of the steady phase, so a step takes about as long as if all stages were as dear. The
+first stage also has the embedding, and the last one the head, which can cost as much as several blocks.
+
+Left out on purpose: blocks cut in two, and stages whose ranks differ in speed.
+"""
+
+from collections.abc import Sequence
+
+from shared.course.binding import exercise
+
+
+@exercise("08.balance_stages")
+def balance_stages(blocks: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[range]:
+    """Balance pipeline stages: share out blocks so that the dearest stage is as cheap as possible.
+
+    Each stage has consecutive blocks, at least one. It costs their sum; the first stage costs `first` more, for the embedding, and the
+    last one `last` more, for the head. A single stage has both.
+
+    Of several splits whose dearest stage costs the same, the one is taken whose second dearest stage is cheapest, then the third dearest,
+    and so on. Where all of these are equal, the one is taken whose first stage has the most blocks, then the second stage, and so on. So
+    all ranks find the same split. Equal blocks that cost something are shared out evenly where the ends add nothing: the first stages then
+    have one more.
+
+    Args:
+        blocks: the cost of each block, in their order: seconds, FLOPs or bytes, at least 0. Whole numbers make ties exact.
+        stages: at least 1. There are more ways to split 100 blocks over 16 stages than anyone can try: it must take seconds all the same.
+        first, last: in the same unit.
+
+    Returns:
+        For each stage the range of its blocks' numbers, which count from 0.
+
+    Raises:
+        SettingError: there are fewer blocks than stages.
+
+    >>> balance_stages([1, 1, 1, 1, 1, 1, 1], stages=3), balance_stages([1, 1, 1, 1, 1, 1], stages=2, last=2)
+    ([range(0, 3), range(3, 5), range(5, 7)], [range(0, 4), range(4, 6)])
+
+    The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.balance` shows it in place.
+    """
