@@ -31,6 +31,11 @@ CASES = [
     ("pp2_tp2", "1f1b", "none", "bfloat16", TIED, MUON),
     ("dp2_pp2", "1f1b", "none", "float32", GPT, ADAMW),
     ("fsdp2_pp2", "1f1b", "none", "bfloat16", TIED, ADAMW),
+    ("fsdp2_pp2_keep", "zero_bubble", "none", "float32", TIED, ADAMW),
+    BUSY("pp2_tp2_sp", "interleaved", "none", "float32", TIED, ADAMW),
+    BUSY("pp2_tp2", "zero_bubble", "none", "float32", SMALL, MUON),
+    BUSY("pp2_cp2", "1f1b", "none", "float32", TIED, ADAMW),
+    BUSY("fsdp2_pp2_keep", "1f1b", "none", "float32", TIED, ADAMW),
     *(BUSY(layout, schedule, "none", "float32", TIED, ADAMW) for layout in ("pp2", "pp4", "dp2_pp2", "fsdp2_pp2", "pp2_tp2_sp")
       for schedule in ("gpipe", "1f1b")),
     BUSY("pp4", "1f1b", "full", "bfloat16", GPT, MUON),

@@ -28,6 +28,7 @@ from shared.parallel.comm.communicator import Communicator  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.comm.trace import CommTrace  # noqa: E402
 from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
+from shared.parallel.data.fsdp import FullySharded  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.parallelize import apply_parallel  # noqa: E402
 from shared.parallel.pipeline.runner import PipelineRunner  # noqa: E402
@@ -73,7 +74,10 @@ class PipelineTracker(memory_measured.MemoryTracker):
 
     def note_gradients(self, *_: Any) -> None:
         """After each action; those of the last part W, and of fsdp's root unit, are complete when the step begins."""
-        self.gradients = max(self.gradients, memory_measured.gradient_bytes(self.parameters))
+        sharded = [engine for engine in self.parallel.engines if isinstance(engine, FullySharded)]
+        unreduced = [each for engine in sharded for unit in engine.units for flat in unit.flats for each in flat.unreduced]
+        here = memory_measured.gradient_bytes(self.parameters) + memory_measured.storage_bytes(unreduced)
+        self.gradients = max(self.gradients, here)
 
     def before_step(self, *_: Any) -> None:
         self.note_gradients()
@@ -114,8 +118,10 @@ def near(measured: float, predicted: float) -> bool:
 
 
 def layout_of(word: str, schedule: str, recompute: str = "none") -> ParallelConfig:
+    """`_keep` at the end of the word: fully sharded weights are gathered once a step."""
+    layout = replace(parse_layout(word.removesuffix("_keep")), reshard_after_forward=not word.endswith("_keep"))
     chunks = 2 if schedule == "interleaved" else 1
-    return replace(parse_layout(word), pipeline_schedule=schedule, pipeline_chunks=chunks, activation_checkpointing=recompute)
+    return replace(layout, pipeline_schedule=schedule, pipeline_chunks=chunks, activation_checkpointing=recompute)
 
 
 # The tables.
