@@ -1,9 +1,11 @@
 """What each stage of a pipeline holds and sends in a training step, measured on thread ranks beside the formulas.
 
 python tests/support/pipeline_cost_table.py         the tables of chapter 08's page
+python tests/support/pipeline_cost_table.py cpu     the CPU seconds of a step in processes, which other programs change little
 """
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +27,7 @@ from shared.optim.config import OptimizerConfig  # noqa: E402
 from shared.optim.precision import autocast_objective  # noqa: E402
 from shared.optim.updater import Update  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
+from shared.parallel.comm.launch import run_processes  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.comm.trace import CommTrace  # noqa: E402
 from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
@@ -181,7 +184,31 @@ def schedules_table() -> Iterator[str]:
             yield f"| {name} | {ranks} | {chunks} | {microbatches} | {row} | {bubble:.4f} | {formula:.4f} |"
 
 
+WIDE = ModelConfig(vocab_size=509, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, intermediate_size=688)
+
+
+def cpu_seconds(world: Communicator, layout: ParallelConfig, steps: int = 8) -> float:
+    """Of this rank's process, in the median of several steps."""
+    parallel = apply_parallel(TransformerModel(WIDE), Mesh(layout, world), ADAMW, axes=RUN_AXES)
+    stepper = build_optimizer(parallel.optim_params, ADAMW)
+    runner, updater, taken = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.grad_norm)), []
+    for _ in range(steps):
+        began, batches = time.process_time(), [batch(4, 128) for _ in range(8)]
+        train_step(parallel.model, stepper, batches, packed_next_token_objective, runner, parallel.reducer, updater)
+        taken.append(time.process_time() - began)
+    return sorted(taken)[steps // 2]
+
+
+def cpu_table() -> Iterator[str]:
+    yield "| layout, schedule | CPU seconds of a step, by rank | of all ranks together |"
+    yield "|---|---|---|"
+    for word, schedule in (("one", "1f1b"), *(("pp2", name) for name in ("gpipe", "1f1b", "interleaved", "zero_bubble"))):
+        layout = layout_of(word, schedule)
+        found = run_processes(cpu_seconds, layout.ranks, layout, timeout=600)
+        yield f"| {word}{', ' + schedule if word != 'one' else ''} | {', '.join(f'{each:.2f}' for each in found)} | {sum(found):.2f} |"
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for line in chain(memory_and_messages(), [""], schedules_table()):
+    for line in cpu_table() if sys.argv[1:] == ["cpu"] else chain(memory_and_messages(), [""], schedules_table()):
         print(line, flush=True)
