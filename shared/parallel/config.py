@@ -47,7 +47,8 @@ class ParallelConfig:
         zero: what the data-parallel replicas share out among themselves: 0 nothing, 1 the optimizer's state, 2 gradients as well.
         activation_checkpointing: which activations are computed again in the backward pass instead of kept: none; full, those of whole
             blocks; or, by selective, all but the results of matrix products.
-        reshard_after_forward: whether fully sharded weights are freed after the forward pass and gathered again for the backward.
+        reshard_after_forward: whether fully sharded weights are freed after the forward pass and gathered again for the backward. Where
+            not, a pipeline keeps them, and whole gradients, until the step ends: both travel once a step, and not with each micro-batch.
         prefetch: how many units of fully sharded weights are gathered ahead of the one in use.
         bucket_megabytes: how many gradients travel together.
         offload_optimizer: keep the optimizer's state in the CPU's memory.

@@ -89,19 +89,24 @@ def require_stages(model: ModelConfig, config: ParallelConfig) -> None:
         SettingError: names the setting.
     """
     stages = config.pipeline_parallel * config.pipeline_chunks
-    chunked, splits = config.pipeline_chunks > 1, config.pipeline_schedule == "zero_bubble"
-    torch_fsdp = config.backend == "torch" and config.fully_sharded > 1
+    chunked, splits, sharded = config.pipeline_chunks > 1, config.pipeline_schedule == "zero_bubble", config.fully_sharded > 1
+    torch_tp, torch_fsdp = (config.backend == "torch" and degree > 1 for degree in (config.tensor_parallel, config.fully_sharded))
     wrong = [
         (model.architecture == "encoder-decoder", "model.architecture encoder-decoder: its blocks share more than hidden states"),
         (model.position == "relative", "model.position relative: its blocks share a learned bias"),
         (stages > model.num_hidden_layers, f"{model.num_hidden_layers} layers: {stages} stages need at least one each"),
+        (
+            splits and sharded and (torch_fsdp or config.reshard_after_forward),
+            "fully_sharded and pipeline_schedule zero_bubble: gradients are reduced before part W. With backend course, "
+            "reshard_after_forward false keeps them until the step ends",
+        ),
         (torch_fsdp and chunked, "parallel.backend torch, fully_sharded and pipeline_chunks: fully_shard follows one chunk"),
         (torch_fsdp and config.data_parallel > 1, "parallel.backend torch, fully_sharded and data_parallel: replicas exchange too early"),
-        (config.context_parallel > 1, "context_parallel: nobody has compared the two together with one process"),
-        (chunked and config.tensor_parallel > 1, "tensor_parallel and pipeline_chunks: its ends are where a model ends, not a chunk"),
-        (splits and config.tensor_parallel > 1, "tensor_parallel and pipeline_schedule zero_bubble: its matrices are not split"),
-        (splits and config.fully_sharded > 1, "fully_sharded and pipeline_schedule zero_bubble: gradients are reduced before part W"),
-        (model.tie_word_embeddings and config.zero > 0, "zero and a tied embedding: its ends are cut differently over the replicas"),
+        (torch_tp and (chunked or splits), "parallel.backend torch, tensor_parallel and more than one chunk or part W: it is not compared"),
+        (
+            config.backend == "torch" and model.tie_word_embeddings and config.zero > 0,
+            "parallel.backend torch, zero and a tied embedding: its ends are cut differently over the replicas",
+        ),
     ]
     for is_wrong, reason in wrong:
         if is_wrong:
