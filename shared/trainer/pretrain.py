@@ -26,6 +26,8 @@ from shared.loop import accumulate_gradients
 from shared.model.counting import parameter_counts
 from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
+from shared.moe.balancing import BalanceExperts
+from shared.moe.builders import MIXTURE
 from shared.optim.build import build_optimizer
 from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler
@@ -151,8 +153,8 @@ def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> Tran
     """The model before it is parallelized; where weights will be cut, without memory, because no rank need have room for all of them."""
     if mesh.fsdp.size > 1 or mesh.tp.size > 1 or mesh.pp.size > 1:
         with torch.device("meta"):
-            return TransformerModel(config.model)
-    return TransformerModel(config.model, seed=config.seed).to(device)
+            return TransformerModel(config.model, MIXTURE)
+    return TransformerModel(config.model, MIXTURE, config.seed).to(device)
 
 
 def resolved(config: TrainerConfig, text: PreparedText, device: torch.device, world: Communicator) -> TrainerConfig:
@@ -171,6 +173,8 @@ def callbacks_of(config: TrainerConfig, text: PreparedText, device: torch.device
     """The schedule, bits per byte and the loss scale, then what the engine's configuration asks for."""
     mine: list[Callback] = [ScheduleLearningRate(config.schedule)]
     mine.append(BitsPerByte(evaluation_loader(config, text, config.data.held_out_rows).byte_count(text.tokenizer.byte_lengths)))
+    if config.model.experts is not None:
+        mine.append(BalanceExperts())
     if scaler is not None:
         mine.append(KeepLossScale(scaler))
     trackers = list(dict.fromkeys([*config.engine.trackers, "jsonl"]))  # the report reads the lines

@@ -19,6 +19,7 @@ from shared.loop import evaluate
 from shared.model.counting import parameter_counts
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
+from shared.moe.builders import MIXTURE
 from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
 from shared.parallel.pipeline.balance import stage_blocks
@@ -93,7 +94,7 @@ def whole_model(run: "Run") -> nn.Module | None:
     weights = strategy.full_weights()
     if strategy.rank:
         return None
-    model = TransformerModel(run.config.model).to(run.engine.device)
+    model = TransformerModel(run.config.model, MIXTURE).to(run.engine.device)
     put_weights(model, weights)
     return model
 
