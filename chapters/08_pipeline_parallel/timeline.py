@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shared.engine.metrics.flops import flops_per_token  # noqa: E402
 from shared.parallel.config import ParallelConfig  # noqa: E402
-from shared.parallel.pipeline.axis import stage_blocks  # noqa: E402
-from shared.parallel.pipeline.balance import balance_stages  # noqa: E402
+from shared.parallel.pipeline.balance import stage_blocks  # noqa: E402
 from shared.parallel.pipeline.schedules import make_schedule  # noqa: E402
 from shared.parallel.pipeline.simulate import Times, make_timeline  # noqa: E402
 from shared.parallel.planning.costs import Link  # noqa: E402
@@ -56,11 +55,10 @@ def pipeline_seconds(width: int, rows: int, microbatches: int, schedule: str, bl
     return make_timeline(make_schedule(schedule, 2, microbatches), microbatches, 1, times).seconds + total_cost(once).seconds(link)
 
 
-def splits(width: int, rows: int) -> dict[str, tuple[int, int]]:
-    """As many blocks on each card, and as even as the head allows."""
-    block, head = stage_seconds(width, rows)
-    balanced = balance_stages([block] * two_cards.LAYERS, 2, last=head)
-    return {name: tuple(map(len, each)) for name, each in (("even", stage_blocks(two_cards.LAYERS, 2)), ("balanced", balanced))}
+def splits(width: int) -> dict[str, tuple[int, int]]:
+    """As many blocks on each card, and as the trainer balances them by default."""
+    half = two_cards.LAYERS // 2
+    return {"even": (half, half), "balanced": tuple(map(len, stage_blocks(two_cards.config_of(width), PP2)))}
 
 
 def others(width: int, rows: int, microbatches: int, link: Link) -> dict[str, float]:
@@ -77,7 +75,7 @@ def table(link: Link, widths: Sequence[int] = WIDTHS, rows: int = ROWS, steps: S
         for microbatches in steps:
             computing = microbatches * (two_cards.LAYERS * block + head) / 2
             found = list(others(width, rows, microbatches, link).values())
-            for blocks in splits(width, rows).values():
+            for blocks in splits(width).values():
                 found += [pipeline_seconds(width, rows, microbatches, schedule, blocks, link) for schedule in SCHEDULES]
             cells = " | ".join(f"{each / computing:.2f}" for each in found)
             lines.append(f"| {width:,} | {microbatches} | {computing * 1e3:,.0f} | {cells} |")
@@ -88,7 +86,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pcie", type=float, default=two_cards.PCIE, help="GB/s in each direction between two cards without peer access")
     bandwidths = {"NVLink": two_cards.NVLINK, "PCIe without peer access": parser.parse_args().pcie}
-    print("Blocks of the two stages when balanced:", ", ".join(f"{w:,}: {a} and {b}" for w in WIDTHS for a, b in [splits(w, ROWS)["balanced"]]))
+    blocks = (f"{width:,}: {' and '.join(map(str, splits(width)['balanced']))}" for width in WIDTHS)
+    print("Blocks of the two stages when balanced:", ", ".join(blocks))
     for name, gigabytes in bandwidths.items():
         link = Link(two_cards.LATENCY, gigabytes * 1e9)
         print(f"\n{name}, {gigabytes:g} GB/s:\n", *table(link), "\ntwo_3090s.yaml:\n", *table(link, (768,), 16, (16,)), sep="\n")
