@@ -214,7 +214,8 @@ class FlatParam:
 
 class Unit:
     """An FSDP unit, whose parameters are gathered and freed together: one `FlatParam`, or several where some are frozen, of another dtype,
-    shared over other ranks, or cut unevenly: parameters that other ranks hold as well are then sharded there as here.
+    kept in theirs (`full_precision`, such as a router), shared over other ranks, or cut unevenly: parameters that other ranks hold as well
+    are then sharded there as here.
 
     apart: whether parameters whose gradient is partial over other ranks get a flat of their own.
 
@@ -237,11 +238,10 @@ class Unit:
             # One that other pipeline stages hold too must be sharded there as here, so it shares its flat with nothing else.
             elsewhere = getattr(parameter, "partial_over", None) if apart else None
             uneven = len(set(part_sizes(parameter))) > 1
-            kind = (parameter.requires_grad, parameter.dtype, getattr(parameter, "shared_over", group), elsewhere, uneven)
+            gathered_in = dtype if parameter.dtype.is_floating_point and not getattr(parameter, "full_precision", False) else None
+            kind = (getattr(parameter, "shared_over", group), gathered_in, parameter.requires_grad, parameter.dtype, elsewhere, uneven)
             kinds.setdefault(kind, []).append(slot)
-        self.flats = [
-            FlatParam(kind, over, dtype if own.is_floating_point else None, device, value_of) for (_, own, over, *_), kind in kinds.items()
-        ]
+        self.flats = [FlatParam(kind, over, gathered_in, device, value_of) for (over, gathered_in, *_), kind in kinds.items()]
         self.awaits_backward = self.open = False
 
     @property

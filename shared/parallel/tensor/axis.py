@@ -184,5 +184,7 @@ def require_even(config: ModelConfig, ranks: int) -> None:
             f"parallel.tensor_parallel {ranks} and num_key_value_heads {key_value_heads}: one must divide the other, so that each rank has "
             "whole heads, or each head a number of ranks."
         )
+    if ranks > 1 and config.qk_norm and config.qk_norm_over == "projection":
+        raise SettingError("qk_norm_over projection normalises all heads together, and no rank has them: set tensor_parallel to 1.")
     if config.vocab_size < ranks:
         raise SettingError(f"A vocabulary of {config.vocab_size} tokens cannot be cut over {ranks} ranks.")
