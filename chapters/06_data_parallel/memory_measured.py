@@ -134,12 +134,12 @@ class MemoryTracker:
 
     def __init__(self, parallel: ParallelStrategy, optimizer: Optimizer):
         self.parallel, self.optimizer = parallel, optimizer
-        self.activations = ActivationMeter(parallel.model)
+        self.activations = ActivationMeter(parallel.module)
         self.parameters = [*parallel.model.parameters(), *parallel.optim_params.parameters()]
         self.forward_passes = self.gathered = self.gradients = 0
 
     def __enter__(self) -> "MemoryTracker":
-        stack = self.parallel.model.stack
+        stack = self.parallel.module.stack
         self.handles = [
             stack.register_forward_pre_hook(self.begin),
             *(block.register_forward_pre_hook(self.note_gathered) for block in stack.blocks.values()),

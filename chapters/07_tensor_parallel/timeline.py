@@ -40,7 +40,7 @@ from shared.parallel.data.ddp import DataParallel  # noqa: E402
 from shared.parallel.data.fsdp import FullySharded  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.planning.costs import Link  # noqa: E402
-from shared.parallel.planning.memory import estimate_memory  # noqa: E402
+from shared.parallel.planning.memory import StepSizes, estimate_memory  # noqa: E402
 from shared.parallel.tensor.axis import TensorParallel  # noqa: E402
 
 simulation = import_module("chapters.06_data_parallel.simulation")
@@ -140,8 +140,7 @@ def turning_width(link: Link, rows: int, step: int = 128, most: int = 8192) -> i
 
 def gigabytes(layout: str, width: int) -> float:
     chosen = parse_layout(layout)
-    sizes = {"rows": chosen.tensor_parallel, "seq": SEQ, "microbatches": 4, "precision": "bfloat16"}
-    return estimate_memory(config_of(width), chosen, ADAMW, **sizes).total / 1e9
+    return estimate_memory(config_of(width), chosen, ADAMW, StepSizes(chosen.tensor_parallel, SEQ, 4, "bfloat16")).total / 1e9
 
 
 # The tables.

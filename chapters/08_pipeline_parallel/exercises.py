@@ -131,11 +131,12 @@ def balance_stages(blocks: Sequence[float], stages: int, first: float = 0, last:
 
     Of several splits whose dearest stage costs the same, the one is taken whose second dearest stage is cheapest, then the third dearest,
     and so on. Where all of these are equal, the one is taken whose first stage has the most blocks, then the second stage, and so on. So
-    all ranks find the same split. Equal blocks, with nothing more at the ends, are shared out evenly: the first stages have one more.
+    all ranks find the same split. Equal blocks that cost something are shared out evenly where the ends add nothing: the first stages then
+    have one more.
 
     Args:
-        blocks: the cost of each block, in their order: seconds, FLOPs or bytes. All costs are at least 0.
-        stages: at least 1. A model of 100 blocks on 16 stages can be split in more ways than anyone can try, and takes seconds here.
+        blocks: the cost of each block, in their order: seconds, FLOPs or bytes, at least 0. Whole numbers make ties exact.
+        stages: at least 1. There are more ways to split 100 blocks over 16 stages than anyone can try: it must take seconds all the same.
         first, last: in the same unit.
 
     Returns:

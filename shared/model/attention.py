@@ -108,15 +108,18 @@ class Attention(nn.Module):
         self.k_proj = builders.linear("k_proj", config.hidden_size, shared, config.attention_bias)
         self.v_proj = builders.linear("v_proj", config.hidden_size, shared, config.attention_bias)
         self.o_proj = builders.linear("o_proj", inner, config.hidden_size, config.attention_output_bias)
-        self.q_norm = builders.norm(config, config.head_dim) if config.qk_norm else None
-        self.k_norm = builders.norm(config, config.head_dim) if config.qk_norm else None
+        self.norm_heads = config.qk_norm_over == "head"
+        sizes = (config.head_dim, config.head_dim) if self.norm_heads else (inner, shared)
+        self.q_norm, self.k_norm = (builders.norm(config, size) if config.qk_norm else None for size in sizes)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         x = to_compute_dtype(x)
         source = to_compute_dtype(context.memory) if self.cross else x
-        queries, keys = self.split_heads(self.q_proj(x)), self.split_heads(self.k_proj(source))
-        values = self.split_heads(self.v_proj(source))
-        if self.q_norm is not None:
+        queries, keys = self.q_proj(x), self.k_proj(source)
+        if self.q_norm is not None and not self.norm_heads:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys, values = self.split_heads(queries), self.split_heads(keys), self.split_heads(self.v_proj(source))
+        if self.q_norm is not None and self.norm_heads:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if context.rope is not None and not self.cross:
             queries, keys = apply_rope(queries, *context.rope), apply_rope(keys, *context.rope)

@@ -10,7 +10,7 @@ Left out on purpose: how a model is trained or sharded, and token ids with a mea
 import difflib
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 MOST_BLOCKS = 10_000
@@ -99,6 +99,10 @@ class ExpertsConfig:
         """Numbers in the matrices that one token passes in that layer: the router's, and those of the experts that it is sent to."""
         raise NotImplementedError(f"{type(self).__name__} must define active_matrix_size(config, layer).")
 
+    def comparable(self, config: "ModelConfig") -> dict[str, Any]:
+        """Changes of `config` that bring what has no effect on the model's output to one value, as `shared.model.hf.registry` compares."""
+        return {}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -128,7 +132,8 @@ class ModelConfig:
         norm_eps: added to the mean square, or the variance, before the root.
         norm_position: pre (before each sublayer, and once at the end) or post (after each residual sum).
         embedding_norm: normalise the embeddings as well.
-        qk_norm: normalise each head's queries and keys before RoPE.
+        qk_norm: normalise queries and keys before RoPE.
+        qk_norm_over: each head by itself (Qwen 3), or all heads as one vector (projection, OLMoE).
         hidden_act: the feed-forward activation; gelu_tanh is GPT-2's approximation.
         gated: multiply the activation by a second projection (SwiGLU with silu, GeGLU with gelu).
         attention_bias: biases on the query, key and value projections.
@@ -174,6 +179,7 @@ class ModelConfig:
     norm_position: Literal["pre", "post"] = "pre"
     embedding_norm: bool = False
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     gated: bool = True
     attention_bias: bool = False

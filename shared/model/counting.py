@@ -31,10 +31,11 @@ def stack_counts(config: ModelConfig, cross: bool) -> dict[Role, int]:
     """The blocks, with the final norm and the relative biases."""
     layers, size = config.num_hidden_layers, config.hidden_size
     inner, shared = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    normalised = 2 * config.head_dim if config.qk_norm_over == "head" else inner + shared
     attention = {
         "matrix": 2 * size * (inner + shared),
         "bias": config.attention_bias * (inner + 2 * shared) + config.attention_output_bias * size,
-        "norm": config.qk_norm * 2 * norm_size(config, config.head_dim) + norm_size(config, size),
+        "norm": config.qk_norm * norm_size(config, normalised) + norm_size(config, size),
     }
     counts = dict.fromkeys(ROLES, 0)
     for layer in range(layers):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from shared.parallel.comm.communicator import Communicator
 
-FACTS = ("role", "shared_over", "partial_over")  # attributes that a shard copies from its parameter, in addition to its sharding
+FACTS = ("role", "full_precision", "shared_over", "partial_over")  # what a shard copies from its parameter, apart from its sharding
 
 Range = tuple[int, int]  # start and stop within a parameter's flattened numbers
 

@@ -285,5 +285,5 @@ def add_partial(parameters: Sequence[nn.Parameter], group: Communicator) -> None
     flat = torch.cat([*(gradient.flatten() for gradient in gradients), flags.to(gradients[0])])
     group.all_reduce(flat)
     *parts, users = flat.split([*(gradient.numel() for gradient in gradients), len(parameters)])
-    for parameter, part, count in zip(parameters, parts, users.tolist(), strict=True):
-        parameter.grad = part.view(parameter.shape) if count else None
+    for parameter, gradient, part, count in zip(parameters, gradients, parts, users.tolist(), strict=True):
+        parameter.grad = gradient.copy_(part.view_as(gradient)) if count else None  # in place: a bucket would keep the part's old numbers

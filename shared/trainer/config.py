@@ -14,7 +14,7 @@ from shared.data.fim import FimConfig
 from shared.data.prepare import PrepareConfig
 from shared.engine.config import EngineConfig, require
 from shared.engine.metrics.peaks import measure_peak
-from shared.model.config import ModelConfig
+from shared.moe.config import MixtureModelConfig, require_layout
 from shared.optim.config import OptimizerConfig
 from shared.optim.precision import Precision
 from shared.optim.schedules import ScheduleConfig
@@ -135,7 +135,7 @@ class TrainerConfig:
     steps: int = 1000
     seed: int = 0
     data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: MixtureModelConfig = field(default_factory=MixtureModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -158,6 +158,7 @@ class TrainerConfig:
             self.model.architecture == "decoder",
             f"model.architecture is {self.model.architecture!r}: pretraining predicts the next token, which needs a decoder.",
         )
+        require_layout(self.model, self.parallel)
         share, left = divmod(self.data.batch_size, self.parallel.data_ranks)
         require(
             left == 0, f"data.batch_size is {self.data.batch_size} and cannot be shared equally among {self.parallel.data_ranks} ranks."

@@ -1,13 +1,11 @@
 """Chapter 12. Out of memory (OOM) before it happens: a run that cannot fit into the device's memory is refused, with both numbers."""
 
-from typing import Any
-
 import psutil
 import torch
 
 from shared.course.errors import SettingError
-from shared.model.counting import parameter_counts
-from shared.parallel.planning.memory import estimate_memory, model_of_rank, state_width
+from shared.parallel.planning.memory import StepSizes, model_of_rank, part_counts, state_width
+from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts
 from shared.trainer.config import TrainerConfig
 
 IDS = 2 * 8  # bytes of a token in a batch: as input and as target
@@ -34,19 +32,20 @@ def memory_needed(config: TrainerConfig) -> float:
     """Bytes on one rank. Of a model without a formula for its activations, the weights, gradients and state of one replica alone."""
     share = config.data.batch_size // config.parallel.data_ranks
     try:
-        held = estimate_memory(config.model, config.parallel, config.optimizer, packed=True, **step_sizes(config)).total
+        held = max(each.total for each in estimate_ranks(config.model, config.parallel, config.optimizer, step_sizes(config), packed=True))
     except ValueError:
         model = model_of_rank(config.model, config.parallel)
-        held = sum(parameter_counts(model).values()) * (8 + state_width(model, config.optimizer)) / config.parallel.fully_sharded
+        counts = [part_counts(model, held) for held in held_parts(model, config.parallel)]
+        held = max(sum(each.values()) * (8 + state_width(each, config.optimizer)) for each in counts) / config.parallel.fully_sharded
     return held + share * config.data.seq * IDS
 
 
-def step_sizes(config: TrainerConfig) -> dict[str, Any]:
+def step_sizes(config: TrainerConfig) -> StepSizes:
     """A rank's step, as the formulas of `shared.parallel.planning` take it."""
     share = config.data.batch_size // config.parallel.data_ranks
     rows = min(config.data.micro_batch_size, share)
     precision = "float32" if config.precision == "auto" else config.precision
-    return {"rows": rows, "seq": config.data.seq, "microbatches": share // rows, "precision": precision}
+    return StepSizes(rows, config.data.seq, share // rows, precision)
 
 
 def memory_of(device: torch.device) -> int:

@@ -26,6 +26,8 @@ from shared.loop import accumulate_gradients
 from shared.model.counting import parameter_counts
 from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
+from shared.moe.balancing import BalanceExperts
+from shared.moe.builders import MIXTURE
 from shared.optim.build import build_optimizer
 from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler
@@ -45,7 +47,7 @@ from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.fitting import require_memory
 from shared.trainer.loaders import evaluation_loader, loaders
 from shared.trainer.report import Results
-from shared.trainer.results import evaluate_and_report
+from shared.trainer.results import evaluate_and_report, stages_summary
 
 
 @dataclass
@@ -123,8 +125,9 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     )
     announce(config, text, device, console)
     if mesh.world.size > 1:
+        stages = "".join(f" Stages have blocks {blocks}." for blocks in stages_summary(config).values())
         console.print(
-            f"{mesh.world.size} ranks, layout {layout_name(config.parallel)}, backend {config.parallel.backend}.", highlight=False
+            f"{mesh.world.size} ranks, layout {layout_name(config.parallel)}, backend {config.parallel.backend}.{stages}", highlight=False
         )
     return Run(config, text, engine, strategy, costs, traffic, preparation_seconds)
 
@@ -150,8 +153,8 @@ def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> Tran
     """The model before it is parallelized; where weights will be cut, without memory, because no rank need have room for all of them."""
     if mesh.fsdp.size > 1 or mesh.tp.size > 1 or mesh.pp.size > 1:
         with torch.device("meta"):
-            return TransformerModel(config.model)
-    return TransformerModel(config.model, seed=config.seed).to(device)
+            return TransformerModel(config.model, MIXTURE)
+    return TransformerModel(config.model, MIXTURE, config.seed).to(device)
 
 
 def resolved(config: TrainerConfig, text: PreparedText, device: torch.device, world: Communicator) -> TrainerConfig:
@@ -170,6 +173,8 @@ def callbacks_of(config: TrainerConfig, text: PreparedText, device: torch.device
     """The schedule, bits per byte and the loss scale, then what the engine's configuration asks for."""
     mine: list[Callback] = [ScheduleLearningRate(config.schedule)]
     mine.append(BitsPerByte(evaluation_loader(config, text, config.data.held_out_rows).byte_count(text.tokenizer.byte_lengths)))
+    if config.model.experts is not None:
+        mine.append(BalanceExperts())
     if scaler is not None:
         mine.append(KeepLossScale(scaler))
     trackers = list(dict.fromkeys([*config.engine.trackers, "jsonl"]))  # the report reads the lines

@@ -19,11 +19,13 @@ from shared.loop import evaluate
 from shared.model.counting import parameter_counts
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
+from shared.moe.builders import MIXTURE
 from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
+from shared.parallel.pipeline.balance import stage_blocks
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.pipeline.simulate import make_timeline
-from shared.parallel.planning.tensor_costs import tensor_exchanges
+from shared.parallel.planning.pipeline_costs import step_exchanges
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
 from shared.trainer.comparison import compare_with_single_process, known_causes
@@ -92,7 +94,7 @@ def whole_model(run: "Run") -> nn.Module | None:
     weights = strategy.full_weights()
     if strategy.rank:
         return None
-    model = TransformerModel(run.config.model).to(run.engine.device)
+    model = TransformerModel(run.config.model, MIXTURE).to(run.engine.device)
     put_weights(model, weights)
     return model
 
@@ -103,8 +105,16 @@ def layout_summary(run: "Run", memory: list[int]) -> dict[str, Any]:
         return {}
     peaks = ", ".join(f"{peak / GIB:.3f}" for peak in memory)
     layout = f"{layout_name(run.config.parallel)} ({run.config.parallel.backend})"
-    found = bubble_summary(run.config) | run.traffic.per_step() | predicted_traffic(run.config)
+    found = stages_summary(run.config) | bubble_summary(run.config) | run.traffic.per_step() | predicted_traffic(run.config)
     return {"layout": layout} | found | {"peak memory by rank, GiB": peaks}
+
+
+def stages_summary(config: TrainerConfig) -> dict[str, str]:
+    """Which blocks each stage of a pipeline has, counted from 0."""
+    if config.parallel.pipeline_parallel == 1:
+        return {}
+    ends = [(blocks[0], blocks[-1]) for blocks in stage_blocks(config.model, config.parallel)]
+    return {"blocks by stage": ", ".join(f"{first} to {last}" if first < last else f"{first}" for first, last in ends)}
 
 
 def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
@@ -112,18 +122,18 @@ def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
     parallel = config.parallel
     if parallel.pipeline_parallel == 1:
         return {}
-    microbatches = step_sizes(config)["microbatches"]
+    microbatches = step_sizes(config).microbatches
     schedule = make_schedule(parallel.pipeline_schedule, parallel.pipeline_parallel, microbatches, parallel.pipeline_chunks)
     bubble = make_timeline(schedule, microbatches, parallel.pipeline_chunks).bubble()
     return {f"bubble of {parallel.pipeline_schedule}, of the time computed": bubble}
 
 
 def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
-    """What tensor parallelism should send in a step by formula, in the words of `Traffic.per_step`."""
-    if config.parallel.pipeline_parallel > 1 or config.parallel.backend == "torch":
-        return {}  # the formulas are for ranks that have every layer, and PyTorch's engine is not traced
+    """What tensor and pipeline parallelism should send in a step by formula, on the first stage, in the words of `Traffic.per_step`."""
+    if config.parallel.backend == "torch":
+        return {}  # it is not traced
     calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for each in tensor_exchanges(config.model, config.parallel, config.optimizer, **step_sizes(config)):
+    for each in step_exchanges(config.model, config.parallel, config.optimizer, step_sizes(config)):
         calls[each.operation, each.axis] += each.calls
         sizes[each.operation, each.axis] += each.calls * each.bytes
     return {

@@ -1,6 +1,6 @@
 """`ModelConfig.experts`: chapter 09 fills counts, FLOPs and layers by deriving from `ExpertsConfig`, and nothing here ignores them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from shared.model.feed_forward import GatedFeedForward, build_feed_forward
 from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
 from shared.parallel.planning.memory import require_formula
-from shared.trainer.config import TrainerConfig
 from shared.trainer.settings import parse_text
 
 DENSE = ModelConfig(vocab_size=29, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, intermediate_size=24)
@@ -83,12 +82,17 @@ def test_a_dense_model_has_the_flops_of_the_formula():
     assert model_flops_per_token(DENSE, 8) == flops_per_token(DENSE, 8)
 
 
+@dataclass
+class Settings:
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+
 def test_experts_without_a_chapter_are_refused_in_python_and_in_yaml():
     with pytest.raises(ValueError, match="experts come with chapter 09"):
         replace(DENSE, experts=ExpertsConfig(4))
     with pytest.raises(ValueError, match="experts come with chapter 09"):
-        parse_text(TrainerConfig, "model:\n  experts:\n    num_experts: 4\n")
-    assert parse_text(TrainerConfig, "model:\n  experts: null\n").model.experts is None
+        parse_text(Settings, "model:\n  experts:\n    num_experts: 4\n")
+    assert parse_text(Settings, "model:\n  experts: null\n").model.experts is None
 
 
 def test_nothing_that_does_not_know_experts_ignores_them():

@@ -21,7 +21,7 @@ from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
-from shared.parallel.planning.memory import activations, estimate_memory, saved_per_token
+from shared.parallel.planning.memory import StepSizes, activations, estimate_memory, saved_per_token
 
 WITHIN = 0.05
 FAMILIES = {
@@ -175,7 +175,7 @@ def test_what_fsdp_gathers_ahead_and_keeps():
 
 def test_cutting_halves_what_it_cuts_and_nothing_else():
     layouts = ("dp2", "dp2_zero1", "dp2_zero2", "fsdp2")
-    rows = {name: estimate_memory(SMALL, parse_layout(name), ADAMW, rows=ROWS, seq=SEQ, microbatches=2) for name in layouts}
+    rows = {name: estimate_memory(SMALL, parse_layout(name), ADAMW, StepSizes(ROWS, SEQ, microbatches=2)) for name in layouts}
     whole = 4 * sum(parameter_counts(SMALL).values())
     assert [row.weights / whole for row in rows.values()] == [1, 1, 1, 0.5]
     assert [row.gradients / whole for row in rows.values()] == [1, 1, 0.5, 0.5]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from pipeline_runs import MICROBATCHES, config_of, expected, half_packed, observed, on_ranks, require_same, runner_of
+from pipeline_runs import MICROBATCHES, autocast_objective, config_of, expected, half_packed, observed, on_ranks, require_same, runner_of
 from sharded_runs import build, share
 
 from shared.loop import evaluate
@@ -16,10 +16,9 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import AXES, apply_parallel
-from shared.parallel.pipeline.axis import PipelineParallel, stage_blocks
+from shared.parallel.pipeline.axis import PipelineParallel
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.pipeline.validate import ScheduleError, validate
-from shared.totals import Totals
 
 RUNS = [  # layout, family, optimizer, schedule
     ("pp2", "llama", "sgd", "1f1b"),
@@ -56,7 +55,6 @@ def test_a_pipeline_does_what_one_process_does(layout, family, optimizer, schedu
 def test_layers_and_micro_batches_need_not_divide(layers, microbatches, layout):
     sizes = {"layers": layers, "microbatches": microbatches}
     require_same(on_ranks(observed, layout, "gpt2", "sgd", **sizes), expected("gpt2", "sgd", microbatches, layers))
-    assert [list(blocks) for blocks in stage_blocks(7, 3)] == [[0, 1, 2], [3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize("recomputed", ["full", "selective"])
@@ -134,11 +132,6 @@ def test_the_loss_scale_reaches_the_last_stage(layout, schedule):
     for gradients, own_totals in on_ranks(work, layout, "gpt2", "sgd", schedule, scaler=LossScaler(LossScaleConfig())):
         assert relative(own_totals.loss_sum, totals.loss_sum) < 1e-9
         assert all(relative(gradients[name], one[name]) < 1e-9 for name in gradients if one[name].norm() > 1e-9)
-
-
-def autocast_objective(model, batch) -> Totals:
-    with torch.autocast("cpu", torch.bfloat16):
-        return packed_next_token_objective(model, batch)
 
 
 @pytest.mark.parametrize("layout, schedule", [("pp2", "1f1b"), ("pp2", "zero_bubble"), ("pp2_fsdp2", "1f1b")])

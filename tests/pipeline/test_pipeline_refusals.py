@@ -13,13 +13,13 @@ from shared.parallel.pipeline.validate import ScheduleError
 REFUSED = [
     (("pp2", "t5"), {}, "model.architecture encoder-decoder"),
     (("pp4", "llama"), {"layers": 3}, "3 layers: 4 stages need at least one each"),
-    (("pp2_tp2", "llama", "sgd", "interleaved"), {}, "tensor_parallel and pipeline_chunks"),
-    (("pp2_tp2", "llama", "sgd", "zero_bubble"), {}, "tensor_parallel and pipeline_schedule zero_bubble"),
     (("pp2_fsdp2", "llama", "sgd", "zero_bubble"), {}, "fully_sharded and pipeline_schedule zero_bubble"),
-    (("pp2_dp2_zero1", "gpt2"), {}, "zero and a tied embedding"),
+    (("pp2_fsdp2", "llama", "sgd", "zero_bubble"), {"backend": "torch", "reshard_after_forward": False}, "pipeline_schedule zero_bubble"),
     (("pp2_fsdp2", "llama", "sgd", "interleaved"), {"backend": "torch"}, "backend torch, fully_sharded and pipeline_chunks"),
     (("pp2_dp2_fsdp2", "llama"), {"backend": "torch"}, "backend torch, fully_sharded and data_parallel"),
-    (("pp2_cp2", "llama"), {}, "context_parallel"),
+    (("pp2_tp2", "llama", "sgd", "interleaved"), {"backend": "torch"}, "backend torch, tensor_parallel and more than one chunk"),
+    (("pp2_tp2", "llama", "sgd", "zero_bubble"), {"backend": "torch"}, "backend torch, tensor_parallel and more than one chunk"),
+    (("pp2_dp2_zero1", "gpt2"), {"backend": "torch"}, "backend torch, zero and a tied embedding"),
     (("pp2", "llama", "sgd", "interleaved"), {"microbatches": 3}, "give 2 or 4 micro-batches"),
 ]
 

@@ -32,7 +32,7 @@ from shared.parallel.comm.trace import CommTrace  # noqa: E402
 from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.parallelize import apply_parallel  # noqa: E402
-from shared.parallel.planning.memory import MemoryEstimate, estimate_memory  # noqa: E402
+from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory  # noqa: E402
 from shared.parallel.planning.tensor_costs import context_exchanges, tensor_exchanges  # noqa: E402
 from shared.trainer.axes import RUN_AXES  # noqa: E402
 
@@ -94,7 +94,7 @@ def compared(
     config: ModelConfig = SMALL, seq: int = SEQ,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Kind of bytes -> predicted, and measured on the rank that is farthest from it."""
-    predicted = estimate_memory(config, layout, optimizer, rows=ROWS, seq=seq, microbatches=microbatches, precision=precision)
+    predicted = estimate_memory(config, layout, optimizer, StepSizes(ROWS, seq, microbatches, precision))
     found = run_threads(measure, layout.ranks, layout, optimizer, microbatches, precision, config, seq)
     return {
         kind: (expected, max((getattr(of_rank, kind) for of_rank, _ in found), key=lambda value: abs(value - expected)))  # noqa: B023
@@ -144,9 +144,9 @@ def tables_of_chapter_07() -> Iterator[str]:
 
 def exchanged(layout: ParallelConfig) -> dict[tuple[str, str], tuple[tuple[float, float], tuple[float, float]]]:
     """(operation, axis) -> calls and bytes of a step, each predicted and measured as the ranks' mean."""
-    settings = {"rows": ROWS, "seq": SEQ_07, "microbatches": MICROBATCHES}
+    step = StepSizes(ROWS, SEQ_07, MICROBATCHES)
     calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for each in [*tensor_exchanges(SMALL, layout, ADAMW, **settings), *context_exchanges(SMALL, layout, **settings)]:
+    for each in [*tensor_exchanges(SMALL, layout, ADAMW, step), *context_exchanges(SMALL, layout, step)]:
         calls[each.operation, each.axis] += each.calls
         sizes[each.operation, each.axis] += each.calls * each.bytes
     traces = [trace for _, trace in run_threads(measure, layout.ranks, layout, ADAMW, MICROBATCHES, "float32", SMALL, SEQ_07)]

@@ -20,6 +20,7 @@ from shared.parallel.parallelize import AXES
 from shared.parallel.pipeline.axis import PipelineParallel
 from shared.parallel.pipeline.runner import PipelineRunner
 from shared.parallel.tensor.axis import TensorParallel
+from shared.totals import Totals
 
 OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW, "muon": MUON}
 MICROBATCHES = 4
@@ -56,6 +57,11 @@ def make(
         axes=(*AXES, axis or PipelineParallel(), ContextParallel(), TensorParallel()),
         **{"objective": packed_next_token_objective} | of_run,
     )  # fmt: skip
+
+
+def autocast_objective(model, batch) -> Totals:
+    with torch.autocast("cpu", torch.bfloat16):
+        return packed_next_token_objective(model, batch)
 
 
 def runner_of(run: LayoutRun) -> PipelineRunner:

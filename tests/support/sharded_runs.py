@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
+from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
@@ -53,10 +54,13 @@ def translation_objective(model: nn.Module, batch: Batch) -> Totals:
     return next_token_objective(Decoder(), batch)
 
 
-def build(config: ModelConfig, frozen: Callable[[str], bool] = lambda name: False, dtype: torch.dtype = torch.float64) -> TransformerModel:
-    model = TransformerModel(config).to(dtype)
+def build(
+    config: ModelConfig, frozen: Callable[[str], bool] = lambda name: False, dtype: torch.dtype = torch.float64,
+    builders: Builders = Builders(),  # noqa: B008 (frozen)
+) -> TransformerModel:  # fmt: skip
+    model = TransformerModel(config, builders).to(dtype)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not frozen(name))
+        parameter.requires_grad_(parameter.requires_grad and not frozen(name))
     return model
 
 

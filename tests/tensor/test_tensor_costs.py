@@ -22,7 +22,7 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
-from shared.parallel.planning.memory import activations, estimate_memory
+from shared.parallel.planning.memory import StepSizes, activations, estimate_memory
 from shared.parallel.planning.tensor_costs import context_exchanges, tensor_exchanges, total_cost
 from shared.parallel.tensor.axis import TensorParallel
 from shared.trainer.axes import RUN_AXES
@@ -90,7 +90,7 @@ def test_sequence_parallelism_cuts_the_stream_and_nothing_else():
 def test_each_rank_holds_what_is_predicted(word, zero):
     layout = replace(layout_of(word), zero=zero)
     for config, optimizer, precision in ((SMALL, MUON, "float32"), (GPT, ADAMW, "bfloat16")):
-        predicted = estimate_memory(config, layout, optimizer, rows=ROWS, seq=SEQ, microbatches=2, precision=precision)
+        predicted = estimate_memory(config, layout, optimizer, StepSizes(ROWS, SEQ, 2, precision))
         for found, _ in run_threads(measure, layout.ranks, layout, optimizer, 2, precision, config, SEQ):
             off = {kind: (found, expected) for kind, expected in vars(predicted).items() if not near(getattr(found, kind), expected)}
             assert not off
@@ -102,8 +102,7 @@ def test_each_rank_holds_what_is_predicted(word, zero):
 def exchanged(config: ModelConfig, layout: ParallelConfig, optimizer=ADAMW, microbatches: int = 2, precision: str = "float32"):
     """(operation, axis) -> calls, bytes of a step: predicted, and measured as the ranks' mean."""
     predicted, found = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
-    settings = {"rows": ROWS, "seq": SEQ, "microbatches": microbatches, "precision": precision}
-    for each in tensor_exchanges(config, layout, optimizer, **settings):
+    for each in tensor_exchanges(config, layout, optimizer, StepSizes(ROWS, SEQ, microbatches, precision)):
         predicted["calls", each.operation, each.axis] += each.calls
         predicted["bytes", each.operation, each.axis] += each.calls * each.bytes
     for _, trace in run_threads(measure, layout.ranks, layout, optimizer, microbatches, precision, config, SEQ):
@@ -149,7 +148,7 @@ def test_partial_gradients_are_shared_out_beside_full_sharding():
 @pytest.mark.parametrize("recompute, precision", [("none", "float32"), ("full", "bfloat16"), BUSY("full", "float32")])
 def test_the_ring_sends_what_is_predicted(word, recompute, precision):
     layout, config, predicted = layout_of(word, recompute), FAMILIES["gqa, tied"], Counter[tuple[str, str]]()
-    for each in context_exchanges(config, layout, rows=ROWS, seq=SEQ, microbatches=2, precision=precision):
+    for each in context_exchanges(config, layout, StepSizes(ROWS, SEQ, 2, precision)):
         predicted["calls", each.operation] += each.calls
         predicted["bytes", each.operation] += each.calls * each.bytes
     traces = [trace for _, trace in run_threads(measure, layout.ranks, layout, ADAMW, 2, precision, config, SEQ)]
@@ -161,18 +160,18 @@ def test_the_ring_sends_what_is_predicted(word, recompute, precision):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_layer_sends_what_korthikanti_and_others_say(ranks):
     """8 b s h (t - 1) / t numbers a layer, with and without sequence parallelism."""
-    sizes = {"rows": 3, "seq": 64, "precision": "bfloat16"}
+    step = StepSizes(3, 64, precision="bfloat16")
     config = replace(SMALL, num_attention_heads=8)
     for by_sequence in (False, True):
         layout = ParallelConfig(tensor_parallel=ranks, sequence_parallel=by_sequence)
-        layers = [each for each in tensor_exchanges(config, layout, ADAMW, **sizes) if each.part == "layers"]
+        layers = [each for each in tensor_exchanges(config, layout, ADAMW, step) if each.part == "layers"]
         sent = total_cost(layers).bytes / config.num_hidden_layers
         assert sent == pytest.approx(2 * 8 * 3 * 64 * 64 * (ranks - 1) / ranks)
 
 
 def test_without_tensor_parallelism_nothing_is_exchanged():
-    assert tensor_exchanges(SMALL, parse_layout("dp2"), MUON, rows=1, seq=8) == []
-    assert context_exchanges(SMALL, parse_layout("dp2"), rows=1, seq=8) == []
+    assert tensor_exchanges(SMALL, parse_layout("dp2"), MUON, StepSizes(1, 8)) == []
+    assert context_exchanges(SMALL, parse_layout("dp2"), StepSizes(1, 8)) == []
 
 
 # What it computes.

@@ -7,6 +7,7 @@ import pytest
 from shared.course.paths import CHECKOUT
 from shared.parallel.config import parse_layout
 from shared.parallel.planning.costs import Link
+from shared.parallel.planning.memory import StepSizes
 from shared.parallel.planning.tensor_costs import tensor_exchanges, total_cost
 
 timeline = import_module("chapters.07_tensor_parallel.timeline")
@@ -21,8 +22,8 @@ def steps():
     """Of one row and of two rows on each card, of a model of two layers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timeline, "LAYERS", 2)
-        sizes = {"rows": 2, "seq": timeline.SEQ, "precision": "bfloat16"}
-        exchanges = tensor_exchanges(timeline.config_of(WIDTH), parse_layout("tp2"), timeline.ADAMW, **sizes)
+        step = StepSizes(2, timeline.SEQ, precision="bfloat16")
+        exchanges = tensor_exchanges(timeline.config_of(WIDTH), parse_layout("tp2"), timeline.ADAMW, step)
         found = {(word, rows): timeline.simulated(word, WIDTH, rows, SLOW) for word in timeline.LAYOUTS for rows in (1, 2)}
     timeline.program.cache_clear()
     return found | {"expected": total_cost(exchanges).seconds(SLOW)}

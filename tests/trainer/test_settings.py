@@ -10,7 +10,7 @@ from trainer_runs import TRAIN, settings_file
 
 from shared.course.errors import CourseError
 from shared.course.typed import RENAMED
-from shared.parallel.planning.memory import estimate_memory
+from shared.parallel.planning.memory import StepSizes, estimate_memory
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pretrain import pretrain
@@ -107,10 +107,8 @@ def test_the_configuration_for_two_cards_of_24_gigabytes_fits():
     data, layout = config.data, config.parallel
     model = replace(config.model, vocab_size=data.prepare.vocab_size)
     share = data.batch_size // layout.ranks
-    needs = estimate_memory(
-        model, layout, config.optimizer, rows=data.micro_batch_size, seq=data.seq, microbatches=share // data.micro_batch_size,
-        precision=config.precision, packed=True,
-    )  # fmt: skip
+    step = StepSizes(data.micro_batch_size, data.seq, share // data.micro_batch_size, config.precision)
+    needs = estimate_memory(model, layout, config.optimizer, step, packed=True)
     assert layout.ranks == 2 and share % data.micro_batch_size == 0
     assert 4e9 < needs.total < 18e9, f"{needs.total / 1e9:.1f} GB"
 

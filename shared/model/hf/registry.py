@@ -73,6 +73,10 @@ def comparable(config: ModelConfig) -> ModelConfig:
         changes |= {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
     if config.position != "rope":
         changes["rope_theta"] = 10000.0
+    if not config.qk_norm:
+        changes["qk_norm_over"] = "head"
+    if config.experts is not None:
+        changes |= config.experts.comparable(config)
     if "sliding_attention" not in config.layer_types:
         changes["sliding_window"] = None
     return replace(config, **changes)

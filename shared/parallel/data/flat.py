@@ -102,6 +102,7 @@ class FlatParam:
         pieces: for each parameter this rank's part of it, a view of its numbers, as a parameter (`make_shard`).
         wholes: for each parameter the one that is computed with, a view of `whole`, which is empty between two uses.
         gradient: [n], the step's gradient so far; the pieces' `grad` are views of it. None for frozen parameters.
+        unreduced: for each parameter this rank's whole gradient since the last reduce-scatter, or None.
         used: for each parameter, whether this rank has had a gradient for it since `used` was last cleared.
     """
 
@@ -135,6 +136,7 @@ class FlatParam:
         self.pieces = [make_shard(self.shard[at], sharding, p) for at, sharding, p in places]
         self.put(self.pieces)
         self.gradient: Tensor | None = None
+        self.unreduced: list[Tensor | None] = [None] * len(parameters)
         self.gathering: Work | None = None
         self.used = [False] * len(parameters)
 
@@ -169,13 +171,20 @@ class FlatParam:
             for module, attribute in places:
                 module._parameters[attribute] = parameter
 
+    def accumulate(self) -> None:
+        """Add a backward pass's gradients to the unreduced ones, in the shard's dtype, which may be wider than the gathered weights'."""
+        for place, parameter in enumerate(self.wholes):
+            if parameter.grad is not None:
+                so_far, gradient = self.unreduced[place], parameter.grad
+                self.unreduced[place] = gradient if so_far is None else so_far.to(self.shard.dtype).add_(gradient)
+                parameter.grad = None
+
     def begin_reduce(self) -> Callable[[], None]:
-        """Free the weights, and start the reduce-scatter of this backward pass's gradients. Returns a function that completes it."""
+        """Free the weights, and start the reduce-scatter of the unreduced gradients. Returns a function that completes it."""
         self.release()
-        gradients = [parameter.grad for parameter in self.wholes]
+        self.accumulate()
+        gradients, self.unreduced = self.unreduced, [None] * len(self.wholes)
         self.used = [before or now is not None for before, now in zip(self.used, gradients, strict=True)]
-        for parameter in self.wholes:
-            parameter.grad = None
         shard, work = reshard_unit(self.whole, gradients, self.sizes, self.shard.dtype, self.group)
 
         def finish() -> None:
@@ -205,7 +214,8 @@ class FlatParam:
 
 class Unit:
     """An FSDP unit, whose parameters are gathered and freed together: one `FlatParam`, or several where some are frozen, of another dtype,
-    shared over other ranks, or cut unevenly: parameters that other ranks hold as well are then sharded there as here.
+    kept in theirs (`full_precision`, such as a router), shared over other ranks, or cut unevenly: parameters that other ranks hold as well
+    are then sharded there as here.
 
     apart: whether parameters whose gradient is partial over other ranks get a flat of their own.
 
@@ -228,11 +238,10 @@ class Unit:
             # One that other pipeline stages hold too must be sharded there as here, so it shares its flat with nothing else.
             elsewhere = getattr(parameter, "partial_over", None) if apart else None
             uneven = len(set(part_sizes(parameter))) > 1
-            kind = (parameter.requires_grad, parameter.dtype, getattr(parameter, "shared_over", group), elsewhere, uneven)
+            gathered_in = dtype if parameter.dtype.is_floating_point and not getattr(parameter, "full_precision", False) else None
+            kind = (getattr(parameter, "shared_over", group), gathered_in, parameter.requires_grad, parameter.dtype, elsewhere, uneven)
             kinds.setdefault(kind, []).append(slot)
-        self.flats = [
-            FlatParam(kind, over, dtype if own.is_floating_point else None, device, value_of) for (_, own, over, *_), kind in kinds.items()
-        ]
+        self.flats = [FlatParam(kind, over, gathered_in, device, value_of) for (over, gathered_in, *_), kind in kinds.items()]
         self.awaits_backward = self.open = False
 
     @property
@@ -250,6 +259,10 @@ class Unit:
     def release(self) -> None:
         for flat in self.flats:
             flat.release()
+
+    def accumulate(self) -> None:
+        for flat in self.flats:
+            flat.accumulate()
 
     def begin_reduce(self) -> list[Callable[[], None]]:
         self.awaits_backward = self.open = False

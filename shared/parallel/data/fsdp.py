@@ -9,10 +9,10 @@ of the batch, and computes what one process would: only storage is sharded (Rajb
     moved per step, of P parameters:  2 P gathered and P reduced, half as much again as an all-reduce, which is one of each
 
 While a unit computes, the next one is prefetched. Every micro-batch reduces its gradients, so a rank never holds more than a unit of
-unsharded gradients; replicas (axis dp, HSDP) add their shards at the last micro-batch only.
+unsharded gradients; replicas (axis dp, HSDP) add their shards at the last micro-batch only. Under a pipeline m micro-batches would gather
+2 m P and reduce m P: with `reshard_after_forward: false` weights and unsharded gradients stay until the step ends, for P and P.
 
-Left out on purpose: keeping unsharded gradients across micro-batches (it saves communicating P elements for each,
-and costs P elements of memory); units other than a block.
+Left out on purpose: units other than a block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +29,7 @@ from shared.model.init import local_initial_value
 from shared.parallel.data.engine import DataEngine
 from shared.parallel.data.flat import FlatParam, Unit, slots_of, slots_within
 from shared.parallel.mesh import Mesh
+from shared.totals import Batch, Objective, Runner, Totals
 
 
 class FullySharded(DataEngine):
@@ -37,7 +38,7 @@ class FullySharded(DataEngine):
     Args:
         model: a `TransformerModel`, the same on every rank, with untrained parameters frozen already. One on the meta device may be
             too large for a rank: it is allocated and initialized here, one parameter after the other.
-        mesh: `reshard_after_forward` and `prefetch` of its configuration are read.
+        mesh: `reshard_after_forward`, `pipeline_parallel` and `prefetch` of its configuration are read.
         dtype: the dtype in which blocks are gathered; None for the weights' own. The run then computes under autocast with that dtype,
             which would round the same weights, and keep the rounded copies of all blocks until the backward pass. The root unit is gathered
             in its own dtype, so that the residual stream is not rounded either. Gradients are added in the weights' own dtype.
@@ -47,6 +48,7 @@ class FullySharded(DataEngine):
     Attributes:
         model, optim_params: the model. Its `named_parameters` are this rank's shards under the full parameters' names.
         root: the unit of all parameters outside the blocks. units: the root first, then the blocks in the order of the forward pass.
+        running: of these, the ones of the last forward pass: a pipeline's rank runs one of its chunks at a time.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", seed: int = 0):
@@ -63,6 +65,7 @@ class FullySharded(DataEngine):
         self.units = [self.root, *(make(of_block, dtype=dtype) for of_block in of_blocks)]
         self.unit_of = dict(zip(blocks, self.units[1:], strict=True))
         self.reducing: list[Callable[[], None]] = []
+        self.running: list[Unit] = []
         self.flats: list[FlatParam] = []
         self.always_unsharded = False
         for stack in stacks:
@@ -76,19 +79,21 @@ class FullySharded(DataEngine):
     def before_forward(self, model: nn.Module, inputs: tuple) -> None:
         self.reduce_rest()
         self.mesh.fsdp.trace.phase = "forward"
-        self.use(self.root)
+        stacks = [stack for stack in (model.encoder, model.stack) if stack is not None]
+        self.running = [self.root, *(self.unit_of[block] for stack in stacks for block in stack.blocks.values())]
+        self.use(self.root, self.running)
 
     def run_block(self, inner: Callable[..., Tensor], block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
         """A `run_block` for FSDP: gather the block's unit, compute (`inner`, possibly with activation checkpointing), free the weights."""
         unit = self.unit_of[block]
-        self.use(unit)
+        self.use(unit, self.running)
         if torch.is_grad_enabled():
             x = PostBackward.apply(x, partial(self.after_backward, unit))
         with autocast_without_cache(x.device.type):
             x = inner(block, x, context)
         if x.requires_grad and torch.is_grad_enabled():
             unit.awaits_backward = True
-            x.register_hook(partial(self.before_backward, unit))
+            x.register_hook(partial(self.before_backward, unit, self.running))
         if not (self.always_unsharded or (self.keep_unsharded and unit.awaits_backward)):
             unit.release()
         return x
@@ -97,26 +102,28 @@ class FullySharded(DataEngine):
         results = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         for tensor in results:
             self.root.awaits_backward = True
-            tensor.register_hook(partial(self.before_backward, self.root))
+            tensor.register_hook(partial(self.before_backward, self.root, self.running))
         if not results:
             self.reduce_rest()
 
     # A backward pass.
 
-    def before_backward(self, unit: Unit, gradient: Tensor) -> None:
-        """A unit's backward pass begins: the gradient of its output has arrived."""
+    def before_backward(self, unit: Unit, ran: Sequence[Unit], gradient: Tensor) -> None:
+        """A unit's backward pass begins: the gradient of its output has arrived. ran: the units of its forward pass, in order."""
         self.mesh.fsdp.trace.phase = "backward"
         unit.open = True
-        self.use(unit, backward=True)
+        self.use(unit, [self.root, *reversed(ran[1:])], backward=True)
 
     def after_backward(self, unit: Unit) -> None:
         """All gradients of this unit are ready. Wait for the previous unit's reduce-scatter first: at most two units' gradients exist."""
+        if self.always_unsharded:
+            unit.accumulate()
+            return
         self.wait_for_gradients()
         self.reducing = unit.begin_reduce()
 
-    def use(self, unit: Unit, backward: bool = False) -> None:
-        """Unshard a unit for its computation, and prefetch the units that come next."""
-        order = [self.root, *reversed(self.units[1:])] if backward else self.units
+    def use(self, unit: Unit, order: Sequence[Unit], backward: bool = False) -> None:
+        """Unshard a unit for its computation, and prefetch the units that come next in the order."""
         place = order.index(unit)
         unit.gather()
         for following in order[place + 1 : place + 1 + self.prefetch]:
@@ -140,6 +147,18 @@ class FullySharded(DataEngine):
                 unit.release()
 
     # The parts of a step.
+
+    def runner(self, runner: Runner) -> Runner:
+        """Under a pipeline `reshard_after_forward: false` keeps weights and gradients unsharded until the last backward pass."""
+
+        def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
+            self.always_unsharded = True
+            try:
+                return runner(model, microbatches, objective)
+            finally:
+                self.always_unsharded = False
+
+        return run if self.keep_unsharded and self.mesh.pp.size > 1 else runner
 
     def finish(self) -> None:
         """All-reduce the gradients' shards over the replicas, once every backward pass has reduce-scattered its gradients."""

@@ -94,12 +94,24 @@ class Zero(DataParallel):
     def make_buckets(self, plan: Sequence[Sequence[nn.Parameter]]) -> list[Bucket]:
         buckets = []
         for parameters in plan:
-            planned = partition([max(part_sizes(p)) for p in parameters], [self.names[p] in self.whole for p in parameters], self.held)
-            self.held = [held + sum(stop - start for start, stop in rank) for held, rank in zip(self.held, zip(*planned), strict=True)]
-            ranges = [[(min(a, p.numel()), min(b, p.numel())) for a, b in row] for p, row in zip(parameters, planned, strict=True)]
+            # Another stage of a pipeline may hold this one too, beside other parameters: it is cut evenly by itself, there as here.
+            apart = {p for p in parameters if hasattr(p, "partial_over") and self.names[p] not in self.whole}
+            planned: dict[nn.Parameter, list[Range]] = {}
+            if together := [p for p in parameters if p not in apart]:
+                planned |= self.planned(together, self.held)
+            for parameter in apart:
+                planned |= self.planned([parameter], [0] * self.group.size)
+            ranges = [[(min(a, p.numel()), min(b, p.numel())) for a, b in planned[p]] for p in parameters]
             shardings = [split_spans(parameter, of_ranks, self.group) for parameter, of_ranks in zip(parameters, ranges, strict=True)]
             buckets.append(SharedBucket(parameters, shardings, self.group, self.under_way_now if self.alone else None))
         return buckets
+
+    def planned(self, parameters: Sequence[nn.Parameter], held: Sequence[int]) -> dict[nn.Parameter, list[Range]]:
+        """For each parameter the range of each rank, where ranks hold so many numbers already; they count as held from now on."""
+        planned = partition([max(part_sizes(p)) for p in parameters], [self.names[p] in self.whole for p in parameters], held)
+        for row in planned:
+            self.held = [held + stop - start for held, (start, stop) in zip(self.held, row, strict=True)]
+        return dict(zip(parameters, planned, strict=True))
 
     def runner(self, runner: Runner) -> Runner:
         exchanging = super().runner(runner)

@@ -50,6 +50,7 @@ class PipelineModel(nn.Module):
     def __init__(self, module: TransformerModel, pp: Communicator, links: Links, blocks: Sequence[range], compilable: bool = True):
         super().__init__()
         self.module, self.pp, self.links, self.compilable = module, pp, links, compilable
+        self.dtype = next(module.parameters()).dtype  # of the weights that are kept: FSDP may gather blocks in another one
         self.action: Action | None = None
         self.called = False
         self.received: Tensor | None = None
@@ -106,8 +107,7 @@ class PipelineModel(nn.Module):
 
     def receive(self, input_ids: Tensor, message: Message) -> Tensor:
         """The hidden states of the stage before."""
-        parameter = next(self.module.parameters())
-        x = torch.empty(*input_ids.shape, self.module.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
+        x = torch.empty(*input_ids.shape, self.module.config.hidden_size, dtype=self.dtype, device=input_ids.device)
         self.links.receive(x, message)
         return x
 

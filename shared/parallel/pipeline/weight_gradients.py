@@ -9,15 +9,17 @@ section 4; their `WeightGradStore`). Norms, biases, embedding and head, a small 
 Autograd does not see these weights, so no hook on them is called, which would say that a gradient is complete when part W is still to come:
 data parallelism exchanges them when the step is finished.
 
-Left out on purpose: matrices that other axes have changed (tensor parallelism, FSDP).
+Left out on purpose: matrices that FSDP frees before part W; it must keep them until the step ends (`reshard_after_forward: false`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from shared.parallel.tensor.layers import RowLinear
 
 Waiting = list[tuple[nn.Parameter, Tensor, Tensor]]  # weight [out, in], x [..., in], gradient of the output [..., out]
 
@@ -45,13 +47,14 @@ class SplitMatmul(torch.autograd.Function):
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer with a backward pass in two parts. waiting: the list in which it leaves part W."""
+    """A linear layer with a backward pass in two parts. waiting: the list in which it leaves part W. combine: as in a `RowLinear`."""
 
     waiting: Waiting
+    combine: Callable[[Tensor], Tensor] = staticmethod(lambda y: y)
 
     def forward(self, x: Tensor) -> Tensor:
         anchor = torch.empty(0, requires_grad=True)  # also where x needs no gradient, there is a backward pass
-        y = SplitMatmul.apply(x, anchor, Hidden(self.weight), self.waiting)
+        y = self.combine(SplitMatmul.apply(x, anchor, Hidden(self.weight), self.waiting))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -60,7 +63,7 @@ def split_backward(modules: Iterable[nn.Module]) -> Waiting:
     waiting: Waiting = []
     for module in modules:
         for linear in module.modules():
-            if type(linear) is nn.Linear and linear.weight.requires_grad:
+            if type(linear) in (nn.Linear, RowLinear) and linear.weight.requires_grad:
                 linear.__class__, linear.waiting = SplitLinear, waiting
     return waiting
 

@@ -18,12 +18,35 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from shared.model.config import ModelConfig
-from shared.model.counting import parameter_counts
+from shared.model.counting import norm_size, parameter_counts
+from shared.model.roles import Role
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.zero import bytes_held
 
 WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """A training step of one rank.
+
+    rows, seq: of a micro-batch; seq of the whole sequence, also under context parallelism. microbatches: in a step. precision: of matrix
+    products, and of blocks that fsdp gathers. Weights, gradients and optimizer state are float32.
+    """
+
+    rows: int
+    seq: int
+    microbatches: int = 1
+    precision: str = "float32"
+
+
+class Part(NamedTuple):
+    """What a rank has of a model: some of its blocks, and embedding and head or not. Stages of a pipeline have less than the whole."""
+
+    layers: int
+    embedding: bool = True
+    head: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,55 +73,60 @@ def estimate_memory(
     model: ModelConfig,
     layout: ParallelConfig,
     optimizer: OptimizerConfig,
+    step: StepSizes,
     *,
-    rows: int,
-    seq: int,
-    microbatches: int = 1,
-    precision: str = "float32",
     sliced: bool = True,
     packed: bool = False,
+    part: Part | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of each rank of a run.
+    """Estimate the memory of each rank of a run, or of each that has this part of the model.
 
     Args:
         model: a decoder.
         layout: dp, fsdp or both, ZeRO, cp, tp with or without sequence parallelism, recomputation, what fsdp gathers ahead.
-        rows, seq: of a micro-batch on one rank.
-        microbatches: in a step.
-        precision: of matrix products. Weights, gradients and state are float32, and under fsdp blocks are gathered in this precision.
         sliced: the loss is computed from slices of the logits (`shared.model.chunked_loss`), as the trainer does.
         packed: rows hold several documents, as the trainer's do, so attention takes a mask.
+        part: None for the whole model. A pipeline's ranks: `shared.parallel.planning.pipeline_costs`.
 
     Raises:
         ValueError: a model for which there is no formula.
     """
-    whole, model = model, model_of_rank(model, layout)
-    block, ends = block_size(model), sum(parameter_counts(model).values()) - model.num_hidden_layers * block_size(model)
-    parameters = ends + model.num_hidden_layers * block
+    part = part or Part(model.num_hidden_layers)
+    counts, block = part_counts(model_of_rank(model, layout), part), block_size(model_of_rank(model, layout))
+    parameters = sum(counts.values())
     fsdp, replicas = layout.fully_sharded, layout.data_parallel
     stage = 3 if fsdp > 1 else layout.zero
-    if stage == 1 and microbatches == 1:
+    if stage == 1 and step.microbatches == 1:
         stage = 2  # a gradient is freed as soon as its bucket is under way
-    parts = bytes_held(parameters, fsdp if fsdp > 1 else replicas * layout.context_parallel, stage, state=state_width(model, optimizer))
+    held = bytes_held(parameters, fsdp if fsdp > 1 else replicas * layout.context_parallel, stage, state=state_width(counts, optimizer))
     gathered = 0
     if fsdp > 1:
-        blocks = min(1 + layout.prefetch, model.num_hidden_layers) if layout.reshard_after_forward else model.num_hidden_layers
-        gathered = 4 * ends + WIDTH[precision] * blocks * block
-    peak = activations(whole, layout.activation_checkpointing, rows, seq, precision, sliced, packed, layout).peak
-    return MemoryEstimate(parts["weights"], gathered, parts["gradients"], parts["optimizer state"], peak)
+        blocks = min(1 + layout.prefetch, part.layers) if layout.reshard_after_forward else part.layers
+        gathered = 4 * (parameters - part.layers * block) + WIDTH[step.precision] * blocks * block
+    how = layout.activation_checkpointing
+    peak = activations(model, how, step.rows, step.seq, step.precision, sliced, packed, layout, part).peak
+    return MemoryEstimate(held["weights"], gathered, held["gradients"], held["optimizer state"], peak)
 
 
 def model_of_rank(model: ModelConfig, layout: ParallelConfig) -> ModelConfig:
-    """The model that the rank with the most of it computes: its layers under pipeline parallelism, and its heads, inner features and tokens
-    under tensor parallelism, at the whole's width.
+    """The model that the tensor-parallel rank with the most of it computes: its heads, inner features and tokens, at the whole's width.
 
     With fewer key-value heads than ranks, each rank has a copy of one. A vocabulary that does not divide is cut unevenly.
     """
     model, ranks = model.resolved(), layout.tensor_parallel
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    layers = -(-model.num_hidden_layers // layout.pipeline_parallel)
-    parts = {name: -(-getattr(model, name) // ranks) for name in sizes}
-    return replace(model, num_hidden_layers=layers, layer_types=model.layer_types[:layers], **parts)
+    return replace(model, **{name: -(-getattr(model, name) // ranks) for name in sizes})
+
+
+def part_counts(model: ModelConfig, part: Part) -> dict[Role, int]:
+    """Parameters of a part by role. Where embedding and head are tied and in different parts, both have the weight."""
+    tied = model.tie_word_embeddings and part.embedding and part.head
+    counts = parameter_counts(replace(model, num_hidden_layers=part.layers, layer_types=None, tie_word_embeddings=tied))
+    head = model.vocab_size * model.hidden_size
+    embedding = counts["embedding"] - (0 if tied else head)
+    counts["embedding"] = embedding * part.embedding + head * (part.head and not tied)
+    counts["norm"] -= 0 if part.head else norm_size(model, model.hidden_size)
+    return counts
 
 
 def block_size(model: ModelConfig) -> int:
@@ -107,11 +135,11 @@ def block_size(model: ModelConfig) -> int:
     return two - one
 
 
-def state_width(model: ModelConfig, optimizer: OptimizerConfig) -> float:
-    """Bytes of state for a parameter, on average: AdamW keeps two means, the others one, and Muon leaves to AdamW what is no matrix."""
+def state_width(counts: Mapping[Role, int], optimizer: OptimizerConfig) -> float:
+    """Bytes of state for a parameter, on average: AdamW keeps two means, the others one, and Muon leaves to AdamW what is no matrix.
+    counts: of parameters, by role."""
     if optimizer.name != "muon":
         return 8 if optimizer.name == "adamw" else 4
-    counts = parameter_counts(model)
     return 8 - 4 * counts["matrix"] / sum(counts.values())
 
 
@@ -131,8 +159,10 @@ def activations(
     sliced: bool,
     packed: bool = False,
     layout: ParallelConfig = ParallelConfig(),  # noqa: B008 (read only)
+    part: Part | None = None,
 ) -> Activations:
     """What a micro-batch's activations take on a rank of `layout`. With fsdp, autocast has no weights to round: they are gathered rounded.
+    part: what the rank has of the model; None for the whole.
 
     Blocks that are recomputed whole keep their input only. In the backward pass one block at a time has all of its activations again, and
     last norm, head and loss have freed theirs. The input of matrices that are cut by columns is whole on every
@@ -142,21 +172,23 @@ def activations(
         ValueError: a model for which there is no formula.
     """
     require_formula(model)
-    vocabulary, model = model.vocab_size, model_of_rank(model, layout)
+    part, vocabulary, model = part or Part(model.num_hidden_layers), model.vocab_size, model_of_rank(model, layout)
     seq //= layout.context_parallel
-    tokens, layers, width = rows * seq, model.num_hidden_layers, WIDTH[precision]
+    tokens, layers, width = rows * seq, part.layers, WIDTH[precision]
     slices = layout.tensor_parallel if layout.sequence_parallel else 1
     entering, mask = 4 * tokens * model.hidden_size / slices, seq if packed and layout.context_parallel == 1 else 0
     block = tokens * token_bytes(saved_per_token(model, mask, slices), width)
-    if width < 4 and layout.fully_sharded == 1:
-        block += width * (parameter_counts(model)["matrix"] // layers)  # rounded copies of its matrices
-    ends = end_bytes(model, tokens, width, None if sliced else vocabulary, slices)
+    splits = layout.pipeline_parallel > 1 and layout.pipeline_schedule == "zero_bubble"
+    if width < 4 and layout.fully_sharded == 1 and not splits:  # part I rounds them again
+        block += width * (parameter_counts(model)["matrix"] // model.num_hidden_layers)  # rounded copies of its matrices
+    ends = end_bytes(model, tokens, width, None if sliced else vocabulary, slices) if part.head else 0
     positions = tokens if packed else seq
     if model.position == "rope":
         block += 16 * positions * model.head_dim  # cos and sin at the heads' full width, for queries and for keys
     throughout = 8 * tokens + (0 if model.position == "rope" else 8 * positions)  # ids, and positions
     if layout.tensor_parallel > 1:
         throughout += tokens  # a mask of the tokens that other ranks have
+    throughout *= part.embedding
     if how == "none":
         return Activations(layers * block + ends + throughout, layers * block + ends + throughout)
     if how == "full":

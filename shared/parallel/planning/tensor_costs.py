@@ -27,7 +27,7 @@ from shared.model.counting import norm_size
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
 from shared.parallel.planning.costs import Cost, cost
-from shared.parallel.planning.memory import WIDTH, model_of_rank
+from shared.parallel.planning.memory import WIDTH, Part, StepSizes, model_of_rank
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,8 @@ def tensor_exchanges(
     model: ModelConfig,
     layout: ParallelConfig,
     optimizer: OptimizerConfig,
-    *,
-    rows: int,
-    seq: int,
-    microbatches: int = 1,
-    precision: str = "float32",
+    step: StepSizes,
+    part: Part | None = None,
 ) -> list[Exchange]:
     """What a rank exchanges with its tensor-parallel group in a training step.
 
@@ -64,29 +61,29 @@ def tensor_exchanges(
         model: a decoder.
         layout: of it, the degrees, sequence_parallel and activation_checkpointing count.
         optimizer: Muon gathers the matrices that are cut; under ZeRO, of each the rank that updates it.
-        rows, seq: of a micro-batch on one rank; seq of the whole sequence, also under context parallelism.
-        microbatches: in a step.
-        precision: of matrix products, and so of the stream where it enters and leaves them. All else is float32.
+        step: of its precision the stream where it enters and leaves the matrices; all else is float32.
+        part: of the model, which the rank has; None for the whole.
 
     Returns:
         Of a rank, on average: ZeRO and FSDP share out matrices and partial gradients unevenly. Nothing without tensor parallelism.
     """
     if layout.tensor_parallel == 1:
         return []
-    model, ranks, tokens = model.resolved(), layout.tensor_parallel, rows * seq // layout.context_parallel
+    model, ranks, part = model.resolved(), layout.tensor_parallel, part or Part(model.num_hidden_layers)
     found = []
-    for part, operation, calls, numbers, width in microbatch_exchanges(model, layout, tokens, WIDTH[precision]):
-        found.append(Exchange(part, operation, "tp", ranks, calls * microbatches, numbers * width))
-    for axis, size, numbers in partial_gradients(model, layout):
+    for where, operation, calls, numbers, width in microbatch_exchanges(model, layout, step, part):
+        if calls:
+            found.append(Exchange(where, operation, "tp", ranks, calls * step.microbatches, numbers * width))
+    for axis, size, numbers in partial_gradients(model, layout, part):
         found.append(Exchange("gradients", "all_reduce", axis, size, 1, 4 * numbers))
     if optimizer.name == "muon":
-        calls = model.num_hidden_layers / shares(layout)
+        calls = part.layers / shares(layout)
         found += [Exchange("muon", "all_gather", "tp", ranks, calls, 4 * numbers) for numbers in matrices(model, ranks)]
     return found
 
 
 def context_exchanges(
-    model: ModelConfig, layout: ParallelConfig, *, rows: int, seq: int, microbatches: int = 1, precision: str = "float32"
+    model: ModelConfig, layout: ParallelConfig, step: StepSizes, part: Part | None = None
 ) -> list[Exchange]:
     """What a rank sends to its context-parallel group in a training step, on average, of rows under a causal mask.
 
@@ -95,51 +92,54 @@ def context_exchanges(
     blocks are recomputed. Packed documents and windows send less.
 
     Args:
-        As for `tensor_exchanges`; seq: of the whole sequence.
+        As for `tensor_exchanges`.
     """
     ranks = layout.context_parallel
     if ranks == 1:
         return []
     own, passes = model_of_rank(model, layout), 2 if layout.activation_checkpointing == "none" else 3
-    calls = microbatches * own.num_hidden_layers * 1.5 * (ranks - 1)
-    numbers = 2 * rows * own.num_key_value_heads * own.head_dim * seq // (2 * ranks)
+    calls = step.microbatches * (part or Part(model.num_hidden_layers)).layers * 1.5 * (ranks - 1)
+    numbers = 2 * step.rows * own.num_key_value_heads * own.head_dim * step.seq // (2 * ranks)
     return [
-        Exchange("keys and values", "send", "cp", ranks, calls * passes, WIDTH[precision] * numbers),
+        Exchange("keys and values", "send", "cp", ranks, calls * passes, WIDTH[step.precision] * numbers),
         Exchange("their gradients", "send", "cp", ranks, calls, 4 * numbers),
-        Exchange("masks", "all_gather", "cp", ranks, microbatches, 4 * ranks**2),
+        Exchange("masks", "all_gather", "cp", ranks, step.microbatches, 4 * ranks**2),
     ]
 
 
 def microbatch_exchanges(
-    model: ModelConfig, layout: ParallelConfig, tokens: int, width: int
+    model: ModelConfig, layout: ParallelConfig, step: StepSizes, part: Part
 ) -> Iterator[tuple[str, str, int, float, int]]:
-    """(part, operation, calls, numbers in each, bytes of each number) of a micro-batch's forward and backward pass.
+    """(where, operation, calls, numbers in each, bytes of each number) of a micro-batch's forward and backward pass.
 
     Blocks that are recomputed gather and sum again; selective recomputation stops where nothing more is needed, before the block's last
     sum.
     """
-    stream, layers = tokens * model.hidden_size, model.num_hidden_layers
+    tokens, width, layers = step.rows * step.seq // layout.context_parallel, WIDTH[step.precision], part.layers
+    stream = tokens * model.hidden_size
     again = {"none": (0, 0), "full": (2, 2), "selective": (2, 1)}[layout.activation_checkpointing]  # sublayers entered, and left
     entered, left = (2 + more for more in again)
     chunks = math.ceil(tokens / chunk_rows(model))
-    yield "embedding", "all_reduce", 1, stream, 4
+    if part.embedding:
+        yield "embedding", "all_reduce", 1, stream, 4
     if layout.sequence_parallel:
         yield "embedding", "all_gather", 1, stream, 4
         yield "layers", "all_gather", layers * (entered + 2), stream, width
         yield "layers", "reduce_scatter", layers * (left + 2), stream, width
         yield "head", "all_gather", 1, stream, 4
-        yield "head", "reduce_scatter", 1, stream, 4
+        yield "head", "reduce_scatter", int(part.head), stream, 4
     else:
         yield "layers", "all_reduce", layers * (left + 2), stream, width
-        yield "head", "all_reduce", 1, stream, 4
-    yield "loss", "all_reduce", chunks, tokens / chunks, 4  # the largest logits
-    yield "loss", "all_reduce", chunks, 2 * tokens / chunks, 4  # sums of exponentials, and the targets' logits
+        yield "head", "all_reduce", int(part.head), stream, 4
+    if part.head:
+        yield "loss", "all_reduce", chunks, tokens / chunks, 4  # the largest logits
+        yield "loss", "all_reduce", chunks, 2 * tokens / chunks, 4  # sums of exponentials, and the targets' logits
 
 
-def partial_gradients(model: ModelConfig, layout: ParallelConfig) -> Iterator[tuple[str, int, float]]:
+def partial_gradients(model: ModelConfig, layout: ParallelConfig, part: Part) -> Iterator[tuple[str, int, float]]:
     """(axis, ranks, numbers) of gradients of which each rank has a part, with a flag for each parameter that says whether it was used."""
-    layers, size, ranks = model.num_hidden_layers, model.hidden_size, layout.tensor_parallel
-    of_heads, of_positions = 2 * layers * model.qk_norm, (2 * layers + 1) * layout.sequence_parallel
+    layers, size, ranks = part.layers, model.hidden_size, layout.tensor_parallel
+    of_heads, of_positions = 2 * layers * model.qk_norm, (2 * layers + part.head) * layout.sequence_parallel
     biases = layers * (model.attention_output_bias + model.mlp_bias) * layout.sequence_parallel
     numbers = of_heads * norm_size(model, model.head_dim) + of_positions * norm_size(model, size) + biases * size
     if numbers:

@@ -23,7 +23,7 @@ from shared.course.errors import SettingError
 from shared.model.attention import Attention
 from shared.model.block import Block
 from shared.model.config import ModelConfig
-from shared.model.context import to_compute_dtype
+from shared.model.context import AttentionContext, to_compute_dtype
 from shared.model.embedding import Embedding, Head
 from shared.model.feed_forward import FeedForward, GatedFeedForward
 from shared.model.stack import Stack
@@ -87,7 +87,7 @@ class Cutter:
             sizes = [box.sizes[0] for box in model.head.linear.weight.sharding.parts]
             model.head.__class__, model.head.group, model.head.sizes = VocabularyHead, self.group, sizes
         for stack in filter(None, (model.encoder, model.stack)):
-            self.change_stack(stack, is_last=stack is model.encoder or model.head is not None)
+            self.change_stack(stack, lambda stack=stack: stack is model.encoder or model.head is not None)
 
     def cut_parameters(self, model: TransformerModel) -> None:
         """Replace each parameter that is cut by this rank's slice, and state which ones have a gradient to be summed over ranks."""
@@ -107,19 +107,18 @@ class Cutter:
         part.sharding = sharding
         setattr(module, name, part)
 
-    def change_stack(self, stack: Stack, is_last: bool) -> None:
+    def change_stack(self, stack: Stack, is_last: Callable[[], bool]) -> None:
         """is_last: whether each rank computes a part of what follows the stack, as a head and cross-attention do; a pipeline's other
-        stages get the stream whole, and all ranks continue with it."""
+        stages get the stream whole, and all ranks continue with it. A rank with several stages runs them one at a time."""
         if stack.config.position == "alibi":
             stack.position_bias = self.own_heads(stack.position_bias)
         for block in stack.blocks.values():
             self.change_block(block)
         if self.by_sequence:
-            stack.run_block = self.splitting(stack.run_block, next(iter(stack.blocks.values())))
-            leave = partial(gather_sequence if is_last else join_sequence, group=self.group)
-            stack.register_forward_hook(lambda module, inputs, x: leave(x))
-        elif is_last:
-            stack.register_forward_hook(lambda module, inputs, x: self.f(x))
+            stack.run_block = self.splitting(stack.run_block, stack)
+            stack.register_forward_hook(lambda module, inputs, x: (gather_sequence if is_last() else join_sequence)(x, self.group))
+        else:
+            stack.register_forward_hook(lambda module, inputs, x: self.f(x) if is_last() else x)
 
     def change_block(self, block: Block) -> None:
         sublayers = {block.attention: "o_proj", block.cross_attention: "o_proj", block.feed_forward: "down_proj"}
@@ -139,9 +138,14 @@ class Cutter:
         """A position bias for the heads of this rank."""
         return lambda queries, keys: bias(queries, keys).chunk(self.group.size, dim=1)[self.group.rank]
 
-    def splitting(self, run_block: Callable[..., Tensor], first: Block) -> Callable[..., Tensor]:
+    def splitting(self, run_block: Callable[..., Tensor], stack: Stack) -> Callable[..., Tensor]:
         """Run blocks on this rank's positions: the stream is split in front of the first one."""
-        return lambda block, x, context: run_block(block, split_sequence(x, self.group) if block is first else x, context)
+
+        def run(block: Block, x: Tensor, context: AttentionContext) -> Tensor:
+            is_first = block is next(iter(stack.blocks.values()))
+            return run_block(block, split_sequence(x, self.group) if is_first else x, context)
+
+        return run
 
 
 def require_known(model: nn.Module) -> None:
@@ -180,5 +184,7 @@ def require_even(config: ModelConfig, ranks: int) -> None:
             f"parallel.tensor_parallel {ranks} and num_key_value_heads {key_value_heads}: one must divide the other, so that each rank has "
             "whole heads, or each head a number of ranks."
         )
+    if ranks > 1 and config.qk_norm and config.qk_norm_over == "projection":
+        raise SettingError("qk_norm_over projection normalises all heads together, and no rank has them: set tensor_parallel to 1.")
     if config.vocab_size < ranks:
         raise SettingError(f"A vocabulary of {config.vocab_size} tokens cannot be cut over {ranks} ranks.")

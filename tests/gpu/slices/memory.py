@@ -17,7 +17,7 @@ from shared.model.config import ModelConfig
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
-from shared.parallel.planning.memory import estimate_memory
+from shared.parallel.planning.memory import StepSizes, estimate_memory
 
 CARD = 23.5  # GiB that a card of 24 GB reports to a program, at least
 FORMULA = 0.25  # by how much the measured peak of tensors may differ from the estimate
@@ -65,9 +65,7 @@ def run(machine: Machine, small: bool) -> Iterator[Row]:
 def measured(machine: Machine, name: str, variant: Variant, seq: int, limited: bool) -> Row:
     optimizer = OptimizerConfig(variant.optimizer, lr=1e-3)
     layout = replace(ParallelConfig(), activation_checkpointing=variant.recompute)
-    estimate = estimate_memory(
-        variant.model, layout, optimizer, rows=variant.rows, seq=seq, microbatches=2, precision=variant.precision, packed=True
-    )
+    estimate = estimate_memory(variant.model, layout, optimizer, StepSizes(variant.rows, seq, 2, variant.precision), packed=True)
     figures = {"estimate GiB": estimate.total / GIB, "allocated": None, "reserved": None, "estimate, of allocated": None}
     note = f"in {CARD:g} GiB, within {FORMULA:.0%} of the estimate"
     if machine.is_gpu and not limited:

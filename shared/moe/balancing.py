@@ -1,0 +1,80 @@
+"""Chapter 09. Auxiliary-loss-free load balancing (Wang et al. 2024, DeepSeek-V3), and the experts' load as metrics.
+
+Once a step, from the choices of all its micro-batches on all ranks:
+
+    bias_i <- bias_i + rate * sign(mean load - load of expert i)
+
+after the optimizer. The bias is added to the scores for the choice alone, so no gradient competes with that of the loss.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from shared.engine.callbacks import Callback, Metrics
+from shared.moe.layer import MixtureLayer, mixture_layers
+from shared.totals import Totals
+
+if TYPE_CHECKING:
+    from shared.engine.engine import RuntimeEngine
+
+
+def take_loads(model: nn.Module, add: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
+    """The loads of a step by block number, and counting begins again at 0.
+
+    Args:
+        model: or a stage of it.
+        add: adds the loads [layers, E] of all ranks that saw other tokens. Called where the model has layers to report.
+    """
+    layers = mixture_layers(model)
+    if not layers:
+        return {}
+    device = layers[0].router.weight.device
+    none = torch.zeros(layers[0].config.num_experts, dtype=torch.int64, device=device)
+    loads = add(torch.stack([none if layer.load is None else layer.load for layer in layers]))
+    for layer in layers:
+        layer.load = None
+    return {layer.layer: load for layer, load in zip(layers, loads, strict=True)}
+
+
+@torch.no_grad()
+def update_bias(layer: MixtureLayer, load: Tensor) -> None:
+    """One step of a router's bias, [E] or this rank's shard of it, towards equal load; nothing for a router without one."""
+    bias = layer.router.bias
+    if bias is None:
+        return
+    load = load.to(bias.dtype)
+    move = layer.config.bias_update_rate * torch.sign(load.mean() - load)
+    sharding = getattr(bias, "sharding", None)
+    bias.add_(move if sharding is None else sharding.local(move).view_as(bias))
+
+
+class BalanceExperts(Callback):
+    """Updates the biases of all routers after each step, and logs the load of each expert, in shares of an equal load (1 is balanced).
+
+    Metrics: `experts/load/BLOCK.EXPERT` and `experts/max_load`, the fullest expert of all layers, in the last step before the log.
+    """
+
+    every_rank = True
+
+    def __init__(self) -> None:
+        self.loads: dict[int, Tensor] = {}
+
+    def on_step(self, engine: "RuntimeEngine") -> None:
+        def add(loads: Tensor) -> Tensor:
+            zero = loads.new_zeros(())
+            numbers = {str(place): load for place, load in enumerate(loads.flatten())}
+            return torch.stack([*engine.strategy.sum(Totals(zero.double(), zero, numbers)).metrics.values()]).view_as(loads)
+
+        self.loads = take_loads(engine.strategy.module, add)
+        for layer in mixture_layers(engine.strategy.module):
+            update_bias(layer, self.loads[layer.layer])
+
+    def measure(self, engine: "RuntimeEngine") -> Metrics:
+        shares = {block: (load / load.double().mean().clamp(min=1)).tolist() for block, load in self.loads.items()}
+        if not shares:
+            return {}
+        every = {f"experts/load/{block}.{expert}": share for block, of in shares.items() for expert, share in enumerate(of)}
+        return every | {"experts/max_load": max(every.values())}

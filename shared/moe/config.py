@@ -1,0 +1,155 @@
+"""Chapter 09. Mixture-of-experts configuration: how many experts, how the router scores and chooses them, and how their load is balanced.
+
+    model: {experts: {num_experts: 8, moe_intermediate_size: 352, num_experts_per_tok: 2}}
+
+Published models are points in this space. Mixtral: softmax, renormalised. OLMoE: softmax as it is. DeepSeek-V3: sigmoid scores, a bias
+that steers the choice in place of a loss, groups of experts, shared experts, dense first layers.
+
+Left out on purpose: experts of different widths, biases in experts, a mixture in every second layer only.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from shared.course.errors import SettingError
+from shared.model.config import ExpertsConfig, ModelConfig, require_choices, require_positive
+from shared.parallel.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class MixtureConfig(ExpertsConfig):
+    """A mixture of experts in place of the feed-forward layers. Names are Hugging Face's where one exists.
+
+    Args:
+        num_experts: E, in each layer that has them.
+        moe_intermediate_size: inner width of one expert.
+        num_experts_per_tok: k, how many experts each token passes.
+        scoring: softmax over all experts, or a sigmoid for each expert (DeepSeek-V3).
+        norm_topk_prob: divide the chosen experts' scores by their sum, so that a token's weights add up to 1.
+        routed_scaling_factor: multiplies the weights after that.
+        n_group, topk_group: the experts stand in `n_group` groups, and a token chooses within the best `topk_group` of them; a
+            group is as good as the sum of its two best scores (DeepSeek-V3, section 2.1.2).
+        num_shared_experts: experts that every token passes, with weight 1, computed as one feed-forward layer.
+        first_k_dense: this many first blocks keep the dense feed-forward layer, of `intermediate_size`.
+        balance_coefficient: multiplies the balance loss; 0 for none. See `shared.moe.losses` for what it is and over what it is averaged.
+        balance_convention: the scale of the balance loss, for weights that come from another code. In a perfectly balanced layer it is
+            megatron: 1 (also OLMo-core and DeepSeek's sequence-wise loss); switch: k (1 for Switch, where k is 1);
+            transformers: k, and the mean over the layers in place of their sum.
+        z_coefficient: multiplies the router z-loss; 0 for none.
+        bias_update_rate: how far the choice's bias moves in a step towards equal load (Wang et al. 2024); None for a router without bias.
+        capacity_factor: in training an expert takes at most capacity_factor * k * seq / E of a row's choices, and the later ones
+            are dropped; None for no limit (dropless). Evaluation and generation drop nothing.
+        implementation: how the experts' products are computed: one product for each expert (loop), one batched product over padded
+            rows, or a grouped product. They agree; see `shared.moe.experts`.
+
+    Raises:
+        ValueError: a number out of range, or sizes that do not fit each other.
+    """
+
+    moe_intermediate_size: int
+    num_experts_per_tok: int = 2
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    num_shared_experts: int = 0
+    first_k_dense: int = 0
+    balance_coefficient: float = 0.01
+    balance_convention: Literal["megatron", "switch", "transformers"] = "megatron"
+    z_coefficient: float = 0.0
+    bias_update_rate: float | None = None
+    capacity_factor: float | None = None
+    implementation: Literal["grouped", "batched", "loop"] = "grouped"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choices(self)
+        for name in ("routed_scaling_factor", "capacity_factor"):
+            require_positive(f"experts.{name}", getattr(self, name))
+        for name, least in (("moe_intermediate_size", 1), ("num_shared_experts", 0), ("first_k_dense", 0), ("n_group", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"experts.{name} is {getattr(self, name)}: give at least {least}.")
+        for name in ("balance_coefficient", "z_coefficient", "bias_update_rate"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"experts.{name} is {getattr(self, name)}: give at least 0.")
+        if self.num_experts % self.n_group or (self.n_group > 1 and self.num_experts < 2 * self.n_group):
+            raise ValueError(
+                f"experts.n_group is {self.n_group}, which must divide experts.num_experts ({self.num_experts}) into groups of 2 or more."
+            )
+        if not 1 <= self.topk_group <= self.n_group:
+            raise ValueError(f"experts.topk_group is {self.topk_group}: give 1 to experts.n_group ({self.n_group}).")
+        reachable = self.num_experts // self.n_group * self.topk_group
+        if not 1 <= self.num_experts_per_tok <= reachable:
+            raise ValueError(f"experts.num_experts_per_tok is {self.num_experts_per_tok}: a token has {reachable} to choose from.")
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether block `layer` has experts."""
+        return layer >= self.first_k_dense
+
+    def parameter_counts(self, config: ModelConfig, layer: int) -> dict[str, int]:
+        matrices = 3 if config.gated else 2
+        if not self.is_sparse(layer):
+            return {"matrix": matrices * config.hidden_size * config.intermediate_size}
+        expert = matrices * config.hidden_size * self.moe_intermediate_size
+        return {
+            "matrix": config.hidden_size * self.num_experts + self.num_shared_experts * expert,
+            "expert": self.num_experts * expert,
+            "bias": 0 if self.bias_update_rate is None else self.num_experts,
+        }
+
+    def active_matrix_size(self, config: ModelConfig, layer: int) -> int:
+        counts = self.parameter_counts(config, layer)
+        return counts["matrix"] + counts.get("expert", 0) * self.num_experts_per_tok // self.num_experts
+
+    def comparable(self, config: ModelConfig) -> dict[str, Any]:
+        """Training and the implementation are left out, and a dense width that no layer has."""
+        bias = None if self.bias_update_rate is None else 0.0
+        plain = replace(
+            self, balance_coefficient=0.01, balance_convention="megatron", z_coefficient=0.0, bias_update_rate=bias, capacity_factor=None,
+            implementation="grouped", topk_group=1 if self.n_group == 1 else self.topk_group,
+        )  # fmt: skip
+        return {"experts": plain} | ({} if self.first_k_dense else {"intermediate_size": 1})
+
+
+@dataclass(frozen=True)
+class MixtureModelConfig(ModelConfig):
+    """One transformer, dense or with a mixture of experts: `ModelConfig` whose `experts` can be given.
+
+    Raises:
+        ValueError: also experts in a model that they are not built for.
+    """
+
+    experts: MixtureConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts is not None:
+            require_buildable(self, self.experts)
+
+
+def require_buildable(config: ModelConfig, experts: MixtureConfig) -> None:
+    """Refuse experts where an option of the model would have no effect on them or no place in them."""
+    if config.mlp_bias:
+        raise ValueError("model.mlp_bias is true, and experts have no biases: set it to false.")
+    if experts.first_k_dense >= config.num_hidden_layers:
+        raise ValueError(
+            f"experts.first_k_dense is {experts.first_k_dense} of {config.num_hidden_layers} blocks, so none would have experts: give less."
+        )
+
+
+def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse layouts in which a mixture of experts is not proved equal to one process yet.
+
+    Raises:
+        SettingError: names the setting.
+    """
+    asked = {
+        "tensor_parallel": parallel.tensor_parallel > 1,
+        "context_parallel": parallel.context_parallel > 1,
+        "pipeline_schedule zero_bubble": parallel.pipeline_parallel > 1 and parallel.pipeline_schedule == "zero_bubble",
+        "backend torch": parallel.backend == "torch" and parallel.ranks > 1,
+    }
+    for name, is_asked in asked.items():
+        if config.experts is not None and is_asked:
+            raise SettingError(f"model.experts and parallel.{name} are not built together yet: leave one of the two out.")

@@ -1,0 +1,84 @@
+"""Chapter 09. Experts as batched matrices [E, out, in], computed by a loop, by batched products, or by grouped products (grouped GEMM).
+
+The rows come sorted by expert. A loop makes one product for each expert. Batched products pad every expert's rows to the longest and
+are one `bmm`. Grouped products take the rows as they are, with the ends of the experts' parts (`torch.nn.functional.grouped_mm`). The
+three agree to rounding; an expert without rows gets a gradient of zero. `grouped_mm` leaves rows past the last end as the memory was, in
+its result and in its gradient, so every row that comes in belongs to an expert.
+
+`Experts` is all that expert parallelism replaces: called as experts(rows, counts), it returns a result for each row.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared.model.config import ModelConfig
+from shared.model.context import to_compute_dtype
+from shared.model.feed_forward import ACTIVATIONS, swiglu
+
+ALIGNMENT = 16  # bytes by which `grouped_mm` wants rows to start
+
+
+def loop_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """One product for each expert. `unbind` has one backward pass for all; an index for each would make E gradients of full size."""
+    parts = rows.split(counts.tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(), strict=True)])
+
+
+def batched_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """One batched product [E, longest, in] x [E, in, out], where every expert's rows are padded to those of the fullest."""
+    longest = int(counts.max())
+    expert = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(rows))
+    starts = counts.cumsum(0) - counts
+    places = expert * longest + torch.arange(len(rows), device=rows.device) - starts[expert]
+    padded = rows.new_zeros(len(counts) * longest, rows.shape[1]).index_copy(0, places, rows)
+    return torch.bmm(padded.unflatten(0, (len(counts), longest)), weight.transpose(1, 2)).flatten(0, 1)[places]
+
+
+def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """PyTorch's grouped product; a loop where that has no kernel: in float64, and for rows that are not a multiple of 16 bytes long."""
+    rows, weight = to_compute_dtype(rows), to_compute_dtype(weight)
+    aligned = all(size * rows.element_size() % ALIGNMENT == 0 for size in weight.shape[1:])
+    if not aligned or rows.dtype == torch.float64 or not len(rows):
+        return loop_product(rows, weight, counts)
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "loop": loop_product,
+    "batched": batched_product,
+    "grouped": grouped_product,
+}
+
+
+class ExpertLinear(nn.Module):
+    """E linear layers without biases: rows [n, in] sorted by expert -> [n, out]. weight: [E, out, in]."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, implementation: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.product = PRODUCTS[implementation]
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return self.product(rows, self.weight, counts)
+
+
+class Experts(nn.Module):
+    """The feed-forward layers of E experts: rows [n, D] sorted by expert, counts [E] that add up to n -> [n, D]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        experts, size, width = config.experts, config.hidden_size, config.experts.moe_intermediate_size
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.up_proj = ExpertLinear(experts.num_experts, size, width, experts.implementation)
+        self.down_proj = ExpertLinear(experts.num_experts, width, size, experts.implementation)
+        self.gate_proj = ExpertLinear(experts.num_experts, size, width, experts.implementation) if config.gated else None
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        rows, up, down = to_compute_dtype(rows), partial(self.up_proj, counts=counts), partial(self.down_proj, counts=counts)
+        if self.gate_proj is None:
+            return down(self.activation(up(rows)))
+        return swiglu(rows, partial(self.gate_proj, counts=counts), up, down, self.activation)

@@ -1,0 +1,103 @@
+"""Chapter 09. Mixture-of-experts layer (MoE): router, dispatch, experts, combine, in place of a block's feed-forward layer.
+
+    routing = router(x)    rows = tokens sorted by expert    y = sum over the k chosen experts of weight * expert(row)  [+ shared(x)]
+
+Shazeer et al. 2017 ("Outrageously large neural networks"): many more weights at the arithmetic of k experts. The layer's two losses are
+attached to its output (`add_auxiliary_loss`), so they have their gradient under recomputation, on a pipeline's stages and in ranks.
+So are its counts of tokens: what is counted in a forward pass would be counted twice by a block that runs again for its backward pass.
+
+Left out on purpose: expert parallelism, which replaces `experts` and nothing else.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shared.model.builders import Builders
+from shared.model.config import ModelConfig
+from shared.model.context import AttentionContext, add_auxiliary_loss, to_compute_dtype
+from shared.model.feed_forward import build_feed_forward
+from shared.moe.dispatch import combine, dispatch, drop_beyond_capacity, expert_capacity
+from shared.moe.experts import Experts
+from shared.moe.losses import balance_loss, balance_scale, z_loss
+from shared.moe.router import Router, Routing
+
+
+class MixtureLayer(nn.Module):
+    """[batch, seq, D] -> [batch, seq, D].
+
+    Attributes:
+        load: [E] int64, how many of the valid tokens' choices each expert has had in backward passes since it was last set to None
+            (`shared.moe.balancing`). Choices count whether they were dropped or not.
+        layer: the block's number.
+    """
+
+    needs_context = True
+
+    def __init__(self, config: ModelConfig, builders: Builders, layer: int):
+        super().__init__()
+        self.config, self.layer = config.experts, layer
+        self.balance_scale = self.config.balance_coefficient * balance_scale(config, self.config)
+        self.router = Router(config)
+        self.experts = Experts(config)
+        width = self.config.num_shared_experts * self.config.moe_intermediate_size
+        shared = replace(config, experts=None, intermediate_size=width or None)
+        self.shared_experts = build_feed_forward(shared, builders, layer) if width else None
+        self.load: Tensor | None = None
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        routing = self.router(x)
+        y = self.mix(x, routing)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(x)
+        return self.with_losses(y, routing, context) if torch.is_grad_enabled() else y
+
+    def mix(self, x: Tensor, routing: Routing) -> Tensor:
+        """What the chosen experts make of each token, weighted."""
+        experts, (_, seq, k), tokens = routing.experts, routing.experts.shape, to_compute_dtype(x).flatten(0, 1)
+        if self.config.capacity_factor is not None and self.training:
+            capacity = expert_capacity(self.config.capacity_factor, seq, k, self.config.num_experts)
+            experts = drop_beyond_capacity(experts, self.config.num_experts, capacity)
+        order, counts = dispatch(experts.flatten(0, 1), self.config.num_experts)
+        if experts is routing.experts:
+            rows = self.experts(tokens[order // k], counts)
+        else:
+            kept = int(counts.sum())
+            rows = self.experts(tokens[order[:kept] // k], counts)
+            rows = torch.cat([rows, rows.new_zeros(len(order) - kept, rows.shape[1])])
+        return combine(rows, order, routing.weights.flatten(0, 1)).view_as(x)
+
+    def with_losses(self, y: Tensor, routing: Routing, context: AttentionContext) -> Tensor:
+        """`y`, whose backward pass adds the gradients of the layer's losses and counts the load."""
+        valid = context.valid
+        if valid is None:
+            valid = torch.ones(routing.experts.shape[:2], dtype=torch.bool, device=y.device)
+        if self.balance_scale:
+            loss = self.balance_scale * balance_loss(routing.probabilities, routing.experts, valid)
+            y = add_auxiliary_loss(y, loss, context.loss_scale)
+        if self.config.z_coefficient:
+            y = add_auxiliary_loss(y, self.config.z_coefficient * z_loss(routing.logits, valid), context.loss_scale)
+        return CountInBackward.apply(y, self, dispatch(routing.experts[valid], self.config.num_experts)[1])
+
+
+class CountInBackward(torch.autograd.Function):
+    """The identity of x whose backward pass adds `counts` to a layer's load: once a micro-batch, however often the forward pass runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: MixtureLayer, counts: Tensor) -> Tensor:
+        ctx.layer, ctx.counts = layer, counts
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        ctx.layer.load = ctx.counts if ctx.layer.load is None else ctx.layer.load + ctx.counts
+        return upstream, None, None
+
+
+def mixture_layers(model: nn.Module) -> list[MixtureLayer]:
+    """The mixture-of-experts layers of a model, or of a part of it, in order."""
+    return [module for module in model.modules() if isinstance(module, MixtureLayer)]

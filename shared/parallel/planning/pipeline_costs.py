@@ -1,0 +1,129 @@
+"""Chapter 08. Pipeline memory and communication volume by formula: what each stage holds, keeps in flight and sends in a training step.
+
+    weights, gradients, state    of the rank's own blocks; embedding on the first rank, norm and head on the last one, a tied weight on both
+    activations                  of each micro-batch from its forward pass to the end of its backward pass, along the rank's actions
+    messages                     [rows, seq, D] in float32 over each border of two stages, once forward and once back, for each micro-batch
+
+Under 1F1B rank r of p keeps p - r micro-batches (Narayanan et al. 2021, section 2.2.1), under GPipe all of a step. What a schedule keeps
+is read from its actions, so any schedule has its formula.
+
+Left out on purpose: what is under way between two ranks, which the next message in the other direction frees.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shared.model.config import ModelConfig
+from shared.optim.config import OptimizerConfig
+from shared.parallel.config import ParallelConfig
+from shared.parallel.pipeline.balance import stage_blocks
+from shared.parallel.pipeline.schedules import Action, make_schedule
+from shared.parallel.pipeline.validate import Shape
+from shared.parallel.planning.memory import (
+    WIDTH, Activations, MemoryEstimate, Part, StepSizes, activations, estimate_memory, heads, model_of_rank,
+)  # fmt: skip
+from shared.parallel.planning.tensor_costs import Exchange, shares, tensor_exchanges
+
+
+def chunk_parts(model: ModelConfig, layout: ParallelConfig) -> list[list[Part]]:
+    """By rank of the pipeline, what each of its chunks has of the model."""
+    ranks, last = layout.pipeline_parallel, layout.pipeline_parallel * layout.pipeline_chunks - 1
+    parts = [Part(len(blocks), stage == 0, stage == last) for stage, blocks in enumerate(stage_blocks(model, layout))]
+    return [parts[rank::ranks] for rank in range(ranks)]
+
+
+def held_parts(model: ModelConfig, layout: ParallelConfig) -> list[Part]:
+    """By rank of the pipeline, what it holds of the model in all its chunks."""
+    return [Part(sum(chunk.layers for chunk in own), own[0].embedding, own[-1].head) for own in chunk_parts(model, layout)]
+
+
+def estimate_ranks(
+    model: ModelConfig, layout: ParallelConfig, optimizer: OptimizerConfig, step: StepSizes, *, sliced: bool = True, packed: bool = False
+) -> list[MemoryEstimate]:
+    """`estimate_memory` for each rank of the pipeline; without one, for the only one.
+
+    Args:
+        As for `estimate_memory`; of the layout, pipeline_schedule counts too.
+
+    Raises:
+        SettingError: the schedule cannot be made of so many micro-batches.
+        ValueError: a model for which there is no formula.
+    """
+    found = []
+    schedule = make_schedule(layout.pipeline_schedule, layout.pipeline_parallel, step.microbatches, layout.pipeline_chunks)
+    for held, chunks, actions in zip(held_parts(model, layout), chunk_parts(model, layout), schedule, strict=True):
+        estimate = estimate_memory(model, layout, optimizer, step, sliced=sliced, packed=packed, part=held)
+        if layout.pipeline_parallel > 1:
+            how, sizes = layout.activation_checkpointing, (step.rows, step.seq, step.precision)
+            each = [activations(model, how, *sizes, sliced, packed, layout, part) for part in chunks]
+            sent = [0 if part.head else 4 * step.rows * step.seq * model.hidden_size for part in chunks]
+            split = [part.layers * split_bytes(model, layout, step) for part in chunks]
+            estimate = replace(estimate, activations=most_in_flight(actions, each, sent, split))
+        found.append(estimate)
+    return found
+
+
+def most_in_flight(actions: Sequence[Action], each: Sequence[Activations], sent: Sequence[float], split: Sequence[float]) -> float:
+    """The most bytes that a rank keeps for backward passes while it does its actions.
+
+    Args:
+        each: by chunk, what autograd keeps of a micro-batch. sent: by chunk, the result, which is kept to start its backward pass from.
+        split: by chunk, what the weights' gradients need after the inputs' gradients have been computed.
+    """
+    now = most = 0.0
+    for kind, _, chunk in actions:
+        kept = each[chunk].after_forward + sent[chunk]
+        if kind == "F":
+            now += kept
+        most = max(most, now + (each[chunk].peak - each[chunk].after_forward if kind in "BI" else 0))
+        if kind in "BI":
+            now += split[chunk] * (kind == "I") - kept
+        elif kind == "W":
+            now -= split[chunk]
+    return most
+
+
+def split_bytes(model: ModelConfig, layout: ParallelConfig, step: StepSizes) -> float:
+    """What part W of a block's backward pass needs of a micro-batch: the inputs of its matrices, and the gradients of their outputs."""
+    own = model_of_rank(model, layout)
+    inner, shared = heads(own)
+    inputs = 2 * own.hidden_size + inner + own.intermediate_size
+    gradients = inner + 2 * shared + 2 * own.hidden_size + (2 if own.gated else 1) * own.intermediate_size
+    return step.rows * step.seq * WIDTH[step.precision] * (inputs + gradients)
+
+
+def pipeline_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSizes, rank: int = 0, metrics: int = 1) -> list[Exchange]:
+    """What a rank of a pipeline sends to the other stages in a training step, and receives from them.
+
+    Args:
+        rank: along the pipeline.
+        metrics: how many an objective returns beside its loss and its number of tokens.
+
+    Returns:
+        Hidden states and their gradients by the group in which they travel (`shared.parallel.pipeline.links`), the gradients of a tied
+        embedding, which its two ends add up, and the totals. Nothing without a pipeline.
+    """
+    ranks, shape, counts = layout.pipeline_parallel, Shape(layout.pipeline_parallel, layout.pipeline_chunks), Counter[tuple[str, str]]()
+    if ranks == 1:
+        return []
+    for action in make_schedule(layout.pipeline_schedule, ranks, step.microbatches, layout.pipeline_chunks)[rank]:
+        for operation, message in (("send", shape.given(rank, action)), ("receive", shape.needed(rank, action))):
+            if message is not None:
+                around = layout.pipeline_chunks > 1 and shape.goes_around(message)
+                axis = "pp" if message.what == "activations" and not around else f"pp_{message.what}{'_around' * around}"
+                counts[operation, axis] += 1
+    hidden = 4 * step.rows * step.seq * model.hidden_size
+    found = [Exchange("hidden states", operation, axis, ranks, calls, hidden) for (operation, axis), calls in sorted(counts.items())]
+    if model.tie_word_embeddings and rank in (0, ranks - 1):
+        numbers = model_of_rank(model, layout).vocab_size * model.hidden_size / shares(layout) + 1  # 1: whether the weight was used
+        found.append(Exchange("tied ends", "all_reduce", "pp_ends", 2, 1, 4 * numbers))
+    return [*found, Exchange("totals", "broadcast", "pp", ranks, 1, 8 * (2 + metrics))]
+
+
+def step_exchanges(
+    model: ModelConfig, layout: ParallelConfig, optimizer: OptimizerConfig, step: StepSizes, rank: int = 0
+) -> list[Exchange]:
+    """`tensor_exchanges` of all chunks of a pipeline's rank, and `pipeline_exchanges`."""
+    of_chunks = [tensor_exchanges(model, layout, optimizer, step, part) for part in chunk_parts(model, layout)[rank]]
+    return [*(each for exchanges in of_chunks for each in exchanges), *pipeline_exchanges(model, layout, step, rank)]
