@@ -38,6 +38,7 @@ from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.health.heartbeat import Timeouts
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
+from shared.parallel.pipeline.balance import stage_blocks
 from shared.trainer.axes import RUN_AXES
 
 RANKS, WARMUP, MICROBATCHES = 2, 2, 8
@@ -116,7 +117,7 @@ def prepare_theirs(rank: int, meeting: str, row: str, steps: int) -> Run:
     if row.startswith("tp"):
         return by_styles(model, rank, row, steps)
     if row.startswith("pp"):
-        return by_schedule(model, rank, steps)
+        return by_schedule(model, rank, stage_blocks(model.config, layout_of(row))[rank], steps)
     run, weights = (by_fully_shard if "fsdp" in row else by_ddp)(model, layout_of(row))
     kind: dict[str, Any] = {"lr": 1e-4, "fused": True}
     if layout_of(row).zero:
@@ -186,13 +187,13 @@ def by_styles(model: TransformerModel, rank: int, row: str, steps: int) -> Run:
     return Run(rank, 1, steps, step, lambda: {name: whole(parameter) for name, parameter in model.named_parameters()})
 
 
-def by_schedule(model: TransformerModel, rank: int, steps: int) -> Run:
-    """A stage of half the blocks on each rank, with shapes that it knows beforehand. The last one ends in the sliced loss, as ours does;
+def by_schedule(model: TransformerModel, rank: int, blocks: range, steps: int) -> Run:
+    """A stage of the same blocks as ours on each rank, with shapes that it knows beforehand. The last one ends in the sliced loss, as ours does;
     the tied gradient is added between the ends."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    half, last = len(model.stack.blocks) // RANKS, rank == RANKS - 1
-    keep_part(model, range(rank * half, (rank + 1) * half), embedding=rank == 0, head=last)
+    last = rank == RANKS - 1
+    keep_part(model, blocks, embedding=rank == 0, head=last)
     head, model.head = model.head, None
     hidden = torch.empty(BATCH // MICROBATCHES, SEQ, model.config.hidden_size, device="meta", requires_grad=True)
     ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
