@@ -188,8 +188,8 @@ def by_styles(model: TransformerModel, rank: int, row: str, steps: int) -> Run:
 
 
 def by_schedule(model: TransformerModel, rank: int, blocks: range, steps: int) -> Run:
-    """A stage of the same blocks as ours on each rank, with shapes that it knows beforehand. The last one ends in the sliced loss, as ours does;
-    the tied gradient is added between the ends."""
+    """A stage of the same blocks as ours on each rank, with shapes that it knows beforehand. The last one ends in the sliced loss, as ours
+    does; the tied gradient is added between the ends."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     last = rank == RANKS - 1
