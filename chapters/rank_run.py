@@ -1,4 +1,4 @@
-"""A training run on several ranks and in one process, compared: what the run scripts of chapters 06 and 07 share.
+"""A training run on several ranks and in one process, compared: what the run scripts of chapters 06 to 08 share.
 
 The core is imported within the functions, after a script's `launch` has chosen whose exercises it runs with.
 """
@@ -25,8 +25,8 @@ class RankRunConfig:
 
     Args:
         impl: whose exercises run: the solutions, yours, or yours where their check passed.
-        layout: how the run is spread: dp2, dp2_zero1, fsdp2, dp2_fsdp2; from chapter 07 on tp2, dp2_tp2, cp2, ... A process is started for
-            each rank.
+        layout: how the run is spread: dp2, dp2_zero1, fsdp2, dp2_fsdp2; from chapter 07 on tp2, dp2_tp2, cp2, ...; from chapter 08 on pp2,
+            pp2_tp2, ... A process is started for each rank.
         parallel: everything else about the ranks; its degrees are the layout's.
         data: a text file or folder to train on, or a list of them; none for the embedded corpus.
         steps: training steps.
@@ -63,7 +63,8 @@ def run_and_compare(
     axes: Sequence["Axis"],
     require_possible: Callable[[RankRunConfig, ParallelConfig], None] = lambda *_: None,
 ) -> None:
-    """Run both, print where they differ and what each rank held and sent, and write figures.json and figures.png.
+    """Run both, print where they differ and what each rank held and sent, and write figures.json and figures.png; of a pipeline also its
+    bubble and what was kept, and timeline.png.
 
     Args:
         objective: the loss of a batch.
@@ -73,6 +74,7 @@ def run_and_compare(
     import torch
     from rich.console import Console
 
+    from chapters import pipeline_watch
     from chapters.text_run import corpus_of, texts_of
     from shared.course import binding
     from shared.course.errors import CourseError
@@ -97,12 +99,17 @@ def run_and_compare(
         raise CourseError(str(error)) from None
     console.print(binding.summary(), highlight=False)  # now that everything is bound
     told = compared(ranks, alone)
-    for line in lines(told, layout.ranks):
+    said, plots = lines(told, layout.ranks), [config.output / "figures.png"]
+    if layout.pipeline_parallel > 1:
+        watched, plots = [rank["pipeline"] for rank in ranks], [*plots, config.output / "timeline.png"]
+        more, bubbles = pipeline_watch.report(watched, layout, microbatches_of(config, layout), plots[-1])
+        said, told = [*said, *more], told | {"pipeline": {"bubbles": bubbles, "ranks": watched}}
+    for line in said:
         console.print(line, highlight=False)
     record = {"layout": layout_name(layout), "parallel": asdict(layout), **told}
     (config.output / "figures.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    plot(told, config.layout, config.output / "figures.png")
-    console.print(f"Plot: {config.output / 'figures.png'}   figures.json beside it.", highlight=False)
+    plot(told, config.layout, plots[0])
+    console.print(f"Plot: {'   '.join(map(str, plots))}   figures.json beside it.", highlight=False, soft_wrap=True)
 
 
 def require_sensible(config: RankRunConfig, layout: ParallelConfig) -> None:
@@ -117,6 +124,24 @@ def require_sensible(config: RankRunConfig, layout: ParallelConfig) -> None:
         raise ValueError(f"batch_size is {config.batch_size}, and {each} cannot share it out: give a multiple of their product.")
 
 
+def microbatches_of(config: RankRunConfig, layout: ParallelConfig) -> int:
+    """How many micro-batches a rank has in a step."""
+    return config.batch_size // (layout.data_ranks * config.micro_batch_size)
+
+
+def require_cuts(config: RankRunConfig, layout: ParallelConfig) -> None:
+    """Refuse matrices and sequences that do not divide, which the ranks would refuse one by one."""
+    from shared.parallel.context import zigzag
+    from shared.parallel.tensor import operators
+    from shared.parallel.tensor.axis import require_even
+
+    require_even(config.model.resolved(), layout.tensor_parallel)
+    if layout.sequence_parallel:
+        operators.require_divisible(config.seq // layout.context_parallel, layout.tensor_parallel)
+    if layout.context_parallel > 1:
+        zigzag.require_divisible(config.seq, layout.context_parallel, "seq")
+
+
 def train_on_a_rank(
     world: "Communicator",
     config: RankRunConfig,
@@ -126,8 +151,11 @@ def train_on_a_rank(
     axes: Sequence["Axis"],
 ) -> dict[str, Any]:
     """The whole run on one rank: losses and traffic, bytes held, and the last gradients and weights, made whole."""
+    from contextlib import nullcontext
+
     import torch
 
+    from chapters.pipeline_watch import PipelineWatch
     from chapters.text_windows import TextWindows
     from shared.data.loader import StatefulLoader
     from shared.loop import accumulate_gradients, train
@@ -141,6 +169,7 @@ def train_on_a_rank(
     mesh = Mesh(layout, world)
     model = TransformerModel(config.model, seed=config.seed).to(getattr(torch, config.dtype))
     parallel = apply_parallel(model, mesh, config.optimizer, axes=axes)
+    watch = PipelineWatch(parallel, microbatches_of(config, layout)) if mesh.pp.size > 1 else None
     optimizer = build_optimizer(parallel.optim_params, config.optimizer, parallel.routes)
     windows = TextWindows(stream, config.seq, config.seed)
     share = {"rank": mesh.data.rank, "ranks": mesh.data.size}
@@ -151,7 +180,10 @@ def train_on_a_rank(
         "updater": parallel.updater(Update(config.max_norm, norm=parallel.grad_norm)),
     }
     run = train(parallel.model, optimizer, loader, parallel.objective(objective), steps=config.steps, **parts)
-    losses = [bits_per_byte(totals.loss_sum, totals.token_count) for _, totals in run]
+    with watch.measured_bytes() if watch else nullcontext():
+        totals = [next(run)[1]]
+    totals += [each for _, each in run]
+    losses = [bits_per_byte(each.loss_sum, each.token_count) for each in totals]
     calls, sizes = world.trace.calls(), world.trace.bytes()  # before the comparison's own
     shards = dict(parallel.optim_params.named_parameters())
     held = {
@@ -162,7 +194,9 @@ def train_on_a_rank(
     tensors = {f"weight {name}": whole(shard, shard.detach()) for name, shard in shards.items()}
     tensors |= {f"gradient {n}": whole(p, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in shards.items()}
     traffic = {" ".join(key): {"calls": calls[key], "megabytes": sizes[key] / 1e6} for key in sorted(calls)}
-    return {"losses": losses, "traffic": traffic, "held": held, "tensors": tensors if world.rank == 0 else {}}
+    speaks = world.rank % (world.size // mesh.pp.size) == 0  # each stage has layers of its own
+    found = {"losses": losses, "traffic": traffic, "held": held, "tensors": tensors if speaks else {}}
+    return found | ({"pipeline": watch.told()} if watch else {})
 
 
 def whole(shard: Any, tensor: Any) -> Any:
@@ -175,7 +209,7 @@ def whole(shard: Any, tensor: Any) -> Any:
 
 def compared(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]:
     """The figures of the ranks compared with one process. Differences are relative to the length of the tensor."""
-    mine, theirs = ranks[0]["tensors"], alone["tensors"]
+    mine, theirs = {name: tensor for rank in ranks for name, tensor in rank["tensors"].items()}, alone["tensors"]
     far = {name: ((mine[name] - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-300)).item() for name in theirs}
     return {
         "losses": ranks[0]["losses"],

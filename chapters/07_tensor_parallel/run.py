@@ -9,9 +9,8 @@ python chapters/07_tensor_parallel/run.py --impl mine                  with your
 
 from pathlib import Path
 
-from chapters.rank_run import RankRunConfig, run_and_compare
+from chapters.rank_run import RankRunConfig, require_cuts, run_and_compare
 from shared.course.launch import launch
-from shared.parallel.config import ParallelConfig
 
 
 def run(config: RankRunConfig) -> None:
@@ -21,20 +20,7 @@ def run(config: RankRunConfig) -> None:
     from shared.parallel.tensor.axis import TensorParallel
 
     axes = (*AXES, ContextParallel(), TensorParallel())
-    run_and_compare(config, packed_next_token_objective, axes, require_possible)  # which never has all logits on one rank
-
-
-def require_possible(config: RankRunConfig, layout: ParallelConfig) -> None:
-    """Refuse what the ranks would refuse one by one."""
-    from shared.parallel.context import zigzag
-    from shared.parallel.tensor import operators
-    from shared.parallel.tensor.axis import require_even
-
-    require_even(config.model.resolved(), layout.tensor_parallel)
-    if layout.sequence_parallel:
-        operators.require_divisible(config.seq // layout.context_parallel, layout.tensor_parallel)
-    if layout.context_parallel > 1:
-        zigzag.require_divisible(config.seq, layout.context_parallel, "seq")
+    run_and_compare(config, packed_next_token_objective, axes, require_cuts)  # which never has all logits on one rank
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import replace
 from shared.model.config import ModelConfig
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
-from shared.parallel.pipeline.axis import stage_blocks
+from shared.parallel.pipeline.balance import stage_blocks
 from shared.parallel.pipeline.schedules import Action, make_schedule
 from shared.parallel.pipeline.validate import Shape
 from shared.parallel.planning.memory import (
@@ -29,7 +29,7 @@ from shared.parallel.planning.tensor_costs import Exchange, shares, tensor_excha
 def chunk_parts(model: ModelConfig, layout: ParallelConfig) -> list[list[Part]]:
     """By rank of the pipeline, what each of its chunks has of the model."""
     ranks, last = layout.pipeline_parallel, layout.pipeline_parallel * layout.pipeline_chunks - 1
-    parts = [Part(len(blocks), stage == 0, stage == last) for stage, blocks in enumerate(stage_blocks(model.num_hidden_layers, last + 1))]
+    parts = [Part(len(blocks), stage == 0, stage == last) for stage, blocks in enumerate(stage_blocks(model, layout))]
     return [parts[rank::ranks] for rank in range(ranks)]
 
 
