@@ -38,6 +38,8 @@ class ParallelConfig:
         pipeline_schedule: in which order a pipeline's ranks compute: gpipe, 1f1b, interleaved, which needs pipeline_chunks, or zero_bubble
             (ZB-H1).
         pipeline_chunks: how many stages each of these ranks has.
+        pipeline_layers: how many blocks each stage has: as balances the stages' flops, the head's included, or their memory for weights and
+            state, the embedding's and the head's included; or a list with the count of each stage.
         data_parallel: how many replicas of the model each see their share of the batch.
         fully_sharded: over how many ranks each replica's weights, gradients and optimizer state are cut (FSDP, ZeRO-3).
         context_parallel: over how many ranks each sequence is cut (context parallelism, by ring attention).
@@ -63,6 +65,7 @@ class ParallelConfig:
     pipeline_parallel: int = 1
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     pipeline_chunks: int = 1
+    pipeline_layers: Literal["flops", "memory"] | tuple[int, ...] = "flops"
     data_parallel: int = 1
     fully_sharded: int = 1
     context_parallel: int = 1
@@ -95,6 +98,12 @@ class ParallelConfig:
             raise ValueError(
                 f"parallel.pipeline_schedule is {self.pipeline_schedule} and pipeline_chunks {self.pipeline_chunks}: interleaved needs 2 "
                 "chunks or more, and every other schedule has 1."
+            )
+        counts, stages = self.pipeline_layers, self.pipeline_parallel * self.pipeline_chunks
+        if self.pipeline_parallel > 1 and not isinstance(counts, str) and (len(counts) != stages or min(counts) < 1):
+            raise ValueError(
+                f"parallel.pipeline_layers is {list(counts)}, and there are {stages} stages (pipeline_parallel x pipeline_chunks): give a "
+                "count for each of them, at least 1, or flops or memory."
             )
         if self.zero == 2 and self.pipeline_parallel > 1:
             raise ValueError(

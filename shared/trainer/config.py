@@ -159,6 +159,9 @@ class TrainerConfig:
             f"model.architecture is {self.model.architecture!r}: pretraining predicts the next token, which needs a decoder.",
         )
         require_layout(self.model, self.parallel)
+        require(
+            self.model.experts is None or not self.engine.compile, "engine.compile and model.experts are not built together yet: leave one out."
+        )
         share, left = divmod(self.data.batch_size, self.parallel.data_ranks)
         require(
             left == 0, f"data.batch_size is {self.data.batch_size} and cannot be shared equally among {self.parallel.data_ranks} ranks."

@@ -47,7 +47,7 @@ from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.fitting import require_memory
 from shared.trainer.loaders import evaluation_loader, loaders
 from shared.trainer.report import Results
-from shared.trainer.results import evaluate_and_report
+from shared.trainer.results import evaluate_and_report, pipeline_line, stages_summary
 
 
 @dataclass
@@ -125,9 +125,12 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     )
     announce(config, text, device, console)
     if mesh.world.size > 1:
+        stages = "".join(f" Stages have blocks {blocks}." for blocks in stages_summary(config).values())
         console.print(
-            f"{mesh.world.size} ranks, layout {layout_name(config.parallel)}, backend {config.parallel.backend}.", highlight=False
+            f"{mesh.world.size} ranks, layout {layout_name(config.parallel)}, backend {config.parallel.backend}.{stages}", highlight=False
         )
+    if mesh.pp.size > 1:
+        console.print(pipeline_line(config), highlight=False, soft_wrap=True)
     return Run(config, text, engine, strategy, costs, traffic, preparation_seconds)
 
 

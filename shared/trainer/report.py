@@ -84,6 +84,7 @@ def drawn(results: Results) -> dict[str, Figure]:
         "utilisation": curves(results, {"speed/mfu": "model FLOPs utilisation"}, "share of the peak", zero=True),
         "norms": curves(results, {"norm/gradient": "gradient"}, "gradient norm", zero=True),
         "learning_rate": curves(results, learning_rates(results), "learning rate", zero=True),
+        "expert_load": expert_load(results),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
 
@@ -114,6 +115,28 @@ def curves(results: Results, names: dict[str, str], label: str, zero: bool = Fal
         axes.set_ylim(bottom=0)
     if len(present) > 1:
         axes.legend()
+    return figure
+
+
+def expert_load(results: Results) -> Figure | None:
+    """The load of each expert over time as a heat map, with the blocks one above the other (`shared.moe.balancing`)."""
+    name = "experts/load/"
+    experts = sorted({tuple(map(int, key[len(name) :].split("."))) for row in results.metrics.values() for key in row if key.startswith(name)})
+    if not experts:
+        return None
+    rows = [dict(series(results, f"{name}{block}.{expert}")) for block, expert in experts]
+    steps = sorted(rows[0])
+    style.use_style()
+    figure = Figure(figsize=(7.0, 1.2 + 0.14 * len(rows)))
+    axes = figure.subplots()
+    drawn = axes.imshow([[row[step] for step in steps] for row in rows], aspect="auto", vmin=0, vmax=2, interpolation="nearest")
+    marked = range(0, len(steps), max(1, len(steps) // 8))
+    firsts = [place for place, (_, expert) in enumerate(experts) if expert == 0]
+    axes.set_xticks(marked, [steps[place] for place in marked])
+    axes.set_yticks(firsts, [f"block {experts[place][0]}" for place in firsts])
+    axes.set(xlabel="training step", ylabel="expert")
+    axes.grid(False)
+    figure.colorbar(drawn, label="load (1 is equal)")
     return figure
 
 

@@ -22,6 +22,7 @@ from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.output_files import write_atomically, writing
 from shared.parallel.config import layout_name
+from shared.parallel.pipeline.balance import stage_blocks
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.pipeline.simulate import make_timeline
 from shared.parallel.planning.pipeline_costs import step_exchanges
@@ -104,8 +105,16 @@ def layout_summary(run: "Run", memory: list[int]) -> dict[str, Any]:
         return {}
     peaks = ", ".join(f"{peak / GIB:.3f}" for peak in memory)
     layout = f"{layout_name(run.config.parallel)} ({run.config.parallel.backend})"
-    found = bubble_summary(run.config) | run.traffic.per_step() | predicted_traffic(run.config)
+    found = stages_summary(run.config) | bubble_summary(run.config) | run.traffic.per_step() | predicted_traffic(run.config)
     return {"layout": layout} | found | {"peak memory by rank, GiB": peaks}
+
+
+def stages_summary(config: TrainerConfig) -> dict[str, str]:
+    """Which blocks each stage of a pipeline has, counted from 0."""
+    if config.parallel.pipeline_parallel == 1:
+        return {}
+    ends = [(blocks[0], blocks[-1]) for blocks in stage_blocks(config.model, config.parallel)]
+    return {"blocks by stage": ", ".join(f"{first} to {last}" if first < last else f"{first}" for first, last in ends)}
 
 
 def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
@@ -117,6 +126,16 @@ def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
     schedule = make_schedule(parallel.pipeline_schedule, parallel.pipeline_parallel, microbatches, parallel.pipeline_chunks)
     bubble = make_timeline(schedule, microbatches, parallel.pipeline_chunks).bubble()
     return {f"bubble of {parallel.pipeline_schedule}, of the time computed": bubble}
+
+
+def pipeline_line(config: TrainerConfig) -> str:
+    """What a run says of its pipeline when it begins, and what would shorten a long bubble."""
+    parallel, rows, microbatches = config.parallel, config.data.micro_batch_size, step_sizes(config).microbatches
+    [bubble] = bubble_summary(config).values()
+    step = f"{microbatches} micro-batch{'es' * (microbatches > 1)} in a step"
+    said = f"Schedule {parallel.pipeline_schedule}, {step}: ranks wait {bubble:.0%} of the time that they compute, by simulation."
+    shorter = f" data.micro_batch_size is {rows}: a smaller one makes more micro-batches, and ranks wait less."
+    return said + shorter * (microbatches < 4 * parallel.pipeline_parallel and rows > 1)
 
 
 def predicted_traffic(config: TrainerConfig) -> dict[str, str]:

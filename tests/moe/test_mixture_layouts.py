@@ -101,6 +101,28 @@ def test_what_a_router_counts_in_its_forward_pass_is_counted_twice_under_recompu
     assert len(calls) == 2 * run.microbatches * len(mixture_layers(run.plain))
 
 
+def test_selective_recomputation_keeps_the_experts_products():
+    """Three products in each of three layers, which full recomputation makes a second time."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.made += function == torch.ops.aten._grouped_mm.default
+            return function(*args, **kwargs or {})
+
+    made = {}
+    for how in ("none", "selective", "full"):
+        model = TransformerModel(MODEL, MIXTURE)
+        apply_activation_checkpointing(model, how)
+        loss = packed_next_token_objective(model, batch_of(0, 0)).loss_sum
+        with Products() as products:
+            loss.backward()
+        made[how] = products.made
+    assert made["none"] == made["selective"] == made["full"] - 9 > 0, made
+
+
 def test_fully_sharded_routers_are_gathered_in_their_own_precision():
     """A run in bfloat16 rounds the experts that it gathers, and no router and no bias."""
 

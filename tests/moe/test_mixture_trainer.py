@@ -46,6 +46,10 @@ def test_a_run_logs_the_load_of_each_expert_and_the_biases_move(finished):
     assert moves.any() and torch.allclose(moves, moves.round(), atol=1e-4) and moves.abs().max() <= 6
 
 
+def test_the_report_shows_the_load_as_a_map(finished):
+    assert (finished[0] / "run" / "figures" / "expert_load.png").stat().st_size > 1000
+
+
 def test_the_exported_model_has_the_same_logits_in_transformers(finished):
     folder = finished[0] / "run" / "model"
     assert json.loads((folder / "config.json").read_text())["model_type"] == "dots1"
@@ -66,6 +70,7 @@ def test_the_settings_that_a_run_keeps_begin_the_same_run(finished):
         (["parallel.context_parallel=2"], "context_parallel are not built together"),
         (["parallel.pipeline_parallel=2", "parallel.pipeline_schedule=zero_bubble"], "zero_bubble are not built together"),
         (["parallel.data_parallel=2", "parallel.backend=torch"], "backend torch are not built together"),
+        (["engine.compile=true"], "engine.compile and model.experts"),
         (["model.experts.num_expert=3"], "num_experts"),
         (["model.experts.first_k_dense=2"], "first_k_dense"),
     ],

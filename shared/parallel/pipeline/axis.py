@@ -6,8 +6,9 @@
 Blocks keep their numbers, so weights, optimizer state and checkpoints have the names of the whole model. A tied embedding stands at both
 ends, and its two gradients are summed (`partial_over`). Data engines work on what a rank holds, as on any model.
 
-Left out on purpose: what has not been shown to be equal to one process, which is refused by name; and stages balanced by their costs:
-layers are shared out evenly, and where they do not divide, the last stages, one of which has the head, have one fewer.
+`pipeline_layers` says how many blocks each stage has (`shared.parallel.pipeline.balance`).
+
+Left out on purpose: what has not been shown to be equal to one process, which is refused by name.
 """
 
 import torch
@@ -19,6 +20,7 @@ from shared.model.transformer import TransformerModel, keep_part
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.mesh import Mesh
+from shared.parallel.pipeline.balance import stage_blocks
 from shared.parallel.pipeline.links import Links
 from shared.parallel.pipeline.runner import PipelineRunner
 from shared.parallel.pipeline.stages import PipelineModel
@@ -63,16 +65,9 @@ class PipelineParallel:
         return ParallelStrategy(model, mesh, [runner, *strategy.engines], strategy.around, strategy.routes)
 
 
-def stage_blocks(layers: int, stages: int) -> list[range]:
-    """Which blocks each stage has: as many on each, and one more on the first ones where they do not divide."""
-    share, over = divmod(layers, stages)
-    firsts = [stage * share + min(stage, over) for stage in range(stages + 1)]
-    return [range(first, following) for first, following in zip(firsts, firsts[1:], strict=False)]
-
-
 def blocks_of(config: ModelConfig, mesh: Mesh) -> list[range]:
     """For each chunk of this rank, the numbers of its blocks."""
-    return stage_blocks(config.num_hidden_layers, mesh.pp.size * mesh.config.pipeline_chunks)[mesh.pp.rank :: mesh.pp.size]
+    return stage_blocks(config, mesh.config)[mesh.pp.rank :: mesh.pp.size]
 
 
 def group_of_ends(mesh: Mesh) -> Communicator:
@@ -89,12 +84,17 @@ def require_stages(model: ModelConfig, config: ParallelConfig) -> None:
         SettingError: names the setting.
     """
     stages = config.pipeline_parallel * config.pipeline_chunks
+    counts = () if isinstance(config.pipeline_layers, str) else config.pipeline_layers
     chunked, splits, sharded = config.pipeline_chunks > 1, config.pipeline_schedule == "zero_bubble", config.fully_sharded > 1
     torch_tp, torch_fsdp = (config.backend == "torch" and degree > 1 for degree in (config.tensor_parallel, config.fully_sharded))
     wrong = [
         (model.architecture == "encoder-decoder", "model.architecture encoder-decoder: its blocks share more than hidden states"),
         (model.position == "relative", "model.position relative: its blocks share a learned bias"),
         (stages > model.num_hidden_layers, f"{model.num_hidden_layers} layers: {stages} stages need at least one each"),
+        (
+            counts and sum(counts) != model.num_hidden_layers,
+            f"pipeline_layers {list(counts)}, which are {sum(counts)} layers, and model.num_hidden_layers {model.num_hidden_layers}",
+        ),
         (
             splits and sharded and (torch_fsdp or config.reshard_after_forward),
             "fully_sharded and pipeline_schedule zero_bubble: gradients are reduced before part W. With backend course, "

@@ -7,8 +7,17 @@ Left out on purpose: blocks cut in two, and stages whose ranks differ in speed.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+import torch
 
 from shared.course.binding import exercise
+from shared.engine.metrics.flops import model_flops_per_token
+from shared.model.config import ModelConfig
+from shared.model.transformer import TransformerModel
+from shared.parallel.config import ParallelConfig
 
 
 @exercise("08.balance_stages")
@@ -39,3 +48,34 @@ def balance_stages(blocks: Sequence[float], stages: int, first: float = 0, last:
 
     The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.balance` shows it in place.
     """
+
+
+def stage_blocks(model: ModelConfig, layout: ParallelConfig) -> list[range]:
+    """For each stage of a pipeline the numbers of its blocks, as `layout.pipeline_layers` says."""
+    asked, stages = layout.pipeline_layers, layout.pipeline_parallel * layout.pipeline_chunks
+    if isinstance(asked, str):
+        blocks, first, last = stage_costs(model, asked)
+        return balance_stages(blocks, stages, first, last)
+    return [range(sum(asked[:stage]), sum(asked[: stage + 1])) for stage in range(stages)]
+
+
+def stage_costs(model: ModelConfig, by: Literal["flops", "memory"]) -> tuple[list[int], int, int]:
+    """The cost of each block, what the first stage has more, and what the last one has more.
+
+    flops: of a token's training step, in sequences as long as the model allows; looking up an embedding takes none. memory: parameters,
+        since weights, gradients and optimizer state have a few bytes for each; a tied embedding stands at both ends.
+
+    Raises:
+        ValueError: FLOPs of an encoder-decoder.
+    """
+    model = model.resolved()
+    if by == "memory":
+        with torch.device("meta"):
+            whole = TransformerModel(model)
+        *blocks, first = (sum(p.numel() for p in part.parameters()) for part in (*whole.stack.blocks.values(), whole.embedding))
+        norm = whole.stack.final_norm
+        return blocks, first, sum(p.numel() for part in (whole.head, norm) if part is not None for p in part.parameters())
+    head = 6 * model.hidden_size * (model.vocab_size + model.hidden_size * (model.head == "mlm"))
+    parts = (replace(model, num_hidden_layers=n, layer_types=model.layer_types[:n]) for n in range(1, model.num_hidden_layers + 1))
+    totals = [head, *(model_flops_per_token(part, model.max_position_embeddings) for part in parts)]
+    return [more - fewer for fewer, more in pairwise(totals)], 0, head
