@@ -3,7 +3,7 @@
 #   make run                   train a small LLaMA with the trainer, on whatever hardware there is, and write a report
 #   make run IMPL=mine         ... with your own exercises (mixed: yours where their check passed; otherwise as the file says)
 #   make run CONFIG=my.yaml ARGS="steps=500 optimizer.lr=0.002"    ... as that file and those words say; ARGS=--help lists all
-#   make run LAYOUT=dp2        ... on two processes: dp2, fsdp2, dp2_zero1, dp2_fsdp2, ... BACKEND=torch on PyTorch's own engine
+#   make run LAYOUT=dp2        ... on two processes: dp2, fsdp2, dp2_zero1, tp2, pp2, ... (pp2_dp2: four) BACKEND=torch on PyTorch's own
 #   make run CHAPTER=01        a chapter's own run script; its options are ARGS="--steps 500 --data my_texts", ARGS=--help
 #   make lab                   JupyterLab on the first chapter; make lab CHAPTER=02 on that one
 #   make test                  what must hold before every commit

@@ -135,7 +135,7 @@ def data_engines(
         if config.zero:
             engines.append(Zero(part, group, config.zero, whole, config.bucket_megabytes, alone=len(groups) == 1))
         else:
-            engines.append(DataParallel(part, group, config.bucket_megabytes))
+            engines.append(DataParallel(part, group, config.bucket_megabytes) if group.size > 1 else DataEngine(part, group))
     return engines
 
 

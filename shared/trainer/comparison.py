@@ -43,13 +43,15 @@ def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
 
 def known_causes(config: TrainerConfig) -> dict[str, str]:
     """What else than rounding makes this run another one than that of a single process."""
-    if (config.model.hidden_dropout or config.model.attention_dropout) and config.parallel.data_ranks > 1:
+    parallel = config.parallel
+    if (config.model.hidden_dropout or config.model.attention_dropout) and parallel.data_ranks * parallel.pipeline_parallel > 1:
         return {"dropout": "its draws differ by layout, so losses and weights do as well"}
     return {}
 
 
 def same_run(folder: Path, config: TrainerConfig) -> bool:
-    """Whether a folder holds a finished run of the same configuration, the layout aside."""
+    """Whether a folder holds a finished run of the same configuration, the layout and the micro-batches aside: a pipeline needs more of
+    these, and they change nothing but rounding."""
     if not ((folder / provenance.CONFIG).is_file() and (folder / "results.json").is_file()):
         return False
     try:
@@ -57,7 +59,8 @@ def same_run(folder: Path, config: TrainerConfig) -> bool:
     except CourseError:
         return False
     now = flat(provenance.plain(config))
-    return all(before.get(key) == value for key, value in now.items() if not provenance.may_change(key))
+    differ = {key for key, value in now.items() if before.get(key) != value and not provenance.may_change(key)}
+    return differ <= {"data.micro_batch_size"}
 
 
 def largest_difference(mine: Path, theirs: Path) -> float:

@@ -47,7 +47,7 @@ from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.fitting import require_memory
 from shared.trainer.loaders import evaluation_loader, loaders
 from shared.trainer.report import Results
-from shared.trainer.results import evaluate_and_report, stages_summary
+from shared.trainer.results import evaluate_and_report, pipeline_line, stages_summary
 
 
 @dataclass
@@ -129,6 +129,8 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
         console.print(
             f"{mesh.world.size} ranks, layout {layout_name(config.parallel)}, backend {config.parallel.backend}.{stages}", highlight=False
         )
+    if mesh.pp.size > 1:
+        console.print(pipeline_line(config), highlight=False, soft_wrap=True)
     return Run(config, text, engine, strategy, costs, traffic, preparation_seconds)
 
 

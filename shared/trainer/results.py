@@ -128,6 +128,16 @@ def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
     return {f"bubble of {parallel.pipeline_schedule}, of the time computed": bubble}
 
 
+def pipeline_line(config: TrainerConfig) -> str:
+    """What a run says of its pipeline when it begins, and what would shorten a long bubble."""
+    parallel, rows, microbatches = config.parallel, config.data.micro_batch_size, step_sizes(config).microbatches
+    [bubble] = bubble_summary(config).values()
+    step = f"{microbatches} micro-batch{'es' * (microbatches > 1)} in a step"
+    said = f"Schedule {parallel.pipeline_schedule}, {step}: ranks wait {bubble:.0%} of the time that they compute, by simulation."
+    shorter = f" data.micro_batch_size is {rows}: a smaller one makes more micro-batches, and ranks wait less."
+    return said + shorter * (microbatches < 4 * parallel.pipeline_parallel and rows > 1)
+
+
 def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
     """What tensor and pipeline parallelism should send in a step by formula, on the first stage, in the words of `Traffic.per_step`."""
     if config.parallel.backend == "torch":

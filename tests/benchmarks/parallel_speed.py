@@ -1,4 +1,4 @@
-"""A training step on two ranks of one machine: our data and tensor parallelism beside PyTorch's, over gloo.
+"""A training step on two ranks of one machine: our data, tensor and pipeline parallelism beside PyTorch's, over gloo.
 
     python tests/benchmarks/parallel_speed.py                                     every row
     python tests/benchmarks/parallel_speed.py --rows dp2 fsdp2 --pairs 31
@@ -29,18 +29,19 @@ from step_speed import BATCH, PEERS, SEQ, VOCAB
 from torch import Tensor
 
 from shared.devices import keep_freed_memory
-from shared.model.chunked_loss import packed_next_token_objective
+from shared.model.chunked_loss import chunked_loss, packed_next_token_objective
 from shared.loop import accumulate_gradients, apply_update, train_step
-from shared.model.transformer import TransformerModel
+from shared.model.transformer import TransformerModel, keep_part
 from shared.parallel.comm.launch import loopback
 from shared.parallel.comm.processes import join_world
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.health.heartbeat import Timeouts
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
+from shared.parallel.pipeline.balance import stage_blocks
 from shared.trainer.axes import RUN_AXES
 
-RANKS, WARMUP = 2, 2
+RANKS, WARMUP, MICROBATCHES = 2, 2, 8
 ROWS = {
     "dp2": "DistributedDataParallel",
     "dp2_zero1": "DDP, ZeroRedundancyOptimizer",
@@ -50,6 +51,8 @@ ROWS = {
     "tp2": "parallelize_module, loss_parallel",
     "tp2 sequence": "parallelize_module with SequenceParallel, loss_parallel",
     "tp2, gathered": "parallelize_module, logits gathered",
+    "pp2": "PipelineStage, Schedule1F1B",
+    "pp2, itself": "our own pp2 on torch.distributed.pipelining (backend torch)",
 }
 Step = Callable[[dict[str, Tensor]], Tensor]  # step(this rank's share of a batch) -> its mean loss, or that of the whole batch
 
@@ -85,18 +88,27 @@ class Run:
         return {name: tensor.detach().numpy() for name, tensor in self.whole().items()}
 
 
-def prepare_ours(rank: int, meeting: str, row: str, steps: int) -> Run:
+def prepare_ours(rank: int, meeting: str, row: str, steps: int, backend: str = "course") -> Run:
     model = prepared()
     world = join_world(rank, RANKS, f"file://{meeting}", torch.device("cpu"), Timeouts())
-    parallel = apply_parallel(model, Mesh(layout_of(row), world), axes=RUN_AXES)
+    layout = replace(layout_of(row), backend=backend)
+    parallel = apply_parallel(model, Mesh(layout, world), axes=RUN_AXES)
     optimizer = torch.optim.AdamW(parallel.optim_params.parameters(), lr=1e-4, fused=True)
 
     def step(share: dict[str, Tensor]) -> Tensor:
         parts = parallel.runner(accumulate_gradients), parallel.reducer, parallel.updater(apply_update)
-        totals = train_step(parallel.model, optimizer, [share], packed_next_token_objective, *parts)
+        microbatches = cut(share) if layout.pipeline_parallel > 1 else [share]
+        totals = train_step(parallel.model, optimizer, microbatches, packed_next_token_objective, *parts)
         return totals.loss_sum / totals.token_count
 
-    return Run(rank, layout_of(row).data_ranks, steps, step, lambda: dict(parallel.whole_weights()))
+    whole = lambda: {name: tensor for name, tensor in parallel.whole_weights() if tensor is not None}  # noqa: E731
+    return Run(rank, layout.data_ranks, steps, step, whole)
+
+
+def cut(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """A batch in micro-batches."""
+    rows = {name: tensor.chunk(MICROBATCHES) for name, tensor in batch.items()}
+    return [{name: rows[name][number] for name in rows} for number in range(MICROBATCHES)]
 
 
 def prepare_theirs(rank: int, meeting: str, row: str, steps: int) -> Run:
@@ -104,6 +116,8 @@ def prepare_theirs(rank: int, meeting: str, row: str, steps: int) -> Run:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     if row.startswith("tp"):
         return by_styles(model, rank, row, steps)
+    if row.startswith("pp"):
+        return by_schedule(model, rank, stage_blocks(model.config, layout_of(row))[rank], steps)
     run, weights = (by_fully_shard if "fsdp" in row else by_ddp)(model, layout_of(row))
     kind: dict[str, Any] = {"lr": 1e-4, "fused": True}
     if layout_of(row).zero:
@@ -173,6 +187,36 @@ def by_styles(model: TransformerModel, rank: int, row: str, steps: int) -> Run:
     return Run(rank, 1, steps, step, lambda: {name: whole(parameter) for name, parameter in model.named_parameters()})
 
 
+def by_schedule(model: TransformerModel, rank: int, blocks: range, steps: int) -> Run:
+    """A stage of the same blocks as ours on each rank, with shapes that it knows beforehand. The last one ends in the sliced loss, as ours
+    does; the tied gradient is added between the ends."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    last = rank == RANKS - 1
+    keep_part(model, blocks, embedding=rank == 0, head=last)
+    head, model.head = model.head, None
+    hidden = torch.empty(BATCH // MICROBATCHES, SEQ, model.config.hidden_size, device="meta", requires_grad=True)
+    ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
+    stage = PipelineStage(model, rank, RANKS, torch.device("cpu"), hidden if rank else ids, hidden)
+
+    def loss_fn(hidden: Tensor, targets: Tensor) -> Tensor:
+        return chunked_loss(head, hidden, targets).loss_sum / (BATCH * SEQ)
+
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn, scale_grads=False)
+    tied = head.linear.weight if last else model.embedding.tokens.weight
+    optimizer = torch.optim.AdamW([*model.parameters(), *([tied] if last else [])], lr=1e-4, fused=True)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        schedule.step(*([] if last else [batch["input_ids"]]), target=batch["targets"], losses=losses, return_outputs=False)
+        dist.all_reduce(tied.grad)
+        optimizer.step()
+        return RANKS * torch.stack(losses).sum().detach() if last else torch.zeros(())  # `Run` takes the mean over the ranks
+
+    return Run(rank, 1, steps, step, lambda: dict(model.named_parameters()))
+
+
 def layout_of(row: str) -> ParallelConfig:
     layout, *how = row.replace(",", "").split()
     return replace(parse_layout(layout), reshard_after_forward="kept" not in how, sequence_parallel="sequence" in how)
@@ -188,10 +232,11 @@ def prepared() -> TransformerModel:
 def run(row: str, pairs: int, steps: int) -> Comparison:
     """Raises: RuntimeError: the two have not done the same work."""
     ours = Ranks(prepare_ours, RANKS, row=row, steps=steps)
-    peer = {"prepare": prepare_ours, "row": "fsdp2"} if row.endswith("itself") else {"prepare": prepare_theirs, "row": row}
+    itself = {"fsdp2 kept, itself": {"row": "fsdp2"}, "pp2, itself": {"row": row, "backend": "torch"}}
+    peer = {"prepare": prepare_ours, **itself[row]} if row in itself else {"prepare": prepare_theirs, "row": row}
     theirs = Ranks(ranks=RANKS, steps=steps, **peer)
     found = compare(ours, theirs, pairs, WARMUP)
-    here, there = (each.asked("weights")[0] for each in (ours, theirs))
+    here, there = ({name: tensor for rank in each.asked("weights") for name, tensor in rank.items()} for each in (ours, theirs))
     ours.close(), theirs.close()
     worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(found.ours, found.theirs, strict=True))
     first = {name: parameter.detach() for name, parameter in TransformerModel(PEERS["llama"]).named_parameters()}

@@ -43,7 +43,8 @@ def assert_same(mine, theirs):
 def test_two_stages_train_the_model_of_one_process(alone, case):
     folder, file = alone
     done = spread("pp2", file, f"engine.output={folder / case}", *WORDS[case])
-    assert done.returncode == 0 and "2 ranks, layout pp2, backend course." in done.stdout, done.stderr
+    assert done.returncode == 0 and "2 ranks, layout pp2, backend course. Stages have blocks" in done.stdout, done.stderr
+    assert "4 micro-batches in a step: ranks wait" in done.stdout
     assert_same(folder / case, folder / "run")
     mine, theirs = (json.loads((folder / name / "results.json").read_text())["summary"] for name in (case, "run"))
     assert mine["held-out bits per byte"] == pytest.approx(theirs["held-out bits per byte"], rel=1e-4)

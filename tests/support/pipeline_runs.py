@@ -11,6 +11,7 @@ from tensor_runs import FAMILIES, SGD, SMALL, batches, without_noise
 
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.model.config import ModelConfig
+from shared.optim import precision
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
@@ -20,7 +21,6 @@ from shared.parallel.parallelize import AXES
 from shared.parallel.pipeline.axis import PipelineParallel
 from shared.parallel.pipeline.runner import PipelineRunner
 from shared.parallel.tensor.axis import TensorParallel
-from shared.totals import Totals
 
 OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW, "muon": MUON}
 MICROBATCHES = 4
@@ -47,7 +47,7 @@ def make(
     world, layout: str, family: str = "llama", optimizer: str = "sgd", schedule: str = "1f1b", axis=None, **settings
 ) -> LayoutRun:
     """Settings of the parallel configuration and of `LayoutRun`."""
-    of_run = ("seed", "scaler", "frozen", "computed_in", "objective", "dtype")
+    of_run = ("seed", "scaler", "frozen", "computed_in", "objective", "dtype", "prepare")
     of_run = {name: settings.pop(name) for name in of_run if name in settings}
     parallel = {"pipeline_schedule": schedule} | SCHEDULES[schedule] | settings
     microbatches, layers = parallel.pop("microbatches", MICROBATCHES), parallel.pop("layers", 4)
@@ -59,9 +59,7 @@ def make(
     )  # fmt: skip
 
 
-def autocast_objective(model, batch) -> Totals:
-    with torch.autocast("cpu", torch.bfloat16):
-        return packed_next_token_objective(model, batch)
+autocast_objective = precision.autocast_objective(packed_next_token_objective, "bfloat16")  # refuses weights of 16 bits
 
 
 def runner_of(run: LayoutRun) -> PipelineRunner:

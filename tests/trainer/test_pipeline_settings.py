@@ -8,7 +8,7 @@ from trainer_runs import TINY
 from shared.course.errors import CourseError
 from shared.trainer import start
 from shared.trainer.config import TrainerConfig
-from shared.trainer.results import bubble_summary, predicted_traffic
+from shared.trainer.results import bubble_summary, pipeline_line, predicted_traffic
 from shared.trainer.settings import parse_text
 
 
@@ -42,7 +42,7 @@ def test_a_pipeline_that_cannot_run_is_refused_with_the_settings(settings, sente
         config_of(**settings)
 
 
-def test_the_report_has_the_bubble_of_the_steps_micro_batches_and_no_formula_of_whole_models():
+def test_the_report_has_the_bubble_of_the_steps_micro_batches_and_the_traffic_by_formula():
     wide = {"batch_size": 8, "micro_batch_size": 2}
     assert bubble_summary(config_of()) == {}
     assert bubble_summary(config_of(wide, pipeline_parallel=2)) == {
@@ -58,17 +58,19 @@ def test_the_report_has_the_bubble_of_the_steps_micro_batches_and_no_formula_of_
         pipeline_chunks=2,
     )
     assert list(bubble_summary(chunks).values()) == pytest.approx([1 / 8])
-    assert (
-        predicted_traffic(
-            config_of(
-                wide,
-                pipeline_parallel=2,
-                tensor_parallel=2,
-                model={"num_key_value_heads": 2},
-            )
-        )
-        == {}
+    found = predicted_traffic(config_of(wide, pipeline_parallel=2, tensor_parallel=2, model={"num_key_value_heads": 2}))
+    assert {"send over pp, by formula", "receive over pp_gradients, by formula", "all_reduce over tp, by formula"} <= found.keys()
+
+
+def test_a_run_says_how_long_its_ranks_wait_and_what_would_shorten_it():
+    short = config_of({"batch_size": 8, "micro_batch_size": 8}, pipeline_parallel=2)
+    assert pipeline_line(short) == (
+        "Schedule 1f1b, 1 micro-batch in a step: ranks wait 100% of the time that they compute, by simulation. "
+        "data.micro_batch_size is 8: a smaller one makes more micro-batches, and ranks wait less."
     )
+    long = config_of({"batch_size": 16, "micro_batch_size": 2}, pipeline_parallel=2, pipeline_schedule="gpipe")
+    assert pipeline_line(long) == "Schedule gpipe, 8 micro-batches in a step: ranks wait 12% of the time that they compute, by simulation."
+    assert "a smaller one" not in pipeline_line(config_of({"batch_size": 4, "micro_batch_size": 1}, pipeline_parallel=2))
 
 
 def test_a_layout_with_stages_hands_them_to_its_ranks(tmp_path):

@@ -12,7 +12,7 @@ from trainer_runs import TINY
 
 from shared.trainer import provenance
 from shared.trainer.callbacks import Costs
-from shared.trainer.comparison import compare_with_single_process
+from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.config import TrainerConfig
 from shared.trainer.report import format_value
 from shared.trainer.settings import merged, parse_text
@@ -94,3 +94,16 @@ def test_what_rank_0_saved_is_no_measure_of_this_process(monkeypatch):
     costs.on_start(None)
     costs.on_step(SimpleNamespace(device=torch.device("cpu")))
     assert (costs.peak_memory, costs.peak_here) == (9000, 500)
+
+
+def test_a_pipeline_of_more_micro_batches_is_compared_with_one_process_and_its_dropout_is_named(tmp_path):
+    still = {"model": {"hidden_dropout": 0.0}}
+    finished_run(tmp_path / "run", [4.0], 2.0, data={"micro_batch_size": 4, "batch_size": 4}, **still)
+    stages = {"parallel": {"pipeline_parallel": 2}, "data": {"micro_batch_size": 1, "batch_size": 4}, **still}
+    config = finished_run(tmp_path / "run-pp2", [4.5], 2.0, **stages)
+    assert list(compare_with_single_process(config).values()) == [0.5, 0.0] and known_causes(config) == {}
+    other = finished_run(tmp_path / "again" / "run-pp2", [4.5], 2.0, **stages | {"seed": 5})
+    finished_run(tmp_path / "again" / "run", [4.0], 2.0, data={"batch_size": 4}, **still)
+    assert compare_with_single_process(other) == {}
+    noisy = finished_run(tmp_path / "noisy-pp2", [4.5], 2.0, **stages | {"model": {"hidden_dropout": 0.1}})
+    assert list(known_causes(noisy)) == ["dropout"]

@@ -159,12 +159,16 @@ class FlatParam:
         """Free the unsharded weights (reshard), and put the shards back into the modules."""
         self.wait()  # also for an all-gather that was never used: every rank has started it, so every rank must complete it
         self.whole.untyped_storage().resize_(0)
-        self.put(self.pieces)
+        self.put_shards()
 
     def wait(self) -> None:
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+
+    def put_shards(self) -> None:
+        """Put the shards back into the modules; what is unsharded stays."""
+        self.put(self.pieces)
 
     def put(self, parameters: Sequence[nn.Parameter]) -> None:
         for places, parameter in zip(self.holders, parameters, strict=True):
@@ -255,6 +259,10 @@ class Unit:
     def use_whole(self) -> None:
         for flat in self.flats:
             flat.use_whole()
+
+    def put_shards(self) -> None:
+        for flat in self.flats:
+            flat.put_shards()
 
     def release(self) -> None:
         for flat in self.flats:

@@ -94,7 +94,9 @@ class FullySharded(DataEngine):
         if x.requires_grad and torch.is_grad_enabled():
             unit.awaits_backward = True
             x.register_hook(partial(self.before_backward, unit, self.running))
-        if not (self.always_unsharded or (self.keep_unsharded and unit.awaits_backward)):
+        if self.always_unsharded:
+            unit.put_shards()
+        elif not (self.keep_unsharded and unit.awaits_backward):
             unit.release()
         return x
 
@@ -118,6 +120,7 @@ class FullySharded(DataEngine):
         """All gradients of this unit are ready. Wait for the previous unit's reduce-scatter first: at most two units' gradients exist."""
         if self.always_unsharded:
             unit.accumulate()
+            unit.put_shards()
             return
         self.wait_for_gradients()
         self.reducing = unit.begin_reduce()

@@ -126,7 +126,7 @@ class TorchPipelineRunner(PipelineRunner):
         hidden = torch.empty(*shapes.pop(), self.model.module.config.hidden_size, dtype=weight.dtype, device="meta", requires_grad=True)
         if (self.hidden.shape, self.count) == (hidden.shape, len(microbatches)):
             return
-        self.hidden, self.count = hidden, len(microbatches)
+        self.hidden, self.count = hidden, 0
         stages = [self.stage(chunk, weight.device) for chunk in range(self.shape.chunks)]
         make, of = (OF_ONE_STAGE[self.name], stages[0]) if self.name in OF_ONE_STAGE else (OF_SEVERAL[self.name], stages)
         try:
@@ -136,6 +136,7 @@ class TorchPipelineRunner(PipelineRunner):
                 f"parallel.backend torch cannot run pipeline_schedule {self.name} with {len(microbatches)} micro-batches on "
                 f"{self.pp.size} ranks: {error} Give another number of micro-batches, or set parallel.backend to course."
             ) from error
+        self.count = len(microbatches)
 
     def stage(self, chunk: int, device: torch.device) -> PipelineStage:
         """PyTorch's stage of a chunk, with shapes that are known before it runs."""
