@@ -1,4 +1,4 @@
-"""The oracle of build 08: its one process has the gradients of torch.distributed.pipelining on two processes, and so has the solution there.
+"""The oracle of build 08: its one process has the gradients of torch.distributed.pipelining on two processes, and so has the solution.
 Its schedules by chance can run: the core's validation says so."""
 
 import pytest
