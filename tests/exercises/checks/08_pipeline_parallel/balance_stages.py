@@ -128,7 +128,7 @@ CHECK = Check(
         case("worked example", "one dear block in the middle", [1, 1, 6, 1, 1, 1], 3, tell("0 to 1", "2 to 2", "3 to 5")),
         case("worked example", "the stages behind the dearest one", [5, 1, 1, 1, 1], 3, tell("0 to 0", "1 to 2", "3 to 4")),
         case("worked example", "the stages before the dearest one", [1, 1, 1, 1, 5], 3, tell("0 to 1", "2 to 3", "4 to 4")),
-        case("worked example", "a dearest stage of 5, not one of 6 beside cheaper ones", [3, 2, 5, 1], 3, tell("0 to 1", "2 to 2", "3 to 3")),
+        case("worked example", "a dearest stage of 5, not of 6 beside cheaper ones", [3, 2, 5, 1], 3, tell("0 to 1", "2 to 2", "3 to 3")),
         case("property", "a tie, which the first stage wins with more blocks", [1, 2, 1, 2, 1], 2, tell("0 to 2", "3 to 4")),
         case("property", "a tie, which the second stage wins", [5, 1, 2, 1, 2, 1], 3, tell("0 to 0", "1 to 3", "4 to 5")),
         case("property", "a tie, in which more blocks cost less", [0, 0, 3, 0, 0], 2, tell("0 to 3", "4 to 4")),
