@@ -142,6 +142,7 @@ CHECK = Check(
         case("property", "behind the dearest stage, 5 and 5, not 6 beside cheaper ones", [9, 3, 2, 5, 1], 4,
              tell("0 to 0", "1 to 2", "3 to 3", "4 to 4")),
         case("property", "costs that are binary fractions, in a tuple", (0.75, 0.75, 0.25, 0.25, 0.25, 0.25), 2, tell("0 to 1", "2 to 5")),
+        case("property", "ends that are binary fractions", [0.5] * 4, 2, tell("0 to 1", "2 to 3"), first=0.5, last=0.25),
         case("property", "two blocks for three stages", [1, 1], 3, refused),
         case("property", "no blocks for one stage", [], 1, refused),
         Case("oracle", "three hundred small problems", given(problems=random_problems(1, 300, 9)), all_by_brute_force, BRUTE, all_of),
