@@ -85,7 +85,10 @@ def test_the_drawings_of_the_contracts_are_what_is_simulated(name, ranks, microb
 
 
 @often
-@given(data=st.data(), name=NAMES, ranks=COUNTS, groups=st.integers(1, 3), chunks=st.integers(1, 3), transfer=st.sampled_from([0.0, 0.25, 3.0]))
+@given(
+    data=st.data(), name=NAMES, ranks=COUNTS, groups=st.integers(1, 3), chunks=st.integers(1, 3),
+    transfer=st.sampled_from([0.0, 0.25, 3.0]),
+)  # fmt: skip
 def test_every_action_begins_as_early_as_its_rank_and_its_input_permit(data, name, ranks, groups, chunks, transfer):
     chunks = chunks if name == "interleaved" else 1
     schedule = make_schedule(name, ranks, ranks * groups, chunks)

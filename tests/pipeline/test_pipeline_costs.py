@@ -113,4 +113,5 @@ def test_messages_cross_each_border_of_stages_once_forward_and_once_back():
 @pytest.mark.slow
 def test_the_tables_on_the_chapters_page_are_what_the_command_prints():
     page = (CHECKOUT / "chapters" / "08_pipeline_parallel" / "MEMORY.md").read_text(encoding="utf-8")
-    assert "\n".join(memory_and_messages()) in page and "\n".join(schedules_table()) in page
+    for table in "\n".join([*memory_and_messages(), "", *schedules_table()]).split("\n\n"):
+        assert table in page

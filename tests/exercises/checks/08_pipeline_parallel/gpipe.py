@@ -4,7 +4,8 @@ from shared.course.checking import SHAPE, Check
 
 from .lists import PYTORCH, as_a_whole, case, every_rank, many, of_pytorch, tell, twice
 
-SIZES = [{"ranks": ranks, "microbatches": microbatches} for ranks, microbatches in ((1, 3), (2, 1), (3, 5), (4, 4), (5, 2), (2, 11), (9, 10))]
+PAIRS = ((1, 3), (2, 1), (3, 5), (4, 4), (5, 2), (2, 11), (9, 10))
+SIZES = [{"ranks": ranks, "microbatches": microbatches} for ranks, microbatches in PAIRS]
 
 
 def of(rank: int, ranks: int, microbatches: int) -> dict:

@@ -5,7 +5,8 @@ from shared.course.checking import SHAPE, Check
 
 from .lists import DRAWING, PYTORCH, as_a_whole, case, every_rank, many, of_pytorch, tell, twice
 
-SIZES = [{"ranks": ranks, "microbatches": microbatches} for ranks, microbatches in ((1, 4), (2, 2), (2, 7), (3, 8), (4, 4), (6, 13), (10, 12))]
+PAIRS = ((1, 4), (2, 2), (2, 7), (3, 8), (4, 4), (6, 13), (10, 12))
+SIZES = [{"ranks": ranks, "microbatches": microbatches} for ranks, microbatches in PAIRS]
 
 
 def of(rank: int, ranks: int, microbatches: int) -> dict:
