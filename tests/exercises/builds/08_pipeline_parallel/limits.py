@@ -21,6 +21,7 @@ from .pieces import TEXT, TOKENS, Batch, Model, Results, actions, batches_of, cu
 
 WITHIN = "within the budget"
 BYTES = 8  # of a number in float64
+SMALL = 64  # bytes of a message that holds no activations
 LEFT = 256  # bytes that a step may leave, gradients apart
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
@@ -34,7 +35,7 @@ def budget(value: int, limit: int, unit: str, least: int = 0) -> str:
 class Watch(TorchDispatchMode):
     """Counts a rank's matrix products, and the bytes of tensors that were made under it.
 
-    products: sends that the rank had started -> matrix products since.
+    products: sends of more than a few numbers that the rank had started -> matrix products since.
     most: the most bytes at a time, as seen at each matrix product.
     """
 
@@ -48,7 +49,7 @@ class Watch(TorchDispatchMode):
         before = {tensor.untyped_storage()._cdata for tensor in arguments if isinstance(tensor, Tensor)}
         result = function(*arguments, **named or {})
         if function._schema.name in PRODUCTS:
-            self.products[sum(entry.operation == "send" for entry in self.group.trace.entries)] += 1
+            self.products[sum(entry.operation == "send" and entry.bytes > SMALL for entry in self.group.trace.entries)] += 1
         if not self.memory:
             return result
         for tensor in result if isinstance(result, list | tuple) else [result]:
