@@ -54,7 +54,9 @@ def simulate(
     ranks, delay = len(schedule), transfer if len(schedule) > 1 else 0.0
     rows: list[list[tuple[float, float]]] = [[] for _ in schedule]
     arrivals: dict[tuple[str, int, int], float] = {}  # of activations (F) and gradients (B): at this stage, of this micro-batch
-    while any(len(row) < len(actions) for row, actions in zip(rows, schedule, strict=True)):
+    moved = True
+    while moved:
+        moved = False
         for rank, (row, actions) in enumerate(zip(rows, schedule, strict=True)):
             for action in actions[len(row) :]:
                 stage, what, way = action.chunk * ranks + rank, "F" if action.kind == "F" else "B", 1 if action.kind == "F" else -1
@@ -66,6 +68,7 @@ def simulate(
                 row.append((begin, begin + seconds(action, stage)))
                 if action.kind != "W":
                     arrivals[what, stage + way, action.microbatch] = row[-1][1] + delay
+                moved = True
     return rows
 
 

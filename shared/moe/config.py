@@ -124,22 +124,13 @@ class MixtureModelConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.experts is not None:
-            require_buildable(self, self.experts)
-
-
-def require_buildable(config: ModelConfig, experts: MixtureConfig) -> None:
-    """Refuse experts where an option of the model would have no effect on them or no place in them."""
-    if config.mlp_bias:
-        raise ValueError("model.mlp_bias is true, and experts have no biases: set it to false.")
-    if experts.first_k_dense >= config.num_hidden_layers:
-        raise ValueError(
-            f"experts.first_k_dense is {experts.first_k_dense} of {config.num_hidden_layers} blocks, so none would have experts: give less."
-        )
+        if self.experts is not None and self.mlp_bias:
+            raise ValueError("model.mlp_bias is true, and experts have no biases: set it to false.")
 
 
 def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse layouts in which a mixture of experts is not proved equal to one process yet.
+    """Refuse layouts in which a mixture of experts is not proved equal to one process yet, and models in which no block would have one.
+    Not a matter of `MixtureModelConfig`: the first blocks of a model, whose costs a pipeline's balance asks for, may all be dense.
 
     Raises:
         SettingError: names the setting.
@@ -148,8 +139,14 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         "tensor_parallel": parallel.tensor_parallel > 1,
         "context_parallel": parallel.context_parallel > 1,
         "pipeline_schedule zero_bubble": parallel.pipeline_parallel > 1 and parallel.pipeline_schedule == "zero_bubble",
+        "pipeline_layers memory": parallel.pipeline_parallel > 1 and parallel.pipeline_layers == "memory",
         "backend torch": parallel.backend == "torch" and parallel.ranks > 1,
     }
+    if config.experts is not None and config.experts.first_k_dense >= config.num_hidden_layers:
+        raise SettingError(
+            f"model.experts.first_k_dense is {config.experts.first_k_dense} of {config.num_hidden_layers} blocks, so none has experts: "
+            "give less."
+        )
     for name, is_asked in asked.items():
         if config.experts is not None and is_asked:
             raise SettingError(f"model.experts and parallel.{name} are not built together yet: leave one of the two out.")

@@ -160,7 +160,8 @@ class TrainerConfig:
         )
         require_layout(self.model, self.parallel)
         require(
-            self.model.experts is None or not self.engine.compile, "engine.compile and model.experts are not built together yet: leave one out."
+            self.model.experts is None or not self.engine.compile,
+            "engine.compile and model.experts are not built together yet: leave one out.",
         )
         share, left = divmod(self.data.batch_size, self.parallel.data_ranks)
         require(

@@ -121,7 +121,8 @@ def curves(results: Results, names: dict[str, str], label: str, zero: bool = Fal
 def expert_load(results: Results) -> Figure | None:
     """The load of each expert over time as a heat map, with the blocks one above the other (`shared.moe.balancing`)."""
     name = "experts/load/"
-    experts = sorted({tuple(map(int, key[len(name) :].split("."))) for row in results.metrics.values() for key in row if key.startswith(name)})
+    keys = {key for row in results.metrics.values() for key in row if key.startswith(name)}
+    experts = sorted(tuple(map(int, key[len(name) :].split("."))) for key in keys)
     if not experts:
         return None
     rows = [dict(series(results, f"{name}{block}.{expert}")) for block, expert in experts]

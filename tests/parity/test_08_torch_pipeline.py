@@ -1,5 +1,5 @@
-"""Pipeline parallelism on PyTorch's `torch.distributed.pipelining` (backend torch) over gloo: it does what one process does, in float64, for
-every schedule and beside replicas, `fully_shard` and `parallelize_module`; and checkpoints cross between backends."""
+"""Pipeline parallelism on PyTorch's `torch.distributed.pipelining` (backend torch) over gloo: it does what one process does, in float64,
+for every schedule and beside replicas, `fully_shard` and `parallelize_module`; and checkpoints cross between backends."""
 
 import tempfile
 from functools import partial
@@ -20,8 +20,8 @@ from shared.parallel.comm.launch import run_processes
 
 Case = tuple[str, str, str, str, str]  # layout, family, optimizer, schedule, activation checkpointing
 TWO: list[Case] = [
-    ("pp2", "llama", "muon", "1f1b", "none"), ("pp2", "gpt2", "adamw", "gpipe", "selective"), ("pp2", "bloom", "sgd", "interleaved", "none"),
-    ("pp2", "qwen3", "adamw", "zero_bubble", "none"), ("pp2", "gpt2", "sgd", "zero_bubble", "full"),
+    ("pp2", "llama", "muon", "1f1b", "none"), ("pp2", "gpt2", "adamw", "gpipe", "selective"),
+    ("pp2", "bloom", "sgd", "interleaved", "none"), ("pp2", "qwen3", "adamw", "zero_bubble", "none"), ("pp2", "gpt2", "sgd", "zero_bubble", "full"),
 ]  # fmt: skip
 FOUR: list[Case] = [
     *(("pp4", family, "adamw", schedule, "none") for family in ("gpt2", "qwen3") for schedule in ("gpipe", "1f1b", "zero_bubble")),
@@ -30,7 +30,8 @@ FOUR: list[Case] = [
     ("pp2_tp2_sp", "gpt2", "sgd", "gpipe", "full"), ("pp2_fsdp2", "qwen3", "adamw", "gpipe", "full"),
 ]  # fmt: skip
 HANDED = [  # writer and reader, each backend, schedule
-    (("course", "zero_bubble"), ("torch", "interleaved")), (("torch", "1f1b"), ("course", "gpipe")), (("torch", "interleaved"), ("torch", "1f1b")),
+    (("course", "zero_bubble"), ("torch", "interleaved")), (("torch", "1f1b"), ("course", "gpipe")),
+    (("torch", "interleaved"), ("torch", "1f1b")),
 ]  # fmt: skip
 FROZEN = ("embedding", "blocks.0", "blocks.1", "blocks.2.attention")
 

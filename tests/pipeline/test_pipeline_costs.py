@@ -6,18 +6,18 @@ from functools import partial
 
 import pytest
 from memory_table import ADAMW, SMALL
-from pipeline_costs_runs import STEP, by_rank, near
+from pipeline_cost_table import STEP, TIED, by_rank, layout_of, memory_and_messages, near, schedules_table
 
+from shared.course.paths import CHECKOUT
 from shared.model.counting import parameter_counts
 from shared.optim.config import OptimizerConfig
-from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.config import parse_layout
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.pipeline.validate import validate
 from shared.parallel.planning.memory import Activations, StepSizes, estimate_memory, part_counts
 from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts, most_in_flight, pipeline_exchanges, step_exchanges
 
 MUON = OptimizerConfig("muon", lr=0.01)
-TIED = replace(SMALL, tie_word_embeddings=True)
 GPT = replace(
     TIED, norm="layer_norm", gated=False, position="learned", hidden_act="gelu_tanh", attention_bias=True, attention_output_bias=True,
     mlp_bias=True, max_position_embeddings=64,
@@ -31,6 +31,11 @@ CASES = [
     ("pp2_tp2", "1f1b", "none", "bfloat16", TIED, MUON),
     ("dp2_pp2", "1f1b", "none", "float32", GPT, ADAMW),
     ("fsdp2_pp2", "1f1b", "none", "bfloat16", TIED, ADAMW),
+    ("fsdp2_pp2_keep", "zero_bubble", "none", "float32", TIED, ADAMW),
+    BUSY("pp2_tp2_sp", "interleaved", "none", "float32", TIED, ADAMW),
+    BUSY("pp2_tp2", "zero_bubble", "none", "float32", SMALL, MUON),
+    BUSY("pp2_cp2", "1f1b", "none", "float32", TIED, ADAMW),
+    BUSY("fsdp2_pp2_keep", "1f1b", "none", "float32", TIED, ADAMW),
     *(BUSY(layout, schedule, "none", "float32", TIED, ADAMW) for layout in ("pp2", "pp4", "dp2_pp2", "fsdp2_pp2", "pp2_tp2_sp")
       for schedule in ("gpipe", "1f1b")),
     BUSY("pp4", "1f1b", "full", "bfloat16", GPT, MUON),
@@ -40,11 +45,6 @@ CASES = [
     BUSY("pp2_tp2_sp", "1f1b", "full", "bfloat16", TIED, ADAMW),
     BUSY("dp2_pp2_zero1", "gpipe", "none", "float32", SMALL, MUON),
 ]  # fmt: skip
-
-
-def layout_of(word: str, schedule: str, recompute: str = "none") -> ParallelConfig:
-    chunks = 2 if schedule == "interleaved" else 1
-    return replace(parse_layout(word), pipeline_schedule=schedule, pipeline_chunks=chunks, activation_checkpointing=recompute)
 
 
 @pytest.mark.parametrize("word, schedule, recompute, precision, config, optimizer", CASES)
@@ -108,3 +108,10 @@ def test_messages_cross_each_border_of_stages_once_forward_and_once_back():
         for operation in ("send", "receive"):
             calls = sum(each.calls for exchanges in found for each in exchanges if each.operation == operation)
             assert calls == 2 * (stages - 1) * STEP.microbatches
+
+
+@pytest.mark.slow
+def test_the_tables_on_the_chapters_page_are_what_the_command_prints():
+    page = (CHECKOUT / "chapters" / "08_pipeline_parallel" / "MEMORY.md").read_text(encoding="utf-8")
+    for table in "\n".join([*memory_and_messages(), "", *schedules_table()]).split("\n\n"):
+        assert table in page

@@ -182,3 +182,10 @@ def test_a_model_on_the_meta_device_gets_the_weights_of_its_stages(layout, sched
 def test_one_process_has_no_pipeline_around_its_model():
     (run,) = on_ranks(lambda run: run, "one")
     assert run.parallel.model is run.plain
+
+
+@pytest.mark.parametrize("layout, together", [("pp2", False), ("pp2_dp2", True)])
+def test_gradients_lie_in_buckets_only_where_they_are_exchanged(layout, together):
+    work = lambda run: [parameter.grad.untyped_storage().data_ptr() for parameter in run.train(1).plain.parameters()]  # noqa: E731
+    for places in on_ranks(work, layout):
+        assert (len(set(places)) < len(places)) == together

@@ -1,53 +1,40 @@
 """Pipeline schedules as data: against PyTorch's own generators, the formulas of the bubble and of kept activations, and faults found."""
 
 import random
+import sys
 
 import pytest
-from torch.distributed.pipelining import schedules as torch_schedules
 
+from shared.course import catalogue, running
 from shared.course.errors import SettingError
 from shared.parallel.pipeline.schedules import Action, bubble_fraction, interleaved, make_schedule
 from shared.parallel.pipeline.simulate import Times, draw, make_timeline
 from shared.parallel.pipeline.validate import ScheduleError, validate
 
+running.read_check(catalogue.find_exercise("08.gpipe"))  # loads what the checks of this chapter share
+by_torch = sys.modules["course_checks_08.lists"].by_torch
+
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 8) for microbatches in (1, 2, 3, 4, 7, 8, 16, 32)]
 INTERLEAVED = [(ranks, chunks, ranks * groups) for ranks in (2, 3, 4, 8) for chunks in (1, 2, 3, 4) for groups in (1, 2, 4)]
 
 
-def by_torch(cls, ranks: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
-    """The order of one of PyTorch's schedules, without stages or processes: its generators are private."""
-    made = object.__new__(cls)
-    made.pp_group_size, made._num_stages, made._n_microbatches, made.n_local_stages = ranks, ranks * chunks, microbatches, chunks
-    if not hasattr(cls, "_calculate_single_rank_operations"):
-        order = made._get_pipeline_order()
-    else:
-        made.number_of_rounds = max(1, microbatches // ranks)
-        made.microbatches_per_round = microbatches // made.number_of_rounds
-        made._stages = [None] * chunks
-        order = {rank: made._calculate_single_rank_operations(rank) for rank in range(ranks)}
-    kept = [[action for action in order[rank] if action is not None and action.computation_type.value in "FBIW"] for rank in range(ranks)]
-    return [[Action(a.computation_type.value, a.microbatch_index, a.stage_index // ranks) for a in own] for own in kept]
-
-
 @pytest.mark.parametrize("ranks, microbatches", SIZES)
 def test_gpipe_and_1f1b_are_those_of_pytorch(ranks, microbatches):
-    assert make_schedule("gpipe", ranks, microbatches) == by_torch(torch_schedules.ScheduleGPipe, ranks, microbatches)
+    assert make_schedule("gpipe", ranks, microbatches) == by_torch("ScheduleGPipe", ranks, microbatches)
     if microbatches < ranks:  # PyTorch's generator then warms up with micro-batches that there are not
         return
-    theirs = by_torch(torch_schedules.Schedule1F1B, ranks, microbatches)
-    theirs[-1] = [a._replace(microbatch=a.microbatch - (a.kind == "F")) for a in theirs[-1]]  # on the last rank it counts from 1
-    assert make_schedule("1f1b", ranks, microbatches) == theirs
+    assert make_schedule("1f1b", ranks, microbatches) == by_torch("Schedule1F1B", ranks, microbatches)
 
 
 @pytest.mark.parametrize("ranks, chunks, microbatches", INTERLEAVED)
 def test_interleaved_1f1b_is_that_of_pytorch(ranks, chunks, microbatches):
-    theirs = by_torch(torch_schedules.ScheduleInterleaved1F1B, ranks, microbatches, chunks)
+    theirs = by_torch("ScheduleInterleaved1F1B", ranks, microbatches, chunks)
     assert make_schedule("interleaved", ranks, microbatches, chunks) == theirs
 
 
 @pytest.mark.parametrize("ranks, groups", [(ranks, groups) for ranks in (2, 3, 4, 8) for groups in (1, 2, 4)])
 def test_zb_h1_is_that_of_pytorch(ranks, groups):
-    theirs = by_torch(torch_schedules.ScheduleInterleavedZeroBubble, ranks, ranks * groups)
+    theirs = by_torch("ScheduleInterleavedZeroBubble", ranks, ranks * groups)
     assert make_schedule("zero_bubble", ranks, ranks * groups) == theirs
 
 

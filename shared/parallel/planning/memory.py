@@ -101,8 +101,11 @@ def estimate_memory(
     held = bytes_held(parameters, fsdp if fsdp > 1 else replicas * layout.context_parallel, stage, state=state_width(counts, optimizer))
     gathered = 0
     if fsdp > 1:
-        blocks = min(1 + layout.prefetch, part.layers) if layout.reshard_after_forward else part.layers
+        ahead = min(1 + layout.prefetch, -(-part.layers // layout.pipeline_chunks))  # never a block of another chunk
+        blocks = ahead if layout.reshard_after_forward else part.layers
         gathered = 4 * (parameters - part.layers * block) + WIDTH[step.precision] * blocks * block
+        if layout.pipeline_parallel > 1 and not layout.reshard_after_forward:
+            held["gradients"] = 4 * parameters  # whole ones add up until the step ends
     how = layout.activation_checkpointing
     peak = activations(model, how, step.rows, step.seq, step.precision, sliced, packed, layout, part).peak
     return MemoryEstimate(held["weights"], gathered, held["gradients"], held["optimizer state"], peak)

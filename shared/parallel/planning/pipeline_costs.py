@@ -57,7 +57,7 @@ def estimate_ranks(
         if layout.pipeline_parallel > 1:
             how, sizes = layout.activation_checkpointing, (step.rows, step.seq, step.precision)
             each = [activations(model, how, *sizes, sliced, packed, layout, part) for part in chunks]
-            sent = [0 if part.head else 4 * step.rows * step.seq * model.hidden_size for part in chunks]
+            sent = [0 if part.head else hidden_bytes(model, layout, step) for part in chunks]
             split = [part.layers * split_bytes(model, layout, step) for part in chunks]
             estimate = replace(estimate, activations=most_in_flight(actions, each, sent, split))
         found.append(estimate)
@@ -90,7 +90,12 @@ def split_bytes(model: ModelConfig, layout: ParallelConfig, step: StepSizes) -> 
     inner, shared = heads(own)
     inputs = 2 * own.hidden_size + inner + own.intermediate_size
     gradients = inner + 2 * shared + 2 * own.hidden_size + (2 if own.gated else 1) * own.intermediate_size
-    return step.rows * step.seq * WIDTH[step.precision] * (inputs + gradients)
+    return step.rows * step.seq // layout.context_parallel * WIDTH[step.precision] * (inputs + gradients)
+
+
+def hidden_bytes(model: ModelConfig, layout: ParallelConfig, step: StepSizes) -> int:
+    """A micro-batch's hidden states between two stages: float32, whatever the precision of products."""
+    return 4 * step.rows * step.seq // layout.context_parallel * model.hidden_size
 
 
 def pipeline_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSizes, rank: int = 0, metrics: int = 1) -> list[Exchange]:
@@ -113,7 +118,7 @@ def pipeline_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSiz
                 around = layout.pipeline_chunks > 1 and shape.goes_around(message)
                 axis = "pp" if message.what == "activations" and not around else f"pp_{message.what}{'_around' * around}"
                 counts[operation, axis] += 1
-    hidden = 4 * step.rows * step.seq * model.hidden_size
+    hidden = hidden_bytes(model, layout, step)
     found = [Exchange("hidden states", operation, axis, ranks, calls, hidden) for (operation, axis), calls in sorted(counts.items())]
     if model.tie_word_embeddings and rank in (0, ranks - 1):
         numbers = model_of_rank(model, layout).vocab_size * model.hidden_size / shares(layout) + 1  # 1: whether the weight was used
@@ -125,5 +130,8 @@ def step_exchanges(
     model: ModelConfig, layout: ParallelConfig, optimizer: OptimizerConfig, step: StepSizes, rank: int = 0
 ) -> list[Exchange]:
     """`tensor_exchanges` of all chunks of a pipeline's rank, and `pipeline_exchanges`."""
-    of_chunks = [tensor_exchanges(model, layout, optimizer, step, part) for part in chunk_parts(model, layout)[rank]]
-    return [*(each for exchanges in of_chunks for each in exchanges), *pipeline_exchanges(model, layout, step, rank)]
+    held = tensor_exchanges(model, layout, optimizer, step, held_parts(model, layout)[rank])
+    found = [each for each in held if each.part == "gradients"]  # which are summed once, of all chunks together
+    for part in chunk_parts(model, layout)[rank]:
+        found += [each for each in tensor_exchanges(model, layout, optimizer, step, part) if each.part != "gradients"]
+    return [*found, *pipeline_exchanges(model, layout, step, rank)]

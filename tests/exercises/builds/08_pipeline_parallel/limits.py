@@ -21,6 +21,8 @@ from .pieces import TEXT, TOKENS, Batch, Model, Results, actions, batches_of, cu
 
 WITHIN = "within the budget"
 BYTES = 8  # of a number in float64
+SMALL = 64  # bytes of a message that holds no activations
+LEFT = 256  # bytes that a step may leave, gradients apart
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 
@@ -33,8 +35,8 @@ def budget(value: int, limit: int, unit: str, least: int = 0) -> str:
 class Watch(TorchDispatchMode):
     """Counts a rank's matrix products, and the bytes of tensors that were made under it.
 
-    products: sends that the rank had started -> matrix products since.
-    most: the most bytes at a time.
+    products: sends of more than a few numbers that the rank had started -> matrix products since.
+    most: the most bytes at a time, as seen at each matrix product.
     """
 
     def __init__(self, group: Communicator, model: Model, memory: bool):
@@ -47,7 +49,7 @@ class Watch(TorchDispatchMode):
         before = {tensor.untyped_storage()._cdata for tensor in arguments if isinstance(tensor, Tensor)}
         result = function(*arguments, **named or {})
         if function._schema.name in PRODUCTS:
-            self.products[sum(entry.operation == "send" for entry in self.group.trace.entries)] += 1
+            self.products[sum(entry.operation == "send" and entry.bytes > SMALL for entry in self.group.trace.entries)] += 1
         if not self.memory:
             return result
         for tensor in result if isinstance(result, list | tuple) else [result]:
@@ -56,7 +58,8 @@ class Watch(TorchDispatchMode):
                 known = storage._cdata in self.alive and not self.alive[storage._cdata][0].expired()
                 if not known and storage._cdata not in before | self.outside:
                     self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                    self.most = max(self.most, self.bytes_alive())
+        if function._schema.name in PRODUCTS:
+            self.most = max(self.most, self.bytes_alive())
         return result
 
     def bytes_alive(self) -> int:
@@ -78,7 +81,7 @@ def watched(
             watch.outside |= {weight.untyped_storage()._cdata for weight in weights.values()}
             adapters.step(pipeline, batches, lists)
         gradients = sum(weight.nbytes for weight in weights.values())
-        if watch.bytes_alive() > gradients:
+        if memory and watch.bytes_alive() > gradients + LEFT:
             gc.collect()  # what is only part of a circle of references goes
         return watch, group, gradients, watch.bytes_alive()
 
@@ -123,7 +126,8 @@ def kept_case(title: str, schedule: str | list[str], stage: int, limits: tuple[i
 
     def observe(adapters: Any, **_: Any) -> Results:
         found: Results = {}
-        single, whole = (watched(adapters, ranks, *run, cut, memory=True, **WIDE) for run in ((one, large(1)), (lists, large(microbatches))))
+        runs = (one, large(1)), (lists, large(microbatches))
+        single, whole = (watched(adapters, ranks, *run, cut, memory=True, **WIDE) for run in runs)
         for rank, limit in enumerate(limits):
             gradients = whole[rank][2]
             unit = single[rank][0].most
@@ -206,7 +210,7 @@ def left_case() -> Case:
 
     def observe(adapters: Any, **_: Any) -> Results:
         steps = watched(adapters, ranks, lists, large(microbatches), cut, memory=True, **WIDE)
-        return {about.format(rank): budget(left - gradients, 256, "bytes") for rank, (_, _, gradients, left) in enumerate(steps)}
+        return {about.format(rank): budget(left - gradients, LEFT, "bytes") for rank, (_, _, gradients, left) in enumerate(steps)}
 
     expected = lambda **_: {about.format(rank): WITHIN for rank in range(ranks)}  # noqa: E731
     return Case("budget", "what is left after a step", lambda: given, expected, TEXT.format(9), observe)

@@ -4,7 +4,8 @@ from shared.course.checking import SHAPE, Check
 
 from .lists import PYTORCH, as_a_whole, case, every_rank, many, of_pytorch, tell, twice
 
-SIZES = [{"ranks": ranks, "microbatches": microbatches} for ranks, microbatches in ((1, 3), (2, 1), (3, 5), (4, 4), (5, 2), (2, 11))]
+PAIRS = ((1, 3), (2, 1), (3, 5), (4, 4), (5, 2), (2, 11), (9, 10))
+SIZES = [{"ranks": ranks, "microbatches": microbatches} for ranks, microbatches in PAIRS]
 
 
 def of(rank: int, ranks: int, microbatches: int) -> dict:
@@ -31,6 +32,6 @@ CHECK = Check(
         case("property", "more ranks than micro-batches", of(4, 6, 2), tell("F0 F1 B0 B1")),
         case("property", "a second call", of(0, 3, 2), tell("F0 F1 B0 B1"), observe=twice),
         case("property", "the lists of 4 ranks together", {"ranks": 4, "microbatches": 6}, whole, observe=as_a_whole),
-        case("oracle", "six sizes, every rank", {"sizes": SIZES}, of_pytorch("ScheduleGPipe"), PYTORCH, every_rank),
+        case("oracle", "seven sizes, every rank", {"sizes": SIZES}, of_pytorch("ScheduleGPipe"), PYTORCH, every_rank),
     ],
 )

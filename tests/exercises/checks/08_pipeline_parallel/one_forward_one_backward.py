@@ -5,7 +5,8 @@ from shared.course.checking import SHAPE, Check
 
 from .lists import DRAWING, PYTORCH, as_a_whole, case, every_rank, many, of_pytorch, tell, twice
 
-SIZES = [{"ranks": ranks, "microbatches": microbatches} for ranks, microbatches in ((1, 4), (2, 2), (2, 7), (3, 8), (4, 4), (6, 13))]
+PAIRS = ((1, 4), (2, 2), (2, 7), (3, 8), (4, 4), (6, 13), (10, 12))
+SIZES = [{"ranks": ranks, "microbatches": microbatches} for ranks, microbatches in PAIRS]
 
 
 def of(rank: int, ranks: int, microbatches: int) -> dict:
@@ -49,7 +50,7 @@ CHECK = Check(
         case("property", "a second call", of(1, 3, 3), tell("F0 F1 B0 F2 B1 B2"), observe=twice),
         case("property", "the lists of 4 ranks together", {"ranks": 4, "microbatches": 6}, whole, observe=as_a_whole),
         case("property", "the lists of 5 ranks with 3 micro-batches", {"ranks": 5, "microbatches": 3}, whole, observe=as_a_whole),
-        case("oracle", "six sizes, every rank", {"sizes": SIZES}, of_pytorch("Schedule1F1B"), PYTORCH, every_rank),
+        case("oracle", "seven sizes, every rank", {"sizes": SIZES}, of_pytorch("Schedule1F1B"), PYTORCH, every_rank),
         case("budget", "five thousand micro-batches", of(1, 4, 5000), long, observe=ends),
     ],
 )
