@@ -35,8 +35,8 @@ class PipelineWatch:
         from shared.parallel.pipeline.runner import PipelineRunner
 
         self.kept = KeptBytes(strategy.module)
-        self.runner = next((engine for engine in strategy.engines if isinstance(engine, PipelineRunner)), None)
-        if self.runner is not None:  # PyTorch's pipeline says nothing of its actions
+        self.runner = next((engine for engine in strategy.engines if type(engine) is PipelineRunner), None)
+        if self.runner is not None:  # PyTorch's pipeline, another class, says nothing of its actions
             self.actions = Stamped(self.runner.schedule_for(microbatches)[self.runner.pp.rank])
             self.runner.schedules[microbatches][self.runner.pp.rank] = self.actions
             self.runner.links.receive = self.actions.after(self.runner.links.receive)

@@ -65,6 +65,12 @@ def test_layouts_and_schedules_train_like_one_process(options, marks, bubble, tm
     assert kept(told) == marks and list(told["pipeline"]["bubbles"].values())[:2] == pytest.approx([bubble, bubble])
 
 
+@pytest.mark.slow
+def test_pytorchs_pipeline_trains_like_one_process_and_says_nothing_of_its_actions(tmp_path):
+    done = start("--parallel.backend", "torch", cwd=tmp_path)
+    assert "actions" not in told_by(done, tmp_path)["pipeline"]["ranks"][0] and "measured in" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
