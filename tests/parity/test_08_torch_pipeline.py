@@ -21,7 +21,8 @@ from shared.parallel.comm.launch import run_processes
 Case = tuple[str, str, str, str, str]  # layout, family, optimizer, schedule, activation checkpointing
 TWO: list[Case] = [
     ("pp2", "llama", "muon", "1f1b", "none"), ("pp2", "gpt2", "adamw", "gpipe", "selective"),
-    ("pp2", "bloom", "sgd", "interleaved", "none"), ("pp2", "qwen3", "adamw", "zero_bubble", "none"), ("pp2", "gpt2", "sgd", "zero_bubble", "full"),
+    ("pp2", "bloom", "sgd", "interleaved", "none"), ("pp2", "qwen3", "adamw", "zero_bubble", "none"),
+    ("pp2", "gpt2", "sgd", "zero_bubble", "full"),
 ]  # fmt: skip
 FOUR: list[Case] = [
     *(("pp4", family, "adamw", schedule, "none") for family in ("gpt2", "qwen3") for schedule in ("gpipe", "1f1b", "zero_bubble")),
