@@ -124,6 +124,10 @@ class Strategy:
         """Sum the totals of an evaluation over all ranks."""
         return totals
 
+    def gather_stages(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of all stages of a pipeline, of which each has the layers of its own, on every rank. Every rank calls it."""
+        return dict(metrics)
+
     # State.
 
     def full_weights(self) -> dict[str, Tensor]:

@@ -74,7 +74,6 @@ class BalanceExperts(Callback):
 
     def measure(self, engine: "RuntimeEngine") -> Metrics:
         shares = {block: (load / load.double().mean().clamp(min=1)).tolist() for block, load in self.loads.items()}
-        if not shares:
-            return {}
-        every = {f"experts/load/{block}.{expert}": share for block, of in shares.items() for expert, share in enumerate(of)}
-        return every | {"experts/max_load": max(every.values())}
+        own = {f"experts/load/{block}.{expert}": share for block, of in shares.items() for expert, share in enumerate(of)}
+        every = engine.strategy.gather_stages(own)
+        return every | ({"experts/max_load": max(every.values())} if every else {})

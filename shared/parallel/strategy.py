@@ -194,6 +194,9 @@ class ParallelStrategy(Strategy):
     def sum(self, totals: Totals) -> Totals:
         return add_over(totals, self.mesh.loss)
 
+    def gather_stages(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return {name: value for each in self.mesh.pp.gather_objects(dict(metrics)) for name, value in each.items()}
+
     # State.
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor | None]]:
