@@ -15,12 +15,14 @@ EXERCISES = [exercise_id for exercise_id in catalogue.all_exercises() if exercis
 SETTING_ERROR = "Refuse with SettingError, before the "
 
 
-def ends_everywhere(exercise_id: str) -> float:
+def ends_everywhere(exercise_id: str, only: str = "") -> float:
     """Each mutant on each case, also on those behind the one that rejects it: diagnosing an answer asks for them. The longest time."""
     torch.set_num_threads(1)
     binding.choose("reference")
     check, times = running.read_check(catalogue.find_exercise(exercise_id)), [0.0]
     for mutant in mutants.mutants_of(exercise_id):
+        if only not in mutant.name:
+            continue
         answer, began = mutant.function(), time.process_time()
         for case in check.cases:
             observe(check, case, answer)
@@ -28,9 +30,12 @@ def ends_everywhere(exercise_id: str) -> float:
     return max(times)
 
 
-@pytest.mark.parametrize(
-    "exercise_id", [pytest.param(each, marks=[] if each == "08.simulate" else pytest.mark.slow) for each in EXERCISES]
-)
+def test_a_simulation_ends_also_where_its_ranks_wait_for_each_other():
+    assert in_child(ends_everywhere, "08.simulate", "stages_in_a_row", seconds=60) < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exercise_id", EXERCISES)
 def test_every_mutant_ends_on_every_case(exercise_id):
     assert in_child(ends_everywhere, exercise_id, seconds=200) < 10
 
