@@ -97,13 +97,13 @@ def run_and_compare(
         alone = train_on_a_rank(SingleRankCommunicator(), config, one, stream, objective, axes)
     except ValueError as error:  # a layout that does not exist, sizes that do not divide
         raise CourseError(str(error)) from None
-    console.print(binding.summary(), highlight=False)  # now that everything is bound
     told = compared(ranks, alone)
     said, plots = lines(told, layout.ranks), [config.output / "figures.png"]
     if layout.pipeline_parallel > 1:
         watched, plots = [rank["pipeline"] for rank in ranks], [*plots, config.output / "timeline.png"]
         more, bubbles = pipeline_watch.report(watched, layout, microbatches_of(config, layout), plots[-1])
         said, told = [*said, *more], told | {"pipeline": {"bubbles": bubbles, "ranks": watched}}
+    console.print(binding.summary(), highlight=False)  # now that everything is bound
     for line in said:
         console.print(line, highlight=False)
     record = {"layout": layout_name(layout), "parallel": asdict(layout), **told}

@@ -81,7 +81,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
     Args:
         rank: of `ranks`.
         microbatches: a multiple of `ranks`.
-        chunks: of each rank, at least 1. With 1, ranks keep more activations than in 1F1B, where they wait instead.
+        chunks: of each rank, at least 1. With 1 it is not 1F1B: ranks warm up longer and keep more.
 
     Returns:
         The rank's actions, in order: F and B once for each micro-batch of each chunk.

@@ -1,4 +1,4 @@
-"""Dropout on the stages of a pipeline, in processes: each stage draws its own masks, a resumed run and a recomputed block the same again."""
+"""Dropout on pipeline stages, in processes: each stage draws its own masks, a resumed run and a recomputed block the same again."""
 
 import shutil
 from collections import Counter

@@ -46,6 +46,10 @@ def test_dropout_is_named_where_its_draws_differ(tmp_path):
 
     assert causes(**TWO) == {"dropout": "its draws differ by layout, so losses and weights do as well"}
     assert not causes() and not causes(**TWO, model={"hidden_dropout": 0.0})
+    for layout in ({"pipeline_parallel": 2}, {"context_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}):
+        assert causes(parallel=layout) and not causes(parallel=layout, model={"hidden_dropout": 0.0})
+    of_heads = {"model": {"hidden_dropout": 0.0, "attention_dropout": 0.1}}
+    assert causes(parallel={"tensor_parallel": 2}, **of_heads) and not causes(parallel={"tensor_parallel": 2}) and not causes(**of_heads)
 
 
 @pytest.mark.parametrize("content", [b"", b"no model", None])

@@ -16,7 +16,7 @@ function(group) on two ranks and returns what they return.
 
 The model is a plain module, whole and the same on every rank when you get it
     model.embedding   ids [B, S] -> [B, S, D], an nn.Embedding; D is model.embedding.embedding_dim
-    model.blocks      an nn.ModuleList; each block is a module, [B, S, D] -> [B, S, D], and its matrices are nn.Linear, with bias
+    model.blocks      an nn.ModuleList; each block is a module, [B, S, D] -> [B, S, D], its matrices, if any, nn.Linear with bias
     model.norm        [B, S, D] -> [B, S, D]
     model.head        [B, S, D] -> logits [B, S, V], an nn.Linear without bias
 Weights have the model's names (model.named_parameters()): embedding.weight, blocks.0.up.weight, ..., head.weight. A module is in training
@@ -46,7 +46,8 @@ The stages (up to stage 6, schedules have F and B only; up to stage 4, ranks hav
     2 forward    activations travel: the losses are one process's
     3 backward   gradients travel back: every gradient of a GPipe step is one process's
     4 schedule   any list: GPipe, 1F1B, lists made by chance, with micro-batches of uneven sizes and tokens
-    5 chunks     several chunks on each rank, interleaved or in any order: between two ranks, several kinds of messages come in one queue
+    5 chunks     several chunks on each rank, interleaved or in any order: between two ranks, several kinds of messages come in one
+                 queue, in the sender's order, which need not be the order in which you need them (the core refuses such lists)
     6 refuse     a list that cannot run is refused on every rank before anything is sent: a ValueError that names a rank and an action at
                  fault, as in "rank 1" and "B0" (str(action)). An action that is missing, there twice, of a kind, micro-batch or chunk that
                  there is not, or before what it needs on its own rank; a number of lists that is not the ranks'; and ranks that would wait
