@@ -87,7 +87,7 @@ def run_check(check: Check, function: Callable, mutants: Mapping[str, Callable])
         if problems:
             outcome.state, outcome.rung, outcome.title = FAIL, case.rung, case.title
             outcome.problem = describe(case, problems, error)
-            outcome.misconception = diagnose(check, case, function, mutants)
+            outcome.misconception = diagnose(check, case, function, mutants) or not_refused(case, error)
             break
     outcome.seconds = time.perf_counter() - began
     return outcome
@@ -177,7 +177,8 @@ def describe(case: Case, problems: list[str], error: Exception | None) -> list[s
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if LEARNERS.search(frame.filename)]
         lines += [f"          {Path(frame.filename).name}, line {frame.lineno}: {frame.line}" for frame in frames[-1:]]
     if isinstance(error, RecursionError):
-        lines.append("          Does your function call itself? The core's function of this name is yours while it is checked.")
+        lines.append("          Does your function call itself? The core's function of this name is yours while it is checked. And Python")
+        lines.append("          nests about a thousand calls: a recursion as deep as a list is long breaks on a long one. Use a loop.")
     return lines + [f"says      {case.source}"]
 
 
@@ -192,6 +193,12 @@ def diagnose(check: Check, failing: Case, function: Callable, mutants: Mapping[s
             here = observe(check, case, function)
             candidates = {said: mutant for said, mutant in candidates.items() if same(here, observe(check, case, mutant), case)}
     return next(iter(candidates)) if len(candidates) == 1 else ""
+
+
+def not_refused(case: Case, error: Exception | None) -> str:
+    """What to say of an answer that breaks, in whichever way, where it is to refuse its arguments."""
+    asked = error is not None and expectation(case).get("raised")
+    return f"Refuse with {asked}, before the work begins." if asked == "SettingError" != type(error).__name__ else ""
 
 
 def same(left: tuple[Observation, Exception | None], right: tuple[Observation, Exception | None], case: Case) -> bool:

@@ -117,19 +117,22 @@ def check(console: Console, hunt: Hunt, because: int | None) -> int:
         outcome = Outcome(hunt.id, FAIL, problem=str(error).splitlines())
     if outcome.state == NOT_ATTEMPTED:
         outcome.problem = [f"`{hunt.command}` makes your copy, {shown(path)}. Nothing is mended in it yet."]
-    print_lines(console, [line for line in outcome_lines(outcome) if "`course hint" not in line.text])
+    if outcome.state != PASS or because is None:
+        print_lines(console, [line for line in outcome_lines(outcome) if "`course hint" not in line.text])
     if outcome.state != PASS:
         return 2 if outcome.state == NOT_ATTEMPTED else 1
-    say(console, "\nThe repair is right. One question is still open: what was the mistake?")
-    print_lines(console, [Line(f"  {number}  {choice}", hang=3) for number, choice in enumerate(hunt.choices, 1)])
-    if because is None and not console.is_terminal:
-        say(console, f"\nThe hunt is done when you say which; until then the exit code is 2:\n\n  {hunt.command} --check --because NUMBER")
-        return 2
-    because = because or click.prompt("number", type=click.IntRange(1, len(hunt.choices)))
+    if because is None:
+        say(console, "\nThe repair is right. One question is still open: what was the mistake?")
+        print_lines(console, [Line(f"  {number}  {choice}", hang=3) for number, choice in enumerate(hunt.choices, 1)])
+        if not console.is_terminal:
+            say(console, f"\nThe hunt is done when you say which; until then the exit code is 2:\n\n  {hunt.command} --check --because NUMBER")
+            return 2
+        because = click.prompt("number", type=click.IntRange(1, len(hunt.choices)))
+        say(console, "")
     right = because == hunt.answer
     Progress(workspace).record_check(hunt.id, "repaired" if right else None)
     wrong = f"FAIL  The repair is right, but the mistake was not {because}: what did your repair change?"
-    say(console, f"\n{hunt.id}  " + (f"PASS  {hunt.after}" if right else wrong))
+    say(console, f"{hunt.id}  " + (f"PASS  {hunt.after}" if right else wrong))
     return 0 if right else 1
 
 

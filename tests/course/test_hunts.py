@@ -138,9 +138,11 @@ def test_a_hunt_from_the_list_to_the_reason(learner):
     assert "--check --because NUMBER" in repaired.stdout
     misread = learner.course("hunt", "07", "c", "--check", "--because", "1")
     assert misread.exit_code == 1 and "the mistake was not 1" in misread.stdout
+    assert "PASS" not in misread.stdout and "still open" not in misread.stdout
     assert "07.hunt   0 of 5 repaired" in learner.course("status").stdout
     done = learner.course("hunt", "07", "c", "--check", "--because", str(hunt.answer))
     assert done.exit_code == 0 and hunt.after.split()[0] in done.stdout
+    assert done.stdout.count("PASS") == 1 and "still open" not in done.stdout and hunt.choices[0][:20] not in done.stdout
     assert "07.hunt   1 of 5 repaired: c" in learner.course("status").stdout
     learner.course("hunt", "07", "c")
     assert right in path.read_text(encoding="utf-8"), "a copy that was worked on stays"

@@ -133,6 +133,8 @@ def kept_case(title: str, schedule: str | list[str], stage: int, limits: tuple[i
             unit = single[rank][0].most
             most = max(0, whole[rank][0].most - gradients - 2 * microbatches * MESSAGE)
             said = WITHIN if most <= limit * unit else f"{most:,}: as much as {most / unit:.1f} micro-batches take, and {limit} may be kept"
+            if stage == 7 and said != WITHIN:
+                said += ". Detach what W keeps: x from ctx.saved_tensors still holds its graph; loop variables keep tensors alive too."
             found[about.format(rank)] = said
         return found
 

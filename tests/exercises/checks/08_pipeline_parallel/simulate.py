@@ -229,6 +229,10 @@ CHECK = Check(
         Case("oracle", "1F1B with uneven work", uneven("1f1b", 4, 6), by_networkx, NETWORKX, spans),
         Case("oracle", "zero bubble with uneven work", uneven("zero_bubble", 3, 5), by_networkx, NETWORKX, spans),
         Case("oracle", "interleaved with uneven work", uneven("interleaved", 3, 6, 2), by_networkx, NETWORKX, spans),
+        case(
+            "budget", "four thousand actions on each rank, too many for a call inside a call", make_schedule("gpipe", 4, 2000),
+            by_the_paper(4, 2000), source=PAPER, observe=step,
+        ),
         case("budget", "eight thousand actions", make_schedule("1f1b", 8, 512), by_the_paper(8, 512), source=PAPER, observe=step),
     ],
 )  # fmt: skip
