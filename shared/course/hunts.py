@@ -125,7 +125,8 @@ def check(console: Console, hunt: Hunt, because: int | None) -> int:
         say(console, "\nThe repair is right. One question is still open: what was the mistake?")
         print_lines(console, [Line(f"  {number}  {choice}", hang=3) for number, choice in enumerate(hunt.choices, 1)])
         if not console.is_terminal:
-            say(console, f"\nThe hunt is done when you say which; until then the exit code is 2:\n\n  {hunt.command} --check --because NUMBER")
+            say(console, "\nThe hunt is done when you say which; until then the exit code is 2:\n")
+            say(console, f"  {hunt.command} --check --because NUMBER")
             return 2
         because = click.prompt("number", type=click.IntRange(1, len(hunt.choices)))
         say(console, "")
