@@ -83,11 +83,6 @@ def test_rank_0_gets_the_whole_model_and_what_is_sharded_is_not_exported(case, t
     assert largest_difference(first, plain) == 0 and not any(others)
 
 
-def test_tied_ends_of_a_pipeline_with_zero_are_refused_by_name():
-    with pytest.raises(ValueError, match="embedding.tokens.weight is partial over pp.*ZeRO"):
-        run(("pp2_dp2_zero1", TIED, False), lambda run: run)
-
-
 def test_an_axis_that_is_not_handed_in_is_refused_with_its_chapter():
     with pytest.raises(ValueError, match="tensor_parallel is 2: it comes with chapter 07"):
         run_threads(lambda world: LayoutRun(world, parse_layout("tp2"), axes=(PipelineStandIn(),)), 2)

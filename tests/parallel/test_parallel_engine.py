@@ -142,7 +142,9 @@ def held(world, folder):
     parallel = apply_parallel(build(SMALL), Mesh(parse_layout("dp2", ParallelConfig()), world), ADAMW)
     pids = world.gather_objects(os.getpid())
     with parallel.locked(folder, Console(quiet=True)):
-        return pids.index(json.loads((folder / "run.lock").read_text())["pid"])
+        holder = pids.index(json.loads((folder / "run.lock").read_text())["pid"])
+        world.gather_objects(None)  # until all have read it: the rank that holds the folder removes the file as it leaves
+        return holder
 
 
 def everything(world, folder):

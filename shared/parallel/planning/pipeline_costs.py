@@ -50,17 +50,17 @@ def estimate_ranks(
         SettingError: the schedule cannot be made of so many micro-batches.
         ValueError: a model for which there is no formula.
     """
+    if layout.pipeline_parallel == 1:
+        return [estimate_memory(model, layout, optimizer, step, sliced=sliced, packed=packed)]
     found = []
     schedule = make_schedule(layout.pipeline_schedule, layout.pipeline_parallel, step.microbatches, layout.pipeline_chunks)
     for held, chunks, actions in zip(held_parts(model, layout), chunk_parts(model, layout), schedule, strict=True):
         estimate = estimate_memory(model, layout, optimizer, step, sliced=sliced, packed=packed, part=held)
-        if layout.pipeline_parallel > 1:
-            how, sizes = layout.activation_checkpointing, (step.rows, step.seq, step.precision)
-            each = [activations(model, how, *sizes, sliced, packed, layout, part) for part in chunks]
-            sent = [0 if part.head else hidden_bytes(model, layout, step) for part in chunks]
-            split = [part.layers * split_bytes(model, layout, step) for part in chunks]
-            estimate = replace(estimate, activations=most_in_flight(actions, each, sent, split))
-        found.append(estimate)
+        how, sizes = layout.activation_checkpointing, (step.rows, step.seq, step.precision)
+        each = [activations(model, how, *sizes, sliced, packed, layout, part) for part in chunks]
+        sent = [0 if part.head else hidden_bytes(model, layout, step) for part in chunks]
+        split = [part.layers * split_bytes(model, layout, step) for part in chunks]
+        found.append(replace(estimate, activations=most_in_flight(actions, each, sent, split)))
     return found
 
 

@@ -185,7 +185,7 @@ TOGETHER = [  # what only fails together: found when the run is built
     Row("chunks without their schedule", trainer("parallel.pipeline_chunks=2"), "interleaved needs 2 chunks or more"),
     Row("an encoder", trainer("model.architecture=encoder"), "needs a decoder"),
     Row("zero with one replica", trainer("parallel.zero=1"), "parallel.zero is 1"),
-    Row("experts without their chapter", trainer("model.experts={num_experts: 2}"), "experts come with chapter 09"),
+    Row("experts without their sizes", trainer("model.experts={num_experts: 2}"), "model.experts.moe_intermediate_size is missing"),
     Row("too few layer types", trainer("model.layer_types=[full_attention]"), "layer_types needs one entry for each block"),
     Row("eager attention with dropout", trainer("model.attention=eager", "model.attention_dropout=0.1"), "eager attention has no dropout"),
     Row("lion with fused", trainer("optimizer.name=lion", "optimizer.fused=true"), "lion does not use it"),
