@@ -3,7 +3,7 @@
 python chapters/08_pipeline_parallel/timeline.py
 python chapters/08_pipeline_parallel/timeline.py --pcie 10       with another rate of the second, in GB/s
 
-The models, the card and the links are those of chapter 07's `timeline.py`, whose replays time DP2 and TP2. The pipeline's step is the
+Models, card and links come from chapter 07's `timeline.py`, whose replays time DP2 and TP2. The pipeline's step is the
 simulation of its schedule: a stage computes its blocks and the last one the head, at the same speed, and a message takes its bytes over the
 link. Replicas exchange gradients in their last micro-batch; tensor-parallel ranks exchange activations in each.
 

@@ -29,7 +29,7 @@ def loop_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def batched_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """One batched product [E, longest, in] x [E, in, out], where every expert's rows are padded to those of the fullest."""
+    """One batched product [E, longest, in] x [E, in, out], where every expert's rows are padded to the number of the fullest expert's."""
     longest = int(counts.max())
     expert = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(rows))
     starts = counts.cumsum(0) - counts

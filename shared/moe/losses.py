@@ -5,7 +5,7 @@ Transformers, equation 4) multiplies the share f_i of a row's choices that went 
 probability P_i that the router gave it, which has one: experts that are chosen too often are made less probable.
 
 **Scale.** Both losses enter the objective under its one division rule: each is a sum over the valid tokens of a micro-batch, times its
-coefficient, and the step divides it with the loss by the valid tokens of the global batch. f and P are those of a single row, times
+coefficient, and the step divides it with the loss by the valid tokens of the global batch. f and P are taken over a single row, times
 the row's tokens. So the objective is
 
     mean over all valid tokens of (cross-entropy + sum over layers of (c_balance * balance loss of the token's row + c_z * z-loss))

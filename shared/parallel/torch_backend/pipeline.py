@@ -111,7 +111,7 @@ class TorchPipelineRunner(PipelineRunner):
         return totals.loss_sum * self.model.module.loss_scale
 
     def prepare(self, microbatches: Sequence[Batch]) -> None:
-        """Make stages and schedule for micro-batches of this number and shape, where those of the last step were others.
+        """Make stages and schedule for micro-batches of this number and shape, unless the last step had the same.
 
         Raises:
             SettingError: their shapes differ, or PyTorch's schedule has no room for so many.

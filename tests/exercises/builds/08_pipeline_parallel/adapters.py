@@ -23,8 +23,8 @@ Weights have the model's names (model.named_parameters()): embedding.weight, blo
 or in evaluation mode when you get it: leave it so.
 
 A micro-batch is a pair (ids, targets), both [B, S], and every rank gets all of them. B and S may differ from one micro-batch to the next.
-`loss`(logits, targets) gives the sum of the losses of the targets that count, as a scalar; those of -100 do not count. A step's loss is
-the sum over all its micro-batches divided once by the number of all targets that count, and its gradients are those of this loss.
+`loss`(logits, targets) gives the sum of the losses of the targets that count, as a scalar; a target of -100 does not. A step's loss is
+the sum over all its micro-batches divided once by the number of all targets that count, and its gradients are the gradients of this loss.
 
 `cut` gives the blocks of each stage as a range, from the first stage to the last. The first stage has the embedding as well, the last one
 norm and head. Stage s is chunk s // ranks of rank s % ranks: with as many stages as ranks, each rank has chunk 0 alone.
