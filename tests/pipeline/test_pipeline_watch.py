@@ -1,4 +1,4 @@
-"""What chapter 08's run says of a pipeline: bubbles, times and kept activations, against timelines that were made by hand; and its drawing."""
+"""What chapter 08's run says of a pipeline (bubbles, times, kept activations) against timelines made by hand; and how one is drawn."""
 
 import io
 from itertools import count
