@@ -25,7 +25,7 @@ def with_experts(config: ModelConfig, **choices: Any) -> MixtureModelConfig:
 
 def read_mixtral(raw: ConfigJson) -> ModelConfig:
     experts = {"num_experts": raw.get("num_local_experts", 8), "num_experts_per_tok": raw.get("num_experts_per_tok", 2)}
-    common = replace(llama.read_common(raw, 131072, 1e-5), sliding_window=raw.get("sliding_window"))
+    common = replace(llama.read_common({"rope_theta": 1e6} | raw, 131072, 1e-5), sliding_window=raw.get("sliding_window"))
     return with_experts(common, **experts, moe_intermediate_size=raw["intermediate_size"])
 
 

@@ -32,6 +32,14 @@ THEIRS = {
     "olmoe": OlmoeConfig(**SIZES, intermediate_size=40, num_experts=5),
     "olmoe, normalised": OlmoeConfig(**SIZES, intermediate_size=40, num_experts=5, norm_topk_prob=True),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, intermediate_size=72, moe_intermediate_size=40, num_experts=5, head_dim=16, norm_topk_prob=True),
+    "olmoe, biases": OlmoeConfig(**SIZES, intermediate_size=40, num_experts=5, attention_bias=True),
+    "qwen3_moe, window": Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=40, num_experts=5, attention_bias=True, use_sliding_window=True, sliding_window=7
+    ),
+    "dots1, windows": Dots1Config(
+        **SIZES, moe_intermediate_size=40, n_routed_experts=5, n_shared_experts=1, attention_bias=True, sliding_window=7,
+        max_window_layers=1,
+    ),
     "dots1": Dots1Config(
         **SIZES, intermediate_size=72, moe_intermediate_size=40, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2,
         first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5, head_dim=12,
@@ -135,6 +143,30 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(family):
     default = transformers.AutoConfig.for_model(family)
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         assert FORMATS[family].token_ids.get(key) == getattr(default, key, None), key
+    sizes = SIZES | {"model_type": family, "intermediate_size": 40, "n_routed_experts": 8, "n_shared_experts": 1}
+    if family != "dots1":  # whose files must give what has no default
+        sizes = {key: value for key, value in sizes.items() if key not in ("num_experts_per_tok", "n_routed_experts", "n_shared_experts")}
+    default = transformers.AutoConfig.for_model(**sizes)
+    assert read_config(sizes)[1] == read_config(default.to_dict())[1]
+
+
+def test_an_imported_model_has_no_balance_loss_and_a_window_that_is_off_is_none():
+    for config in THEIRS.values():
+        assert read_config(config.to_dict())[1].experts.balance_coefficient == 0, "as in transformers, where one must ask for it"
+    raw = THEIRS["qwen3_moe, window"].to_dict() | {"use_sliding_window": False}
+    assert read_config(raw)[1].sliding_window is None
+
+
+def test_queries_that_are_clipped_are_refused():
+    with pytest.raises(ValueError, match="clip_qkv"):
+        read_config(THEIRS["olmoe"].to_dict() | {"clip_qkv": 8.0})
+
+
+@pytest.mark.parametrize(("family", "key"), [("olmoe", "num_experts"), ("qwen3_moe", "num_experts"), ("dots1", "n_routed_experts")])
+def test_the_number_of_experts_has_a_name_in_each_version_of_transformers(family, key):
+    raw = {name: value for name, value in THEIRS[family].to_dict().items() if name not in (key, "num_local_experts")}
+    for name in (key, "num_local_experts"):
+        assert read_config(raw | {name: 8})[1].experts.num_experts == 8
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path):
@@ -174,3 +206,14 @@ def test_an_upcycled_models_first_logits_are_the_dense_ones(k):
 def test_an_upcycling_that_would_change_the_logits_is_refused(experts, named):
     with pytest.raises(CourseError, match=named):
         upcycle(TransformerModel(DENSE), experts)
+
+
+def test_an_upcycled_model_keeps_its_token_ids_draws_routers_by_the_seed_and_is_not_upcycled_again():
+    dense = TransformerModel(DENSE)
+    dense.token_ids = {"eos_token_id": 5}
+    first, other = (upcycle(dense, MixtureConfig(4, 56), seed) for seed in (0, 1))
+    assert first.token_ids == {"eos_token_id": 5}
+    routers = [mixture_layers(model)[0].router.weight for model in (first, other)]
+    assert not torch.equal(*routers)
+    with pytest.raises(CourseError, match="has experts already"):
+        upcycle(first, MixtureConfig(4, 56))

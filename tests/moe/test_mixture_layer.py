@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shared.model.context import AttentionContext
 from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig
+from shared.moe.dispatch import combine
 from shared.moe.experts import PRODUCTS, grouped_product, loop_product
 from shared.moe.layer import MixtureLayer
 from shared.moe.router import top_k_routing
@@ -83,6 +84,15 @@ def test_experts_without_a_gate_are_plain_feed_forward_layers():
     torch.testing.assert_close(layer(x, context()), mix(layer, x, dense_gates(layer, x)[2]), rtol=1e-12, atol=1e-12)
 
 
+def test_a_gate_has_the_models_activation():
+    layer, x = make(replace(KINDS["Mixtral"], num_experts_per_tok=1), hidden_act="gelu"), numbers(2, 7, 24)
+    experts, expected = layer.experts, []
+    for token, chosen in zip(x.flatten(0, 1), layer.router(x).experts.flatten(), strict=True):
+        gate, up, down = (linear.weight[chosen] for linear in (experts.gate_proj, experts.up_proj, experts.down_proj))
+        expected.append(down @ (F.gelu(gate @ token) * (up @ token)))
+    torch.testing.assert_close(layer(x, context()), torch.stack(expected).view_as(x), rtol=1e-12, atol=1e-12)
+
+
 def test_capacity_is_a_limit_of_training_alone():
     layer, x = make(KINDS["capacity"]), numbers(2, 11, 24)
     full = mix(layer, x, dense_gates(layer, x)[2])
@@ -148,6 +158,46 @@ def test_no_loop_runs_over_tokens():
     assert calls[0] == calls[1]
 
 
+def test_where_nothing_is_said_of_padding_every_token_counts():
+    layer, x, found = make(replace(KINDS["capacity"], **LOSSES)), numbers(2, 11, 24), []
+    for valid in (None, torch.ones(2, 11, dtype=torch.bool)):
+        layer.load = None
+        layer(x, context(valid)).sum().backward()
+        assert layer.load.sum() == 2 * 2 * 11, "also the choices that were dropped"
+        found.append(layer.router.weight.grad.clone())
+        layer.router.weight.grad = None
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_scores_that_are_all_zero_have_weights_without_nan():
+    scores = torch.zeros(3, 6, requires_grad=True)
+    weights, _ = top_k_routing(scores, 2, normalize=True)
+    weights.sum().backward()
+    assert not weights.any() and scores.grad.isfinite().all()
+
+
+def test_a_closed_group_stays_closed_where_biased_scores_are_negative():
+    scores, routings = numbers(9, 8).sigmoid(), []
+    for bias in (0.0, -2.0):
+        bias = torch.full((8,), bias, dtype=torch.float64)
+        routings.append(top_k_routing(scores, 2, normalize=True, bias=bias, groups=4, best_groups=1))
+    torch.testing.assert_close(*routings, rtol=0, atol=0)
+    assert torch.equal(*(routings[0][1] // 2).T), "both are of the only open group"
+
+
+def test_sums_over_the_experts_are_taken_in_the_wider_dtype():
+    rows, weights = numbers(8, 5).bfloat16(), numbers(4, 2, seed=1).float().softmax(dim=-1)
+    expected = (rows.double().unflatten(0, (4, 2)) * weights.double().unsqueeze(-1)).sum(dim=1)
+    assert torch.equal(combine(rows, torch.arange(8), weights), expected.bfloat16())
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 4), (6, 6)])
+def test_rows_whose_way_in_or_out_is_no_multiple_of_16_bytes_go_through_the_loop(sizes, monkeypatch):
+    monkeypatch.setattr(F, "grouped_mm", lambda *_, **__: pytest.fail("no GPU has a kernel for these rows"))
+    rows, weight, counts = numbers(6, sizes[0]).float(), numbers(2, sizes[1], sizes[0]).float(), torch.tensor([2, 4])
+    torch.testing.assert_close(grouped_product(rows, weight, counts), loop_product(rows, weight, counts), rtol=0, atol=0)
+
+
 def test_the_bias_steers_the_choice_and_never_the_weights():
     scores = numbers(9, 6).sigmoid().requires_grad_()
     bias = torch.zeros(6, dtype=torch.float64)
@@ -189,10 +239,20 @@ def test_padding_takes_no_part_in_losses_and_load():
     ("changes", "named"),
     [
         ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 5, "n_group": 4, "topk_group": 2}, "4 to choose from"),
         ({"n_group": 3}, "n_group"),
+        ({"n_group": 8}, "groups of 2 or more"),
+        ({"n_group": 0}, "n_group is 0"),
         ({"topk_group": 2}, "topk_group"),
+        ({"topk_group": 0}, "topk_group is 0"),
         ({"capacity_factor": 0.0}, "capacity_factor"),
+        ({"routed_scaling_factor": -1.0}, "routed_scaling_factor"),
+        ({"num_shared_experts": -1}, "num_shared_experts"),
+        ({"first_k_dense": -1}, "first_k_dense"),
         ({"z_coefficient": -1.0}, "z_coefficient"),
+        ({"balance_coefficient": -1.0}, "balance_coefficient"),
+        ({"bias_update_rate": -1.0}, "bias_update_rate"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
         ({"implementation": "groupd"}, "Did you mean 'grouped'"),
     ],

@@ -57,6 +57,12 @@ def test_the_biases_move_once_a_step():
         assert expected.any()
 
 
+def test_counting_begins_again_after_each_step():
+    run = MixtureRun(SingleRankCommunicator(), ParallelConfig()).train(2)
+    assert all(layer.load is None for layer in mixture_layers(run.plain))
+    assert not all(torch.equal(load, run.loads[1][block]) for block, load in run.loads[0].items())
+
+
 @pytest.mark.parametrize("sizes", [(1,) * 12, (5, 7), (2, 3, 4, 3)])
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_gradients_and_loads_are_those_of_any_split_into_micro_batches(sizes, how):
@@ -129,17 +135,21 @@ def test_fully_sharded_routers_are_gathered_in_their_own_precision():
     def on_rank(world):
         config = replace(MODEL, initializer_range=0.02)
         model = TransformerModel(config, MIXTURE, seed=4)
+        mixture_layers(model)[0].router.bias.data.fill_(0.1234567)
         plain = {name: p.detach().clone() for name, p in model.named_parameters()}
         strategy = apply_parallel(model, Mesh(ParallelConfig(fully_sharded=2), world), dtype=torch.bfloat16)
         seen = {}
         layer = mixture_layers(model)[0]
-        layer.router.register_forward_hook(lambda module, inputs, output: seen.update(router=module.weight.detach().clone()))
+        layer.router.register_forward_hook(lambda module, inputs, output: seen.update({
+            name: p.detach().clone() for name, p in module.named_parameters()
+        }))  # fmt: skip
         layer.experts.up_proj.register_forward_hook(lambda module, inputs, output: seen.update(expert=module.weight.dtype))
         with torch.autocast("cpu", torch.bfloat16):
             strategy.model(batch_of(0, 0)["input_ids"])
-        return torch.equal(seen["router"], plain["stack.blocks.1.feed_forward.router.weight"]), seen["expert"]
+        same = [torch.equal(seen[name], plain[f"stack.blocks.1.feed_forward.router.{name}"]) for name in ("weight", "bias")]
+        return same, seen["expert"]
 
-    assert run_threads(on_rank, 2) == [(True, torch.bfloat16)] * 2
+    assert run_threads(on_rank, 2) == [([True, True], torch.bfloat16)] * 2
 
 
 def test_muon_takes_experts_as_matrices_and_routers_too():

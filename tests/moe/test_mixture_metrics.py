@@ -15,6 +15,7 @@ from shared.parallel.config import ParallelConfig
 def logged(world, layout: ParallelConfig) -> list[dict[str, float]]:
     """Of two steps, and that of a callback that has seen none."""
     run, callback = MixtureRun(world, layout), BalanceExperts()
+    assert callback.every_rank, "adding up the loads takes all ranks, and each must move its own biases"
     engine, rows = SimpleNamespace(strategy=run.parallel), [callback.measure(SimpleNamespace(strategy=run.parallel))]
     for _ in range(2):
         LayoutRun.train(run, 1)

@@ -81,6 +81,11 @@ def test_a_balanced_layer_costs_what_its_convention_says_and_a_collapsed_one_mor
     torch.testing.assert_close(worst / layer, torch.tensor(E / 2))
 
 
+def test_a_mean_over_the_layers_counts_those_that_have_experts():
+    config, experts = replace(CONFIG, num_hidden_layers=5), MixtureConfig(E, 16, first_k_dense=2, balance_convention="transformers")
+    assert balance_scale(config, experts) == E / 3
+
+
 def test_a_row_without_valid_tokens_adds_nothing():
     none = torch.zeros(4, 13, dtype=torch.bool)
     for loss in (balance_loss(*chosen(LOGITS, 2), none), z_loss(LOGITS * torch.nan, none)):
