@@ -17,16 +17,10 @@ from shared.model.hf.format import ConfigJson, FileTensor, Format, same
 from shared.model.hf.registry import FORMATS
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 
-NONE = MixtureConfig(1, 1, 1)  # stands for a dense model's, which no format here holds
-
 
 def with_experts(config: ModelConfig, **choices: Any) -> MixtureModelConfig:
     """An imported model has no loss of its own, as in transformers, where one must ask for it."""
     return MixtureModelConfig(**vars(config) | {"experts": MixtureConfig(**choices, balance_coefficient=0.0)})
-
-
-def experts_of(config: ModelConfig) -> MixtureConfig:
-    return config.experts if isinstance(config.experts, MixtureConfig) else NONE
 
 
 def read_mixtral(raw: ConfigJson) -> ModelConfig:
@@ -35,8 +29,7 @@ def read_mixtral(raw: ConfigJson) -> ModelConfig:
     return with_experts(common, **experts, moe_intermediate_size=raw["intermediate_size"])
 
 
-def write_mixtral(config: ModelConfig) -> ConfigJson:
-    experts = experts_of(config)
+def write_mixtral(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
     return llama.write_mistral(config) | {
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_tok,
@@ -58,8 +51,7 @@ def read_olmoe(raw: ConfigJson) -> ModelConfig:
     )
 
 
-def write_olmoe(config: ModelConfig) -> ConfigJson:
-    experts = experts_of(config)
+def write_olmoe(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
     return llama.write_llama(config) | {
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_tok,
@@ -81,8 +73,8 @@ def read_qwen3(raw: ConfigJson) -> ModelConfig:
     )
 
 
-def write_qwen3(config: ModelConfig) -> ConfigJson:
-    experts, window = experts_of(config), config.sliding_window
+def write_qwen3(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
+    window = config.sliding_window
     return llama.write_llama(config) | {
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_tok,
@@ -118,8 +110,7 @@ def read_dots(raw: ConfigJson) -> ModelConfig:
     )
 
 
-def write_dots(config: ModelConfig) -> ConfigJson:
-    experts = experts_of(config)
+def write_dots(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
     return llama.write_llama(config) | {
         "n_routed_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_tok,
@@ -162,8 +153,12 @@ def tensors(config: ModelConfig, mlp: str = "mlp", names: dict[str, str] = NAMES
 def mixture(
     model_type: str, architecture: str, read: Callable, write: Callable, tensors: Callable = tensors, required: Any = None, **token_ids: int
 ) -> Format:
+    def write_any(config: ModelConfig) -> ConfigJson:
+        is_mixture = isinstance(config.experts, MixtureConfig)  # of another model, reading back says what is lost
+        return write(config, config.experts if is_mixture else MixtureConfig(1, 1, 1))
+
     required = llama.COMMON_REQUIRED | (required or {})
-    known = llama.relative(model_type, architecture, read, write, **token_ids)
+    known = llama.relative(model_type, architecture, read, write_any, **token_ids)
     return replace(known, tensors=tensors, required=required)
 
 

@@ -176,6 +176,15 @@ def test_scores_that_are_all_zero_have_weights_without_nan():
     assert not weights.any() and scores.grad.isfinite().all()
 
 
+def test_a_closed_group_stays_closed_where_biased_scores_are_negative():
+    scores, routings = numbers(9, 8).sigmoid(), []
+    for bias in (0.0, -2.0):
+        bias = torch.full((8,), bias, dtype=torch.float64)
+        routings.append(top_k_routing(scores, 2, normalize=True, bias=bias, groups=4, best_groups=1))
+    torch.testing.assert_close(*routings, rtol=0, atol=0)
+    assert torch.equal(*(routings[0][1] // 2).T), "both are of the only open group"
+
+
 def test_sums_over_the_experts_are_taken_in_the_wider_dtype():
     rows, weights = numbers(8, 5).bfloat16(), numbers(4, 2, seed=1).float().softmax(dim=-1)
     expected = (rows.double().unflatten(0, (4, 2)) * weights.double().unsqueeze(-1)).sum(dim=1)

@@ -1,11 +1,11 @@
 """Chapter 08's run as a reader uses it: small runs over processes, what they leave, and what bad options say."""
 
-import json
 import re
 import subprocess
 
 import pytest
-from scripts import refused, run_script
+from scripts import refused, run_script, told_by
+from workspace import write_solutions
 
 from shared.course import catalogue
 from shared.course.paths import CHECKOUT
@@ -17,14 +17,6 @@ SCHEDULE, CHUNKS = "--parallel.pipeline_schedule", "--parallel.pipeline_chunks"
 
 def start(*options, cwd, **how) -> subprocess.CompletedProcess:
     return run_script(SCRIPT, *SMALL, *options, cwd=cwd, **how)
-
-
-def told_by(done: subprocess.CompletedProcess, folder) -> dict:
-    assert done.returncode == 0, done.stderr
-    told = json.loads((folder / "runs/08_pipeline_parallel/figures.json").read_text())
-    assert len(told["losses"]) == 3 and told["losses"][-1] < told["losses"][0]
-    assert max(told["largest difference"].values()) < 1e-9
-    return told
 
 
 def kept(told: dict) -> list[int]:
@@ -86,10 +78,7 @@ def test_a_wrong_option_is_one_sentence_before_anything_starts(tmp_path, options
 
 
 def test_a_learners_own_schedule_runs_and_a_wrong_one_is_refused_with_its_place(tmp_path):
-    for chapter in catalogue.chapters().values():
-        target = chapter.stub_file(tmp_path)
-        target.parent.mkdir(parents=True)
-        target.write_text(chapter.solution_file.read_text(encoding="utf-8"), encoding="utf-8")
+    write_solutions(tmp_path)
     mine = catalogue.find_chapter("08").stub_file(tmp_path)
     right, warmup = mine.read_text(encoding="utf-8"), "min(microbatches, ranks - rank - 1)"
     assert right.count(warmup) == 1

@@ -16,6 +16,14 @@ RIGHT = "solution"
 COMMAND = [sys.executable, "-c", "from shared.course.cli import main; main()"]
 
 
+def write_solutions(folder: Path) -> None:
+    """A learner's files of all chapters, with every exercise solved."""
+    for chapter in catalogue.chapters().values():
+        target = chapter.stub_file(folder)
+        target.parent.mkdir(parents=True)
+        target.write_text(chapter.solution_file.read_text(encoding="utf-8"), encoding="utf-8")
+
+
 class Learner:
     """One folder with `chapters/`, what is written in it, and the command run there."""
 

@@ -5,7 +5,8 @@ import re
 import subprocess
 
 import pytest
-from scripts import refused, run_script
+from scripts import refused, run_script, told_by
+from workspace import write_solutions
 
 from shared.course import catalogue
 from shared.course.paths import CHECKOUT
@@ -16,14 +17,6 @@ SMALL = "--steps 3 --seq 32 --batch_size 4 --micro_batch_size 1 --model.hidden_s
 
 def start(*options, cwd, **how) -> subprocess.CompletedProcess:
     return run_script(SCRIPT, *SMALL, *options, cwd=cwd, **how)
-
-
-def told_by(done: subprocess.CompletedProcess, folder) -> dict:
-    assert done.returncode == 0, done.stderr
-    told = json.loads((folder / "runs/07_tensor_parallel/figures.json").read_text())
-    assert len(told["losses"]) == 3 and told["losses"][-1] < told["losses"][0]
-    assert max(told["largest difference"].values()) < 1e-9
-    return told
 
 
 def test_two_ranks_with_half_of_the_matrices_each_train_like_one(tmp_path):
@@ -59,10 +52,7 @@ def test_a_wrong_option_is_one_sentence_before_anything_starts(tmp_path, options
 
 
 def test_a_learners_own_parts_train_the_model_and_a_wrong_one_shows(tmp_path):
-    for chapter in catalogue.chapters().values():
-        target = chapter.stub_file(tmp_path)
-        target.parent.mkdir(parents=True)
-        target.write_text(chapter.solution_file.read_text(encoding="utf-8"), encoding="utf-8")
+    write_solutions(tmp_path)
     done = start("--impl", "mine", "--layout", "tp2_sp", cwd=tmp_path)
     told_by(done, tmp_path)
     assert re.search(r"(\d+) of \1 parts are yours", done.stdout)

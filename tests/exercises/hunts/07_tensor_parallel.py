@@ -4,14 +4,14 @@ Sizes, seeds and numbers differ from those that the programs print, so that no r
 are added in another order, which moves float64 by some 1e-15 of the largest summand; 1e-9 is far from that and from any mistake.
 """
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from shared.course.build_check import read_module
 from shared.course.checking import Case, Check
-from shared.course.paths import CHECKOUT
+from shared.course.hunts import hunts
 from shared.parallel.comm.threads import run_threads
 
 NEAR = {"rtol": 1e-9, "atol": 1e-9}
@@ -19,11 +19,7 @@ ONE_PROCESS = "the right program in one process"
 
 
 def right(letter: str) -> Any:
-    path = CHECKOUT / "solutions" / "hunts" / "07_tensor_parallel" / f"{letter}.py"
-    spec = importlib.util.spec_from_file_location(f"right_{letter}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return read_module(hunts()[f"07.hunt.{letter}"].solution_file)
 
 
 def equal_case(title: str, letter: str, function: str, ranks: int, arguments: tuple, parts: Callable, **given: Any) -> Case:

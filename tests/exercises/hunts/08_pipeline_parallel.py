@@ -5,14 +5,14 @@ micro-batches are added in another order, which moves float64 by some 1e-15 of t
 mistake.
 """
 
-import importlib.util
 import weakref
 from typing import Any
 
 import torch
 
+from shared.course.build_check import read_module
 from shared.course.checking import Case, Check
-from shared.course.paths import CHECKOUT
+from shared.course.hunts import hunts
 from shared.parallel.comm.threads import run_threads
 
 NEAR = {"rtol": 1e-9, "atol": 1e-9}
@@ -20,11 +20,7 @@ ONE_PROCESS = "the right program in one process"
 
 
 def right(letter: str) -> Any:
-    path = CHECKOUT / "solutions" / "hunts" / "08_pipeline_parallel" / f"{letter}.py"
-    spec = importlib.util.spec_from_file_location(f"right_{letter}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return read_module(hunts()[f"08.hunt.{letter}"].solution_file)
 
 
 # a: micro-batches of equal and of unequal sizes.
