@@ -32,6 +32,7 @@ CASES = [
     ("dp2_pp2", "1f1b", "none", "float32", GPT, ADAMW),
     ("fsdp2_pp2", "1f1b", "none", "bfloat16", TIED, ADAMW),
     ("fsdp2_pp2_keep", "zero_bubble", "none", "float32", TIED, ADAMW),
+    ("pp2", "zero_bubble", "none", "float32", GPT, ADAMW),
     BUSY("pp2_tp2_sp", "interleaved", "none", "float32", TIED, ADAMW),
     BUSY("pp2_tp2", "zero_bubble", "none", "float32", SMALL, MUON),
     BUSY("pp2_cp2", "1f1b", "none", "float32", TIED, ADAMW),
