@@ -1,4 +1,4 @@
-"""Chapter 09. Differentiable all-to-all for expert parallelism: rows travel to the ranks of their experts, their gradients the same way back.
+"""Chapter 09. Differentiable all-to-all for expert parallelism: rows travel to their experts' ranks, and gradients the same way back.
 
 Every rank sends each other rank as many rows as the router decided, perhaps none, and the ranks know only what they send. So the numbers
 travel first, in an all-to-all of their own, and the host waits for them once: the second all-to-all needs the sizes of what arrives. A
