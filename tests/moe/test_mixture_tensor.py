@@ -23,8 +23,12 @@ LAYOUTS = [
     ("fsdp2_tp2_sp", "adamw", "none"),
     ("pp2_tp2", "adamw", "none"),
     ("pp2_tp2_sp", "muon", "selective"),
+    ("dp2_tp2_ep2", "muon", "full"),
+    ("dp2_tp2_sp_ep2_zero1", "adamw", "none"),
+    ("fsdp2_tp2_ep2", "muon", "none"),
     pytest.param("dp2_fsdp2_tp2_sp", "adamw", "full", marks=pytest.mark.slow),
     pytest.param("pp2_dp2_tp2_sp", "muon", "full", marks=pytest.mark.slow),
+    pytest.param("pp2_dp2_tp2_sp_ep2", "muon", "selective", marks=pytest.mark.slow),
 ]
 
 
