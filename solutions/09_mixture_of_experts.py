@@ -29,13 +29,13 @@ def top_k_routing(
 
 
 def balance_loss(
-    probabilities: Tensor, experts: Tensor, valid: Tensor, over_row: Callable[[Tensor], Tensor] = lambda counts: counts
+    probabilities: Tensor, experts: Tensor, valid: Tensor, over_row: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """n * f is a row's count of choices, and n * P its sum of probabilities, so each row divides their product by n once. What does not
     count is selected away: NaN times 0 would be NaN. The rows' lengths follow from the counts, so ranks add up nothing else."""
     mass = torch.where(valid.unsqueeze(-1), probabilities, 0).sum(dim=1)  # [batch, E]
     counts = torch.zeros_like(mass).scatter_add_(1, experts.flatten(1), valid.repeat_interleave(experts.shape[-1], dim=1).to(mass.dtype))
-    counts = over_row(counts)
+    counts = counts if over_row is None else over_row(counts)
     tokens = (counts.sum(dim=-1) / experts.shape[-1]).clamp(min=1)
     return ((counts * mass).sum(dim=-1) / tokens).sum()
 

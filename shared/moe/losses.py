@@ -28,7 +28,7 @@ from shared.moe.config import MixtureConfig
 
 @exercise("09.balance_loss")
 def balance_loss(
-    probabilities: Tensor, experts: Tensor, valid: Tensor, over_row: Callable[[Tensor], Tensor] = lambda counts: counts
+    probabilities: Tensor, experts: Tensor, valid: Tensor, over_row: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """The load-balancing loss of a layer, row by row, each row times its valid tokens.
 
@@ -46,9 +46,9 @@ def balance_loss(
         probabilities: [batch, seq, E] in float32 or float64, each token's adding up to 1. The loss has a gradient to them alone.
         experts: [batch, seq, k] int64, the experts that each token chose, k different ones.
         valid: [batch, seq] bool, the tokens that count.
-        over_row: called once, with the counts of choices [batch, E] of the tokens given here: returns the counts of the whole rows. Under
-            context parallelism a rank has some tokens of every row, and returns its tokens' part of the loss; the parts add up to the
-            loss of the whole rows.
+        over_row: for context parallelism, where a rank has some tokens of every row: called once, with the counts of choices [batch, E]
+            of the tokens given here, it returns a new tensor, the counts of the whole rows. What is returned is then these tokens' part of
+            the loss; the ranks' parts add up to that of the whole rows. None where the rows are whole.
 
     Returns:
         [], in the dtype of `probabilities`. Where all is balanced, k / E for each valid token.
