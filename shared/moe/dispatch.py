@@ -50,7 +50,7 @@ def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     tensor([[500.5000],
             [ 19.0000]])
     """
-    by_token = rows[order.argsort()].unflatten(0, weights.shape)
+    by_token = rows.index_select(0, order.argsort()).unflatten(0, weights.shape)
     return (by_token * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
 
 
