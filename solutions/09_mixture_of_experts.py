@@ -59,5 +59,5 @@ def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """`order` says which choice a row is; its inverse, which row a choice is. Adding rows into tokens with `index_add` would do as well, but on
     a GPU it adds in another order each time."""
-    by_token = rows[order.argsort()].unflatten(0, weights.shape)
+    by_token = rows.index_select(0, order.argsort()).unflatten(0, weights.shape)
     return (by_token * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
