@@ -151,7 +151,7 @@ def test_a_rank_that_skips_its_experts_is_named():
             run.plain.stack.blocks["3"].feed_forward.experts.forward = lambda rows, counts: rows
         run.train(1)
 
-    with pytest.raises(CommunicationError, match="operation #7 of ep, rank 0 calls all_to_all of int64; rank 1 calls all_to_all of float64"):
+    with pytest.raises(CommunicationError, match="#7 of ep, rank 0 calls all_to_all of int64; rank 1 calls all_to_all of float64"):
         run_threads(work, 2)
 
 
