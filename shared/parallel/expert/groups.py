@@ -37,8 +37,8 @@ def gradient_ranks(pipeline: int, data: int, context: int, tensor: int, expert: 
         rank = ((pp * data + d) * context + cp) * tensor + tp
 
     Ranks of one pipeline stage and one tensor coordinate hold the same model, and see different tokens: along `data` other rows, along
-    `context` other positions of a row. So gradients are added over all of these. The experts of a layer are spread over `expert` consecutive
-    data ranks of one context coordinate, the first E / expert of them on the first; the next `expert` data ranks hold them all again.
+    `context` other positions of a row. So gradients are added over all of these. The experts of a layer are spread over `expert`
+    consecutive data ranks of one context coordinate, the first E / expert on the first; the next `expert` data ranks hold them all again.
 
     Args:
         pipeline, context, tensor: the degrees of these axes.
