@@ -141,8 +141,6 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         SettingError: names the setting.
     """
     asked = {
-        "pipeline_schedule zero_bubble": parallel.pipeline_parallel > 1 and parallel.pipeline_schedule == "zero_bubble",
-        "pipeline_layers memory": parallel.pipeline_parallel > 1 and parallel.pipeline_layers == "memory",
         "backend torch": parallel.backend == "torch" and parallel.ranks > 1,
     }
     if config.experts is not None and config.experts.first_k_dense >= config.num_hidden_layers:
