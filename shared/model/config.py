@@ -99,6 +99,25 @@ class ExpertsConfig:
         """Numbers in the matrices that one token passes in that layer: the router's, and those of the experts that it is sent to."""
         raise NotImplementedError(f"{type(self).__name__} must define active_matrix_size(config, layer).")
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether such a layer adds losses of its own, over the tokens that count."""
+        return False
+
+    @property
+    def has_formula(self) -> bool:
+        """Whether `saved_bytes` says what such a layer keeps."""
+        return False
+
+    def cut(self, ranks: int) -> "ExpertsConfig":
+        """The experts as a tensor-parallel rank computes them: with 1 / ranks of their inner width."""
+        return self
+
+    def saved_bytes(self, config: "ModelConfig", rows: int, seq: int, width: int) -> tuple[float, float, float]:
+        """What such a layer of a resolved configuration keeps of [rows, seq] tokens for the backward pass, as
+        `shared.parallel.planning.activations.Saved` says. width: bytes of a number in the experts' products."""
+        raise NotImplementedError(f"{type(self).__name__} must define saved_bytes(config, rows, seq, width).")
+
     def comparable(self, config: "ModelConfig") -> dict[str, Any]:
         """Changes of `config` that bring what has no effect on the model's output to one value, as `shared.model.hf.registry` compares."""
         return {}

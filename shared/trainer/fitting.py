@@ -4,7 +4,8 @@ import psutil
 import torch
 
 from shared.course.errors import SettingError
-from shared.parallel.planning.memory import StepSizes, model_of_rank, part_counts, state_width
+from shared.parallel.planning.activations import model_of_rank
+from shared.parallel.planning.memory import StepSizes, part_counts, state_width
 from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts
 from shared.trainer.config import TrainerConfig
 

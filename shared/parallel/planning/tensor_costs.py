@@ -27,7 +27,8 @@ from shared.model.counting import norm_size
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
 from shared.parallel.planning.costs import Cost, cost
-from shared.parallel.planning.memory import WIDTH, Part, StepSizes, model_of_rank
+from shared.parallel.planning.activations import WIDTH, Part, model_of_rank, whole_of
+from shared.parallel.planning.memory import StepSizes
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def tensor_exchanges(
     """
     if layout.tensor_parallel == 1:
         return []
-    model, ranks, part = model.resolved(), layout.tensor_parallel, part or Part(model.num_hidden_layers)
+    model, ranks, part = model.resolved(), layout.tensor_parallel, part or whole_of(model)
     found = []
     for where, operation, calls, numbers, width in microbatch_exchanges(model, layout, step, part):
         if calls:
@@ -98,7 +99,7 @@ def context_exchanges(
     if ranks == 1:
         return []
     own, passes = model_of_rank(model, layout), 2 if layout.activation_checkpointing == "none" else 3
-    calls = step.microbatches * (part or Part(model.num_hidden_layers)).layers * 1.5 * (ranks - 1)
+    calls = step.microbatches * (part or whole_of(model)).layers * 1.5 * (ranks - 1)
     numbers = 2 * step.rows * own.num_key_value_heads * own.head_dim * step.seq // (2 * ranks)
     return [
         Exchange("keys and values", "send", "cp", ranks, calls * passes, WIDTH[step.precision] * numbers),
