@@ -158,14 +158,13 @@ class MixtureModelConfig(ModelConfig):
 
 
 def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse layouts in which a mixture of experts is not proved equal to one process yet, and models in which no block would have one.
+    """Refuse layouts in which a mixture of experts is not proved equal to one process, and models in which no block would have one.
     Not a matter of `MixtureModelConfig`: the first blocks of a model, whose costs a pipeline's balance asks for, may all be dense.
 
     Raises:
         SettingError: names the setting.
     """
     asked = {
-        "tensor_parallel": parallel.tensor_parallel > 1,
         "context_parallel": parallel.context_parallel > 1,
         "pipeline_schedule zero_bubble": parallel.pipeline_parallel > 1 and parallel.pipeline_schedule == "zero_bubble",
         "pipeline_layers memory": parallel.pipeline_parallel > 1 and parallel.pipeline_layers == "memory",
@@ -175,6 +174,11 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         raise SettingError(
             f"model.experts.first_k_dense is {config.experts.first_k_dense} of {config.num_hidden_layers} blocks, so none has experts: "
             "give less."
+        )
+    if config.experts is not None and config.experts.moe_intermediate_size % parallel.tensor_parallel:
+        raise SettingError(
+            f"parallel.tensor_parallel {parallel.tensor_parallel} does not divide model.experts.moe_intermediate_size "
+            f"{config.experts.moe_intermediate_size}: change one of the two."
         )
     for name, is_asked in asked.items():
         if config.experts is not None and is_asked:

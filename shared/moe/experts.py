@@ -57,6 +57,8 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 class ExpertLinear(nn.Module):
     """E linear layers without biases: rows [n, in] sorted by expert -> [n, out]. weight: [E, out, in]."""
 
+    knows_tensor_parallelism = True  # which cuts it as it would cut each of the E
+
     def __init__(self, num_experts: int, in_features: int, out_features: int, implementation: str):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))

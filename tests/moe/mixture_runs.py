@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 from brute_force import CONFIG
+from context_runs import batches
 from layout_runs import LayoutRun
 from sharded_runs import ADAMW, MUON
 from step_records import STEPS
@@ -19,8 +20,7 @@ from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
-from shared.parallel.parallelize import AXES
-from shared.parallel.pipeline.axis import PipelineParallel
+from shared.trainer.axes import RUN_AXES
 
 EXPERTS = MixtureConfig(
     4, 16, balance_coefficient=0.3, z_coefficient=0.05, bias_update_rate=0.02, num_shared_experts=1, first_k_dense=1, capacity_factor=1.2
@@ -32,7 +32,7 @@ OPTIMIZERS = {"adamw": ADAMW, "muon": MUON}
 class MixtureRun(LayoutRun):
     def __init__(self, world, layout: ParallelConfig, optimizer: str = "adamw", config=MODEL, scale: float | None = None, **settings):
         scaler = LossScaler(LossScaleConfig(initial=scale)) if scale else None
-        settings = {"objective": packed_next_token_objective, "axes": (*AXES, PipelineParallel())} | settings
+        settings = {"objective": packed_next_token_objective, "axes": RUN_AXES, "batches": batches} | settings
         super().__init__(world, layout, config, OPTIMIZERS[optimizer], scaler=scaler, builders=MIXTURE, **settings)
         self.loads: list[dict[int, Tensor]] = []
 
