@@ -113,22 +113,25 @@ class MixtureConfig(ExpertsConfig):
     def cut(self, ranks: int) -> "MixtureConfig":
         return replace(self, moe_intermediate_size=-(-self.moe_intermediate_size // ranks))
 
-    def saved_bytes(self, config: ModelConfig, rows: int, seq: int, width: int) -> tuple[float, float, float]:
+    def saved_bytes(
+        self, config: ModelConfig, rows: int, seq: int, width: int, ranks: int, imbalance: float
+    ) -> tuple[float, float, float]:
         """Every token's k choices are counted, also those that a capacity drops. A router reads float32; experts and shared experts read the
         same tokens as products take them."""
         tokens, size, k, entries = rows * seq, config.hidden_size, self.num_experts_per_tok, 2 if config.gated else 1
+        arriving = tokens * k * imbalance
         choices, inner, shared = tokens * k, self.moe_intermediate_size, self.num_shared_experts * self.moe_intermediate_size
         balanced, z = self.balance_coefficient > 0, self.z_coefficient > 0
-        scores = self.num_experts + (2 * k + 2 if self.norm_topk_prob else k)  # their weights before, while and after they are normalised
+        scores = self.num_experts + (2 * k + 1.25 if self.norm_topk_prob else k)  # weights and their sum; whether that is 0 is one byte
         losses = 4 * tokens * (2 * (balanced and self.scoring == "sigmoid") + (self.num_experts + 1) * z)
-        losses += rows * (4 * self.num_experts + 8) * balanced
+        losses += rows * 4 * (self.num_experts + 1) * balanced
         router = 4 * tokens * (size + scores) + losses
         places = 8 * 3 * choices  # the chosen experts, the sorted rows' tokens, and where rows go back to
-        ends = 4 * self.num_experts * (entries + 1) if self.implementation == "grouped" else 0  # of each expert's rows
-        rows_kept = width * choices * (2 * size + 2 * entries * inner)  # as they enter, within, and as they come back
+        ends = 4 * self.num_experts // ranks * (entries + 1) if self.implementation == "grouped" else 0  # of each expert's rows
+        rows_kept = width * (arriving * (size + 2 * entries * inner) + choices * size)  # as they enter, within, and as they come back
         of_shared = width * tokens * 2 * entries * shared + (width * tokens * size if shared and width < 4 else 0)
-        either = width * (choices * inner + tokens * shared) * entries + 4 * tokens * self.num_experts * z
-        products = width * (choices * (entries * inner + size) + tokens * (entries * shared + size * bool(shared)))
+        either = width * (arriving * inner + tokens * shared) * entries + 4 * tokens * self.num_experts * z
+        products = width * (arriving * (entries * inner + size) + tokens * (entries * shared + size * bool(shared)))
         return router + places + ends + rows_kept + of_shared, products + 4 * tokens * self.num_experts, either
 
     def comparable(self, config: ModelConfig) -> dict[str, Any]:

@@ -137,4 +137,4 @@ def test_a_step_of_many_micro_batches_is_estimated_from_its_first_ones(schedule,
             split = [part.layers * split_bytes(config, layout, step) for part in parts]
             assert found.activations == most_in_flight(whole[rank], each, sent, split), (microbatches, rank)
     billions = estimate_ranks(config, layout, ADAMW, replace(STEP, microbatches=4 * 10**9))
-    assert (billions[0].activations > 1e15) == (schedule == "gpipe")
+    assert (billions[0].activations > 1e12) == (schedule == "gpipe")

@@ -22,7 +22,6 @@ from shared.model.chunked_loss import packed_next_token_objective# noqa: E402
 from shared.loop import accumulate_gradients, train_step  # noqa: E402
 from shared.model.config import ModelConfig  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402
-from shared.moe.builders import MIXTURE  # noqa: E402
 from shared.optim.build import build_optimizer  # noqa: E402
 from shared.optim.config import OptimizerConfig  # noqa: E402
 from shared.optim.precision import autocast_objective  # noqa: E402
@@ -72,7 +71,7 @@ def measure(
 ) -> tuple[MemoryEstimate, CommTrace]:
     """What a rank holds of a step, and what it communicates."""
     dtype = None if precision == "float32" else torch.bfloat16
-    parallel = apply_parallel(TransformerModel(config, MIXTURE), Mesh(layout, world), optimizer, dtype, axes=RUN_AXES)
+    parallel = apply_parallel(TransformerModel(config), Mesh(layout, world), optimizer, dtype, axes=RUN_AXES)
     world.trace.clear()
     stepper, objective = build_optimizer(parallel.optim_params, optimizer), autocast_objective(packed_next_token_objective, precision)
     objective = parallel.objective(objective)

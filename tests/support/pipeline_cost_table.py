@@ -22,7 +22,6 @@ from shared.loop import accumulate_gradients, train_step  # noqa: E402
 from shared.model.chunked_loss import packed_next_token_objective  # noqa: E402
 from shared.model.config import ModelConfig  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402
-from shared.moe.builders import MIXTURE  # noqa: E402
 from shared.optim.build import build_optimizer  # noqa: E402
 from shared.optim.config import OptimizerConfig  # noqa: E402
 from shared.optim.precision import autocast_objective  # noqa: E402
@@ -92,7 +91,7 @@ def measure(
 ) -> tuple[MemoryEstimate, CommTrace]:
     """What a rank holds of its first step, and what it communicates in its second one."""
     dtype = None if step.precision == "float32" else torch.bfloat16
-    parallel = apply_parallel(TransformerModel(config, MIXTURE), Mesh(layout, world), optimizer, dtype, axes=RUN_AXES)
+    parallel = apply_parallel(TransformerModel(config), Mesh(layout, world), optimizer, dtype, axes=RUN_AXES)
     stepper, objective = build_optimizer(parallel.optim_params, optimizer), autocast_objective(packed_next_token_objective, step.precision)
     objective = parallel.objective(objective)
     runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.grad_norm))

@@ -76,9 +76,11 @@ def activations(
     packed: bool = False,
     layout: ParallelConfig = ParallelConfig(),  # noqa: B008 (read only)
     part: Part | None = None,
+    imbalance: float = 1.0,
 ) -> Activations:
     """What a micro-batch's activations take on a rank of `layout`. With fsdp, autocast has no weights to round: they are gathered rounded.
-    part: what the rank has of the model; None for the whole.
+    part: what the rank has of the model; None for the whole. imbalance: how many rows its experts compute, in shares of an equal number;
+    without expert parallelism always 1.
 
     Blocks that are recomputed whole keep their input only. In the backward pass one block at a time has all of its activations again, and
     last norm, head and loss have freed theirs. The input of matrices that are cut by columns is whole on every
@@ -99,7 +101,7 @@ def activations(
     positions = tokens if packed else seq
     blocks: list[Saved] = []
     for layer in part.blocks:
-        saved = saved_in_block(model, layer, rows, seq, width, mask, slices)
+        saved = saved_in_block(model, layer, rows, seq, width, mask, slices, layout.expert_parallel, imbalance)
         copies = width * rounded_size(model, layer, layout) if rounds else 0
         rotation = 16 * positions * model.head_dim if model.position == "rope" else 0  # cos and sin, for all queries and for all keys
         blocks.append(saved._replace(everything=saved.everything + copies + rotation))
@@ -126,11 +128,13 @@ class Saved(NamedTuple):
     either: float
 
 
-def saved_in_block(model: ModelConfig, layer: int, rows: int, seq: int, width: int, mask: int, slices: int) -> Saved:
-    """Without rotations and rounded weights. Arguments as for `activations` and `saved_per_token`."""
+def saved_in_block(
+    model: ModelConfig, layer: int, rows: int, seq: int, width: int, mask: int, slices: int, ranks: int, imbalance: float
+) -> Saved:
+    """Without rotations and rounded weights. Arguments as for `activations` and `saved_per_token`. ranks: that hold the experts together."""
     sparse, tokens = is_sparse(model, layer), rows * seq
     kinds = (saved_per_token(model, mask, slices, sparse), saved_products_per_token(model, sparse), saved_either_way(model, mask, sparse))
-    of_experts = model.experts.saved_bytes(model, rows, seq, width) if sparse else (0, 0, 0)
+    of_experts = model.experts.saved_bytes(model, rows, seq, width, ranks, imbalance) if sparse else (0, 0, 0)
     return Saved(*(tokens * token_bytes(kind, width) + more for kind, more in zip(kinds, of_experts, strict=True)))
 
 

@@ -10,6 +10,7 @@ Each data-parallel rank holds either all or 1/n of the weights, gradients and op
 Left out on purpose: short-lived buffers (buckets under way, what an operation needs for itself), and what the allocator keeps in reserve.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -27,13 +28,15 @@ class StepSizes:
     """A training step of one rank.
 
     rows, seq: of a micro-batch; seq of the whole sequence, also under context parallelism. microbatches: in a step. precision: of matrix
-    products, and of blocks that fsdp gathers. Weights, gradients and optimizer state are float32.
+    products, and of blocks that fsdp gathers. Weights, gradients and optimizer state are float32. imbalance: under expert parallelism, how
+    many rows this rank's experts compute, in shares of an equal number.
     """
 
     rows: int
     seq: int
     microbatches: int = 1
     precision: str = "float32"
+    imbalance: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,11 @@ def estimate_memory(
     if stage == 1 and step.microbatches == 1:
         stage = 2  # a gradient is freed as soon as its bucket is under way
     frozen = sum(frozen_size(own, layer) for layer in part.blocks)
-    counts["bias"] -= frozen
-    held = bytes_held(sum(counts.values()), data_shards(layout), stage, state=state_width(counts, optimizer))
-    held["weights"] += 4 * frozen / fsdp
+    experts = {"expert": counts["expert"] // layout.expert_parallel, "matrix": 0}
+    everything_else = counts | {"expert": 0, "bias": counts["bias"] - frozen}
+    held = Counter({"weights": 4 * frozen / fsdp})
+    for numbers, ranks in ((everything_else, data_shards(layout)), (experts, expert_shards(layout))):
+        held.update(bytes_held(sum(numbers.values()), ranks, stage, state=state_width(numbers, optimizer)))
     gathered = 0
     if fsdp > 1:
         ahead = min(1 + layout.prefetch, -(-part.layers // layout.pipeline_chunks))  # never a block of another chunk
@@ -94,9 +99,9 @@ def estimate_memory(
         root = sum(part_counts(own, part._replace(blocks=())).values())
         gathered = 4 * root + sum(blocks[-ahead:] if layout.reshard_after_forward else blocks)
         if layout.pipeline_parallel > 1 and not layout.reshard_after_forward:
-            held["gradients"] = 4 * sum(counts.values())  # whole ones add up until the step ends
+            held["gradients"] = 4 * (sum(everything_else.values()) + sum(experts.values()))  # whole ones add up until the step ends
     how = layout.activation_checkpointing
-    peak = activations(model, how, step.rows, step.seq, step.precision, sliced, packed, layout, part).peak
+    peak = activations(model, how, step.rows, step.seq, step.precision, sliced, packed, layout, part, step.imbalance).peak
     return MemoryEstimate(held["weights"], gathered, held["gradients"], held["optimizer state"], peak)
 
 
@@ -121,7 +126,8 @@ def frozen_size(model: ModelConfig, layer: int) -> int:
 
 def gathered_bytes(model: ModelConfig, layer: int, layout: ParallelConfig, width: int) -> float:
     """A block's weights as fsdp gathers them: a router and its bias in float32, everything else in the precision of products."""
-    whole = sum(block_counts(model, layer).values())
+    counts = block_counts(model, layer)
+    whole = sum(counts.values()) - counts["expert"] + counts["expert"] // layout.expert_parallel
     router = feed_forward_counts(model, layer)["bias"] + model.experts.num_experts * model.hidden_size if is_sparse(model, layer) else 0
     return width * (whole - router) + 4 * router
 
@@ -131,9 +137,15 @@ def data_shards(layout: ParallelConfig) -> int:
     return layout.fully_sharded if layout.fully_sharded > 1 else layout.data_parallel * layout.context_parallel
 
 
+def expert_shards(layout: ParallelConfig) -> int:
+    """`data_shards` of expert matrices: the ranks that hold the same experts."""
+    spread = layout.expert_parallel
+    return data_shards(layout) if spread == 1 else layout.data_ranks * layout.context_parallel // spread
+
+
 def state_width(counts: Mapping[Role, int], optimizer: OptimizerConfig) -> float:
     """Bytes of state for a parameter, on average: AdamW keeps two means, the others one, and Muon leaves to AdamW what is no matrix.
     counts: of parameters, by role."""
     if optimizer.name != "muon":
         return 8 if optimizer.name == "adamw" else 4
-    return 8 - 4 * (counts["matrix"] + counts["expert"]) / sum(counts.values())
+    return 8 - 4 * (counts["matrix"] + counts["expert"]) / max(sum(counts.values()), 1)

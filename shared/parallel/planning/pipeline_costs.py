@@ -62,7 +62,7 @@ def estimate_ranks(
     for held, chunks, actions, with_one_more in zip(held_parts(model, layout), chunk_parts(model, layout), schedule, longer, strict=True):
         estimate = estimate_memory(model, layout, optimizer, step, sliced=sliced, packed=packed, part=held)
         how, sizes = layout.activation_checkpointing, (step.rows, step.seq, step.precision)
-        each = [activations(model, how, *sizes, sliced, packed, layout, part) for part in chunks]
+        each = [activations(model, how, *sizes, sliced, packed, layout, part, step.imbalance) for part in chunks]
         sent = [0 if part.head else hidden_bytes(model, layout, step) for part in chunks]
         split = [part.layers * split_bytes(model, layout, step) for part in chunks]
         kept, then = (most_in_flight(some, each, sent, split) for some in (actions, with_one_more))
