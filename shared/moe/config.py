@@ -15,6 +15,11 @@ from shared.course.errors import SettingError
 from shared.model.config import ExpertsConfig, ModelConfig, require_choices, require_positive
 from shared.parallel.config import ParallelConfig
 
+CAPACITY_OF_WHOLE_ROWS = (
+    "model.experts.capacity_factor with parallel.context_parallel: experts take the first choices of a row, and no rank has whole rows. "
+    "Set one of the two to null or 1."
+)
+
 
 @dataclass(frozen=True)
 class MixtureConfig(ExpertsConfig):
@@ -168,9 +173,6 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         SettingError: names the setting.
     """
     asked = {
-        "context_parallel": parallel.context_parallel > 1,
-        "pipeline_schedule zero_bubble": parallel.pipeline_parallel > 1 and parallel.pipeline_schedule == "zero_bubble",
-        "pipeline_layers memory": parallel.pipeline_parallel > 1 and parallel.pipeline_layers == "memory",
         "backend torch": parallel.backend == "torch" and parallel.ranks > 1,
     }
     if config.experts is not None and config.experts.first_k_dense >= config.num_hidden_layers:
@@ -183,6 +185,8 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.tensor_parallel {parallel.tensor_parallel} does not divide model.experts.moe_intermediate_size "
             f"{config.experts.moe_intermediate_size}: change one of the two."
         )
+    if config.experts is not None and config.experts.capacity_factor is not None and parallel.context_parallel > 1:
+        raise SettingError(CAPACITY_OF_WHOLE_ROWS)
     for name, is_asked in asked.items():
         if config.experts is not None and is_asked:
             raise SettingError(f"model.experts and parallel.{name} are not built together yet: leave one of the two out.")

@@ -15,7 +15,11 @@ has a summand of what goes back into the router as well: f in front of the route
 gradient of the router's matrix is partial over the ranks. The losses are the same on all n ranks; each adds 1/n of them. With sequence
 parallelism f gathers the sequence, so each rank routes whole rows, and losses and capacity are those of one process.
 
-Left out on purpose: expert parallelism, which replaces `experts` and nothing else.
+**Context parallelism** routes each rank's positions. The balance loss multiplies probabilities by counts of the whole row: the counts,
+which have no gradient, are added over the ranks (`context.over_row`), and the ranks' losses then add up to that of the row.
+
+Left out on purpose: expert parallelism, which replaces `experts` and nothing else; a capacity where a row's positions are on several ranks,
+of which none knows how many choices came before its own.
 """
 
 from collections.abc import Callable
@@ -26,10 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shared.course.errors import SettingError
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, add_auxiliary_loss, to_compute_dtype
 from shared.model.feed_forward import build_feed_forward
+from shared.moe.config import CAPACITY_OF_WHOLE_ROWS
 from shared.moe.dispatch import combine, dispatch, drop_beyond_capacity, expert_capacity
 from shared.moe.experts import Experts
 from shared.moe.losses import balance_loss, balance_scale, z_loss
@@ -68,16 +74,18 @@ class MixtureLayer(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         routing = self.router(x)
-        y = self.mix(x, routing)
+        y = self.mix(x, routing, context)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
         y = self.leave(y)
         return self.with_losses(y, routing, context) if torch.is_grad_enabled() else y
 
-    def mix(self, x: Tensor, routing: Routing) -> Tensor:
+    def mix(self, x: Tensor, routing: Routing, context: AttentionContext) -> Tensor:
         """What the chosen experts make of each token, weighted."""
         experts, (_, seq, k), tokens = routing.experts, routing.experts.shape, to_compute_dtype(x).flatten(0, 1)
         if self.config.capacity_factor is not None and self.training:
+            if context.over_row is not None:
+                raise SettingError(CAPACITY_OF_WHOLE_ROWS)
             capacity = expert_capacity(self.config.capacity_factor, seq, k, self.config.num_experts)
             experts = drop_beyond_capacity(experts, self.config.num_experts, capacity)
         order, counts = dispatch(experts.flatten(0, 1), self.config.num_experts)
@@ -95,7 +103,7 @@ class MixtureLayer(nn.Module):
         if valid is None:
             valid = torch.ones(routing.experts.shape[:2], dtype=torch.bool, device=y.device)
         if self.balance_scale:
-            loss = self.balance_scale * balance_loss(routing.probabilities, routing.experts, valid)
+            loss = self.balance_scale * balance_loss(routing.probabilities, routing.experts, valid, context.over_row)
             y = add_auxiliary_loss(y, loss, scale)
         if self.config.z_coefficient:
             y = add_auxiliary_loss(y, self.config.z_coefficient * z_loss(routing.logits, valid), scale)
