@@ -121,8 +121,8 @@ class MixtureConfig(ExpertsConfig):
     def saved_bytes(
         self, config: ModelConfig, rows: int, seq: int, width: int, ranks: int, imbalance: float
     ) -> tuple[float, float, float]:
-        """Every token's k choices are counted, also those that a capacity drops. A router reads float32; experts and shared experts read the
-        same tokens as products take them."""
+        """Every token's k choices are counted, also those that a capacity drops. A router reads float32; experts and shared experts read
+        the same tokens as products take them."""
         tokens, size, k, entries = rows * seq, config.hidden_size, self.num_experts_per_tok, 2 if config.gated else 1
         arriving = tokens * k * imbalance
         choices, inner, shared = tokens * k, self.moe_intermediate_size, self.num_shared_experts * self.moe_intermediate_size

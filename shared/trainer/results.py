@@ -140,8 +140,8 @@ def pipeline_line(config: TrainerConfig) -> str:
 
 
 def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
-    """What tensor, pipeline and expert parallelism should send in a step by formula, on the first stage, in the words of `Traffic.per_step`;
-    with experts that all have the same load."""
+    """What tensor, pipeline and expert parallelism should send in a step by formula, on the first stage, all experts equally loaded;
+    in the words of `Traffic.per_step`."""
     model, parallel, step = config.model, config.parallel, step_sizes(config)
     if parallel.backend == "torch":
         return {}  # it is not traced

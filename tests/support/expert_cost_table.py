@@ -60,7 +60,7 @@ OTHERS = {
 
 
 class Measured(NamedTuple):
-    """Of a rank. held: in a step. trace: of what it communicates in it. arriving: by micro-batch and layer, how many rows its experts got."""
+    """Of a rank. held: in a step. trace: of what it sends. arriving: by micro-batch and layer, how many rows its experts got."""
 
     held: MemoryEstimate
     trace: CommTrace
@@ -90,7 +90,8 @@ def by_rank(config: ModelConfig, layout: ParallelConfig, optimizer: OptimizerCon
 
 def measured_imbalance(found: Measured, layout: ParallelConfig, step: StepSizes, config: ModelConfig) -> float:
     """How many rows the rank's experts got, in shares of an equal number, on average over layers and micro-batches."""
-    return sum(found.arriving) / len(found.arriving) / (step.rows * step.seq // layout.context_parallel * config.experts.num_experts_per_tok)
+    own = step.rows * step.seq // layout.context_parallel * config.experts.num_experts_per_tok
+    return sum(found.arriving) / len(found.arriving) / own
 
 
 def counted(exchanges: Iterable[Exchange]) -> dict[tuple[str, str], tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""The most bytes of tensors that a thread has held at once: storages, each counted once, as operations see them; and the allocator's word."""
+"""The most bytes of tensors that a thread has held at once, each storage once, as operations see them; and what the allocator says."""
 
 import gc
 import json

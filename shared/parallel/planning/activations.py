@@ -21,7 +21,7 @@ WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Part(NamedTuple):
-    """What a rank has of a model: blocks, by their numbers, and embedding and head or not. Stages of a pipeline have less than the whole."""
+    """What a rank has of a model: blocks, by their numbers; embedding and head or not. Stages of a pipeline have less than the whole."""
 
     blocks: Sequence[int]
     embedding: bool = True
@@ -131,7 +131,7 @@ class Saved(NamedTuple):
 def saved_in_block(
     model: ModelConfig, layer: int, rows: int, seq: int, width: int, mask: int, slices: int, ranks: int, imbalance: float
 ) -> Saved:
-    """Without rotations and rounded weights. Arguments as for `activations` and `saved_per_token`. ranks: that hold the experts together."""
+    """Without rotations and rounded weights. Arguments: see `activations` and `saved_per_token`. ranks: that hold the experts together."""
     sparse, tokens = is_sparse(model, layer), rows * seq
     kinds = (saved_per_token(model, mask, slices, sparse), saved_products_per_token(model, sparse), saved_either_way(model, mask, sparse))
     of_experts = model.experts.saved_bytes(model, rows, seq, width, ranks, imbalance) if sparse else (0, 0, 0)
@@ -153,7 +153,7 @@ def saved_per_token(model: ModelConfig, mask: int = 0, slices: int = 1, sparse: 
     size, inner, shared = model.hidden_size, *heads(model)
     keys = inner if mask else shared
     attention = size + inner + 2 * keys + mask + inner  # the normed input; queries, keys, values; mask; the result
-    feed_forward = 0 if sparse else size + (4 if model.gated else 2) * model.intermediate_size  # gate, its activation, up, their product
+    feed_forward = 0 if sparse else size + (4 if model.gated else 2) * model.intermediate_size  # gate, its activation, up, product
     statistics = 4 if model.norm == "layer_norm" else 0  # mean and deviation of two norms
     return {
         "stream": 2 * size / slices,

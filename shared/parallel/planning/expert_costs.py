@@ -10,7 +10,7 @@ Under an equal load m is n, so a rank hands out 4 n D numbers, of which it keeps
 time. A tensor-parallel layer sends 8 (t - 1) / t D numbers for each token (`shared.parallel.planning.tensor_costs`): as many as a mixture
 with k = 2 over as many ranks.
 
-All ranks wait for the one with most rows, in every layer. The gradients of experts are added over edp, those of all else over all data ranks.
+All ranks wait for the one with most rows, in every layer. The gradients of experts are added over edp, all others over all data ranks.
 
 Left out on purpose: exchanges that overlap with products, and gradients of the rest of the model, which chapter 06 counts.
 """
@@ -104,8 +104,8 @@ def imbalance(loads: Sequence[float], ranks: int) -> float:
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step, one after another. products: of an equal share. waiting: for the rank with most rows. exchange: all-to-alls. experts:
-    their gradients, over edp."""
+    """Seconds of a step, one after another. products: of an equal share. waiting: for the rank with most rows. exchange: all-to-alls.
+    experts: their gradients, over edp."""
 
     products: float
     waiting: float
