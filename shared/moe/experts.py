@@ -44,7 +44,7 @@ def batched_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 class OneDNNProduct(torch.autograd.Function):
     """`loop_product` by oneDNN, for float32 on a CPU. PyTorch's own products call MKL there, which leaves AVX-512 unused on AMD processors
-    (`tests/benchmarks/README.md`); `Tensor.to_mkldnn` is the public way to oneDNN. Its copies are made anew for the backward pass."""
+    (`tests/benchmarks/README.md`); `Tensor.to_mkldnn` is the public way to oneDNN. Its copies are made again for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
