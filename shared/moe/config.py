@@ -132,7 +132,8 @@ class MixtureConfig(ExpertsConfig):
         losses += rows * 4 * (self.num_experts + 1) * balanced
         router = 4 * tokens * (size + scores) + losses
         places = 8 * 3 * choices  # the chosen experts, the sorted rows' tokens, and where rows go back to
-        ends = 4 * self.num_experts // ranks * (entries + 1) if self.implementation == "grouped" else 0  # of each expert's rows
+        grouped = self.implementation == "grouped" and width < 4  # which keep the ends of each expert's rows
+        ends = 4 * self.num_experts // ranks * (entries + 1) * grouped
         rows_kept = width * (arriving * (size + 2 * entries * inner) + choices * size)  # as they enter, within, and as they come back
         of_shared = width * tokens * 2 * entries * shared + (width * tokens * size if shared and width < 4 else 0)
         either = width * (arriving * inner + tokens * shared) * entries + 4 * tokens * self.num_experts * z

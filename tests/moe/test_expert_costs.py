@@ -22,7 +22,7 @@ from shared.trainer.settings import parse_words
 LAYOUTS = [
     ("dp2_ep2", "none", "float32"), ("dp4_ep2", "full", "bfloat16"), ("dp4_ep2_zero1", "none", "float32"),
     ("dp4_ep2_zero2", "none", "float32"), ("fsdp4_ep2", "none", "bfloat16"), ("dp2_fsdp2_ep2", "full", "float32"),
-    ("pp2_fsdp4_ep2_keep", "none", "float32"), ("dp2_tp2_ep2", "none", "bfloat16"),
+    ("pp2_fsdp4_ep2_keep", "none", "float32"), ("dp2_tp2_ep2", "none", "bfloat16"), ("dp2_cp2_ep2", "full", "float32"),
 ]  # fmt: skip
 
 
