@@ -140,6 +140,11 @@ class MixtureConfig(ExpertsConfig):
         products = width * (arriving * (entries * inner + size) + tokens * (entries * shared + size * bool(shared)))
         return router + places + ends + rows_kept + of_shared, products + 4 * tokens * self.num_experts, either
 
+    def split_numbers(self, config: ModelConfig, imbalance: float) -> float:
+        entries, shared = 3 if config.gated else 2, self.num_shared_experts * self.moe_intermediate_size
+        of_row = 2 * config.hidden_size + entries * self.moe_intermediate_size
+        return self.num_experts_per_tok * imbalance * of_row + (2 * config.hidden_size + entries * shared if shared else 0)
+
     def comparable(self, config: ModelConfig) -> dict[str, Any]:
         """Training and the implementation are left out, and a dense width that no layer has."""
         bias = None if self.bias_update_rate is None else 0.0

@@ -50,7 +50,8 @@ def expert_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSizes
     own, ranks, context = model_of_rank(model, layout), layout.expert_parallel, layout.context_parallel
     sparse = [layer for layer in (part or whole_of(own)).blocks if is_sparse(own, layer)]
     passes, calls = 1 + (layout.activation_checkpointing != "none"), len(sparse) * step.microbatches
-    of_rows = Exchange("choices of rows", "all_reduce", "cp", context, calls * passes, 4 * step.rows * own.experts.num_experts)
+    sums = calls * (1 + (layout.activation_checkpointing == "selective"))  # blocks that are recomputed whole add up in one of their passes
+    of_rows = Exchange("choices of rows", "all_reduce", "cp", context, sums, 4 * step.rows * own.experts.num_experts)
     found = [of_rows] if context > 1 and own.experts.balance_coefficient else []
     if ranks == 1:
         return found
