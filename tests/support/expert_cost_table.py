@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
-from memory_table import ADAMW, KINDS, RECOMPUTE, SMALL, batch, cell, memory_measured  # noqa: E402
+from memory_table import ADAMW, KINDS, RECOMPUTE, SMALL, cell, memory_measured  # noqa: E402
 from pipeline_cost_table import PipelineTracker  # noqa: E402
 
 from shared.course.paths import CHECKOUT  # noqa: E402
@@ -83,16 +83,25 @@ def measure(world: Communicator, layout: ParallelConfig, optimizer: OptimizerCon
     model, dtype = TransformerModel(config, MIXTURE), None if step.precision == "float32" else torch.bfloat16
     for layer in mixture_layers(model):
         layer.experts.up_proj.register_forward_hook(lambda module, inputs, output: arriving.append(len(output)))
-    parallel = apply_parallel(model, Mesh(layout, world), optimizer, dtype, axes=RUN_AXES)
+    mesh = Mesh(layout, world)
+    parallel = apply_parallel(model, mesh, optimizer, dtype, axes=RUN_AXES)
     stepper = build_optimizer(parallel.optim_params, optimizer)
     objective = parallel.objective(autocast_objective(packed_next_token_objective, step.precision))
     runner, updater = parallel.runner(accumulate_gradients), parallel.updater(Update(1.0, norm=parallel.grad_norm))
     world.trace.clear()
     tracker = PipelineTracker if layout.pipeline_parallel > 1 else memory_measured.MemoryTracker
     with tracker(parallel, stepper) as meter:
-        batches = [batch(step.rows, step.seq) for _ in range(step.microbatches)]
+        batches = batches_of(mesh.data.rank, step)
         train_step(parallel.model, stepper, batches, objective, runner, parallel.reducer, updater)
     return Measured(meter.peak, world.trace, arriving)
+
+
+def batches_of(share: int, step: StepSizes) -> list[dict[str, torch.Tensor]]:
+    """The micro-batches of a data rank: always the same, so that the router decides the same."""
+    generator, ids = torch.Generator().manual_seed(share), []
+    for _ in range(step.microbatches):
+        ids.append(torch.randint(SMALL.vocab_size, (step.rows, step.seq + 1), generator=generator))
+    return [{"input_ids": each[:, :-1].contiguous(), "targets": each[:, 1:].contiguous()} for each in ids]
 
 
 def by_rank(config: ModelConfig, layout: ParallelConfig, optimizer: OptimizerConfig, step: StepSizes) -> list[Measured]:
