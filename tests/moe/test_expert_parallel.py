@@ -126,8 +126,8 @@ def test_expert_gradients_that_are_added_over_all_data_ranks_are_seen(monkeypatc
 def test_expert_gradients_that_are_averaged_over_the_exchange_are_seen(word, monkeypatch):
     from shared.parallel.expert import all_to_all
 
-    right = all_to_all.ExchangeRows.backward
-    monkeypatch.setattr(all_to_all.ExchangeRows, "backward", staticmethod(lambda ctx, upstream: right(ctx, upstream / 2)))
+    right = all_to_all.FinishExchange.backward
+    monkeypatch.setattr(all_to_all.FinishExchange, "backward", staticmethod(lambda ctx, upstream: right(ctx, upstream / 2)))
     with pytest.raises(AssertionError):
         require_same(on_ranks(layout_of(word)), alone())
 
@@ -148,7 +148,8 @@ def test_a_rank_that_skips_its_experts_is_named():
     def work(world):
         run = MixtureRun(world, layout_of("dp2_ep2"))
         if world.rank == 1:
-            run.plain.stack.blocks["3"].feed_forward.experts.forward = lambda rows, counts: rows
+            experts = run.plain.stack.blocks["3"].feed_forward.experts
+            experts.forward, experts.arrived = (lambda rows, counts: rows), (lambda rows: rows)
         run.train(1)
 
     with pytest.raises(CommunicationError, match="#7 of ep, rank 0 calls all_to_all of int64; rank 1 calls all_to_all of float64"):
