@@ -127,8 +127,9 @@ def counted(exchanges: Iterable[Exchange]) -> dict[tuple[str, str], tuple[float,
 
 STEP = StepSizes(3, 48, 1)
 SHOWN = [
-    ("one", "none"), ("dp2", "none"), ("dp2_zero1", "none"), ("fsdp2", "none"), ("dp2_ep2", "none"), ("dp2_ep2", "full"), ("dp4_ep2", "none"),
-    ("dp4_ep2_zero1", "none"), ("fsdp2_ep2", "none"), ("fsdp4_ep2", "none"), ("dp4_ep4", "none"), ("dp2_tp2_ep2", "none"),
+    ("one", "none"), ("dp2", "none"), ("dp2_zero1", "none"), ("fsdp2", "none"), ("dp2_ep2", "none"), ("dp2_ep2", "full"),
+    ("dp4_ep2", "none"), ("dp4_ep2_zero1", "none"), ("fsdp2_ep2", "none"), ("fsdp4_ep2", "none"), ("dp4_ep4", "none"),
+    ("dp2_tp2_ep2", "none"),
 ]  # fmt: skip
 RATES = {"NVLink": two_cards.NVLINK, "PCIe": two_cards.PCIE}  # GB/s
 CARDS = ("dp2_ep2_zero1", "fsdp2_ep2", "fsdp2", "dp2_zero1")

@@ -43,7 +43,7 @@ def expert_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSizes
 
     Returns:
         All-to-alls over ep, with the bytes that the rank hands out, its own rows included; and the gradients of experts over edp (with ZeRO
-        and FSDP the weights as well). Nothing of this without expert parallelism. Under context parallelism the sums of choices of each row.
+        and FSDP the weights as well). None of this without expert parallelism. Under context parallelism the sums of each row's choices.
     """
     if model.experts is None:
         return []
