@@ -118,3 +118,89 @@ def combine__place_by_place(rows, order, weights):
     for place in range(weights.shape[1]):
         total = total + F.embedding(inverse[:, place], rows) * weights[:, place : place + 1]
     return total.to(rows.dtype)
+
+
+def exchange_rows__through_ctx(rows, sent, received, group):
+    """Everything in ctx, narrow slices, and lists of its own."""
+
+    class AllToAll(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, leaving, arriving, ranks):
+            ctx.numbers, ctx.ranks = (tuple(leaving), tuple(arriving)), ranks
+            return move(x, leaving, arriving, ranks)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            leaving, arriving = ctx.numbers
+            return move(gradient, arriving, leaving, ctx.ranks), None, None, None
+
+    def slices(tensor, numbers):
+        starts = [sum(numbers[:place]) for place in range(len(numbers))]
+        return [tensor.narrow(0, start, number) for start, number in zip(starts, numbers)]
+
+    def move(x, leaving, arriving, ranks):
+        x = x if x.is_contiguous() else x.contiguous()
+        y = torch.empty((sum(arriving), x.shape[1]), dtype=x.dtype, device=x.device)
+        ranks.all_to_all(slices(y, arriving), slices(x, leaving))
+        return y
+
+    return AllToAll.apply(rows, sent, received, group)
+
+
+def exchange_rows__asynchronously(rows, sent, received, group):
+    """Started, and waited for; the gradient goes through a function of the same kind, so that it has a derivative too."""
+
+    def start(x, here, there):
+        y = torch.zeros(sum(there), *x.shape[1:], dtype=x.dtype)
+        work = group.all_to_all(torch.split(y, list(there)), torch.split(x.contiguous(), list(here)), asynchronous=True)
+        work.wait()
+        return y
+
+    def function(here, there):
+        class Move(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return start(x.detach(), here, there)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return function(there, here)(gradient)
+
+        return Move.apply
+
+    return function(sent, received)(rows)
+
+
+def gradient_ranks__by_conditions(pipeline, data, context, tensor, expert, num_experts):
+    """Every group by a condition on the coordinates of all ranks."""
+    import itertools
+
+    from shared.parallel.expert.groups import RankGroups
+
+    places = list(itertools.product(range(pipeline), range(data), range(context), range(tensor)))
+    lines = []
+    for pp, d, cp, tp in places:
+        stage = [(rank, other, c) for rank, (p, other, c, t) in enumerate(places) if (p, t) == (pp, tp)]
+        lines.append(
+            RankGroups(
+                experts=(d % expert * num_experts // expert, (d % expert + 1) * num_experts // expert),
+                exchange=[rank for rank, other, c in stage if c == cp and other // expert == d // expert],
+                same_experts=[rank for rank, other, _ in stage if (other - d) % expert == 0],
+                everything_else=[rank for rank, *_ in stage],
+            )
+        )
+    return lines
+
+
+def gradient_ranks__by_a_grid(pipeline, data, context, tensor, expert, num_experts):
+    """The grid of ranks as a tensor, with a dimension for the place within an exchange."""
+    from shared.parallel.expert.groups import RankGroups
+
+    grid = torch.arange(pipeline * data * context * tensor).reshape(pipeline, data // expert, expert, context, tensor)
+    found = {}
+    for p, copy, place, c, t in torch.cartesian_prod(*[torch.arange(size) for size in grid.shape]).tolist():
+        experts = torch.arange(num_experts).chunk(expert)[place].tolist()
+        exchange, same, rest = grid[p, copy, :, c, t], grid[p, :, place, :, t], grid[p, ..., t]
+        lists = [sorted(part.flatten().tolist()) for part in (exchange, same, rest)]
+        found[int(grid[p, copy, place, c, t])] = RankGroups((experts[0], experts[-1] + 1), *lists)
+    return [found[rank] for rank in sorted(found)]

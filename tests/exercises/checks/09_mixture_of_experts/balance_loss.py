@@ -1,5 +1,5 @@
-"""Check of 09.balance_loss. Oracle: transformers' loss of Switch, which takes its shares row by row, and that of Mixtral, given one row at a
-time; both with the factors stated below. For settings that neither has, a loop over rows and tokens. Ranks are threads.
+"""Check of 09.balance_loss. Oracle: transformers' loss of Switch, which takes its shares row by row, and that of Mixtral, given one row at
+a time; both with the factors stated below. For settings that neither has, a loop over rows and tokens. Ranks are threads.
 
 Tolerances. float64: 1e-12; transformers counts in float32: 1e-6.
 """
@@ -207,6 +207,7 @@ CHECK = Check(
         case("two ranks", "two ranks share out each row", cut(drawn(4, 11, 7, 3, LENGTHS), 5), at_once, "one process", in_parts),
         case("two ranks", "three ranks, with one choice for each token", cut(drawn(4, 11, 7, 1, LENGTHS), 2, 9), at_once, "one process",
              in_parts),
-        case("budget", "more tokens, rows or experts, and memory, in tensors like `probabilities`", dict, lambda: within(3.3), CONTRACT, given_sizes),
+        case("budget", "more tokens, rows or experts, and memory, in tensors like `probabilities`", dict, lambda: within(3.3), CONTRACT,
+             given_sizes),
     ],
 )  # fmt: skip

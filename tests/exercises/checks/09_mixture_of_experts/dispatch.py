@@ -1,6 +1,7 @@
 """Check of 09.dispatch. Oracle: Python's `sorted`, which is stable, and numpy's `bincount`.
 
-Sorts that are not asked to be stable put equal elements in reversed order here: on a CPU torch happens to sort stably, elsewhere it does not.
+Sorts that are not asked to be stable put equal elements in reversed order here: on a CPU torch happens to sort stably, elsewhere it does
+not.
 Everything is whole numbers, compared exactly.
 """
 
