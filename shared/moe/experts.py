@@ -5,7 +5,8 @@ are one `bmm`. Grouped products take the rows as they are, with the ends of the 
 three agree to rounding; an expert without rows gets a gradient of zero. `grouped_mm` leaves rows past the last end as the memory was, in
 its result and in its gradient, so every row that comes in belongs to an expert.
 
-`Experts` is all that expert parallelism replaces: called as experts(rows, counts), it returns a result for each row.
+`Experts` is all that expert parallelism replaces: called as experts(rows, counts), it returns a result for each row, which `arrived`
+makes readable.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from shared.model.config import ModelConfig
 from shared.model.context import to_compute_dtype
 from shared.model.feed_forward import ACTIVATIONS, swiglu
+from shared.parallel.pipeline.weight_gradients import Product, Waiting, split_product
 
 ALIGNMENT = 16  # bytes by which `grouped_mm` wants rows to start
 
@@ -42,7 +44,7 @@ def batched_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 class OneDNNProduct(torch.autograd.Function):
     """`loop_product` by oneDNN, for float32 on a CPU. PyTorch's own products call MKL there, which leaves AVX-512 unused on AMD processors
-    (`tests/benchmarks/README.md`); `Tensor.to_mkldnn` is the public way to oneDNN. Its copies are made anew for the backward pass."""
+    (`tests/benchmarks/README.md`); `Tensor.to_mkldnn` is the public way to oneDNN. Its copies are made again for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
@@ -97,6 +99,22 @@ class ExpertLinear(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         return self.product(rows, self.weight, counts)
 
+    def split_backward(self, waiting: Waiting) -> None:
+        """Leave weight gradients in a list, to be computed later (`shared.parallel.pipeline.weight_gradients`)."""
+        product = self.product
+
+        def split(rows: Tensor, weight: nn.Parameter, counts: Tensor) -> Tensor:
+            def to_weight(rows: Tensor, upstream: Tensor) -> Tensor:
+                parts = (part.to(upstream.dtype).split(counts.tolist()) for part in (upstream, rows))
+                return torch.stack([gradient.T @ part for gradient, part in zip(*parts, strict=True)])
+
+            def to_input(upstream: Tensor, weight: Tensor) -> Tensor:
+                return product(upstream, weight.transpose(1, 2), counts)
+
+            return split_product(rows, weight, Product(partial(product, counts=counts), to_input, to_weight), waiting)
+
+        self.product = split
+
 
 class Experts(nn.Module):
     """The feed-forward layers of E experts: rows [n, D] sorted by expert, counts [E] that add up to n -> [n, D]."""
@@ -114,3 +132,7 @@ class Experts(nn.Module):
         if self.gate_proj is None:
             return down(self.activation(up(rows)))
         return swiglu(rows, partial(self.gate_proj, counts=counts), up, down, self.activation)
+
+    def arrived(self, rows: Tensor) -> Tensor:
+        """What `forward` returned, once it may be read: with experts on other ranks it is still on its way."""
+        return rows
