@@ -48,6 +48,12 @@ def test_every_layout_trains_like_one_process(word, recomputed, optimizer):
     require_same(on_ranks(layout_of(word, activation_checkpointing=recomputed), optimizer), alone(optimizer))
 
 
+@pytest.mark.parametrize("schedule, chunks", [("zero_bubble", 1), ("interleaved", 2), ("gpipe", 1)])
+def test_every_schedule_of_a_pipeline_exchanges_rows(schedule, chunks):
+    layout = layout_of("pp2_dp2_ep2", pipeline_schedule=schedule, pipeline_chunks=chunks)
+    require_same(on_ranks(layout, "muon"), alone("muon"))
+
+
 def on_processes(world) -> list[dict]:
     layouts = layout_of("dp2_ep2", activation_checkpointing="full"), layout_of("fsdp2_ep2"), layout_of("dp2_ep2_zero1")
     return [observed(MixtureRun(world, layout, "muon")) for layout in layouts]
