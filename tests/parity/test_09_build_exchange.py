@@ -16,7 +16,8 @@ NUMBERS, SHAPES = [[2, 3], [0, 4]], [[(2, 3), (1, 4)], [(1, 2), (0, 3)]]
 def on_two_processes(world: Communicator) -> tuple[dict, dict]:
     """Results of this rank by the oracles and by the solution."""
     build = builds.builds()["09.build"]
-    pieces, adapters = build_check.read_module(build.folder / "pieces.py"), build_check.load(BodyFile.read(build.solution_file), build.adapters)
+    pieces = build_check.read_module(build.folder / "pieces.py")
+    adapters = build_check.load(BodyFile.read(build.solution_file), build.adapters)
     sent, received = NUMBERS[world.rank], [row[world.rank] for row in NUMBERS]
     rows = pieces.randn(sum(sent), pieces.WIDTH, seed=world.rank).requires_grad_()
     ways = (

@@ -42,8 +42,8 @@ The stages (up to stage 5 there is one process, and the communicators have size 
                           the row / n, without a gradient, and P the mean of its probability; an even choice gives n
                  z        the sum of logsumexp(logits) ** 2
     6 exchange   rows travel between ranks, as many from each to each as they have, and gradients travel back
-    7 spread     experts over ranks: y and the gradients are one process's; a rank without tokens, or whose experts have none, joins in. After
-                 backward passes alone, the router has the gradient of this rank's own tokens
+    7 spread     experts over ranks: y and the gradients are one process's; a rank without tokens, or whose experts have none, joins in.
+                 After backward passes alone, the router has the gradient of this rank's own tokens
     8 gradients  a step: the loss of all ranks divided once; each gradient on each rank is one process's
     9 balance    loads are counted over the tokens that count on all ranks, and the bias moves towards equal load
     10 recompute a block may call the layer again before its backward pass (activation checkpointing), and several calls may wait for their

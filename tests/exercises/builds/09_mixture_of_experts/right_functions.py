@@ -1,6 +1,6 @@
-"""A right build in another style: functions over a namespace, and one autograd function for all that happens to a row between the router and
-the weighted sum, whose backward pass is written by hand. Rows are found with nonzero() in place of a sort, choices one after the other with
-argmax, and every rank learns all counts with an all-gather."""
+"""A right build in another style: functions over a namespace, and one autograd function for all that happens to a row between the router
+and the weighted sum, whose backward pass is written by hand. Rows are found with nonzero() in place of a sort, choices one after the other
+with argmax, and every rank learns all counts with an all-gather."""
 
 from types import SimpleNamespace
 

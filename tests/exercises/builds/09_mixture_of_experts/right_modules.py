@@ -1,5 +1,5 @@
-"""A right build in another style: modules with parameters. Experts take the parts that come from each rank as they lie, without sorting them
-again; the load is counted by an identity with a backward pass; gradients are added in place, and one flat tensor holds all totals of a step."""
+"""A right build in another style: modules with parameters. Experts take the parts that come from each rank as they lie, without sorting
+them again; the load is counted by an identity with a backward pass; the router's gradient and the loss travel in one flat tensor."""
 
 import torch
 import torch.nn.functional as F
