@@ -83,9 +83,13 @@ class ExpertsConfig:
 
     Args:
         num_experts: in each layer that has them.
+
+    Attributes:
+        has_losses, has_formula: whether such a layer adds losses of its own, and whether `saved_bytes` says what it keeps.
     """
 
     num_experts: int
+    has_losses, has_formula = False, False
 
     def __post_init__(self) -> None:
         if self.num_experts < 1:
@@ -98,6 +102,21 @@ class ExpertsConfig:
     def active_matrix_size(self, config: "ModelConfig", layer: int) -> int:
         """Numbers in the matrices that one token passes in that layer: the router's, and those of the experts that it is sent to."""
         raise NotImplementedError(f"{type(self).__name__} must define active_matrix_size(config, layer).")
+
+    def cut(self, ranks: int) -> "ExpertsConfig":
+        """The experts as a tensor-parallel rank computes them: with 1 / ranks of their inner width."""
+        return self
+
+    def saved_bytes(
+        self, config: "ModelConfig", rows: int, seq: int, width: int, ranks: int, imbalance: float
+    ) -> tuple[float, float, float]:
+        """What such a layer of a resolved configuration keeps of [rows, seq] tokens (`shared.parallel.planning.activations.Saved`). width:
+        bytes of a number in products. ranks: that hold the experts. imbalance: rows of this one's, in shares of an equal number."""
+        raise NotImplementedError(f"{type(self).__name__} must define saved_bytes(config, rows, seq, width, ranks, imbalance).")
+
+    def split_numbers(self, config: "ModelConfig", imbalance: float) -> float:
+        """For each token, the inputs of such a layer's matrices and the gradients of their outputs."""
+        raise NotImplementedError(f"{type(self).__name__} must define split_numbers(config, imbalance).")
 
     def comparable(self, config: "ModelConfig") -> dict[str, Any]:
         """Changes of `config` that bring what has no effect on the model's output to one value, as `shared.model.hf.registry` compares."""

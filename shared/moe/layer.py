@@ -15,7 +15,11 @@ has a summand of what goes back into the router as well: f in front of the route
 gradient of the router's matrix is partial over the ranks. The losses are the same on all n ranks; each adds 1/n of them. With sequence
 parallelism f gathers the sequence, so each rank routes whole rows, and losses and capacity are those of one process.
 
-Left out on purpose: expert parallelism, which replaces `experts` and nothing else.
+**Context parallelism** routes each rank's positions. The balance loss multiplies probabilities by counts of the whole row: the counts,
+which have no gradient, are added over the ranks (`context.over_row`), and the ranks' losses then add up to that of the row.
+
+Left out on purpose: expert parallelism, which replaces `experts` and nothing else; a capacity where a row's positions are on several ranks,
+of which none knows how many choices came before its own.
 """
 
 from collections.abc import Callable
@@ -26,10 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shared.course.errors import SettingError
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, add_auxiliary_loss, to_compute_dtype
 from shared.model.feed_forward import build_feed_forward
+from shared.moe.config import CAPACITY_OF_WHOLE_ROWS
 from shared.moe.dispatch import combine, dispatch, drop_beyond_capacity, expert_capacity
 from shared.moe.experts import Experts
 from shared.moe.losses import balance_loss, balance_scale, z_loss
@@ -68,26 +74,26 @@ class MixtureLayer(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         routing = self.router(x)
-        y = self.mix(x, routing)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
-        y = self.leave(y)
+        y = self.leave(self.mix(x, routing, context))
         return self.with_losses(y, routing, context) if torch.is_grad_enabled() else y
 
-    def mix(self, x: Tensor, routing: Routing) -> Tensor:
-        """What the chosen experts make of each token, weighted."""
+    def mix(self, x: Tensor, routing: Routing, context: AttentionContext) -> Tensor:
+        """What the chosen experts make of each token, weighted, and the shared ones."""
         experts, (_, seq, k), tokens = routing.experts, routing.experts.shape, to_compute_dtype(x).flatten(0, 1)
         if self.config.capacity_factor is not None and self.training:
+            if context.over_row is not None:
+                raise SettingError(CAPACITY_OF_WHOLE_ROWS)
             capacity = expert_capacity(self.config.capacity_factor, seq, k, self.config.num_experts)
             experts = drop_beyond_capacity(experts, self.config.num_experts, capacity)
         order, counts = dispatch(experts.flatten(0, 1), self.config.num_experts)
-        if experts is routing.experts:
-            rows = self.experts(tokens[order // k], counts)
-        else:
-            kept = int(counts.sum())
-            rows = self.experts(tokens[order[:kept] // k], counts)
+        kept = len(order) if experts is routing.experts else int(counts.sum())
+        rows = self.experts(tokens[order[:kept] // k], counts)
+        shared = None if self.shared_experts is None else self.shared_experts(x)  # while rows come back from other ranks
+        rows = self.experts.arrived(rows)
+        if kept < len(order):
             rows = torch.cat([rows, rows.new_zeros(len(order) - kept, rows.shape[1])])
-        return combine(rows, order, routing.weights.flatten(0, 1)).view_as(x)
+        y = combine(rows, order, routing.weights.flatten(0, 1)).view_as(x)
+        return y if shared is None else y + shared
 
     def with_losses(self, y: Tensor, routing: Routing, context: AttentionContext) -> Tensor:
         """`y`, whose backward pass adds the gradients of the layer's losses and counts the load."""
@@ -95,7 +101,7 @@ class MixtureLayer(nn.Module):
         if valid is None:
             valid = torch.ones(routing.experts.shape[:2], dtype=torch.bool, device=y.device)
         if self.balance_scale:
-            loss = self.balance_scale * balance_loss(routing.probabilities, routing.experts, valid)
+            loss = self.balance_scale * balance_loss(routing.probabilities, routing.experts, valid, context.over_row)
             y = add_auxiliary_loss(y, loss, scale)
         if self.config.z_coefficient:
             y = add_auxiliary_loss(y, self.config.z_coefficient * z_loss(routing.logits, valid), scale)
