@@ -1,8 +1,8 @@
 """Floor 0. The spine of the core: the modules that train a model from text to step, in the order in which to read them.
 
-Less than a third of the core, read in a weekend. What is left out (masks, RoPE, formats of other libraries, cleaning, tokenizers, dumps,
-trackers, planning, PyTorch's engine) is called by these modules or calls them. `course map --spine` prints the list. A test holds that a
-module comes after every module of the spine that it imports, so that reading never jumps ahead.
+Less than a third of the core, read in a weekend. What is left out (masks, RoPE, the order of rows, formats of other libraries, cleaning,
+tokenizers, dumps, trackers, planning, PyTorch's engine) is called by these modules or calls them. `course map --spine` prints the list. A
+test holds that a module comes after every module of the spine that it imports, so that reading never jumps ahead.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,6 @@ SPINE = (
     Stop("shared/model/chunked_loss.py", 20, "head and loss without ever holding all logits"),
     Stop("shared/data/prepare.py", 25, "sources to clean text to tokens on disk"),
     Stop("shared/data/packing.py", 35, "documents packed into rows of one length"),
-    Stop("shared/data/rows.py", 20, "row number n as a function of the seed"),
     Stop("shared/data/loader.py", 30, "micro-batches for each rank, resumed exactly"),
     Stop("shared/engine/callbacks.py", 15, "the hooks of a run"),
     Stop("shared/engine/checkpoint/folder.py", 35, "atomic checkpoints with checksums"),
@@ -66,6 +65,7 @@ SPINE = (
     Stop("shared/parallel/tensor/operators.py", 20, "f and g: each one's derivative is the other"),
     Stop("shared/parallel/tensor/axis.py", 25, "a plain model's matrices cut over ranks"),
     Stop("shared/parallel/pipeline/runner.py", 25, "a step as any valid schedule of stages"),
+    Stop("shared/moe/layer.py", 20, "each token through the experts that a router chose"),
     Stop("shared/trainer/pretrain.py", 40, "from a configuration to a report"),
 )
 

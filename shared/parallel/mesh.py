@@ -6,8 +6,7 @@ Consecutive ranks differ in the innermost axis, which communicates most, so that
 along each axis. A batch is shared over the data axis, dp and fsdp taken together. Losses, token counts and gradients add over the data
 axis and over cp, whose ranks see parts of the same rows.
 
-Experts (chapter 09) are spread over the data axis in another way: along ep, consecutive ranks hold different experts;
-along edp, ranks hold copies of the same ones.
+Experts (chapter 09) are spread over the data axis in another way, which their axis decides (`shared.parallel.expert.groups`).
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ class Mesh:
         data: dp and fsdp together: `data.rank` is this rank's share of a batch, of `data.size`.
         loss: data and cp together: over these, losses and gradients add.
         replicas: dp and cp together: over these, gradients of fully sharded parameters add.
-        ep, edp: the data axis as neighbours that hold different experts, and as ranks that hold the same ones, with cp.
 
     Raises:
         RanksDisagree: the ranks were given different configurations.
@@ -53,18 +51,9 @@ class Mesh:
         self.data = self.group("data", grid, [1, 2])
         self.loss = self.group("loss", grid, [1, 2, 3]) if self.cp.size > 1 else self.data
         self.replicas = self.group("replicas", grid, [1, 3]) if self.cp.size > 1 else self.dp
-        self.ep, self.edp = self.groups_of_experts(grid, config.expert_parallel)
 
     def group(self, axis: str, grid: Tensor, dimensions: Sequence[int]) -> Communicator:
         """This rank's group of the ranks that differ in the given dimensions of the grid alone."""
         others = [place for place in range(grid.dim()) if place not in dimensions]
         rows = grid.permute(*others, *dimensions).flatten(len(others)) if others else grid.flatten()[None]
         return self.world.split(axis, rows.flatten(0, -2).tolist())
-
-    def groups_of_experts(self, grid: Tensor, degree: int) -> tuple[Communicator, Communicator]:
-        if degree == 1:
-            return self.world.split("ep", grid.flatten()[:, None].tolist()), self.loss
-        rows = grid.permute(0, 4, 1, 2, 3).flatten(2, 3).flatten(0, 1)  # [others, data, cp]
-        rows = rows.unflatten(1, (-1, degree))  # [others, edp, ep, cp]
-        same, other = rows.permute(0, 2, 1, 3).flatten(2).flatten(0, 1), rows.permute(0, 1, 3, 2).flatten(0, 2)
-        return self.world.split("ep", other.tolist()), self.world.split("edp", same.tolist())

@@ -241,6 +241,16 @@ def split_dimension(parameter: Tensor, dimension: int, ranges: Sequence[Range], 
     return Sharding(parameter.shape, tuple(boxes), group, sharding_of(parameter))
 
 
+def cut_parameter(module: nn.Module, name: str, dimension: int, ranges: Sequence[Range], group: Communicator) -> nn.Parameter:
+    """Replace a parameter of a module by this rank's slice of a dimension, which has the parameter's other attributes."""
+    whole = getattr(module, name)
+    sharding = split_dimension(whole, dimension, ranges, group)
+    part = nn.Parameter(sharding.here.of(whole.detach()).clone(), requires_grad=whole.requires_grad)
+    vars(part).update(vars(whole) | {"sharding": sharding})
+    setattr(module, name, part)
+    return part
+
+
 def split_spans(parameter: Tensor, ranges: Sequence[Range], group: Communicator) -> Sharding:
     """A span of the flattened numbers for each rank, nested in the parameter's own sharding."""
     return Sharding(parameter.shape, tuple(Span(*each) for each in ranges), group, sharding_of(parameter))

@@ -19,6 +19,7 @@ from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
+from shared.parallel.expert.axis import ExpertParallel
 from shared.parallel.parallelize import AXES
 from shared.parallel.pipeline.axis import PipelineParallel
 
@@ -32,7 +33,7 @@ OPTIMIZERS = {"adamw": ADAMW, "muon": MUON}
 class MixtureRun(LayoutRun):
     def __init__(self, world, layout: ParallelConfig, optimizer: str = "adamw", config=MODEL, scale: float | None = None, **settings):
         scaler = LossScaler(LossScaleConfig(initial=scale)) if scale else None
-        settings = {"objective": packed_next_token_objective, "axes": (*AXES, PipelineParallel())} | settings
+        settings = {"objective": packed_next_token_objective, "axes": (*AXES, PipelineParallel(), ExpertParallel())} | settings
         super().__init__(world, layout, config, OPTIMIZERS[optimizer], scaler=scaler, builders=MIXTURE, **settings)
         self.loads: list[dict[int, Tensor]] = []
 

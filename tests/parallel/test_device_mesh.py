@@ -74,25 +74,6 @@ def test_losses_add_over_the_data_axis_and_the_context_axis():
     assert run_threads(count, 8, (1, 2, 1, 2, 2)) == [(4.0, 2.0)] * 8
 
 
-def test_experts_are_spread_over_neighbours_of_the_data_axis():
-    """Two stages of 4 data ranks with 2 tensor ranks each: experts over 2 of the 4, the same ones on every second."""
-
-    def groups(world):
-        mesh = Mesh(degrees((2, 2, 2, 1, 2), expert_parallel=2), world)
-        return mesh.data.members, mesh.ep.members, mesh.edp.members
-
-    for rank, (data, ep, edp) in enumerate(run_threads(groups, 16)):
-        place = data.index(rank)
-        assert ep == (data[place // 2 * 2], data[place // 2 * 2 + 1]) and edp == (data[place % 2], data[place % 2 + 2])
-    def with_context(world):
-        mesh = Mesh(degrees((1, 2, 1, 2, 1), expert_parallel=2), world)
-        return mesh.ep.members, mesh.edp.members
-
-    assert run_threads(with_context, 4) == [((0, 2), (0, 1)), ((1, 3), (0, 1)), ((0, 2), (2, 3)), ((1, 3), (2, 3))]
-    mesh = Mesh(ParallelConfig(), SingleRankCommunicator())
-    assert mesh.ep.size == 1 and mesh.edp is mesh.data
-
-
 def test_too_few_ranks_are_refused_with_the_degrees():
     with pytest.raises(ValueError, match=r"needs 4 ranks \(data_parallel 2 x fully_sharded 2\) and there are 3"):
         run_threads(lambda world: Mesh(parse_layout("dp2_fsdp2"), world), 3)

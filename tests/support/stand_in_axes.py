@@ -201,12 +201,16 @@ class ExpertStandIn:
     brings = ("expert_parallel",)
 
     def shape(self, model: nn.Module, mesh: Mesh) -> None:
-        if mesh.ep.size == 1:
+        degree = mesh.config.expert_parallel
+        if degree == 1:
             return
+        grid = torch.arange(mesh.world.size).view(mesh.pp.size, -1, degree, mesh.tp.size)  # [pp, edp, ep, tp]
+        ep = mesh.world.split("ep", grid.permute(0, 1, 3, 2).flatten(0, 2).tolist())
+        edp = mesh.world.split("edp", grid.permute(0, 2, 3, 1).flatten(0, 2).tolist())
         for block in model.stack.blocks.values():
             layer = block.feed_forward
-            part = shard(layer, "experts", 0, mesh.ep)
-            part.role, part.shared_over, layer.group = "expert", mesh.edp, mesh.ep
+            part = shard(layer, "experts", 0, ep)
+            part.role, part.shared_over, layer.group = "expert", edp, ep
 
     def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
         return strategy

@@ -30,7 +30,7 @@ from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Range, split_dimension
+from shared.parallel.sharding import Range, cut_parameter
 from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.tensor.layers import RowLinear, ShardDropout, VocabularyEmbedding, VocabularyHead, attend_with_own_dropout
 from shared.parallel.tensor.operators import f_and_g, gather_sequence, join_sequence, scatter_sequence, split_sequence
@@ -100,12 +100,7 @@ class Cutter:
 
     def cut(self, module: nn.Module, name: str, dimension: int, ranges: list[Range]) -> None:
         """Replace a parameter of a module by this rank's slice along a dimension."""
-        whole = getattr(module, name)
-        sharding = split_dimension(whole, dimension, ranges, self.group)
-        part = nn.Parameter(sharding.local(whole.detach()).clone(), requires_grad=whole.requires_grad)
-        vars(part).update(vars(whole))
-        part.sharding = sharding
-        setattr(module, name, part)
+        cut_parameter(module, name, dimension, ranges, self.group)
 
     def change_stack(self, stack: Stack, is_last: Callable[[], bool]) -> None:
         """is_last: whether each rank computes a part of what follows the stack, as a head and cross-attention do; a pipeline's other

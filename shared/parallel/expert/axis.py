@@ -1,0 +1,98 @@
+"""Chapter 09. Expert parallelism as an axis of the mesh: each rank holds some of a layer's experts, and rows travel to them and back.
+
+    route, sort by expert  ->  exchange numbers, exchange rows  ->  sort by own expert, compute  ->  sort back, exchange back  ->  combine
+
+The data ranks hold the experts between them: ep needs no ranks of its own. Router, shared experts and all other layers stay as they are.
+A layer's names stay too; its expert matrices [E, out, in] become boxes [E / ep, out, in], whose gradients are added over the ranks that
+hold the same experts (`shared.parallel.expert.groups`). Data engines, clipping and checkpoints read this off the parameters.
+
+Left out on purpose: experts that move between ranks as their load changes.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shared.course.errors import SettingError
+from shared.model.context import to_compute_dtype
+from shared.moe.layer import MixtureLayer, mixture_layers
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.expert.all_to_all import exchange_counts, exchange_rows
+from shared.parallel.expert.groups import expert_groups
+from shared.parallel.mesh import Mesh
+from shared.parallel.sharding import Range, cut_parameter
+from shared.parallel.strategy import ParallelStrategy
+
+
+class ExpertParallel:
+    """Expert parallelism."""
+
+    brings = ("expert_parallel",)
+
+    def shape(self, model: nn.Module, mesh: Mesh) -> None:
+        if mesh.config.expert_parallel == 1:
+            return
+        require_experts(model, mesh.config.expert_parallel)
+        ep, edp, ranges = expert_groups(mesh, model.config.experts.num_experts)
+        for layer in mixture_layers(model):
+            spread(layer, ep, edp, ranges)
+
+    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
+        return strategy
+
+
+def require_experts(model: nn.Module, degree: int) -> None:
+    """Refuse a model whose experts cannot be spread.
+
+    Raises:
+        SettingError: names the setting.
+    """
+    experts = getattr(getattr(model, "config", None), "experts", None)
+    if experts is None:
+        raise SettingError(
+            f"parallel.expert_parallel is {degree}, and the model has no experts: leave it out, or give it some (model.experts)."
+        )
+    if experts.num_experts % degree:
+        raise SettingError(
+            f"parallel.expert_parallel {degree} does not divide model.experts.num_experts {experts.num_experts}: each rank holds as many "
+            "experts as every other. Change one of them."
+        )
+
+
+def spread(layer: MixtureLayer, ep: Communicator, edp: Communicator, ranges: Sequence[Range]) -> None:
+    """Leave a layer this rank's experts, and have it compute with those of all ranks of `ep`."""
+    for linear in layer.experts.children():
+        cut_parameter(linear, "weight", 0, ranges, ep).shared_over = edp
+    layer.experts.forward = partial(compute_on_all_ranks, layer.experts.forward, group=ep)
+
+
+def compute_on_all_ranks(compute: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor, group: Communicator) -> Tensor:
+    """What the experts of all ranks make of this rank's rows.
+
+    Args:
+        compute: what this rank's experts make of rows that are sorted by expert, given how many each of them has.
+        rows: [n, D], sorted by expert.
+        counts: [E] int64, how many each expert has.
+
+    Returns:
+        [n, D], in the order of `rows`.
+    """
+    sent, received, own = exchange_counts(counts, group)
+    arriving = [sum(row) for row in received]
+    arrived = exchange_rows(to_compute_dtype(rows), sent, arriving, group)
+    made = compute(transpose_parts(arrived, received), own)
+    return exchange_rows(transpose_parts(made, list(zip(*received, strict=True))), arriving, sent, group)
+
+
+def transpose_parts(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Rows in parts of sizes[0][0], sizes[0][1], ..., sizes[1][0], ... -> the same parts in the order [0][0], [1][0], ..., [0][1], ...
+
+    Rows that arrive from rank after rank, each rank's by expert, are then sorted by expert. One copy, and one in the backward pass.
+    """
+    if len(sizes) == 1 or len(sizes[0]) == 1:
+        return rows
+    width = len(sizes[0])
+    parts = rows.split([size for row in sizes for size in row])
+    return torch.cat([part for column in range(width) for part in parts[column::width]])

@@ -1,0 +1,93 @@
+"""Chapter 09. Expert-parallel process groups (EP and EDP): which ranks hold which experts, and who adds whose gradients, as a table.
+
+    4 data ranks, experts over 2      rank       0      1      2      3
+                                      experts    0 1    2 3    0 1    2 3
+                                      rows       travel between 0 and 1, and between 2 and 3               (ep)
+                                      gradients  of experts: 0 with 2, 1 with 3; of all else: 0 1 2 3      (edp; all data ranks)
+
+The backward pass of the exchange has brought an expert the gradients of all rows that it computed, whichever rank they came from: its
+gradient is a sum over the ranks of its ep group already. What is missing are the rows of the other ep groups. So expert gradients are
+added over edp, with no other factor, and the router, which every rank applies to its own tokens, is added over all data ranks.
+"""
+
+from typing import NamedTuple
+
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.mesh import Mesh
+from shared.parallel.sharding import Range
+
+
+class RankGroups(NamedTuple):
+    """A rank's line in the table. Ranks are global, in ascending order, this one among them.
+
+    experts: the first expert that it holds, and the one after its last. exchange: the ranks that together hold each expert once, between
+    which rows travel. same_experts: the ranks over which the gradients of its experts are added. everything_else: the ranks over
+    which all other gradients are added, such as the router's.
+    """
+
+    experts: Range
+    exchange: list[int]
+    same_experts: list[int]
+    everything_else: list[int]
+
+
+def gradient_ranks(pipeline: int, data: int, context: int, tensor: int, expert: int, num_experts: int) -> list[RankGroups]:
+    """Decide which experts each rank holds, and over which ranks which gradients are added.
+
+        rank = ((pp * data + d) * context + cp) * tensor + tp
+
+    Ranks of one pipeline stage and one tensor coordinate hold the same model, and see different tokens: along `data` other rows, along
+    `context` other positions of a row. So gradients are added over all of these. The experts of a layer are spread over `expert` consecutive
+    data ranks of one context coordinate, the first E / expert of them on the first; the next `expert` data ranks hold them all again.
+
+    Args:
+        pipeline, context, tensor: the degrees of these axes.
+        data: data-parallel ranks, fully sharded ones included (`ParallelConfig.data_ranks`).
+        expert: over how many data ranks experts are spread; divides `data`.
+        num_experts: E; divisible by `expert`.
+
+    Returns:
+        The line of each rank, in the order of the ranks.
+
+    >>> gradient_ranks(pipeline=1, data=4, context=1, tensor=1, expert=2, num_experts=4)[3]
+    RankGroups(experts=(2, 4), exchange=[2, 3], same_experts=[1, 3], everything_else=[0, 1, 2, 3])
+    """
+    table, each = [], num_experts // expert
+    for rank in range(pipeline * data * context * tensor):
+        outer, tp = divmod(rank, tensor)
+        outer, cp = divmod(outer, context)
+        pp, own = divmod(outer, data)
+        number = lambda d, c, pp=pp, tp=tp: ((pp * data + d) * context + c) * tensor + tp  # noqa: E731
+        first, place = own - own % expert, own % expert
+        table.append(
+            RankGroups(
+                (place * each, (place + 1) * each),
+                [number(d, cp) for d in range(first, first + expert)],
+                [number(d, c) for d in range(place, data, expert) for c in range(context)],
+                [number(d, c) for d in range(data) for c in range(context)],
+            )
+        )
+    return table
+
+
+def expert_groups(mesh: Mesh, num_experts: int) -> tuple[Communicator, Communicator, list[Range]]:
+    """Make the groups of the table. Every rank of the mesh calls it.
+
+    Returns:
+        ep: this rank's group for the exchange of rows. edp: the one over which its experts' gradients are added. ranges: which experts
+        each rank of ep holds.
+
+    Raises:
+        ValueError: the table adds other gradients over other ranks than the mesh does.
+    """
+    config = mesh.config
+    degrees = config.pipeline_parallel, config.data_ranks, config.context_parallel, config.tensor_parallel, config.expert_parallel
+    table = gradient_ranks(*degrees, num_experts)
+    own = table[mesh.world.rank]
+    if tuple(own.everything_else) != mesh.loss.members:
+        raise ValueError(f"The router's gradient would be added over the ranks {own.everything_else}, not {list(mesh.loss.members)}.")
+    ep, edp = (
+        mesh.world.split(axis, [list(group) for group in dict.fromkeys(tuple(line[place]) for line in table)])
+        for place, axis in ((1, "ep"), (2, "edp"))
+    )
+    return ep, edp, [table[rank].experts for rank in ep.members]
