@@ -2,17 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import layout_runs
 import torch
-from products import Cell
+from products import batch_of, case_of, differences, expected, on_ranks, worst
 from pytest import MonkeyPatch
 from torch import Tensor
 
+from shared.model.transformer import TransformerModel
+from shared.moe.builders import MIXTURE
 from shared.moe.layer import MixtureLayer, mixture_layers
 from shared.parallel import strategy
 from shared.parallel.context import axis as context_axis
 from shared.parallel.data.flat import FlatParam
+from shared.parallel.expert import axis as expert_axis
 from shared.parallel.holders import Holders
 from shared.parallel.pipeline import axis as pipeline_axis
 from shared.parallel.tensor import axis as tensor_axis
@@ -20,11 +24,11 @@ from shared.parallel.tensor import axis as tensor_axis
 
 @dataclass(frozen=True)
 class Planted:
-    """A bug. says: what it does. caught_by: the first cell of the covering set, and its optimizer, that is not equal to one process."""
+    """A bug. says: what it does. caught_by: the first case of the covering set that trains otherwise than one process."""
 
     says: str
     plant: Callable[[MonkeyPatch], None]
-    caught_by: tuple[Cell, str] | None = None
+    caught_by: str
 
 
 def norm_counts_copies(patch: MonkeyPatch) -> None:
@@ -70,7 +74,7 @@ def means_of_ranks(patch: MonkeyPatch) -> None:
 
     def complete(engines, totals, group):
         own = totals.token_count * group.size
-        return replace(inner(engines, totals, group), token_count=own)
+        return inner(engines, totals, group)._replace(token_count=own)
 
     patch.setattr(strategy, "complete", complete)
 
@@ -84,3 +88,80 @@ def balance_times_ranks(patch: MonkeyPatch) -> None:
         return inner(model, mesh, *given, **options)
 
     patch.setattr(layout_runs, "apply_parallel", apply_parallel)
+
+
+def experts_over_all(patch: MonkeyPatch) -> None:
+    inner = expert_axis.expert_groups
+
+    def expert_groups(mesh, count):
+        ep, _, ranges = inner(mesh, count)
+        return ep, mesh.loss, ranges
+
+    patch.setattr(expert_axis, "expert_groups", expert_groups)
+
+
+def experts_averaged(patch: MonkeyPatch) -> None:
+    inner = expert_axis.exchange_rows
+
+    def exchange_rows(rows, sent, received, group):
+        made = inner(rows, sent, received, group)
+        return made.detach() + (made - made.detach()) / group.size
+
+    patch.setattr(expert_axis, "exchange_rows", exchange_rows)
+
+
+def router_not_summed(patch: MonkeyPatch) -> None:
+    inner = MixtureLayer.over_ranks
+
+    def over_ranks(layer, *given):
+        inner(layer, *given)
+        del layer.router.weight.partial_over
+
+    patch.setattr(MixtureLayer, "over_ranks", over_ranks)
+
+
+RULES: dict[str, Planted] = {
+    "experts' gradients are added over the ranks that hold the same ones": Planted("over all data ranks", experts_over_all, "pp2_dp2_ep2 experts selective muon"),
+    "the exchange brings sums, which nobody divides": Planted("the way back divides by the ranks", experts_averaged, "dp2_ep2_zero1 experts full muon"),
+    "the norm counts each number once": Planted("each rank counts what it holds", norm_counts_copies, "tp2_sp dense selective muon"),
+    "norms under ZeRO are of all shards": Planted("each rank clips by its own", norm_of_shards, "dp2_ep2_zero1 experts full muon"),
+    "a tied embedding's two gradients are added": Planted("each end keeps its own", tied_ends_apart, "pp2 experts full muon"),
+    "positions count from the start of the sequence": Planted("each context rank counts from 0", positions_from_zero, "dp2_cp2_zero1 dense selective adamw"),
+    "gradients of norms are summed where they are partial": Planted("each tensor rank keeps its own", norms_not_summed, "tp2_sp dense selective muon"),
+    "the balance loss knows no ranks": Planted("times the data ranks", balance_times_ranks, "dp2_ep2_zero1 experts full muon"),
+    "FSDP adds every micro-batch": Planted("the last replaces the others", last_microbatch_alone, "fsdp2_ep2 experts selective adamw"),
+    "one division, by the tokens of all ranks": Planted("by a rank's own tokens, times the ranks", means_of_ranks, "dp2_ep2_zero1 experts full muon"),
+}
+
+
+def caught(bug: Planted, line: str) -> float | None:
+    """How far a case is from one process with the bug in it, in its first step; None where the bug cannot be built in."""
+    cell, optimizer = case_of(line)
+    one = expected(cell, optimizer)
+    with MonkeyPatch.context() as patch:
+        bug.plant(patch)
+        try:
+            return worst(on_ranks(partial(differences, one=one, steps=1), cell, optimizer))
+        except ValueError:
+            return None
+
+
+def curve(run, steps: int = 20) -> list[float]:
+    """The loss of each step."""
+    return [float((run.train(1).totals.loss_sum / run.totals.token_count)) for _ in range(steps)]
+
+
+def again(step: int, microbatch: int, config) -> dict[str, Tensor]:
+    """Two batches over and over, so that the loss falls."""
+    return batch_of(step % 2, microbatch, config)
+
+
+def last_losses(bug: Planted) -> tuple[float, float, float]:
+    """After 20 steps: of one process, of the case with the bug, and of one process with other initial weights."""
+    cell, optimizer = case_of(bug.caught_by)
+    single = replace(cell, layout="one")
+    other = lambda model: TransformerModel(model.config, MIXTURE, seed=1).double()  # noqa: E731
+    one, seed = (on_ranks(curve, single, optimizer, batches=again, config=cell.config, **more)[0][-1] for more in ({}, {"prepare": other}))
+    with MonkeyPatch.context() as patch:
+        bug.plant(patch)
+        return one, on_ranks(curve, cell, optimizer, batches=again)[0][-1], seed

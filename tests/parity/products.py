@@ -6,7 +6,7 @@ A cell of the table is a layout, a model (dense or experts), a recomputation and
 import math
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import product
+from itertools import combinations, product
 
 import torch
 from mixture_runs import MixtureRun, observed
@@ -36,6 +36,9 @@ DENSE = MixtureModelConfig(  # heads, widths and positions that eight ranks can 
 MODELS = {"dense": DENSE, "experts": replace(DENSE, experts=EXPERTS)}
 RECOMPUTED = ("none", "full", "selective")
 OPTIMIZERS = ("adamw", "muon")
+BACKENDS = ("course", "torch")
+RANKS = (1, 2, 4, 8)
+LIMIT = 1e-9  # of the relative difference
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 Difference = dict[str, float]
 
@@ -64,6 +67,9 @@ class Cell:
     def parallel(self) -> ParallelConfig:
         made = ParallelConfig(backend=self.backend, activation_checkpointing=self.recompute, bucket_megabytes=0.002)
         return parse_layout(self.layout, made)
+
+
+Case = tuple[Cell, str]  # and its optimizer
 
 
 def degree(layout: str, axis: str) -> int:
@@ -132,8 +138,8 @@ def expected(cell: Cell, optimizer: str) -> dict:
     return alone(cell.config, cell.microbatches, optimizer)
 
 
-def differences(run: MixtureRun, one: dict) -> Difference:
-    """The largest relative differences to one process in three steps, of what this rank has; infinite where something is on no rank, or
+def differences(run: MixtureRun, one: dict, steps: int = STEPS) -> Difference:
+    """The largest relative differences to one process in so many steps, of what this rank has; infinite where something is on no rank, or
     where an expert was chosen by other tokens. Each rank compares its own parts, and no rank gathers a whole tensor."""
     far = dict.fromkeys(("loss", "norm", "gradients", "weights"), 0.0)
 
@@ -142,7 +148,7 @@ def differences(run: MixtureRun, one: dict) -> Difference:
         distance = float((there if value is None else value.detach() - there).norm() / whole.norm().clamp(min=1e-9))
         far[what] = max(far[what], distance if distance == distance else math.inf)
 
-    for step in range(STEPS):
+    for step in range(steps):
         run.train(1)
         note("loss", run.totals.loss_sum, one["losses"][step])
         note("norm", run.update.gradient_norm, one["norms"][step])
@@ -151,7 +157,7 @@ def differences(run: MixtureRun, one: dict) -> Difference:
                 note("gradients", shard.grad, one["gradients"][step][name], sharding_of(shard))
         if not all(torch.equal(load, one["loads"][step][block]) for block, load in run.loads[step].items()):
             far["loss"] = math.inf
-    for name, tensor in run.parallel.state.state_dict(keep_vars=True).items():
+    for name, tensor in run.parallel.state.state_dict(keep_vars=True).items() if steps == STEPS else ():
         note("weights", tensor, one["weights"][name], sharding_of(tensor))
     run.parallel.holders.require_complete()
     if run.parallel.holders.shapes.keys() != one["weights"].keys():
@@ -163,21 +169,65 @@ def worst(found: list[Difference]) -> float:
     return max(max(each.values()) for each in found)
 
 
+def optimizers_of(cell: Cell) -> tuple[str, ...]:
+    """Both; of the many recomputed cells on eight ranks, one."""
+    return OPTIMIZERS if cell.ranks < 8 or cell.recompute == "none" else OPTIMIZERS[cell.recompute == "selective" :][:1]
+
+
 def measured(cell: Cell) -> float:
-    """The largest difference of a cell on threads, of any rank, over both optimizers."""
-    return max(worst(on_ranks(partial(differences, one=expected(cell, name)), cell, name)) for name in OPTIMIZERS)
+    """The largest difference of a cell on threads, of any rank, over its optimizers."""
+    return max(worst(on_ranks(partial(differences, one=expected(cell, name)), cell, name)) for name in optimizers_of(cell))
 
 
 def by_processes(asked: list[Cell]) -> list[float]:
     """The same in processes over gloo, of cells that need as many ranks, which run one after the other."""
-    ones = [[expected(cell, name) for name in OPTIMIZERS] for cell in asked]
+    ones = [{name: expected(cell, name) for name in optimizers_of(cell)} for cell in asked]
     return [max(each) for each in zip(*run_processes(trained, asked[0].ranks, asked, ones, timeout=1800), strict=True)]
 
 
-def trained(world: Communicator, asked: list[Cell], ones: list[list[dict]]) -> list[float]:
+def trained(world: Communicator, asked: list[Cell], ones: list[dict[str, dict]]) -> list[float]:
     runs = zip(asked, ones, strict=True)
-    return [worst([differences(make(world, cell, name), one) for name, one in zip(OPTIMIZERS, each, strict=True)]) for cell, each in runs]
+    return [worst([differences(make(world, cell, name), one) for name, one in of_cell.items()]) for cell, of_cell in runs]
 
 
-def cells(ranks: int, models=tuple(MODELS), backends=("course", "torch")) -> list[Cell]:
-    return [Cell(*each) for each in product(layouts(ranks), models, RECOMPUTED, backends)]
+def cells(ranks: int, models=tuple(MODELS), recomputed=RECOMPUTED, backends=BACKENDS) -> list[Cell]:
+    return [Cell(*each) for each in product(layouts(ranks), models, recomputed, backends)]
+
+
+# A covering set: every allowed triple of facts is in one of its cases.
+
+
+def facts(cell: Cell, optimizer: str) -> dict[str, bool | int | str]:
+    parts = {part.rstrip("0123456789"): part for part in cell.layout.split("_")}
+    of_axes = {axis: axis in parts for axis in (*AXES, "ep", "sp")}
+    return of_axes | {"zero": parts.get("zero", "zero0"), "model": cell.model, "recompute": cell.recompute, "optimizer": optimizer}
+
+
+def triples(case: Case) -> set:
+    return set(combinations(facts(*case).items(), 3))
+
+
+def allowed_triples() -> dict[Case, set]:
+    """Of every case on threads that is not refused."""
+    allowed = [cell for ranks in RANKS for cell in cells(ranks, backends=("course",)) if not refusal(cell)]
+    return {case: triples(case) for case in product(allowed, OPTIMIZERS)}
+
+
+def covering() -> list[Case]:
+    """Few cases with every triple, the greedy way: next the one with most new triples for its ranks; the cheapest ones first."""
+    cases, chosen = allowed_triples(), []
+    left = set().union(*cases.values())
+    while left:
+        chosen.append(max(cases, key=lambda case: len(cases[case] & left) / (case[0].ranks + 2)))
+        left -= cases[chosen[-1]]
+    return sorted(chosen, key=lambda case: case[0].ranks)
+
+
+def case_of(line: str) -> Case:
+    layout, model, recompute, optimizer = line.split()
+    return Cell(layout, model, recompute), optimizer
+
+
+def line_of(case: Case) -> str:
+    cell, optimizer = case
+    return f"{cell.layout} {cell.model} {cell.recompute} {optimizer}"
