@@ -4,6 +4,7 @@ Masks, RoPE tables, the key-value cache and an encoder's output are made or take
 what a router needs (chapter 09): which tokens count in the loss, and the scale of the backward pass.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,8 @@ class AttentionContext:
     memory_mask: which part of it each query may look at.
     valid: [batch, seq] bool, the tokens that count in the loss; None for all of them.
     loss_scale: what the loss is multiplied by before its backward pass; see `add_auxiliary_loss`.
+    over_row: where other ranks have the other positions of each row: what was counted here, [batch, ...], -> the sum over these ranks. It
+        is communication, and has no gradient. None where the rows are whole.
     """
 
     masks: dict[str, AttentionMask]
@@ -62,6 +65,7 @@ class AttentionContext:
     memory_mask: AttentionMask | None = None
     valid: Tensor | None = None
     loss_scale: float = 1.0
+    over_row: Callable[[Tensor], Tensor] | None = None
 
 
 def add_auxiliary_loss(x: Tensor, loss: Tensor, loss_scale: float) -> Tensor:

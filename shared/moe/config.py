@@ -15,6 +15,11 @@ from shared.course.errors import SettingError
 from shared.model.config import ExpertsConfig, ModelConfig, require_choices, require_positive
 from shared.parallel.config import ParallelConfig
 
+CAPACITY_OF_WHOLE_ROWS = (
+    "model.experts.capacity_factor with parallel.context_parallel: experts take the first choices of a row, and no rank has whole rows. "
+    "Set one of the two to null or 1."
+)
+
 
 @dataclass(frozen=True)
 class MixtureConfig(ExpertsConfig):
@@ -102,6 +107,38 @@ class MixtureConfig(ExpertsConfig):
         counts = self.parameter_counts(config, layer)
         return counts["matrix"] + counts.get("expert", 0) * self.num_experts_per_tok // self.num_experts
 
+    @property
+    def has_losses(self) -> bool:
+        return self.balance_coefficient > 0 or self.z_coefficient > 0
+
+    @property
+    def has_formula(self) -> bool:
+        return self.implementation != "batched"  # whose padding depends on the routing
+
+    def cut(self, ranks: int) -> "MixtureConfig":
+        return replace(self, moe_intermediate_size=-(-self.moe_intermediate_size // ranks))
+
+    def saved_bytes(
+        self, config: ModelConfig, rows: int, seq: int, width: int, ranks: int, imbalance: float
+    ) -> tuple[float, float, float]:
+        """Every token's k choices are counted, also those that a capacity drops. A router reads float32; experts and shared experts read
+        the same tokens as products take them."""
+        tokens, size, k, entries = rows * seq, config.hidden_size, self.num_experts_per_tok, 2 if config.gated else 1
+        arriving = tokens * k * imbalance
+        choices, inner, shared = tokens * k, self.moe_intermediate_size, self.num_shared_experts * self.moe_intermediate_size
+        balanced, z = self.balance_coefficient > 0, self.z_coefficient > 0
+        scores = self.num_experts + (2 * k + 1.25 if self.norm_topk_prob else k)  # weights and their sum; whether that is 0 is one byte
+        losses = 4 * tokens * (2 * (balanced and self.scoring == "sigmoid") + (self.num_experts + 1) * z)
+        losses += rows * 4 * (self.num_experts + 1) * balanced
+        router = 4 * tokens * (size + scores) + losses
+        places = 8 * 3 * choices  # the chosen experts, the sorted rows' tokens, and where rows go back to
+        ends = 4 * self.num_experts // ranks * (entries + 1) if self.implementation == "grouped" else 0  # of each expert's rows
+        rows_kept = width * (arriving * (size + 2 * entries * inner) + choices * size)  # as they enter, within, and as they come back
+        of_shared = width * tokens * 2 * entries * shared + (width * tokens * size if shared and width < 4 else 0)
+        either = width * (arriving * inner + tokens * shared) * entries + 4 * tokens * self.num_experts * z
+        products = width * (arriving * (entries * inner + size) + tokens * (entries * shared + size * bool(shared)))
+        return router + places + ends + rows_kept + of_shared, products + 4 * tokens * self.num_experts, either
+
     def comparable(self, config: ModelConfig) -> dict[str, Any]:
         """Training and the implementation are left out, and a dense width that no layer has."""
         bias = None if self.bias_update_rate is None else 0.0
@@ -129,17 +166,13 @@ class MixtureModelConfig(ModelConfig):
 
 
 def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse layouts in which a mixture of experts is not proved equal to one process yet, and models in which no block would have one.
+    """Refuse layouts in which a mixture of experts is not proved equal to one process, and models in which no block would have one.
     Not a matter of `MixtureModelConfig`: the first blocks of a model, whose costs a pipeline's balance asks for, may all be dense.
 
     Raises:
         SettingError: names the setting.
     """
     asked = {
-        "tensor_parallel": parallel.tensor_parallel > 1,
-        "context_parallel": parallel.context_parallel > 1,
-        "pipeline_schedule zero_bubble": parallel.pipeline_parallel > 1 and parallel.pipeline_schedule == "zero_bubble",
-        "pipeline_layers memory": parallel.pipeline_parallel > 1 and parallel.pipeline_layers == "memory",
         "backend torch": parallel.backend == "torch" and parallel.ranks > 1,
     }
     if config.experts is not None and config.experts.first_k_dense >= config.num_hidden_layers:
@@ -147,6 +180,13 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
             f"model.experts.first_k_dense is {config.experts.first_k_dense} of {config.num_hidden_layers} blocks, so none has experts: "
             "give less."
         )
+    if config.experts is not None and config.experts.moe_intermediate_size % parallel.tensor_parallel:
+        raise SettingError(
+            f"parallel.tensor_parallel {parallel.tensor_parallel} does not divide model.experts.moe_intermediate_size "
+            f"{config.experts.moe_intermediate_size}: change one of the two."
+        )
+    if config.experts is not None and config.experts.capacity_factor is not None and parallel.context_parallel > 1:
+        raise SettingError(CAPACITY_OF_WHOLE_ROWS)
     for name, is_asked in asked.items():
         if config.experts is not None and is_asked:
             raise SettingError(f"model.experts and parallel.{name} are not built together yet: leave one of the two out.")

@@ -16,9 +16,16 @@ import math
 import torch
 from torch import Tensor
 
+from shared.course.binding import exercise
 
+
+@exercise("09.dispatch")
 def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort all choices by expert, stably.
+    """Sort all choices by expert: those of expert 0 first, in the order of their tokens, then those of expert 1, and so on.
+
+    The order among the choices of one expert is that of their numbers on every device: all ranks must find the same one.
+
+    No loop runs over tokens or experts, and memory grows with the number of choices, not with choices times experts.
 
     Args:
         experts: [tokens, k] int64, the expert of each choice; `num_experts` for one that is dropped.
@@ -30,13 +37,16 @@ def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
     >>> dispatch(torch.tensor([[2, 0], [0, 1]]), num_experts=4)
     (tensor([1, 2, 3, 0]), tensor([2, 1, 1, 0]))
+
+    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.dispatch` shows it in place.
     """
-    flat = experts.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
 
 
+@exercise("09.combine")
 def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Each token's sum of what its experts made of it, weighted by the router.
+
+    No loop runs over tokens, and no more is held at a time than a few tensors of the size of `rows`.
 
     Args:
         rows: [tokens * k, D], in the order of `dispatch`; 0 for dropped choices.
@@ -44,14 +54,15 @@ def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         weights: [tokens, k].
 
     Returns:
-        [tokens, D] in the dtype of `rows`; added up in the wider of the two dtypes.
+        [tokens, D] in the dtype of `rows`; multiplied and added up in the wider of the two dtypes. It has a gradient to `rows` and to
+        `weights`.
 
     >>> combine(torch.tensor([[1.0], [10.0], [100.0], [1000.0]]), torch.tensor([1, 2, 3, 0]), torch.tensor([[0.5, 0.5], [0.9, 0.1]]))
     tensor([[500.5000],
             [ 19.0000]])
+
+    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.dispatch` shows it in place.
     """
-    by_token = rows[order.argsort()].unflatten(0, weights.shape)
-    return (by_token * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
 
 
 def drop_beyond_capacity(experts: Tensor, num_experts: int, capacity: int) -> Tensor:

@@ -10,14 +10,17 @@ its result and in its gradient, so every row that comes in belongs to an expert.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from shared.model.config import ModelConfig
 from shared.model.context import to_compute_dtype
 from shared.model.feed_forward import ACTIVATIONS, swiglu
+from shared.parallel.pipeline.weight_gradients import Product, Waiting, split_product
 
 ALIGNMENT = 16  # bytes by which `grouped_mm` wants rows to start
 
@@ -38,9 +41,37 @@ def batched_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return torch.bmm(padded.unflatten(0, (len(counts), longest)), weight.transpose(1, 2)).flatten(0, 1)[places]
 
 
+class OneDNNProduct(torch.autograd.Function):
+    """`loop_product` by oneDNN, for float32 on a CPU. PyTorch's own products call MKL there, which leaves AVX-512 unused on AMD processors
+    (`tests/benchmarks/README.md`); `Tensor.to_mkldnn` is the public way to oneDNN. Its copies are made anew for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.counts = counts
+        parts = zip(rows.split(counts), weight, strict=True)
+        return torch.cat([F.linear(part.to_mkldnn(), matrix).to_dense() for part, matrix in parts if len(part)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight = ctx.saved_tensors
+        of_rows, of_weight = [], torch.zeros_like(weight)
+        for part, gradient, matrix, of_matrix in zip(rows.split(ctx.counts), upstream.split(ctx.counts), weight, of_weight, strict=True):
+            if len(part):
+                own = gradient.to_mkldnn()
+                of_rows.append(F.linear(own, matrix.T).to_dense())
+                of_matrix.copy_(F.linear(own.transpose(0, 1), part.T).to_dense())
+        return torch.cat(of_rows), of_weight, None
+
+
 def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """PyTorch's grouped product; a loop where that has no kernel: in float64, and for rows that are not a multiple of 16 bytes long."""
+    """PyTorch's grouped product; oneDNN's in float32 on a CPU; a loop where neither has a kernel: in float64, and for rows that are not a
+    multiple of 16 bytes long."""
     rows, weight = to_compute_dtype(rows), to_compute_dtype(weight)
+    in_float32 = rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if in_float32 and len(rows) and not torch.compiler.is_compiling():
+        return OneDNNProduct.apply(rows, weight, counts.tolist())
     aligned = all(size * rows.element_size() % ALIGNMENT == 0 for size in weight.shape[1:])
     if not aligned or rows.dtype == torch.float64 or not len(rows):
         return loop_product(rows, weight, counts)
@@ -57,6 +88,8 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 class ExpertLinear(nn.Module):
     """E linear layers without biases: rows [n, in] sorted by expert -> [n, out]. weight: [E, out, in]."""
 
+    knows_tensor_parallelism = True  # which cuts it as it would cut each of the E
+
     def __init__(self, num_experts: int, in_features: int, out_features: int, implementation: str):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
@@ -64,6 +97,22 @@ class ExpertLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         return self.product(rows, self.weight, counts)
+
+    def split_backward(self, waiting: Waiting) -> None:
+        """Leave weight gradients in a list, to be computed later (`shared.parallel.pipeline.weight_gradients`)."""
+        product = self.product
+
+        def split(rows: Tensor, weight: nn.Parameter, counts: Tensor) -> Tensor:
+            def to_weight(rows: Tensor, upstream: Tensor) -> Tensor:
+                parts = (part.to(upstream.dtype).split(counts.tolist()) for part in (upstream, rows))
+                return torch.stack([gradient.T @ part for gradient, part in zip(*parts, strict=True)])
+
+            def to_input(upstream: Tensor, weight: Tensor) -> Tensor:
+                return product(upstream, weight.transpose(1, 2), counts)
+
+            return split_product(rows, weight, Product(partial(product, counts=counts), to_input, to_weight), waiting)
+
+        self.product = split
 
 
 class Experts(nn.Module):

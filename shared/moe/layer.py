@@ -6,9 +6,23 @@ Shazeer et al. 2017 ("Outrageously large neural networks"): many more weights at
 attached to its output (`add_auxiliary_loss`), so they have their gradient under recomputation, on a pipeline's stages and in ranks.
 So are its counts of tokens: what is counted in a forward pass would be counted twice by a block that runs again for its backward pass.
 
-Left out on purpose: expert parallelism, which replaces `experts` and nothing else.
+**Tensor parallelism** cuts each expert, and the shared one, along its inner width, so each rank has a summand of every row's result:
+
+    y = g( combine(rows of this rank, weights) + shared(x of this rank) )        x = f(what comes in), for router and experts
+
+One all-reduce forward, one backward, as in a dense layer. A weight's gradient is <upstream, its row>, and rows are summands, so each rank
+has a summand of what goes back into the router as well: f in front of the router, too, adds up the gradient of x just once, and the
+gradient of the router's matrix is partial over the ranks. The losses are the same on all n ranks; each adds 1/n of them. With sequence
+parallelism f gathers the sequence, so each rank routes whole rows, and losses and capacity are those of one process.
+
+**Context parallelism** routes each rank's positions. The balance loss multiplies probabilities by counts of the whole row: the counts,
+which have no gradient, are added over the ranks (`context.over_row`), and the ranks' losses then add up to that of the row.
+
+Left out on purpose: expert parallelism, which replaces `experts` and nothing else; a capacity where a row's positions are on several ranks,
+of which none knows how many choices came before its own.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +30,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shared.course.errors import SettingError
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, add_auxiliary_loss, to_compute_dtype
 from shared.model.feed_forward import build_feed_forward
+from shared.moe.config import CAPACITY_OF_WHOLE_ROWS
 from shared.moe.dispatch import combine, dispatch, drop_beyond_capacity, expert_capacity
 from shared.moe.experts import Experts
 from shared.moe.losses import balance_loss, balance_scale, z_loss
 from shared.moe.router import Router, Routing
+from shared.parallel.comm.communicator import Communicator
 
 
 class MixtureLayer(nn.Module):
@@ -33,9 +50,11 @@ class MixtureLayer(nn.Module):
         load: [E] int64, how many of the valid tokens' choices each expert has had in backward passes since it was last set to None
             (`shared.moe.balancing`). Choices count whether they were dropped or not.
         layer: the block's number.
+        leave: adds up what the tensor ranks have of the result.
+        copies: how many ranks compute the losses of the same tokens.
     """
 
-    needs_context = True
+    needs_context = knows_tensor_parallelism = True
 
     def __init__(self, config: ModelConfig, builders: Builders, layer: int):
         super().__init__()
@@ -47,18 +66,26 @@ class MixtureLayer(nn.Module):
         shared = replace(config, experts=None, intermediate_size=width or None)
         self.shared_experts = build_feed_forward(shared, builders, layer) if width else None
         self.load: Tensor | None = None
+        self.leave, self.copies = (lambda y: y), 1
+
+    def over_ranks(self, group: Communicator, leave: Callable[[Tensor], Tensor]) -> None:
+        """Compute with matrices that are cut over the ranks of a group. leave: [batch, seq, D] of each rank -> their sum."""
+        self.leave, self.copies, self.router.weight.partial_over = leave, group.size, group
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         routing = self.router(x)
-        y = self.mix(x, routing)
+        y = self.mix(x, routing, context)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
+        y = self.leave(y)
         return self.with_losses(y, routing, context) if torch.is_grad_enabled() else y
 
-    def mix(self, x: Tensor, routing: Routing) -> Tensor:
+    def mix(self, x: Tensor, routing: Routing, context: AttentionContext) -> Tensor:
         """What the chosen experts make of each token, weighted."""
         experts, (_, seq, k), tokens = routing.experts, routing.experts.shape, to_compute_dtype(x).flatten(0, 1)
         if self.config.capacity_factor is not None and self.training:
+            if context.over_row is not None:
+                raise SettingError(CAPACITY_OF_WHOLE_ROWS)
             capacity = expert_capacity(self.config.capacity_factor, seq, k, self.config.num_experts)
             experts = drop_beyond_capacity(experts, self.config.num_experts, capacity)
         order, counts = dispatch(experts.flatten(0, 1), self.config.num_experts)
@@ -72,14 +99,14 @@ class MixtureLayer(nn.Module):
 
     def with_losses(self, y: Tensor, routing: Routing, context: AttentionContext) -> Tensor:
         """`y`, whose backward pass adds the gradients of the layer's losses and counts the load."""
-        valid = context.valid
+        valid, scale = context.valid, context.loss_scale / self.copies
         if valid is None:
             valid = torch.ones(routing.experts.shape[:2], dtype=torch.bool, device=y.device)
         if self.balance_scale:
-            loss = self.balance_scale * balance_loss(routing.probabilities, routing.experts, valid)
-            y = add_auxiliary_loss(y, loss, context.loss_scale)
+            loss = self.balance_scale * balance_loss(routing.probabilities, routing.experts, valid, context.over_row)
+            y = add_auxiliary_loss(y, loss, scale)
         if self.config.z_coefficient:
-            y = add_auxiliary_loss(y, self.config.z_coefficient * z_loss(routing.logits, valid), context.loss_scale)
+            y = add_auxiliary_loss(y, self.config.z_coefficient * z_loss(routing.logits, valid), scale)
         return CountInBackward.apply(y, self, dispatch(routing.experts[valid], self.config.num_experts)[1])
 
 

@@ -17,23 +17,38 @@ Layers are added: averaged before the product, layers with opposite imbalances w
 Left out on purpose: shares over the global batch (Qiu et al. 2025), which need each step's counts before its first backward pass.
 """
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor
 
+from shared.course.binding import exercise
 from shared.model.config import ModelConfig
 from shared.moe.config import MixtureConfig
 
 
-def balance_loss(probabilities: Tensor, experts: Tensor, valid: Tensor) -> Tensor:
-    """The load-balancing loss of a layer, row by row, each times the row's valid tokens.
+@exercise("09.balance_loss")
+def balance_loss(
+    probabilities: Tensor, experts: Tensor, valid: Tensor, over_row: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """The load-balancing loss of a layer, row by row, each row times its valid tokens.
 
         sum over rows r of  n_r * sum over experts i of f_ri * P_ri
+
         f_ri = choices of expert i by the row's n_r valid tokens / n_r         P_ri = mean over those tokens of probabilities[..., i]
 
+    Other tokens do not count, whatever stands there, even NaN: they add nothing, and have a gradient of 0. A row may have no valid token,
+    and adds 0.
+
+    No loop runs over rows, tokens or experts. There are hundreds of experts: apart from the arguments, no more is held at a time than
+    about three tensors of the size of `probabilities` ([batch, seq, k, E] would be k of them).
+
     Args:
-        probabilities: [batch, seq, E], each token's adding up to 1. The loss has a gradient to them alone.
-        experts: [batch, seq, k] int64, the experts that each token chose.
-        valid: [batch, seq] bool, the tokens that count; a row may have none, and adds 0.
+        probabilities: [batch, seq, E] in float32 or float64, each token's adding up to 1. The loss has a gradient to them alone.
+        experts: [batch, seq, k] int64, the experts that each token chose, k different ones.
+        valid: [batch, seq] bool, the tokens that count.
+        over_row: for context parallelism, where a rank has some tokens of every row: called once, with the counts of choices [batch, E]
+            of the tokens given here, it returns a new tensor, the counts of the whole rows. What is returned is then these tokens' part of
+            the loss; the ranks' parts add up to that of the whole rows. None where the rows are whole.
 
     Returns:
         [], in the dtype of `probabilities`. Where all is balanced, k / E for each valid token.
@@ -41,26 +56,32 @@ def balance_loss(probabilities: Tensor, experts: Tensor, valid: Tensor) -> Tenso
     >>> probabilities, experts = torch.full((1, 2, 4), 0.25), torch.tensor([[[0, 1], [2, 3]]])
     >>> balance_loss(probabilities, experts, torch.ones(1, 2, dtype=torch.bool))               # 2 tokens * 2 / 4
     tensor(1.)
+
+    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.losses` shows it in place.
     """
-    tokens = valid.sum(dim=1).clamp(min=1)
-    mass = torch.where(valid.unsqueeze(-1), probabilities, 0).sum(dim=1)  # [batch, E]
-    counts = torch.zeros_like(mass).scatter_add_(1, experts.flatten(1), valid.repeat_interleave(experts.shape[-1], dim=1).to(mass.dtype))
-    return ((counts * mass).sum(dim=-1) / tokens).sum()
 
 
+@exercise("09.z_loss")
 def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
     """The router z-loss (Zoph et al. 2022, ST-MoE, equation 5): it keeps the logits small, which rounds them less.
 
-        sum over valid tokens of logsumexp(logits) ** 2
+        sum over valid tokens of log(sum over experts of exp(logit)) ** 2
+
+    Logits of hundreds must not overflow. Other tokens do not count, whatever stands there, even NaN: they add nothing, and have a gradient
+    of 0.
 
     Args:
-        logits: [batch, seq, E].
+        logits: [batch, seq, E] in float32 or float64.
         valid: [batch, seq] bool, the tokens that count.
 
     Returns:
         [], in the dtype of `logits`.
+
+    >>> z_loss(torch.zeros(1, 3, 8), torch.tensor([[True, True, False]]))                       # 2 tokens * log(8) ** 2
+    tensor(8.6482)
+
+    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.losses` shows it in place.
     """
-    return torch.where(valid, logits.logsumexp(dim=-1).square(), 0).sum()
 
 
 def balance_scale(config: ModelConfig, experts: MixtureConfig) -> float:

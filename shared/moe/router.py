@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared.course.binding import exercise
 from shared.model.config import ModelConfig
 
 
@@ -29,41 +30,45 @@ class Routing(NamedTuple):
     experts: Tensor
 
 
+@exercise("09.top_k_routing")
 def top_k_routing(
     scores: Tensor, k: int, normalize: bool, scaling: float = 1.0, bias: Tensor | None = None, groups: int = 1, best_groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Choose the k best experts for each token, and how much each of them counts.
+    """Top-k routing: choose the k best experts for each token, and say how much each of them counts.
+
+    An expert is chosen by its score plus its bias, and counts by its score alone:
+
+        - The k experts with the largest biased scores are chosen, each at most once. Of equal ones, either may be.
+        - A chosen expert's weight is its score without the bias. The bias has no gradient, and changes no digit of a weight.
+        - With `normalize`, a token's weights are divided by their sum, however small, and then add up to 1. Sigmoids can all be rounded to
+          0: weights that are all 0 stay 0.
+        - `scaling` multiplies the weights after that.
+        - With groups, experts 0 to E / groups - 1 are the first group, and so on. A token chooses only among the experts of the
+          `best_groups` best groups. A group is as good as the sum of its two largest biased scores, which may be negative
+          (DeepSeek-V3, section 2.1.2).
+
+    No loop runs over tokens.
 
     Args:
-        scores: [..., E], not negative.
-        k: how many experts are chosen.
-        normalize: divide the weights by their sum (of the k chosen ones).
-        scaling: multiplies the weights after that.
-        bias: [E], added to the scores for the choice alone; the weights are made of the scores without it. None for 0.
-        groups: the experts stand in this many groups of equal size, in order.
-        best_groups: only experts of this many groups may be chosen: those with the largest sums of their two best (biased) scores. With
-            one group there is nothing to choose.
+        scores: [..., E], at least 0.
+        k: at least 1, at most the number of experts that a token may choose from.
+        normalize: whether a token's weights add up to 1.
+        scaling: multiplies the weights.
+        bias: [E], or None for 0.
+        groups: a divisor of E; with several, each has two experts or more.
+        best_groups: at most `groups`.
 
     Returns:
-        weights: [..., k], with a gradient to the scores; the largest (biased) score first.
+        weights: [..., k] in the dtype of `scores`, with a gradient to the scores. The expert with the largest biased score comes first.
         experts: [..., k] int64.
 
     >>> top_k_routing(torch.tensor([0.2, 0.5, 0.3]), k=2, normalize=True)
     (tensor([0.6250, 0.3750]), tensor([1, 2]))
     >>> top_k_routing(torch.tensor([0.2, 0.5, 0.3]), k=2, normalize=False, bias=torch.tensor([0.4, 0.0, 0.0]))
     (tensor([0.2000, 0.5000]), tensor([0, 1]))
+
+    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.router` shows it in place.
     """
-    choice = scores.detach() if bias is None else scores.detach() + bias
-    if groups > 1:
-        grouped = choice.unflatten(-1, (groups, -1))
-        best = grouped.topk(2).values.sum(dim=-1).topk(best_groups).indices
-        open_groups = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
-        choice = grouped.masked_fill(~open_groups.unsqueeze(-1), -torch.inf).flatten(-2)
-    experts = choice.topk(k).indices
-    weights = scores.gather(-1, experts)
-    if normalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-20)  # sigmoids may all be 0
-    return weights * scaling, experts
 
 
 class Router(nn.Module):

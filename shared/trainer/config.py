@@ -21,9 +21,9 @@ from shared.optim.schedules import ScheduleConfig
 from shared.parallel.config import ParallelConfig, require_built
 from shared.parallel.context.axis import require_shareable
 from shared.parallel.context.zigzag import require_divisible
-from shared.parallel.expert.axis import require_experts
 from shared.parallel.pipeline.axis import require_stages
 from shared.parallel.pipeline.schedules import make_schedule
+from shared.parallel.expert.axis import require_experts
 from shared.parallel.tensor.axis import require_even
 from shared.trainer.axes import BROUGHT
 

@@ -107,26 +107,30 @@ def test_what_a_router_counts_in_its_forward_pass_is_counted_twice_under_recompu
     assert len(calls) == 2 * run.microbatches * len(mixture_layers(run.plain))
 
 
-def test_selective_recomputation_keeps_the_experts_products():
-    """Three products in each of three layers, which full recomputation makes a second time."""
+@pytest.mark.parametrize("dtype, kernel", [(torch.bfloat16, "_grouped_mm"), (torch.float32, "mkldnn_linear")], ids=str)
+def test_selective_recomputation_keeps_the_experts_products(dtype, kernel):
+    """Three products in each of three layers, which full recomputation makes a second time; oneDNN's are one for each expert."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Products(TorchDispatchMode):
         made = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.made += function == torch.ops.aten._grouped_mm.default
+            self.made += function == getattr(torch.ops.aten, kernel).default
             return function(*args, **kwargs or {})
 
-    made = {}
+    backward, gradients = {}, {}
     for how in ("none", "selective", "full"):
         model = TransformerModel(MODEL, MIXTURE)
         apply_activation_checkpointing(model, how)
-        loss = packed_next_token_objective(model, batch_of(0, 0)).loss_sum
+        with Products() as forward, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = packed_next_token_objective(model, batch_of(0, 0)).loss_sum
         with Products() as products:
             loss.backward()
-        made[how] = products.made
-    assert made["none"] == made["selective"] == made["full"] - 9 > 0, made
+        backward[how], gradients[how] = products.made, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert backward["none"] == backward["selective"] == backward["full"] - forward.made == 2 * forward.made > 0, (forward.made, backward)
+    assert forward.made >= (9 if kernel == "_grouped_mm" else 18)
+    torch.testing.assert_close(gradients["selective"], gradients["none"], rtol=0, atol=0)
 
 
 def test_fully_sharded_routers_are_gathered_in_their_own_precision():

@@ -2,9 +2,9 @@
 
     a batch, the same on all ranks of cp  ->  this rank's positions of it  ->  the model  ->  loss sum and token count of those positions
 
-Everything but attention treats each position alone, so it needs no change. Losses, counts and gradients are summed over the ranks, as in
-data parallelism (`Mesh.loss`). A model that is called outside of an objective, for generation, gets whole sequences on each rank and
-computes as one process does.
+Everything but attention treats each position alone, so it needs no change, except what is counted over a row (`over_row`). Losses, counts
+and gradients are summed over the ranks, as in data parallelism (`Mesh.loss`). A model that is called outside of an objective, for
+generation, gets whole sequences on each rank and computes as one process does.
 
 Left out on purpose: encoder-decoders, whose two sequences would be shared out separately, and relative position biases, which are learned:
 the ring computes no gradient of a bias. Both are refused, as is attention dropout.
@@ -131,7 +131,12 @@ def context_of_share(stack: Stack, share: SequenceShare) -> Callable[..., Attent
             for name, rule in sorted(stack.rules(mask, pattern).items())  # in the same order on all ranks, which exchange answers
         }
         rope = rope_tables(stack.config, positions, share.length) if stack.config.position == "rope" else None
-        return AttentionContext(masks, rope, cache)
+        return AttentionContext(masks, rope, cache, over_row=over_row)
+
+    def over_row(counted: Tensor) -> Tensor:
+        whole = counted.clone()
+        share.group.all_reduce(whole)
+        return whole
 
     return context
 

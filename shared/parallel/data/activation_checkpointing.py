@@ -31,6 +31,7 @@ KEPT = [  # by selective recomputation: matrix products, and attention through i
     aten.bmm.default,
     aten.baddbmm.default,
     aten._grouped_mm.default,
+    aten.mkldnn_linear.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,

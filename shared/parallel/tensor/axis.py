@@ -6,6 +6,9 @@
 Each rank computes its heads and its inner features from the same input; f stands in front of a sublayer, g in its last matrix. What is
 not cut (norms, biases of rows) is computed in the same way on every rank and has the whole gradient on each.
 
+A sublayer of a later chapter that has a method `over_ranks(group, leave)` says itself where its parts are added up (`leave`). Stacks of
+matrices [E, out, in] are cut as each of them is.
+
 With sequence parallelism the residual stream between the sublayers is cut along the sequence: norms, dropout and what they keep for the
 backward pass are shared out too. What is not cut then sees this rank's positions only, and its gradient is summed over the ranks
 (`partial_over`).
@@ -91,16 +94,16 @@ class Cutter:
 
     def cut_parameters(self, model: TransformerModel) -> None:
         """Replace each parameter that is cut by this rank's slice, and state which ones have a gradient to be summed over ranks."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        shapes = {name: tuple(parameter.shape[-2:]) for name, parameter in model.named_parameters()}
         for name, (dimension, ranges) in tensor_shards(shapes, model.config.head_dim, self.group.size).items():
             module, _, attribute = name.rpartition(".")
-            self.cut(model.get_submodule(module), attribute, dimension, ranges)
+            self.cut(model.get_submodule(module), attribute, dimension - len(shapes[name]), ranges)
         for name, over in gradient_sums(list(shapes), self.by_sequence, self.copies is not None).items():
             model.get_parameter(name).partial_over = self.copies if over == "copies" else self.group
 
     def cut(self, module: nn.Module, name: str, dimension: int, ranges: list[Range]) -> None:
-        """Replace a parameter of a module by this rank's slice along a dimension."""
-        cut_parameter(module, name, dimension, ranges, self.group)
+        """Replace a parameter of a module by this rank's slice along a dimension, counted from the last one: -1."""
+        cut_parameter(module, name, dimension % getattr(module, name).dim(), ranges, self.group)
 
     def change_stack(self, stack: Stack, is_last: Callable[[], bool]) -> None:
         """is_last: whether each rank computes a part of what follows the stack, as a head and cross-attention do; a pipeline's other
@@ -118,11 +121,15 @@ class Cutter:
     def change_block(self, block: Block) -> None:
         sublayers = {block.attention: "o_proj", block.cross_attention: "o_proj", block.feed_forward: "down_proj"}
         for sublayer, last in sublayers.items():
-            if sublayer is not None:
+            if sublayer is None:
+                continue
+            if hasattr(sublayer, "over_ranks"):
+                sublayer.over_ranks(self.group, self.leave)
+            else:
                 linear = getattr(sublayer, last)
                 linear.__class__, linear.combine = RowLinear, self.leave
-                # cast first, as the sublayer would: under autocast the gradient is then summed, or the stream gathered, in 16 bits
-                sublayer.register_forward_pre_hook(lambda module, inputs: (self.enter(to_compute_dtype(inputs[0])), *inputs[1:]))
+            # cast first, as the sublayer would: under autocast the gradient is then summed, or the stream gathered, in 16 bits
+            sublayer.register_forward_pre_hook(lambda module, inputs: (self.enter(to_compute_dtype(inputs[0])), *inputs[1:]))
         for attention in filter(None, (block.attention, block.cross_attention)):
             if attention.dropout:
                 attention.attend = attend_with_own_dropout(attention.attend, self.group.rank)
@@ -158,7 +165,7 @@ def require_known(model: nn.Module) -> None:
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         known = (nn.Linear,) if last.endswith("_proj") else kinds.get(last)
-        if known and type(module) not in known:
+        if known and type(module) not in known and not getattr(module, "knows_tensor_parallelism", False):
             raise ValueError(f"Tensor parallelism does not know how to cut {name}, a {type(module).__name__}: set tensor_parallel to 1.")
 
 
