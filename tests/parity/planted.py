@@ -121,13 +121,14 @@ def router_not_summed(patch: MonkeyPatch) -> None:
 
 
 RULES: dict[str, Planted] = {
-    "experts' gradients are added over the ranks that hold the same ones": Planted("over all data ranks", experts_over_all, "pp2_dp2_ep2 experts selective muon"),
+    "experts' gradients are added over the ranks that hold the same ones": Planted("over all data ranks", experts_over_all, "dp2_ep2 experts none adamw"),
     "the exchange brings sums, which nobody divides": Planted("the way back divides by the ranks", experts_averaged, "dp2_ep2_zero1 experts full muon"),
-    "the norm counts each number once": Planted("each rank counts what it holds", norm_counts_copies, "tp2_sp dense selective muon"),
+    "the norm counts each number once": Planted("each rank counts what it holds", norm_counts_copies, "tp2_sp experts selective muon"),
     "norms under ZeRO are of all shards": Planted("each rank clips by its own", norm_of_shards, "dp2_ep2_zero1 experts full muon"),
-    "a tied embedding's two gradients are added": Planted("each end keeps its own", tied_ends_apart, "pp2 experts full muon"),
-    "positions count from the start of the sequence": Planted("each context rank counts from 0", positions_from_zero, "dp2_cp2_zero1 dense selective adamw"),
-    "gradients of norms are summed where they are partial": Planted("each tensor rank keeps its own", norms_not_summed, "tp2_sp dense selective muon"),
+    "a tied embedding's two gradients are added": Planted("each end keeps its own", tied_ends_apart, "pp2 experts full adamw"),
+    "positions count from the start of the sequence": Planted("each context rank counts from 0", positions_from_zero, "cp2 dense full muon"),
+    "gradients of norms are summed where they are partial": Planted("each tensor rank keeps its own", norms_not_summed, "tp2_sp experts selective muon"),
+    "the router's gradient is summed over tensor ranks": Planted("each rank keeps its own", router_not_summed, "tp2_sp experts selective muon"),
     "the balance loss knows no ranks": Planted("times the data ranks", balance_times_ranks, "dp2_ep2_zero1 experts full muon"),
     "FSDP adds every micro-batch": Planted("the last replaces the others", last_microbatch_alone, "fsdp2_ep2 experts selective adamw"),
     "one division, by the tokens of all ranks": Planted("by a rank's own tokens, times the ranks", means_of_ranks, "dp2_ep2_zero1 experts full muon"),

@@ -61,7 +61,10 @@ class Cell:
 
     @property
     def config(self) -> MixtureModelConfig:
+        """Enough layers for the stages; dropless under cp, whose ranks do not know how many choices come before theirs."""
         model = MODELS[self.model]
+        if model.experts and degree(self.layout, "cp") > 1:
+            model = replace(model, experts=replace(model.experts, capacity_factor=None))
         return replace(model, num_hidden_layers=max(model.num_hidden_layers, stages(self.layout)))
 
     def parallel(self) -> ParallelConfig:

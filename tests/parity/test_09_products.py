@@ -10,50 +10,48 @@ from products import Cell
 
 COVERING = """
 one dense none adamw
+dp2_ep2 experts none adamw
 dp2_ep2_zero1 experts full muon
-tp2_sp dense selective muon
+tp2_sp experts selective muon
 fsdp2_ep2 experts selective adamw
-dp2_zero2 dense full adamw
-pp2 experts full muon
-dp2_ep2_zero2 experts none muon
-dp2_zero2 experts selective adamw
-fsdp2_ep2 experts full adamw
-dp2_zero1 experts selective muon
-dp2_ep2_zero2 experts full adamw
-dp2 experts none adamw
-dp2_ep2_zero2 experts selective muon
-dp2_cp2_zero1 dense selective adamw
-cp2_tp2_sp dense full adamw
-dp2_tp2_zero1_sp dense none muon
-fsdp2_cp2 dense none muon
-pp2_dp2_ep2_zero1 experts none adamw
-pp2_dp2_ep2 experts selective muon
+dp2_zero2 dense selective muon
+cp2 dense full muon
+pp2 experts full adamw
+dp2_zero1 dense none muon
+dp2_tp2_ep2_zero2_sp experts none adamw
+dp2_tp2_zero1_sp dense full adamw
+pp2_fsdp2 dense none muon
+dp2_cp2_ep2_zero1 experts none adamw
+fsdp2_tp2_ep2_sp experts full muon
+cp2_tp2_sp dense selective adamw
+pp2_dp2_ep2_zero1 experts selective muon
+pp2_tp2_sp dense none muon
+dp2_cp2_zero2 experts none muon
+dp2_fsdp2 dense full adamw
+fsdp2_cp2_ep2 experts none muon
+dp2_tp2_zero2 dense full adamw
+dp2_cp2_ep2_zero2 experts full adamw
+dp2_tp2_ep2_zero2 experts selective muon
+dp2_tp2_zero2_sp dense full muon
 dp2_tp2_zero2_sp dense selective adamw
-dp2_fsdp2 experts full adamw
-pp2_cp2 dense selective muon
-pp2_fsdp2_ep2 experts none muon
-fsdp2_tp2 dense selective muon
-dp2_cp2_zero2 dense none adamw
-pp2_tp2_sp dense selective muon
-dp2_tp2_zero2_sp dense none muon
-pp2_dp2_ep2_zero1 experts selective adamw
-dp2_tp2_zero2_sp dense full adamw
+dp2_tp2_zero1 dense none adamw
 dp2_cp2_zero2 dense selective adamw
-pp2_fsdp2_ep2 experts full adamw
-pp2_fsdp2_tp2_sp dense none adamw
-dp2_cp2_tp2_zero2 dense full muon
-pp2_dp2_tp2_zero1_sp dense full adamw
-dp2_fsdp2_tp2_sp dense full muon
-dp2_cp2_tp2_zero1_sp dense selective muon
-pp2_cp2_tp2 dense none adamw
-pp2_fsdp2_cp2 dense full adamw
-fsdp2_cp2_tp2_sp dense selective adamw
-pp2_dp2_cp2_zero1 dense none muon
-pp2_dp2_fsdp2_ep2 experts selective adamw
-dp2_fsdp2_cp2 dense none adamw
-dp2_cp2_tp2_zero1 dense full adamw
-dp2_cp2_tp2_zero2_sp dense none adamw
-pp2_cp2_tp2_sp dense none adamw
+pp2_cp2 dense none adamw
+pp2_dp2_cp2_zero1 dense selective adamw
+dp2_cp2_tp2_ep2_zero1_sp experts selective muon
+pp2_fsdp2_tp2_ep2 experts none adamw
+dp2_fsdp2_tp2_sp dense selective muon
+pp2_dp2_tp2_ep2_sp experts full adamw
+pp2_fsdp2_cp2 dense full muon
+dp2_cp2_tp2_zero2_sp dense none muon
+pp2_fsdp2_tp2_sp experts selective adamw
+dp2_fsdp2_cp2_ep2 experts none adamw
+pp2_dp2_tp2_zero1_sp experts none adamw
+pp2_cp2_tp2_sp experts full adamw
+fsdp2_cp2_tp2 dense selective adamw
+pp2_dp2_cp2_ep2_zero1 experts full adamw
+fsdp2_cp2_tp2_sp dense none adamw
+pp2_dp2_fsdp2 dense none adamw
 """.split("\n")[1:-1]  # `python tests/parity/products_table.py --covering` makes another one
 PROCESSES = {2: [Cell("dp2_ep2", "experts", "full")], 4: [Cell("pp2_tp2"), Cell("fsdp2_tp2"), Cell("pp2_fsdp2_ep2", "experts")]}
 REFUSED = [  # what each refusal says; none may be another, and each must be of some product
@@ -64,8 +62,6 @@ REFUSED = [  # what each refusal says; none may be another, and each must be of 
     "parallel.context_parallel with backend torch is not built",
     "with parallel.backend torch, fully_sharded and data_parallel: replicas exchange too early",
     "with parallel.backend torch, zero and a tied embedding: its ends are cut differently over the replicas",
-    "model.experts and parallel.context_parallel are not built together yet",
-    "model.experts and parallel.tensor_parallel are not built together yet",
     "model.experts and parallel.backend torch are not built together yet",
 ]
 
