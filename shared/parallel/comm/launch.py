@@ -31,7 +31,7 @@ import torch
 from shared.course import binding
 from shared.course.running import PRELOADED, end_with_parent
 from shared.parallel.comm.communicator import CommunicationError, RankStopped, require_finished
-from shared.parallel.health.heartbeat import EXIT_CODE, Timeouts
+from shared.parallel.health.heartbeat import EXIT_CODE, RankLost, Timeouts
 from shared.parallel.comm.processes import broken_connections_named, join_world, leave_world
 
 Result = TypeVar("Result")
