@@ -16,6 +16,7 @@ from shared.moe.layer import MixtureLayer, mixture_layers
 from shared.parallel import strategy
 from shared.parallel.context import axis as context_axis
 from shared.parallel.data.flat import FlatParam
+from shared.parallel.expert import all_to_all
 from shared.parallel.expert import axis as expert_axis
 from shared.parallel.holders import Holders
 from shared.parallel.pipeline import axis as pipeline_axis
@@ -101,13 +102,9 @@ def experts_over_all(patch: MonkeyPatch) -> None:
 
 
 def experts_averaged(patch: MonkeyPatch) -> None:
-    inner = expert_axis.exchange_rows
-
-    def exchange_rows(rows, sent, received, group):
-        made = inner(rows, sent, received, group)
-        return made.detach() + (made - made.detach()) / group.size
-
-    patch.setattr(expert_axis, "exchange_rows", exchange_rows)
+    right = all_to_all.FinishExchange.backward
+    averaged = lambda ctx, upstream: right(ctx, upstream / ctx.exchange.group.size)  # noqa: E731
+    patch.setattr(all_to_all.FinishExchange, "backward", staticmethod(averaged))
 
 
 def router_not_summed(patch: MonkeyPatch) -> None:
@@ -121,17 +118,27 @@ def router_not_summed(patch: MonkeyPatch) -> None:
 
 
 RULES: dict[str, Planted] = {
-    "experts' gradients are added over the ranks that hold the same ones": Planted("over all data ranks", experts_over_all, "dp2_ep2 experts none adamw"),
-    "the exchange brings sums, which nobody divides": Planted("the way back divides by the ranks", experts_averaged, "dp2_ep2_zero1 experts full muon"),
-    "the norm counts each number once": Planted("each rank counts what it holds", norm_counts_copies, "tp2_sp experts selective muon"),
-    "norms under ZeRO are of all shards": Planted("each rank clips by its own", norm_of_shards, "dp2_ep2_zero1 experts full muon"),
+    "experts' gradients are added over the ranks that hold the same ones": Planted(
+        "over all data ranks", experts_over_all, "dp2_ep2 experts none adamw"
+    ),
+    "the exchange brings sums, which nobody divides": Planted(
+        "gradients are divided by the ranks on their way back", experts_averaged, "dp2_ep2 experts none adamw"
+    ),
+    "the norm counts each number once": Planted("each rank counts what it holds", norm_counts_copies, "dp2_ep2 experts none adamw"),
+    "norms under ZeRO are of all shards": Planted("each rank clips by its own", norm_of_shards, "dp2_ep2 experts none adamw"),
     "a tied embedding's two gradients are added": Planted("each end keeps its own", tied_ends_apart, "pp2 experts full adamw"),
-    "positions count from the start of the sequence": Planted("each context rank counts from 0", positions_from_zero, "cp2 dense full muon"),
-    "gradients of norms are summed where they are partial": Planted("each tensor rank keeps its own", norms_not_summed, "tp2_sp experts selective muon"),
-    "the router's gradient is summed over tensor ranks": Planted("each rank keeps its own", router_not_summed, "tp2_sp experts selective muon"),
-    "the balance loss knows no ranks": Planted("times the data ranks", balance_times_ranks, "dp2_ep2_zero1 experts full muon"),
-    "FSDP adds every micro-batch": Planted("the last replaces the others", last_microbatch_alone, "fsdp2_ep2 experts selective adamw"),
-    "one division, by the tokens of all ranks": Planted("by a rank's own tokens, times the ranks", means_of_ranks, "dp2_ep2_zero1 experts full muon"),
+    "positions count from the start of the sequence": Planted("each cp rank counts from 0", positions_from_zero, "cp2 dense full muon"),
+    "gradients of norms are summed where they are partial": Planted(
+        "each tp rank keeps its own", norms_not_summed, "tp2_sp experts selective muon"
+    ),
+    "the router's gradient is summed over tp": Planted("each rank keeps its own", router_not_summed, "tp2_sp experts selective muon"),
+    "the balance loss knows no ranks": Planted("times the data ranks", balance_times_ranks, "dp2_ep2 experts none adamw"),
+    "FSDP adds every micro-batch": Planted(
+        "the last replaces the others", last_microbatch_alone, "fsdp2_ep2 experts selective adamw"
+    ),
+    "one division, by the tokens of all ranks": Planted(
+        "by a rank's own tokens, times the ranks", means_of_ranks, "dp2_ep2 experts none adamw"
+    ),
 }
 
 

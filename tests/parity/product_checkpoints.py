@@ -1,5 +1,5 @@
-"""Checkpoints from any product of layouts to any other, with experts: two steps on one, three more on another, as if nobody had stopped; and
-the export that each layout makes of the same checkpoint."""
+"""Checkpoints from any product of layouts to any other, with experts: two steps on one, three more on another, as if nobody had stopped;
+and the export that each layout makes of the same checkpoint."""
 
 from dataclasses import replace
 from functools import cache, partial

@@ -19,12 +19,13 @@ sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("..", "su
 import torch  # noqa: E402
 from planted import RULES, caught, last_losses  # noqa: E402
 from product_checkpoints import LAYOUTS, resume, write  # noqa: E402
-from products import LIMIT, MODELS, RANKS, RECOMPUTED, Cell, by_processes, cells, covering, layouts, line_of, measured, refusal  # noqa: E402
+from products import LIMIT, MODELS, RANKS, RECOMPUTED, Cell, by_processes, cells, covering, layouts, line_of  # noqa: E402
+from products import measured, refusal  # noqa: E402
 
 from shared.course.paths import CHECKOUT  # noqa: E402
 
 PAGE = CHECKOUT / "chapters" / "09_mixture_of_experts" / "PARITY.md"
-TOGETHER = 6  # cells that the same processes run: each leaves its groups behind
+TOGETHER = 18  # cells that the same processes run: each leaves its groups behind
 COLUMNS = [(model, recompute, "course") for model in MODELS for recompute in RECOMPUTED]
 
 
