@@ -209,6 +209,19 @@ def test_ranks_with_other_rows_and_other_lengths_evaluate_like_one_process(word)
         torch.testing.assert_close(found, plain(ids).detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_a_rank_with_one_batch_more_is_named():
+    """`EvaluationLoader` gives all ranks equally many."""
+
+    def work(world):
+        run = MixtureRun(world, layout_of("dp2_ep2"))
+        with torch.no_grad():
+            for _ in range(1 + world.rank):
+                run.parallel.model(torch.zeros(1, 4, dtype=torch.int64))
+
+    with pytest.raises(CommunicationError, match="deadlock: rank 0 has finished; rank 1 waits in all_to_all #10 of ep"):
+        run_threads(work, 2)
+
+
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_a_step_in_16_bits_has_the_gradients_of_float32_up_to_rounding(precision):
     """Rows travel in 16 bits too, and their gradients."""
