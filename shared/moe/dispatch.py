@@ -87,6 +87,6 @@ def drop_beyond_capacity(experts: Tensor, num_experts: int, capacity: int) -> Te
 
 
 def expert_capacity(factor: float, seq: int, k: int, num_experts: int) -> int:
-    """How many choices of a row of `seq` tokens one expert takes: `factor` times its equal share, rounded up. The factor is the decimal that
-    was written: in floating point 1.1 * 100 is more than 110."""
+    """How many choices of a row of `seq` tokens one expert takes: `factor` times its equal share, rounded up. The factor is the decimal
+    that was written: in floating point 1.1 * 100 is more than 110."""
     return math.ceil(Fraction(str(factor)) * seq * k / num_experts)

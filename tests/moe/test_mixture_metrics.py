@@ -57,7 +57,7 @@ def test_the_logged_losses_are_those_of_the_whole_step_by_token():
     for number in range(run.microbatches):
         batch, seen = run.batches(0, number, run.config), {}
         for layer in mixture_layers(run.plain):
-            layer.router.register_forward_hook(lambda module, inputs, routing, layer=layer: seen.update({layer.layer: routing}))  # noqa: B023
+            layer.router.register_forward_hook(lambda _, __, routing, block=layer.layer, to=seen: to.update({block: routing}))
         valid = batch["targets"] != -100
         packed_next_token_objective(run.plain, batch)
         tokens += int(valid.sum())
