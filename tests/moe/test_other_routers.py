@@ -35,7 +35,8 @@ def test_noisy_top_k_is_the_papers_formula_token_by_token():
     for row in range(2):
         for place in range(7):
             clean, spread = (x[row, place] @ weight.T for weight in (layer.router.weight, layer.router.noise_weight))
-            h = [c + n * math.log1p(math.exp(s)) for c, n, s in zip(clean.tolist(), noise[row, place].tolist(), spread.tolist(), strict=True)]
+            columns = zip(clean.tolist(), noise[row, place].tolist(), spread.tolist(), strict=True)
+            h = [c + n * math.log1p(math.exp(s)) for c, n, s in columns]
             best = sorted(range(5), key=lambda e: -h[e])[:2]
             total = sum(math.exp(h[e]) for e in best)
             assert routing.experts[row, place].tolist() == best
@@ -75,7 +76,8 @@ def test_expert_choice_is_that_of_a_loop_over_experts(factor):
         for expert in range(4):
             order = sorted(range(10), key=lambda place: -probabilities[row, place, expert].item())
             for place in order[:takes]:
-                gate, up, down = (linear.weight[expert] for linear in (layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj))
+                own = layer.experts
+                gate, up, down = (linear.weight[expert] for linear in (own.gate_proj, own.up_proj, own.down_proj))
                 inner = torch.nn.functional.silu(gate @ x[row, place]) * (up @ x[row, place])
                 one = torch.zeros_like(wanted)
                 one[row, place] = 1
