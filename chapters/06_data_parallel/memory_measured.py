@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shared.parallel.planning.memory import Activations, MemoryEstimate
+from shared.parallel.planning.activations import Activations
+from shared.parallel.planning.memory import MemoryEstimate
 from shared.parallel.data.activation_checkpointing import run_block_selectively
 from shared.parallel.strategy import ParallelStrategy
 

@@ -6,10 +6,15 @@
 Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.expert.groups import RankGroups
 
 
 # Top-k routing (20 min, difficulty 2 of 5)
@@ -150,3 +155,67 @@ def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
             [ 19.0000]])
     """
     raise NotImplementedError("09.combine: write this body")
+
+
+# The all-to-all, with its backward pass (35 min, difficulty 3 of 5)
+def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Communicator) -> Tensor:
+    """Send each rank its rows, and receive this rank's from every rank: an all-to-all with uneven splits, and its backward pass.
+
+    A row has the same numbers afterwards, on another rank. Autograd does not see what a group's collectives do, so the function states its
+    own derivative: the loss is the sum of all ranks' losses, the rank that received a row knows how its loss changes with it, and the rank
+    that sent the row needs that.
+
+        - The forward pass calls `group.all_to_all(there, here)` once, and the backward pass once more. It fills the tensor there[r] with
+          what rank r gives as here[this rank]. Both are one contiguous tensor for each rank, all of one dtype; a tensor may be empty. Each
+          pass sends every row once and nothing else, and copies no rows that lie together already.
+        - Every rank of the group takes part in both passes, also one that sends nothing or receives nothing: the others wait for it.
+        - Neither `rows` nor the gradient that arrives from behind is changed. Both may be non-contiguous.
+
+    Args:
+        rows: [sum(sent), D] of any dtype, sorted by the rank that they go to.
+        sent: how many of them go to each rank of the group, this one included; may be 0.
+        received: how many come from each rank.
+        group: the ranks that exchange rows.
+
+    Returns:
+        [sum(received), D] in the dtype of `rows`: the rows from rank 0 first, each rank's in the order in which it sent them.
+
+    >>> exchange_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [2], [2], SingleRankCommunicator())
+    tensor([[1., 2.],
+            [3., 4.]])
+    """
+    raise NotImplementedError("09.exchange_rows: write this body")
+
+
+# Who adds whose gradients (20 min, difficulty 3 of 5)
+def gradient_ranks(pipeline: int, data: int, context: int, tensor: int, expert: int, num_experts: int) -> list[RankGroups]:
+    """Decide which experts each rank holds, between which ranks rows travel, and over which ranks which gradients are added.
+
+    Ranks are numbered along all axes, the last one fastest:
+
+        rank = ((pp * data + d) * context + cp) * tensor + tp
+
+    What they hold, and what they see:
+
+        - Each pipeline stage pp has layers of its own, and each tensor coordinate tp a slice of its own of every matrix. Ranks that share
+          both hold the same, apart from experts, and see different tokens: along `data` other rows, along `context` other positions.
+        - Experts are spread over `expert` consecutive data ranks of one context coordinate: the first E / expert of them on the first
+          rank, and so on. The next `expert` data ranks hold them all again, and so do those of another context coordinate.
+        - A row travels to the rank that holds its expert, among these `expert` ranks, and its gradient comes back. So a rank has computed
+          an expert's gradient for rows from all of them, and every other gradient for its own tokens.
+
+    In the end each gradient is the sum over all tokens that the data and context ranks see, each counted once.
+
+    Args:
+        pipeline, context, tensor: the degrees of these axes.
+        data: data-parallel ranks, fully sharded ones included (`ParallelConfig.data_ranks`).
+        expert: over how many data ranks experts are spread; divides `data`.
+        num_experts: E; divisible by `expert`.
+
+    Returns:
+        The line of each rank, in the order of the ranks.
+
+    >>> gradient_ranks(pipeline=1, data=4, context=1, tensor=1, expert=2, num_experts=4)[3]
+    RankGroups(experts=(2, 4), exchange=[2, 3], same_experts=[1, 3], everything_else=[0, 1, 2, 3])
+    """
+    raise NotImplementedError("09.gradient_ranks: write this body")

@@ -1,4 +1,5 @@
-"""Floor 0. Plot style: every figure has the same size and, in all chapters, one meaning for each colour. And a pipeline's timeline, drawn.
+"""Floor 0. Plot style: every figure has the same size and, in all chapters, one meaning for each colour. And drawings of several
+chapters: a pipeline's timeline, the load of experts.
 
 The colours are Okabe and Ito's, which stay apart for colour-blind readers (Okabe & Ito 2008, "Color Universal Design").
 """
@@ -76,3 +77,20 @@ def draw_pipeline(axes: Any, rows: Sequence[Sequence[Any]], unit: str = "forward
     axes.set(xlim=(0, ends), ylim=(len(rows) - 0.5, -0.5), xlabel=f"time, in {unit}", yticks=range(len(rows)))
     axes.set_yticklabels([f"rank {rank}" for rank in range(len(rows))])
     axes.grid(visible=False)
+
+
+def draw_load(axes: Any, shares: Any, most: float = 4.0) -> Any:
+    """Draw the load of experts over time as a heat map: a row for each expert, a column for each step.
+
+    Args:
+        axes: matplotlib's.
+        shares: [steps, E], each expert's load as a multiple of an equal load (1 is balanced).
+        most: the load from which on the colour no longer changes.
+
+    Returns:
+        What `figure.colorbar` takes.
+    """
+    drawn = axes.imshow(shares.T, aspect="auto", vmin=0, vmax=most, interpolation="nearest")
+    axes.set(xlabel="training step", ylabel="expert", yticks=range(shares.shape[1]))
+    axes.grid(visible=False)
+    return drawn

@@ -83,9 +83,14 @@ class ExpertsConfig:
 
     Args:
         num_experts: in each layer that has them.
+
+    Attributes:
+        has_losses: whether such a layer adds losses of its own, over the tokens that count.
+        has_formula: whether `saved_bytes` says what such a layer keeps.
     """
 
     num_experts: int
+    has_losses, has_formula = False, False
 
     def __post_init__(self) -> None:
         if self.num_experts < 1:
@@ -98,6 +103,18 @@ class ExpertsConfig:
     def active_matrix_size(self, config: "ModelConfig", layer: int) -> int:
         """Numbers in the matrices that one token passes in that layer: the router's, and those of the experts that it is sent to."""
         raise NotImplementedError(f"{type(self).__name__} must define active_matrix_size(config, layer).")
+
+    def cut(self, ranks: int) -> "ExpertsConfig":
+        """The experts as a tensor-parallel rank computes them: with 1 / ranks of their inner width."""
+        return self
+
+    def saved_bytes(
+        self, config: "ModelConfig", rows: int, seq: int, width: int, ranks: int, imbalance: float
+    ) -> tuple[float, float, float]:
+        """What such a layer of a resolved configuration keeps of [rows, seq] tokens, as `shared.parallel.planning.activations.Saved` says.
+        width: bytes of a number in the experts' products. ranks, imbalance: how many ranks hold the experts, and how many rows this one's
+        compute, in shares of an equal number."""
+        raise NotImplementedError(f"{type(self).__name__} must define saved_bytes(config, rows, seq, width, ranks, imbalance).")
 
     def comparable(self, config: "ModelConfig") -> dict[str, Any]:
         """Changes of `config` that bring what has no effect on the model's output to one value, as `shared.model.hf.registry` compares."""

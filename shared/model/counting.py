@@ -29,7 +29,18 @@ def parameter_counts(config: ModelConfig) -> dict[Role, int]:
 
 def stack_counts(config: ModelConfig, cross: bool) -> dict[Role, int]:
     """The blocks, with the final norm and the relative biases."""
-    layers, size = config.num_hidden_layers, config.hidden_size
+    counts = dict.fromkeys(ROLES, 0)
+    for layer in range(config.num_hidden_layers):
+        add(counts, block_counts(config, layer, cross))
+    counts["norm"] += norm_size(config, config.hidden_size) if config.norm_position == "pre" else 0
+    relative = config.relative_attention_num_buckets * config.num_attention_heads
+    counts["embedding"] += relative if config.position == "relative" else 0
+    return counts
+
+
+def block_counts(config: ModelConfig, layer: int, cross: bool = False) -> dict[Role, int]:
+    """Parameters by role of one block of a resolved configuration."""
+    size = config.hidden_size
     inner, shared = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     normalised = 2 * config.head_dim if config.qk_norm_over == "head" else inner + shared
     attention = {
@@ -37,15 +48,10 @@ def stack_counts(config: ModelConfig, cross: bool) -> dict[Role, int]:
         "bias": config.attention_bias * (inner + 2 * shared) + config.attention_output_bias * size,
         "norm": config.qk_norm * norm_size(config, normalised) + norm_size(config, size),
     }
-    counts = dict.fromkeys(ROLES, 0)
-    for layer in range(layers):
-        for _ in range(2 if cross else 1):
-            add(counts, attention)
-        add(counts, feed_forward_counts(config, layer))
-        counts["norm"] += norm_size(config, size)
-    counts["norm"] += norm_size(config, size) if config.norm_position == "pre" else 0
-    relative = config.relative_attention_num_buckets * config.num_attention_heads
-    counts["embedding"] += relative if config.position == "relative" else 0
+    counts = dict.fromkeys(ROLES, 0) | {"norm": norm_size(config, size)}
+    for _ in range(2 if cross else 1):
+        add(counts, attention)
+    add(counts, feed_forward_counts(config, layer))
     return counts
 
 

@@ -107,6 +107,38 @@ class MixtureConfig(ExpertsConfig):
         counts = self.parameter_counts(config, layer)
         return counts["matrix"] + counts.get("expert", 0) * self.num_experts_per_tok // self.num_experts
 
+    @property
+    def has_losses(self) -> bool:
+        return self.balance_coefficient > 0 or self.z_coefficient > 0
+
+    @property
+    def has_formula(self) -> bool:
+        return self.implementation != "batched"  # whose padding depends on the routing
+
+    def cut(self, ranks: int) -> "MixtureConfig":
+        return replace(self, moe_intermediate_size=-(-self.moe_intermediate_size // ranks))
+
+    def saved_bytes(
+        self, config: ModelConfig, rows: int, seq: int, width: int, ranks: int, imbalance: float
+    ) -> tuple[float, float, float]:
+        """Every token's k choices are counted, also those that a capacity drops. A router reads float32; experts and shared experts read
+        the same tokens as products take them."""
+        tokens, size, k, entries = rows * seq, config.hidden_size, self.num_experts_per_tok, 2 if config.gated else 1
+        arriving = tokens * k * imbalance
+        choices, inner, shared = tokens * k, self.moe_intermediate_size, self.num_shared_experts * self.moe_intermediate_size
+        balanced, z = self.balance_coefficient > 0, self.z_coefficient > 0
+        scores = self.num_experts + (2 * k + 1.25 if self.norm_topk_prob else k)  # weights and their sum; whether that is 0 is one byte
+        losses = 4 * tokens * (2 * (balanced and self.scoring == "sigmoid") + (self.num_experts + 1) * z)
+        losses += rows * 4 * (self.num_experts + 1) * balanced
+        router = 4 * tokens * (size + scores) + losses
+        places = 8 * 3 * choices  # the chosen experts, the sorted rows' tokens, and where rows go back to
+        ends = 4 * self.num_experts // ranks * (entries + 1) if self.implementation == "grouped" else 0  # of each expert's rows
+        rows_kept = width * (arriving * (size + 2 * entries * inner) + choices * size)  # as they enter, within, and as they come back
+        of_shared = width * tokens * 2 * entries * shared + (width * tokens * size if shared and width < 4 else 0)
+        either = width * (arriving * inner + tokens * shared) * entries + 4 * tokens * self.num_experts * z
+        products = width * (arriving * (entries * inner + size) + tokens * (entries * shared + size * bool(shared)))
+        return router + places + ends + rows_kept + of_shared, products + 4 * tokens * self.num_experts, either
+
     def comparable(self, config: ModelConfig) -> dict[str, Any]:
         """Training and the implementation are left out, and a dense width that no layer has."""
         bias = None if self.bias_update_rate is None else 0.0
@@ -141,8 +173,6 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         SettingError: names the setting.
     """
     asked = {
-        "pipeline_schedule zero_bubble": parallel.pipeline_parallel > 1 and parallel.pipeline_schedule == "zero_bubble",
-        "pipeline_layers memory": parallel.pipeline_parallel > 1 and parallel.pipeline_layers == "memory",
         "backend torch": parallel.backend == "torch" and parallel.ranks > 1,
     }
     if config.experts is not None and config.experts.first_k_dense >= config.num_hidden_layers:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from shared.model.config import ModelConfig
 from shared.model.context import to_compute_dtype
 from shared.model.feed_forward import ACTIVATIONS, swiglu
+from shared.parallel.pipeline.weight_gradients import Product, Waiting, split_product
 
 ALIGNMENT = 16  # bytes by which `grouped_mm` wants rows to start
 
@@ -96,6 +97,22 @@ class ExpertLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         return self.product(rows, self.weight, counts)
+
+    def split_backward(self, waiting: Waiting) -> None:
+        """Leave weight gradients in a list, to be computed later (`shared.parallel.pipeline.weight_gradients`)."""
+        product = self.product
+
+        def split(rows: Tensor, weight: nn.Parameter, counts: Tensor) -> Tensor:
+            def to_weight(rows: Tensor, upstream: Tensor) -> Tensor:
+                parts = (part.to(upstream.dtype).split(counts.tolist()) for part in (upstream, rows))
+                return torch.stack([gradient.T @ part for gradient, part in zip(*parts, strict=True)])
+
+            def to_input(upstream: Tensor, weight: Tensor) -> Tensor:
+                return product(upstream, weight.transpose(1, 2), counts)
+
+            return split_product(rows, weight, Product(partial(product, counts=counts), to_input, to_weight), waiting)
+
+        self.product = split
 
 
 class Experts(nn.Module):

@@ -23,6 +23,7 @@ from shared.parallel.context.axis import require_shareable
 from shared.parallel.context.zigzag import require_divisible
 from shared.parallel.pipeline.axis import require_stages
 from shared.parallel.pipeline.schedules import make_schedule
+from shared.parallel.expert.axis import require_experts
 from shared.parallel.tensor.axis import require_even
 from shared.trainer.axes import BROUGHT
 
@@ -159,6 +160,7 @@ class TrainerConfig:
             f"model.architecture is {self.model.architecture!r}: pretraining predicts the next token, which needs a decoder.",
         )
         require_layout(self.model, self.parallel)
+        require_experts(self.model, self.parallel.expert_parallel)
         require(
             self.model.experts is None or not self.engine.compile,
             "engine.compile and model.experts are not built together yet: leave one out.",

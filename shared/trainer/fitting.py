@@ -4,7 +4,8 @@ import psutil
 import torch
 
 from shared.course.errors import SettingError
-from shared.parallel.planning.memory import StepSizes, model_of_rank, part_counts, state_width
+from shared.parallel.planning.activations import model_of_rank
+from shared.parallel.planning.memory import StepSizes, part_counts, state_width
 from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts
 from shared.trainer.config import TrainerConfig
 
@@ -29,7 +30,8 @@ def require_memory(config: TrainerConfig, device: torch.device) -> None:
 
 
 def memory_needed(config: TrainerConfig) -> float:
-    """Bytes on one rank. Of a model without a formula for its activations, the weights, gradients and state of one replica alone."""
+    """Bytes on one rank, with experts that all have the same load. Of a model without a formula for its activations, the weights, gradients
+    and state of one replica alone."""
     share = config.data.batch_size // config.parallel.data_ranks
     try:
         held = max(each.total for each in estimate_ranks(config.model, config.parallel, config.optimizer, step_sizes(config), packed=True))

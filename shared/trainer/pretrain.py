@@ -153,7 +153,7 @@ def prepared_text(config: TrainerConfig, world: Communicator, console: Console) 
 
 def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device) -> TransformerModel:
     """The model before it is parallelized; where weights will be cut, without memory, because no rank need have room for all of them."""
-    if mesh.fsdp.size > 1 or mesh.tp.size > 1 or mesh.pp.size > 1:
+    if mesh.fsdp.size > 1 or mesh.tp.size > 1 or mesh.pp.size > 1 or config.parallel.expert_parallel > 1:
         with torch.device("meta"):
             return TransformerModel(config.model, MIXTURE)
     return TransformerModel(config.model, MIXTURE, config.seed).to(device)

@@ -25,7 +25,8 @@ from shared.parallel.config import layout_name
 from shared.parallel.pipeline.balance import stage_blocks
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.pipeline.simulate import make_timeline
-from shared.parallel.planning.pipeline_costs import step_exchanges
+from shared.parallel.planning.expert_costs import expert_exchanges
+from shared.parallel.planning.pipeline_costs import held_parts, step_exchanges
 from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
 from shared.trainer.comparison import compare_with_single_process, known_causes
@@ -139,11 +140,14 @@ def pipeline_line(config: TrainerConfig) -> str:
 
 
 def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
-    """What tensor and pipeline parallelism should send in a step by formula, on the first stage, in the words of `Traffic.per_step`."""
-    if config.parallel.backend == "torch":
+    """What tensor, pipeline and expert parallelism should send in a step by formula, on the first stage, all experts equally loaded;
+    in the words of `Traffic.per_step`."""
+    model, parallel, step = config.model, config.parallel, step_sizes(config)
+    if parallel.backend == "torch":
         return {}  # it is not traced
     calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for each in step_exchanges(config.model, config.parallel, config.optimizer, step_sizes(config)):
+    exchanges = step_exchanges(model, parallel, config.optimizer, step)
+    for each in [*exchanges, *expert_exchanges(model, parallel, step, held_parts(model, parallel)[0])]:
         calls[each.operation, each.axis] += each.calls
         sizes[each.operation, each.axis] += each.calls * each.bytes
     return {

@@ -14,7 +14,7 @@ from shared.model.counting import count_parameters, parameter_counts
 from shared.model.feed_forward import GatedFeedForward, build_feed_forward
 from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
-from shared.parallel.planning.memory import require_formula
+from shared.parallel.planning.activations import require_formula
 from shared.trainer.settings import parse_text
 
 DENSE = ModelConfig(vocab_size=29, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, intermediate_size=24)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.moe.balancing import take_loads, update_bias
+from shared.model.roles import parameters_by_role
 from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig
 from shared.moe.layer import mixture_layers
@@ -20,6 +21,7 @@ from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
+from shared.parallel.health.replicas import require_equal
 from shared.trainer.axes import RUN_AXES
 
 EXPERTS = MixtureConfig(
@@ -50,13 +52,18 @@ class MixtureRun(LayoutRun):
 
 
 def observed(run: MixtureRun) -> dict:
-    losses, norms, gradients = [], [], []
+    losses, norms, gradients, roles = [], [], [], []
     for _ in range(STEPS):
         run.train(1)
         losses.append(run.totals.loss_sum)
         norms.append(run.update.gradient_norm)
         gradients.append({name: gradient for name, gradient in run.gradients().items() if gradient is not None})
-    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": run.weights(), "loads": run.loads}
+        named = parameters_by_role(run.parallel.grad_params)
+        with_gradient = {role: {name: p.grad for name, p in of.items() if p.grad is not None} for role, of in named.items()}
+        roles.append(run.parallel.norms(with_gradient))
+    require_equal(run.parallel.state.state_dict(keep_vars=True), run.parallel.holders, run.world)
+    weights = run.weights()
+    return {"losses": losses, "norms": norms, "gradients": gradients, "roles": roles, "weights": weights, "loads": run.loads}
 
 
 def on_ranks(layout: ParallelConfig, *arguments, **settings) -> list[dict]:
@@ -70,14 +77,19 @@ def alone(optimizer: str = "adamw") -> dict:
 
 
 def require_same(found: list[dict], one: dict) -> None:
-    """Each rank has what one process has; a pipeline's stages have it together."""
+    """Each rank has what one process has; a pipeline's stages, and ranks that share out the optimizer, have it together."""
     seen = set()
+    for step, expected in enumerate(one["gradients"]):
+        assert set().union(*(each["gradients"][step] for each in found)) == expected.keys(), "a gradient that no rank has"
     for each in found:
         for what in ("losses", "norms"):
             torch.testing.assert_close(torch.stack(each[what]), torch.stack(one[what]), rtol=1e-9, atol=0)
         for here, there in zip(each["gradients"] + [each["weights"]], one["gradients"] + [one["weights"]], strict=True):
             for name, value in here.items():
                 assert (value - there[name]).norm() <= 1e-9 * max(there[name].norm().item(), 1e-3), name
+        for here, there in zip(each["roles"], one["roles"], strict=True):
+            assert here.keys() == there.keys()
+            assert all(abs(norm - there[role]) <= 1e-9 * max(there[role].item(), 1e-6) for role, norm in here.items())
         for here, there in zip(each["loads"], one["loads"], strict=True):
             assert all(torch.equal(load, there[block]) for block, load in here.items())
         seen |= each["weights"].keys()

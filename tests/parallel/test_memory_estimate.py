@@ -1,13 +1,11 @@
 """Floor 6: what a rank's memory holds is what the formulas say, within 5 %, in every layout, with and without recomputation."""
 
-import gc
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from memory_table import ADAMW, LAYOUTS, ROWS, SEQ, SMALL, batch, compared, memory_measured, table
-from torch.profiler import ProfilerActivity, profile, record_function
+from storage_peak import allocated_in_forward
 
 from shared.course.paths import CHECKOUT
 from shared.model.chunked_loss import packed_next_token_objective
@@ -21,7 +19,8 @@ from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
-from shared.parallel.planning.memory import StepSizes, activations, estimate_memory, saved_per_token
+from shared.parallel.planning.activations import activations, saved_per_token
+from shared.parallel.planning.memory import StepSizes, estimate_memory
 
 WITHIN = 0.05
 FAMILIES = {
@@ -74,25 +73,6 @@ def test_packed_rows_keep_their_masks(config, precision):
         )
         predicted = activations(config, how, ROWS, SEQ, precision, True, packed=True)
         assert near(measured.after_forward, predicted.after_forward) and near(measured.peak, predicted.peak)
-
-
-def allocated_in_forward(model, objective, data, path) -> int:
-    """Bytes that the CPU's allocator has given out during a forward pass and not taken back: another way of measuring."""
-    objective(model, data).loss_sum.backward()
-    gc.collect()  # what other tests left in circles would be taken back some time in between
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            totals = objective(model, data)
-            with record_function("forward is over"):
-                pass
-            totals.loss_sum.backward()
-    finally:
-        gc.enable()
-    recorded.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
-    (end,) = (event["ts"] for event in events if event.get("name") == "forward is over")
-    return sum(event["args"]["Bytes"] for event in events if event.get("name") == "[memory]" and event["ts"] < end)
 
 
 @pytest.mark.parametrize("how", ["none", "full", "selective"])

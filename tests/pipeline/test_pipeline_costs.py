@@ -14,8 +14,11 @@ from shared.optim.config import OptimizerConfig
 from shared.parallel.config import parse_layout
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.pipeline.validate import validate
-from shared.parallel.planning.memory import Activations, StepSizes, estimate_memory, part_counts
-from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts, most_in_flight, pipeline_exchanges, step_exchanges
+from shared.parallel.planning.activations import Activations, activations
+from shared.parallel.planning.memory import StepSizes, estimate_memory, part_counts
+from shared.parallel.planning.pipeline_costs import (
+    chunk_parts, estimate_ranks, held_parts, hidden_bytes, most_in_flight, pipeline_exchanges, split_bytes, step_exchanges,
+)  # fmt: skip
 
 MUON = OptimizerConfig("muon", lr=0.01)
 GPT = replace(
@@ -116,3 +119,22 @@ def test_the_tables_on_the_chapters_page_are_what_the_command_prints():
     page = (CHECKOUT / "chapters" / "08_pipeline_parallel" / "MEMORY.md").read_text(encoding="utf-8")
     for table in "\n".join([*memory_and_messages(), "", *schedules_table()]).split("\n\n"):
         assert table in page
+
+
+@pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)])
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_a_step_of_many_micro_batches_is_estimated_from_its_first_ones(schedule, chunks, how):
+    """Which would not fit into memory as a schedule, or take hours: the estimate is what the whole schedule gives."""
+    config = replace(SMALL, num_hidden_layers=8)
+    layout = replace(parse_layout("pp4"), pipeline_schedule=schedule, pipeline_chunks=chunks, activation_checkpointing=how)
+    for microbatches in (12, 16 * chunks + 4, 16 * chunks + 8, 100, 101):
+        if schedule == "interleaved" and microbatches % 4:
+            continue
+        step, whole = replace(STEP, microbatches=microbatches), make_schedule(schedule, 4, microbatches, chunks)
+        for rank, (found, parts) in enumerate(zip(estimate_ranks(config, layout, ADAMW, step), chunk_parts(config, layout), strict=True)):
+            each = [activations(config, how, step.rows, step.seq, "float32", True, False, layout, part) for part in parts]
+            sent = [0 if part.head else hidden_bytes(config, layout, step) for part in parts]
+            split = [part.layers * split_bytes(config, layout, step) for part in parts]
+            assert found.activations == most_in_flight(whole[rank], each, sent, split), (microbatches, rank)
+    billions = estimate_ranks(config, layout, ADAMW, replace(STEP, microbatches=4 * 10**9))
+    assert (billions[0].activations > 1e12) == (schedule == "gpipe")

@@ -24,7 +24,7 @@ from shared.trainer.settings import parse_text
     "layout, words, sentence",
     [
         ("dp2x", ["a.yaml"], "The layout 'dp2x' is not understood"),
-        ("dp2_ep2", ["a.yaml"], "it comes with chapter 09"),
+        ("dp3_ep2", ["a.yaml"], "expert_parallel is 2, which does not divide the 3 data-parallel ranks"),
         ("dp2_zero2", ["a.yaml", "parallel.backend=torch"], "PyTorch has no such engine"),
         ("cp2", ["a.yaml", "parallel.backend=torch"], "context_parallel with backend torch is not built"),
         ("dp2", ["steps=3"], "Give a configuration"),
@@ -41,6 +41,7 @@ def test_a_layout_gets_a_folder_and_as_many_processes_as_it_needs(tmp_path):
     assert ranks == 2 and command[:2] == [sys.executable, "-m"] and command[command.index("--nproc-per-node") + 1] == "2"
     assert f"engine.output={tmp_path / 'run-dp2_zero1'}" in command and "parallel.zero=1" in command
     assert start.command_of("one", [str(file)])[1] == 1
+    assert "parallel.expert_parallel=2" in start.command_of("dp2_ep2", [str(file)])[0]
     torch, _ = start.command_of("fsdp2", [str(file), "parallel.backend=torch"])
     assert f"engine.output={tmp_path / 'run-fsdp2-torch'}" in torch
 

@@ -6,53 +6,43 @@ rank that sends and receives nothing calls both all the same, because the others
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from shared.course.binding import exercise
 from shared.parallel.comm.communicator import Communicator
 
 
+@exercise("09.exchange_rows")
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Communicator) -> Tensor:
     """Send each rank its rows, and receive this rank's from every rank: an all-to-all with uneven splits, and its backward pass.
 
+    A row has the same numbers afterwards, on another rank. Autograd does not see what a group's collectives do, so the function states its
+    own derivative: the loss is the sum of all ranks' losses, the rank that received a row knows how its loss changes with it, and the rank
+    that sent the row needs that.
+
+        - The forward pass calls `group.all_to_all(there, here)` once, and the backward pass once more. It fills the tensor there[r] with
+          what rank r gives as here[this rank]. Both are one contiguous tensor for each rank, all of one dtype; a tensor may be empty. Each
+          pass sends every row once and nothing else, and copies no rows that lie together already.
+        - Every rank of the group takes part in both passes, also one that sends nothing or receives nothing: the others wait for it.
+        - Neither `rows` nor the gradient that arrives from behind is changed. Both may be non-contiguous.
+
     Args:
-        rows: [sum(sent), D], sorted by the rank that they go to.
+        rows: [sum(sent), D] of any dtype, sorted by the rank that they go to.
         sent: how many of them go to each rank of the group, this one included; may be 0.
         received: how many come from each rank.
-        group: the ranks that exchange rows; all of them call it, also one with nothing to send or to receive.
+        group: the ranks that exchange rows.
 
     Returns:
-        [sum(received), D], the rows from rank 0 first, each rank's in the order in which it sent them.
+        [sum(received), D] in the dtype of `rows`: the rows from rank 0 first, each rank's in the order in which it sent them.
 
     >>> exchange_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [2], [2], SingleRankCommunicator())
     tensor([[1., 2.],
             [3., 4.]])
+
+    The solution is in solutions/09_mixture_of_experts.py; `course read shared.parallel.expert.all_to_all` shows it in place.
     """
-    return ExchangeRows.apply(rows, sent, received, group)
-
-
-class ExchangeRows(torch.autograd.Function):
-    """Each row is somewhere else afterwards and stays what it is, so its gradient comes back by the way on which the row went."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Communicator) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return exchanged(rows, sent, received, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchanged(upstream, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Communicator) -> Tensor:
-    """`exchange_rows` without autograd."""
-    arriving = rows.new_empty(sum(received), *rows.shape[1:])
-    group.all_to_all(arriving.split(received), rows.contiguous().split(sent))
-    return arriving
 
 
 def exchange_counts(counts: Tensor, group: Communicator) -> tuple[list[int], list[list[int]], Tensor]:

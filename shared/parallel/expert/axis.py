@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.course.errors import SettingError
+from shared.model.config import ModelConfig
 from shared.model.context import to_compute_dtype
 from shared.moe.layer import MixtureLayer, mixture_layers
 from shared.parallel.comm.communicator import Communicator
@@ -34,7 +35,7 @@ class ExpertParallel:
     def shape(self, model: nn.Module, mesh: Mesh) -> None:
         if mesh.config.expert_parallel == 1:
             return
-        require_experts(model, mesh.config.expert_parallel)
+        require_experts(model.config, mesh.config.expert_parallel)
         ep, edp, ranges = expert_groups(mesh, model.config.experts.num_experts)
         for layer in mixture_layers(model):
             spread(layer, ep, edp, ranges)
@@ -43,21 +44,20 @@ class ExpertParallel:
         return strategy
 
 
-def require_experts(model: nn.Module, degree: int) -> None:
-    """Refuse a model whose experts cannot be spread.
+def require_experts(config: ModelConfig, degree: int) -> None:
+    """Refuse a model whose experts cannot be spread over `degree` ranks.
 
     Raises:
         SettingError: names the setting.
     """
-    experts = getattr(getattr(model, "config", None), "experts", None)
-    if experts is None:
+    if degree > 1 and config.experts is None:
         raise SettingError(
             f"parallel.expert_parallel is {degree}, and the model has no experts: leave it out, or give it some (model.experts)."
         )
-    if experts.num_experts % degree:
+    if degree > 1 and config.experts.num_experts % degree:
         raise SettingError(
-            f"parallel.expert_parallel {degree} does not divide model.experts.num_experts {experts.num_experts}: each rank holds as many "
-            "experts as every other. Change one of them."
+            f"parallel.expert_parallel {degree} does not divide model.experts.num_experts {config.experts.num_experts}, and every rank "
+            "holds equally many: change one of them."
         )
 
 

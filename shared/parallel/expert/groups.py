@@ -12,6 +12,7 @@ added over edp, with no other factor, and the router, which every rank applies t
 
 from typing import NamedTuple
 
+from shared.course.binding import exercise
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
 from shared.parallel.sharding import Range
@@ -31,14 +32,24 @@ class RankGroups(NamedTuple):
     everything_else: list[int]
 
 
+@exercise("09.gradient_ranks")
 def gradient_ranks(pipeline: int, data: int, context: int, tensor: int, expert: int, num_experts: int) -> list[RankGroups]:
-    """Decide which experts each rank holds, and over which ranks which gradients are added.
+    """Decide which experts each rank holds, between which ranks rows travel, and over which ranks which gradients are added.
+
+    Ranks are numbered along all axes, the last one fastest:
 
         rank = ((pp * data + d) * context + cp) * tensor + tp
 
-    Ranks of one pipeline stage and one tensor coordinate hold the same model, and see different tokens: along `data` other rows, along
-    `context` other positions of a row. So gradients are added over all of these. The experts of a layer are spread over `expert`
-    consecutive data ranks of one context coordinate, the first E / expert on the first; the next `expert` data ranks hold them all again.
+    What they hold, and what they see:
+
+        - Each pipeline stage pp has layers of its own, and each tensor coordinate tp a slice of its own of every matrix. Ranks that share
+          both hold the same, apart from experts, and see different tokens: along `data` other rows, along `context` other positions.
+        - Experts are spread over `expert` consecutive data ranks of one context coordinate: the first E / expert of them on the first
+          rank, and so on. The next `expert` data ranks hold them all again, and so do those of another context coordinate.
+        - A row travels to the rank that holds its expert, among these `expert` ranks, and its gradient comes back. So a rank has computed
+          an expert's gradient for rows from all of them, and every other gradient for its own tokens.
+
+    In the end each gradient is the sum over all tokens that the data and context ranks see, each counted once.
 
     Args:
         pipeline, context, tensor: the degrees of these axes.
@@ -51,23 +62,9 @@ def gradient_ranks(pipeline: int, data: int, context: int, tensor: int, expert: 
 
     >>> gradient_ranks(pipeline=1, data=4, context=1, tensor=1, expert=2, num_experts=4)[3]
     RankGroups(experts=(2, 4), exchange=[2, 3], same_experts=[1, 3], everything_else=[0, 1, 2, 3])
+
+    The solution is in solutions/09_mixture_of_experts.py; `course read shared.parallel.expert.groups` shows it in place.
     """
-    table, each = [], num_experts // expert
-    for rank in range(pipeline * data * context * tensor):
-        outer, tp = divmod(rank, tensor)
-        outer, cp = divmod(outer, context)
-        pp, own = divmod(outer, data)
-        number = lambda d, c, pp=pp, tp=tp: ((pp * data + d) * context + c) * tensor + tp  # noqa: E731
-        first, place = own - own % expert, own % expert
-        table.append(
-            RankGroups(
-                (place * each, (place + 1) * each),
-                [number(d, cp) for d in range(first, first + expert)],
-                [number(d, c) for d in range(place, data, expert) for c in range(context)],
-                [number(d, c) for d in range(data) for c in range(context)],
-            )
-        )
-    return table
 
 
 def expert_groups(mesh: Mesh, num_experts: int) -> tuple[Communicator, Communicator, list[Range]]:

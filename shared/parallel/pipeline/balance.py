@@ -16,6 +16,7 @@ import torch
 from shared.course.binding import exercise
 from shared.engine.metrics.flops import model_flops_per_token
 from shared.model.config import ModelConfig
+from shared.model.counting import parameter_counts
 from shared.model.transformer import TransformerModel
 from shared.parallel.config import ParallelConfig
 
@@ -69,13 +70,14 @@ def stage_costs(model: ModelConfig, by: Literal["flops", "memory"]) -> tuple[lis
         ValueError: FLOPs of an encoder-decoder.
     """
     model = model.resolved()
+    parts = [replace(model, num_hidden_layers=n, layer_types=model.layer_types[:n]) for n in range(1, model.num_hidden_layers + 1)]
     if by == "memory":
         with torch.device("meta"):
-            whole = TransformerModel(model)
-        *blocks, first = (sum(p.numel() for p in part.parameters()) for part in (*whole.stack.blocks.values(), whole.embedding))
-        norm = whole.stack.final_norm
-        return blocks, first, sum(p.numel() for part in (whole.head, norm) if part is not None for p in part.parameters())
-    head = 6 * model.hidden_size * (model.vocab_size + model.hidden_size * (model.head == "mlm"))
-    parts = (replace(model, num_hidden_layers=n, layer_types=model.layer_types[:n]) for n in range(1, model.num_hidden_layers + 1))
-    totals = [head, *(model_flops_per_token(part, model.max_position_embeddings) for part in parts)]
-    return [more - fewer for fewer, more in pairwise(totals)], 0, head
+            dense = TransformerModel(replace(parts[0], experts=None))
+        size = lambda *modules: sum(p.numel() for module in modules if module is not None for p in module.parameters())  # noqa: E731
+        first, last = size(dense.embedding), size(dense.head, dense.stack.final_norm)
+        totals = [size(dense) - size(dense.stack.blocks), *(sum(parameter_counts(part).values()) for part in parts)]
+    else:
+        first, last = 0, 6 * model.hidden_size * (model.vocab_size + model.hidden_size * (model.head == "mlm"))
+        totals = [last, *(model_flops_per_token(part, model.max_position_embeddings) for part in parts)]
+    return [more - fewer for fewer, more in pairwise(totals)], first, last

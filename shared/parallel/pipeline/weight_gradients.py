@@ -4,7 +4,8 @@
                      part W   dL/dW = (dL/dy)^T x      nobody waits for it
 
 The backward pass through a stage does part I, and leaves what part W needs in a list (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-section 4; their `WeightGradStore`). Norms, biases, embedding and head, a small part of the work, are done whole in part I.
+section 4; their `WeightGradStore`). Layers of a later chapter that have a method `split_backward(waiting)` leave theirs there too. Norms,
+biases, embedding and head, a small part of the work, are done whole in part I.
 
 Autograd does not see these weights, so no hook on them is called, which would say that a gradient is complete when part W is still to come:
 data parallelism exchanges them when the step is finished.
@@ -13,6 +14,7 @@ Left out on purpose: matrices that FSDP frees before part W; it must keep them u
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from shared.parallel.tensor.layers import RowLinear
 
-Waiting = list[tuple[nn.Parameter, Tensor, Tensor]]  # weight [out, in], x [..., in], gradient of the output [..., out]
+Waiting = list[tuple[nn.Parameter, Callable[[], Tensor]]]  # a weight, and what computes its gradient
 
 
 class Hidden(NamedTuple):
@@ -30,20 +32,37 @@ class Hidden(NamedTuple):
     weight: nn.Parameter
 
 
-class SplitMatmul(torch.autograd.Function):
-    """x W^T, whose backward pass computes x's gradient and leaves the weight's for later."""
+class Product(NamedTuple):
+    """A product of x and a weight: y from x and W; dL/dx from dL/dy and W; dL/dW from x and dL/dy."""
+
+    result: Callable[[Tensor, Tensor], Tensor]
+    to_input: Callable[[Tensor, Tensor], Tensor]
+    to_weight: Callable[[Tensor, Tensor], Tensor]
+
+
+LINEAR = Product(F.linear, torch.matmul, lambda x, upstream: upstream.flatten(0, -2).T @ x.flatten(0, -2).to(upstream.dtype))
+
+
+class SplitProduct(torch.autograd.Function):
+    """A product whose backward pass computes x's gradient and leaves the weight's for later."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, hidden: Hidden, waiting: Waiting) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, hidden: Hidden, product: Product, waiting: Waiting) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.waiting = hidden.weight, waiting
-        return F.linear(x, hidden.weight)
+        ctx.weight, ctx.product, ctx.waiting = hidden.weight, product, waiting
+        return product.result(x, hidden.weight)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,) = ctx.saved_tensors
-        ctx.waiting.append((ctx.weight, x, upstream))
-        return (upstream @ ctx.weight.to(upstream.dtype)).to(x.dtype), None, None, None
+        ctx.waiting.append((ctx.weight, partial(ctx.product.to_weight, x, upstream)))
+        return ctx.product.to_input(upstream, ctx.weight.to(upstream.dtype)).to(x.dtype), None, None, None, None
+
+
+def split_product(x: Tensor, weight: nn.Parameter, product: Product, waiting: Waiting) -> Tensor:
+    """`product` of x and a weight, with a backward pass in two parts."""
+    anchor = torch.empty(0, requires_grad=True)  # also where x needs no gradient, there is a backward pass
+    return SplitProduct.apply(x, anchor, Hidden(weight), product, waiting)
 
 
 class SplitLinear(nn.Linear):
@@ -53,8 +72,7 @@ class SplitLinear(nn.Linear):
     combine: Callable[[Tensor], Tensor] = staticmethod(lambda y: y)
 
     def forward(self, x: Tensor) -> Tensor:
-        anchor = torch.empty(0, requires_grad=True)  # also where x needs no gradient, there is a backward pass
-        y = self.combine(SplitMatmul.apply(x, anchor, Hidden(self.weight), self.waiting))
+        y = self.combine(split_product(x, self.weight, LINEAR, self.waiting))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -65,12 +83,14 @@ def split_backward(modules: Iterable[nn.Module]) -> Waiting:
         for linear in module.modules():
             if type(linear) in (nn.Linear, RowLinear) and linear.weight.requires_grad:
                 linear.__class__, linear.waiting = SplitLinear, waiting
+            elif hasattr(linear, "split_backward") and linear.weight.requires_grad:
+                linear.split_backward(waiting)
     return waiting
 
 
 @torch.no_grad()
 def add_weight_gradients(taken: Waiting) -> None:
     """Part W: add up the gradients that were left, in `weight.grad`."""
-    for weight, x, upstream in taken:
-        gradient = upstream.flatten(0, -2).T @ x.flatten(0, -2).to(upstream.dtype)
+    for weight, compute in taken:
+        gradient = compute()
         weight.grad = gradient.to(weight.dtype) if weight.grad is None else weight.grad.add_(gradient)

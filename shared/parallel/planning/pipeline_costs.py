@@ -20,22 +20,22 @@ from shared.parallel.config import ParallelConfig
 from shared.parallel.pipeline.balance import stage_blocks
 from shared.parallel.pipeline.schedules import Action, make_schedule
 from shared.parallel.pipeline.validate import Shape
-from shared.parallel.planning.memory import (
-    WIDTH, Activations, MemoryEstimate, Part, StepSizes, activations, estimate_memory, heads, model_of_rank,
-)  # fmt: skip
+from shared.parallel.planning.activations import WIDTH, Activations, Part, activations, heads, model_of_rank
+from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory
 from shared.parallel.planning.tensor_costs import Exchange, shares, tensor_exchanges
 
 
 def chunk_parts(model: ModelConfig, layout: ParallelConfig) -> list[list[Part]]:
     """By rank of the pipeline, what each of its chunks has of the model."""
     ranks, last = layout.pipeline_parallel, layout.pipeline_parallel * layout.pipeline_chunks - 1
-    parts = [Part(len(blocks), stage == 0, stage == last) for stage, blocks in enumerate(stage_blocks(model, layout))]
+    parts = [Part(blocks, stage == 0, stage == last) for stage, blocks in enumerate(stage_blocks(model, layout))]
     return [parts[rank::ranks] for rank in range(ranks)]
 
 
 def held_parts(model: ModelConfig, layout: ParallelConfig) -> list[Part]:
     """By rank of the pipeline, what it holds of the model in all its chunks."""
-    return [Part(sum(chunk.layers for chunk in own), own[0].embedding, own[-1].head) for own in chunk_parts(model, layout)]
+    chunks = chunk_parts(model, layout)
+    return [Part([block for chunk in own for block in chunk.blocks], own[0].embedding, own[-1].head) for own in chunks]
 
 
 def estimate_ranks(
@@ -52,15 +52,21 @@ def estimate_ranks(
     """
     if layout.pipeline_parallel == 1:
         return [estimate_memory(model, layout, optimizer, step, sliced=sliced, packed=packed)]
-    found = []
-    schedule = make_schedule(layout.pipeline_schedule, layout.pipeline_parallel, step.microbatches, layout.pipeline_chunks)
-    for held, chunks, actions in zip(held_parts(model, layout), chunk_parts(model, layout), schedule, strict=True):
+    found, ranks = [], layout.pipeline_parallel
+    most = 4 * ranks * layout.pipeline_chunks  # from here on, each further round of micro-batches adds as much as the one before
+    begun = step.microbatches if step.microbatches < most + 2 * ranks else most + step.microbatches % ranks
+    rounds = (step.microbatches - begun) // ranks
+    schedule, longer = (
+        make_schedule(layout.pipeline_schedule, ranks, begun + more, layout.pipeline_chunks) for more in (0, ranks * (rounds > 0))
+    )
+    for held, chunks, actions, with_one_more in zip(held_parts(model, layout), chunk_parts(model, layout), schedule, longer, strict=True):
         estimate = estimate_memory(model, layout, optimizer, step, sliced=sliced, packed=packed, part=held)
         how, sizes = layout.activation_checkpointing, (step.rows, step.seq, step.precision)
-        each = [activations(model, how, *sizes, sliced, packed, layout, part) for part in chunks]
+        each = [activations(model, how, *sizes, sliced, packed, layout, part, step.imbalance) for part in chunks]
         sent = [0 if part.head else hidden_bytes(model, layout, step) for part in chunks]
         split = [part.layers * split_bytes(model, layout, step) for part in chunks]
-        found.append(replace(estimate, activations=most_in_flight(actions, each, sent, split)))
+        kept, then = (most_in_flight(some, each, sent, split) for some in (actions, with_one_more))
+        found.append(replace(estimate, activations=kept + rounds * (then - kept)))
     return found
 
 

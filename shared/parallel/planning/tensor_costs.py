@@ -18,16 +18,18 @@ Left out on purpose: the few bytes of totals and gradient norm, which travel ove
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shared.model.chunked_loss import chunk_rows
 from shared.model.config import ModelConfig
-from shared.model.counting import norm_size
+from shared.model.counting import feed_forward_counts, norm_size
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
 from shared.parallel.planning.costs import Cost, cost
-from shared.parallel.planning.memory import WIDTH, Part, StepSizes, model_of_rank
+from shared.parallel.planning.activations import WIDTH, Part, is_sparse, model_of_rank, whole_of
+from shared.parallel.planning.memory import StepSizes
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def tensor_exchanges(
     """
     if layout.tensor_parallel == 1:
         return []
-    model, ranks, part = model.resolved(), layout.tensor_parallel, part or Part(model.num_hidden_layers)
+    model, ranks, part = model.resolved(), layout.tensor_parallel, part or whole_of(model)
     found = []
     for where, operation, calls, numbers, width in microbatch_exchanges(model, layout, step, part):
         if calls:
@@ -77,8 +79,8 @@ def tensor_exchanges(
     for axis, size, numbers in partial_gradients(model, layout, part):
         found.append(Exchange("gradients", "all_reduce", axis, size, 1, 4 * numbers))
     if optimizer.name == "muon":
-        calls = part.layers / shares(layout)
-        found += [Exchange("muon", "all_gather", "tp", ranks, calls, 4 * numbers) for numbers in matrices(model, ranks)]
+        gathered = Counter(numbers for layer in part.blocks for numbers in matrices(model, ranks, layer))
+        found += [Exchange("muon", "all_gather", "tp", ranks, calls / shares(layout), 4 * numbers) for numbers, calls in gathered.items()]
     return found
 
 
@@ -98,7 +100,7 @@ def context_exchanges(
     if ranks == 1:
         return []
     own, passes = model_of_rank(model, layout), 2 if layout.activation_checkpointing == "none" else 3
-    calls = step.microbatches * (part or Part(model.num_hidden_layers)).layers * 1.5 * (ranks - 1)
+    calls = step.microbatches * (part or whole_of(model)).layers * 1.5 * (ranks - 1)
     numbers = 2 * step.rows * own.num_key_value_heads * own.head_dim * step.seq // (2 * ranks)
     return [
         Exchange("keys and values", "send", "cp", ranks, calls * passes, WIDTH[step.precision] * numbers),
@@ -142,8 +144,10 @@ def partial_gradients(model: ModelConfig, layout: ParallelConfig, part: Part) ->
     of_heads, of_positions = 2 * layers * model.qk_norm, (2 * layers + part.head) * layout.sequence_parallel
     biases = layers * (model.attention_output_bias + model.mlp_bias) * layout.sequence_parallel
     numbers = of_heads * norm_size(model, model.head_dim) + of_positions * norm_size(model, size) + biases * size
+    routers = sum(is_sparse(model, layer) for layer in part.blocks)  # whose weights each rank multiplies with its summands of rows
+    numbers += routers * model.experts.num_experts * size if routers else 0
     if numbers:
-        flags = (of_heads + of_positions) * (2 if model.norm == "layer_norm" else 1) + biases
+        flags = (of_heads + of_positions) * (2 if model.norm == "layer_norm" else 1) + biases + routers
         yield "tp", ranks, numbers / shares(layout) + flags
     copies = ranks // model.num_key_value_heads
     if copies > 1:
@@ -151,11 +155,13 @@ def partial_gradients(model: ModelConfig, layout: ParallelConfig, part: Part) ->
         yield "tp_copies", copies, 2 * layers * (head / shares(layout) + 1 + model.attention_bias)
 
 
-def matrices(model: ModelConfig, ranks: int) -> list[int]:
-    """The numbers that are gathered of each matrix of a block. Copies of a key or value head are gathered as often as they stand, and not
-    at all where it is the only one."""
-    own, size = model_of_rank(model, ParallelConfig(tensor_parallel=ranks)), model.hidden_size
-    widths = 2 * [own.num_attention_heads * own.head_dim] + (3 if model.gated else 2) * [own.intermediate_size]
+def matrices(model: ModelConfig, ranks: int, layer: int) -> list[int]:
+    """The numbers that are gathered of each matrix of a block, or stack of experts. Copies of a key or value head are gathered as often as
+    they stand, and not at all where it is the only one."""
+    own, size, entries = model_of_rank(model, ParallelConfig(tensor_parallel=ranks)), model.hidden_size, 3 if model.gated else 2
+    counts = feed_forward_counts(own, layer)
+    kinds = [counts["expert"], counts["matrix"] - model.experts.num_experts * size] if is_sparse(own, layer) else [counts["matrix"]]
+    widths = 2 * [own.num_attention_heads * own.head_dim] + entries * [kind // (entries * size) for kind in kinds if kind]
     widths += 2 * [own.num_key_value_heads * own.head_dim] if model.num_key_value_heads > 1 else []
     return [ranks * width * size for width in widths]
 

@@ -180,6 +180,7 @@ TOGETHER = [  # what only fails together: found when the run is built
     Row("a model that no format holds", trainer("model.position=alibi"), "No known format can describe this model", code=1),
     Row("more ranks than were started", trainer("parallel.data_parallel=2"), ("This layout needs 2 ranks", "there are 1"), code=1),
     Row("a device that is not here", trainer("engine.device=mps"), "PyTorch finds no MPS device", code=1),
+    Row("ranks for experts without experts", trainer("parallel.data_parallel=2", "parallel.expert_parallel=2"), "has no experts"),
     Row("more stages than layers", trainer("parallel.pipeline_parallel=16"), ("parallel.pipeline_parallel 16", "need at least one each")),
     Row("chunks without their schedule", trainer("parallel.pipeline_chunks=2"), "interleaved needs 2 chunks or more"),
     Row("an encoder", trainer("model.architecture=encoder"), "needs a decoder"),
