@@ -85,8 +85,7 @@ class ExpertsConfig:
         num_experts: in each layer that has them.
 
     Attributes:
-        has_losses: whether such a layer adds losses of its own, over the tokens that count.
-        has_formula: whether `saved_bytes` says what such a layer keeps.
+        has_losses, has_formula: whether such a layer adds losses of its own, and whether `saved_bytes` says what it keeps.
     """
 
     num_experts: int
@@ -111,10 +110,13 @@ class ExpertsConfig:
     def saved_bytes(
         self, config: "ModelConfig", rows: int, seq: int, width: int, ranks: int, imbalance: float
     ) -> tuple[float, float, float]:
-        """What such a layer of a resolved configuration keeps of [rows, seq] tokens, as `shared.parallel.planning.activations.Saved` says.
-        width: bytes of a number in the experts' products. ranks, imbalance: how many ranks hold the experts, and how many rows this one's
-        compute, in shares of an equal number."""
+        """What such a layer of a resolved configuration keeps of [rows, seq] tokens (`shared.parallel.planning.activations.Saved`). width:
+        bytes of a number in products. ranks: that hold the experts. imbalance: rows of this one's, in shares of an equal number."""
         raise NotImplementedError(f"{type(self).__name__} must define saved_bytes(config, rows, seq, width, ranks, imbalance).")
+
+    def split_numbers(self, config: "ModelConfig", imbalance: float) -> float:
+        """For each token, the inputs of such a layer's matrices and the gradients of their outputs."""
+        raise NotImplementedError(f"{type(self).__name__} must define split_numbers(config, imbalance).")
 
     def comparable(self, config: "ModelConfig") -> dict[str, Any]:
         """Changes of `config` that bring what has no effect on the model's output to one value, as `shared.model.hf.registry` compares."""

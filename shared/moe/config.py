@@ -132,12 +132,18 @@ class MixtureConfig(ExpertsConfig):
         losses += rows * 4 * (self.num_experts + 1) * balanced
         router = 4 * tokens * (size + scores) + losses
         places = 8 * 3 * choices  # the chosen experts, the sorted rows' tokens, and where rows go back to
-        ends = 4 * self.num_experts // ranks * (entries + 1) if self.implementation == "grouped" else 0  # of each expert's rows
+        grouped = self.implementation == "grouped" and width < 4  # which keep the ends of each expert's rows
+        ends = 4 * self.num_experts // ranks * (entries + 1) * grouped
         rows_kept = width * (arriving * (size + 2 * entries * inner) + choices * size)  # as they enter, within, and as they come back
         of_shared = width * tokens * 2 * entries * shared + (width * tokens * size if shared and width < 4 else 0)
         either = width * (arriving * inner + tokens * shared) * entries + 4 * tokens * self.num_experts * z
         products = width * (arriving * (entries * inner + size) + tokens * (entries * shared + size * bool(shared)))
         return router + places + ends + rows_kept + of_shared, products + 4 * tokens * self.num_experts, either
+
+    def split_numbers(self, config: ModelConfig, imbalance: float) -> float:
+        entries, shared = 3 if config.gated else 2, self.num_shared_experts * self.moe_intermediate_size
+        of_row = 2 * config.hidden_size + entries * self.moe_intermediate_size
+        return self.num_experts_per_tok * imbalance * of_row + (2 * config.hidden_size + entries * shared if shared else 0)
 
     def comparable(self, config: ModelConfig) -> dict[str, Any]:
         """Training and the implementation are left out, and a dense width that no layer has."""

@@ -5,7 +5,8 @@ are one `bmm`. Grouped products take the rows as they are, with the ends of the 
 three agree to rounding; an expert without rows gets a gradient of zero. `grouped_mm` leaves rows past the last end as the memory was, in
 its result and in its gradient, so every row that comes in belongs to an expert.
 
-`Experts` is all that expert parallelism replaces: called as experts(rows, counts), it returns a result for each row.
+`Experts` is all that expert parallelism replaces: called as experts(rows, counts), it returns a result for each row, which `arrived`
+makes readable.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def batched_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 class OneDNNProduct(torch.autograd.Function):
     """`loop_product` by oneDNN, for float32 on a CPU. PyTorch's own products call MKL there, which leaves AVX-512 unused on AMD processors
-    (`tests/benchmarks/README.md`); `Tensor.to_mkldnn` is the public way to oneDNN. Its copies are made anew for the backward pass."""
+    (`tests/benchmarks/README.md`); `Tensor.to_mkldnn` is the public way to oneDNN. Its copies are made again for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
@@ -131,3 +132,7 @@ class Experts(nn.Module):
         if self.gate_proj is None:
             return down(self.activation(up(rows)))
         return swiglu(rows, partial(self.gate_proj, counts=counts), up, down, self.activation)
+
+    def arrived(self, rows: Tensor) -> Tensor:
+        """What `forward` returned, once it may be read: with experts on other ranks it is still on its way."""
+        return rows

@@ -74,14 +74,11 @@ class MixtureLayer(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         routing = self.router(x)
-        y = self.mix(x, routing, context)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
-        y = self.leave(y)
+        y = self.leave(self.mix(x, routing, context))
         return self.with_losses(y, routing, context) if torch.is_grad_enabled() else y
 
     def mix(self, x: Tensor, routing: Routing, context: AttentionContext) -> Tensor:
-        """What the chosen experts make of each token, weighted."""
+        """What the chosen experts make of each token, weighted, and the shared ones."""
         experts, (_, seq, k), tokens = routing.experts, routing.experts.shape, to_compute_dtype(x).flatten(0, 1)
         if self.config.capacity_factor is not None and self.training:
             if context.over_row is not None:
@@ -89,13 +86,14 @@ class MixtureLayer(nn.Module):
             capacity = expert_capacity(self.config.capacity_factor, seq, k, self.config.num_experts)
             experts = drop_beyond_capacity(experts, self.config.num_experts, capacity)
         order, counts = dispatch(experts.flatten(0, 1), self.config.num_experts)
-        if experts is routing.experts:
-            rows = self.experts(tokens[order // k], counts)
-        else:
-            kept = int(counts.sum())
-            rows = self.experts(tokens[order[:kept] // k], counts)
+        kept = len(order) if experts is routing.experts else int(counts.sum())
+        rows = self.experts(tokens[order[:kept] // k], counts)
+        shared = None if self.shared_experts is None else self.shared_experts(x)  # while rows come back from other ranks
+        rows = self.experts.arrived(rows)
+        if kept < len(order):
             rows = torch.cat([rows, rows.new_zeros(len(order) - kept, rows.shape[1])])
-        return combine(rows, order, routing.weights.flatten(0, 1)).view_as(x)
+        y = combine(rows, order, routing.weights.flatten(0, 1)).view_as(x)
+        return y if shared is None else y + shared
 
     def with_losses(self, y: Tensor, routing: Routing, context: AttentionContext) -> Tensor:
         """`y`, whose backward pass adds the gradients of the layer's losses and counts the load."""

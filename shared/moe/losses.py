@@ -36,8 +36,8 @@ def balance_loss(
 
         f_ri = choices of expert i by the row's n_r valid tokens / n_r         P_ri = mean over those tokens of probabilities[..., i]
 
-    Other tokens do not count, whatever stands there, even NaN: they add nothing, and have a gradient of 0. A row may have no valid token,
-    and adds 0.
+    Tokens that do not count add nothing, and their gradient is 0, whatever their probabilities are, even NaN. A row may have no valid
+    token, and adds 0.
 
     No loop runs over rows, tokens or experts. There are hundreds of experts: apart from the arguments, no more is held at a time than
     about three tensors of the size of `probabilities` ([batch, seq, k, E] would be k of them).
@@ -67,8 +67,8 @@ def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
 
         sum over valid tokens of log(sum over experts of exp(logit)) ** 2
 
-    Logits of hundreds must not overflow. Other tokens do not count, whatever stands there, even NaN: they add nothing, and have a gradient
-    of 0.
+    Logits of hundreds must not overflow. Tokens that do not count add nothing, and their gradient is 0, whatever their logits are, even
+    NaN.
 
     Args:
         logits: [batch, seq, E] in float32 or float64.

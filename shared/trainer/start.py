@@ -55,7 +55,8 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
         require_agreement(layout, config, parallel, where)
     if config.ranks > MOST_RANKS * (os.cpu_count() or 1):
         raise SettingError(f"LAYOUT {layout} needs {config.ranks} processes, and this machine has {os.cpu_count()} CPU cores: give fewer.")
-    words = [*words, *(f"parallel.{name}={getattr(config, name)}" for name in (*AXES.values(), *VIEWS.values(), "zero", "sequence_parallel"))]
+    degrees = (*AXES.values(), *VIEWS.values(), "zero", "sequence_parallel")
+    words = [*words, *(f"parallel.{name}={getattr(config, name)}" for name in degrees)]
     output = section(written, "engine").get("output", "runs/engine")
     named = "engine.output" in said or "output" in section(asked, "engine")
     if not named and config.ranks > 1 and isinstance(output, str) and output:  # another one is refused with the other settings

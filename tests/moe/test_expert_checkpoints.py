@@ -1,4 +1,4 @@
-"""Checkpoints and exports of experts over ranks: every ep resumes every other, and a file for Hugging Face is one process's, bit for bit."""
+"""Checkpoints and exports of experts over ranks: every ep resumes every other, and a file for Hugging Face is that of one process."""
 
 from dataclasses import replace
 

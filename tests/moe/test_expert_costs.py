@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from expert_cost_table import MODELS, by_rank, counted, measured_imbalance
+from expert_cost_table import MODELS, by_rank, counted, measured_imbalance, memory_and_exchanges, time_table
 from memory_table import ADAMW, ROWS
 
+from shared.course.paths import CHECKOUT
 from shared.engine.metrics.flops import model_flops_per_token
 from shared.parallel.config import parse_layout
 from shared.parallel.planning.costs import Link
@@ -22,7 +23,7 @@ from shared.trainer.settings import parse_words
 LAYOUTS = [
     ("dp2_ep2", "none", "float32"), ("dp4_ep2", "full", "bfloat16"), ("dp4_ep2_zero1", "none", "float32"),
     ("dp4_ep2_zero2", "none", "float32"), ("fsdp4_ep2", "none", "bfloat16"), ("dp2_fsdp2_ep2", "full", "float32"),
-    ("pp2_fsdp4_ep2_keep", "none", "float32"), ("dp2_tp2_ep2", "none", "bfloat16"),
+    ("pp2_fsdp4_ep2_keep", "none", "float32"), ("dp2_tp2_ep2", "none", "bfloat16"), ("dp2_cp2_ep2", "full", "float32"),
 ]  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def test_every_call_and_every_byte_is_predicted(word, recompute, precision):
         part = held_parts(config, layout)[rank * layout.pipeline_parallel // layout.ranks]
         known = replace(step, imbalance=measured_imbalance(found, layout, step, config))
         expected = counted(expert_exchanges(config, layout, known, part))
-        traced = {key: calls for key, calls in found.trace.calls().items() if key[1] in ("ep", "edp")}
+        traced = {key: calls for key, calls in found.trace.calls().items() if key[1] in ("ep", "edp") or key == ("all_reduce", "cp")}
         assert traced == {key: calls for key, (calls, _) in expected.items()}, rank
         for key, (_, size) in expected.items():
             assert found.trace.bytes()[key] == pytest.approx(size, rel=1e-12), (rank, key)
@@ -93,3 +94,10 @@ def test_the_report_says_what_experts_should_send(tmp_path):
     config = parse_words(TrainerConfig, [str(tmp_path / "ep2.yaml")])
     sent = 4 * (2 * 64 * 2 * 32 * 4) + 8 * 4  # of each layer: four exchanges of all choices' rows, and their numbers
     assert predicted_traffic(config) == {"all_to_all over ep, by formula": f"15 calls, {3 * sent / 1e6:.2f} MB"}
+
+
+@pytest.mark.slow
+def test_the_tables_on_the_chapters_page_are_what_the_command_prints():
+    page = (CHECKOUT / "chapters" / "09_mixture_of_experts" / "MEMORY.md").read_text(encoding="utf-8")
+    for table in "\n".join([*memory_and_exchanges(), "", *time_table()]).split("\n\n"):
+        assert table in page

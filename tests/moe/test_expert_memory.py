@@ -101,5 +101,5 @@ def test_experts_keep_as_many_times_the_rows_as_a_token_has_choices():
     dense = activations(SMALL, "none", ROWS, 48, "float32", True).peak
     sparse = activations(OTHERS["as wide as dense"], "none", ROWS, 48, "float32", True).peak
     tokens, k = 4 * ROWS * 48, 4  # of each of the 4 blocks
-    places_and_scores = tokens * (24 * k + 4 * (8 + 2 * k + 1) + 1) + 4 * 12 * 8
+    places_and_scores = tokens * (24 * k + 4 * (8 + 2 * k + 1) + 1)
     assert sparse - dense == tokens * 4 * 64 * 2 * k + places_and_scores

@@ -48,6 +48,12 @@ def test_every_layout_trains_like_one_process(word, recomputed, optimizer):
     require_same(on_ranks(layout_of(word, activation_checkpointing=recomputed), optimizer), alone(optimizer))
 
 
+@pytest.mark.parametrize("schedule, chunks", [("zero_bubble", 1), ("interleaved", 2), ("gpipe", 1)])
+def test_every_schedule_of_a_pipeline_exchanges_rows(schedule, chunks):
+    layout = layout_of("pp2_dp2_ep2", pipeline_schedule=schedule, pipeline_chunks=chunks)
+    require_same(on_ranks(layout, "muon"), alone("muon"))
+
+
 def on_processes(world) -> list[dict]:
     layouts = layout_of("dp2_ep2", activation_checkpointing="full"), layout_of("fsdp2_ep2"), layout_of("dp2_ep2_zero1")
     return [observed(MixtureRun(world, layout, "muon")) for layout in layouts]
@@ -126,8 +132,8 @@ def test_expert_gradients_that_are_added_over_all_data_ranks_are_seen(monkeypatc
 def test_expert_gradients_that_are_averaged_over_the_exchange_are_seen(word, monkeypatch):
     from shared.parallel.expert import all_to_all
 
-    right = all_to_all.ExchangeRows.backward
-    monkeypatch.setattr(all_to_all.ExchangeRows, "backward", staticmethod(lambda ctx, upstream: right(ctx, upstream / 2)))
+    right = all_to_all.FinishExchange.backward
+    monkeypatch.setattr(all_to_all.FinishExchange, "backward", staticmethod(lambda ctx, upstream: right(ctx, upstream / 2)))
     with pytest.raises(AssertionError):
         require_same(on_ranks(layout_of(word)), alone())
 
@@ -148,7 +154,8 @@ def test_a_rank_that_skips_its_experts_is_named():
     def work(world):
         run = MixtureRun(world, layout_of("dp2_ep2"))
         if world.rank == 1:
-            run.plain.stack.blocks["3"].feed_forward.experts.forward = lambda rows, counts: rows
+            experts = run.plain.stack.blocks["3"].feed_forward.experts
+            experts.forward, experts.arrived = (lambda rows, counts: rows), (lambda rows: rows)
         run.train(1)
 
     with pytest.raises(CommunicationError, match="#7 of ep, rank 0 calls all_to_all of int64; rank 1 calls all_to_all of float64"):

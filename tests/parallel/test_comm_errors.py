@@ -127,6 +127,22 @@ def end(world):
     world.barrier()
 
 
+def send_to_a_dead_rank(world):
+    world.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:  # until gloo has seen that the connection is closed, and refuses to send
+        world.send(torch.ones(3), to=1, asynchronous=True)
+        time.sleep(0.1)
+
+
+def test_a_send_that_cannot_start_names_the_dead_rank(monkeypatch):
+    """gloo raises in the call itself, before there is anything to wait for."""
+    monkeypatch.setattr(launch, "GRACE", 120.0)  # until rank 0 has answered too
+    with pytest.raises(CommunicationError, match="^rank 1 of 2 ended with signal SIGKILL|^rank 1 has sent no heartbeat"):
+        run_processes(send_to_a_dead_rank, 2)
+
+
 def sleep(world):
     if world.rank == 1:
         time.sleep(10**6)

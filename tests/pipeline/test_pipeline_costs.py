@@ -134,7 +134,7 @@ def test_a_step_of_many_micro_batches_is_estimated_from_its_first_ones(schedule,
         for rank, (found, parts) in enumerate(zip(estimate_ranks(config, layout, ADAMW, step), chunk_parts(config, layout), strict=True)):
             each = [activations(config, how, step.rows, step.seq, "float32", True, False, layout, part) for part in parts]
             sent = [0 if part.head else hidden_bytes(config, layout, step) for part in parts]
-            split = [part.layers * split_bytes(config, layout, step) for part in parts]
+            split = [part.layers * split_bytes(config, layout, step, 0) for part in parts]
             assert found.activations == most_in_flight(whole[rank], each, sent, split), (microbatches, rank)
     billions = estimate_ranks(config, layout, ADAMW, replace(STEP, microbatches=4 * 10**9))
     assert (billions[0].activations > 1e12) == (schedule == "gpipe")

@@ -66,7 +66,7 @@ class PipelineTracker(memory_measured.MemoryTracker):
     def count(self) -> None:
         """Count what the runner has begun to keep, and no longer what it has freed."""
         held = {("result", *key): [result] for key, (_, result) in self.runner.graphs.items() if result.dim()}
-        held |= {("left", *key): [each for _, *both in waiting for each in both] for key, waiting in self.runner.left.items()}
+        held |= {("left", *key): [each for _, wait in waiting for each in wait.args] for key, waiting in self.runner.left.items()}
         for key in held.keys() - self.kept.keys():
             self.kept[key] = held[key]
             for tensor in held[key]:

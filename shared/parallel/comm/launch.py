@@ -31,8 +31,8 @@ import torch
 from shared.course import binding
 from shared.course.running import PRELOADED, end_with_parent
 from shared.parallel.comm.communicator import CommunicationError, RankStopped, require_finished
-from shared.parallel.health.heartbeat import EXIT_CODE, Timeouts, RankLost
-from shared.parallel.comm.processes import join_world, leave_world
+from shared.parallel.health.heartbeat import EXIT_CODE, RankLost, Timeouts
+from shared.parallel.comm.processes import broken_connections_named, join_world, leave_world
 
 Result = TypeVar("Result")
 LOCAL_TIMEOUTS = Timeouts(heartbeat_timeout=60.0, collective_timeout=1800.0, heartbeat_interval=0.2)
@@ -197,7 +197,8 @@ def work(job: Job) -> Any:
     function, arguments = cloudpickle.loads(job.call)
     world = join_world(job.rank, job.ranks, f"file://{job.folder / 'rendezvous'}", torch.device("cpu"), job.timeouts)
     try:
-        result = function(world, *arguments)
+        with broken_connections_named(world):
+            result = function(world, *arguments)
         require_finished(world)
     except BaseException as error:
         leave_world(world, f"stopped: {type(error).__name__}: {error}")

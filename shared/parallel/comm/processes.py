@@ -224,7 +224,8 @@ def fresh_store(store: dist.Store, rank: int, ranks: int, timeout: float) -> dis
 
 @contextmanager
 def broken_connections_named(world: Communicator) -> Iterator[None]:
-    """Raise what the heartbeat finds where torch's own engines, which wait by themselves, lose a connection within the block.
+    """Raise what the heartbeat finds where a connection is lost within the block and this floor does not wait for it: in torch's own
+    engines, and where gloo refuses to start an operation over a connection that it knows to be broken.
 
     Raises:
         CommunicationError: instead of torch's error.

@@ -6,9 +6,11 @@ rank that sends and receives nothing calls both all the same, because the others
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shared.course.binding import exercise
 from shared.parallel.comm.communicator import Communicator
@@ -43,6 +45,70 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
 
     The solution is in solutions/09_mixture_of_experts.py; `course read shared.parallel.expert.all_to_all` shows it in place.
     """
+
+
+def begin_exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Communicator) -> tuple[Tensor, "Exchange"]:
+    """Start `exchange_rows` without waiting: what is computed until the exchange is finished hides it, here and in the backward pass.
+
+    Args:
+        As for `exchange_rows`.
+
+    Returns:
+        [sum(received), D], not to be read yet, and the exchange, whose `finish` takes that and returns it once the rows have arrived.
+    """
+    exchange = Exchange(sent, received, group)
+    return BeginExchange.apply(rows, exchange), exchange
+
+
+class Exchange:
+    """Rows on their way between ranks; later, their gradients on the way back.
+
+    In the backward pass the gradients leave when they have come to `FinishExchange`. Autograd runs the node that was made last first: then
+    all that was computed in between, and `BeginExchange`, which waits for them, at the end.
+    """
+
+    def __init__(self, sent: Sequence[int], received: Sequence[int], group: Communicator):
+        self.sent, self.received, self.group = sent, received, group
+
+    def begin(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        self.arriving = rows.new_empty(sum(received), *rows.shape[1:])
+        self.work = self.group.all_to_all(self.arriving.split(received), rows.contiguous().split(sent), asynchronous=True)
+        return self.arriving
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        arrived, self.arriving, self.work = self.arriving, None, None
+        return arrived
+
+    def finish(self, rows: Tensor) -> Tensor:
+        return FinishExchange.apply(rows, self)
+
+
+class BeginExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(rows, exchange.sent, exchange.received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        """`upstream` is what `FinishExchange` was given: what it has become is on its way."""
+        return ctx.exchange.wait(), None
+
+
+class FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.begin(upstream, ctx.exchange.received, ctx.exchange.sent)
+        return upstream, None
 
 
 def exchange_counts(counts: Tensor, group: Communicator) -> tuple[list[int], list[list[int]], Tensor]:

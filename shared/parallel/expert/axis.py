@@ -6,11 +6,13 @@ The data ranks hold the experts between them: ep needs no ranks of its own. Rout
 A layer's names stay too; its expert matrices [E, out, in] become boxes [E / ep, out, in], whose gradients are added over the ranks that
 hold the same experts (`shared.parallel.expert.groups`). Data engines, clipping and checkpoints read this off the parameters.
 
+The layer computes its shared experts while the rows are on their way back, and in the backward pass while their gradients are on their
+way to the experts: one of the two exchanges of each pass is hidden behind them.
+
 Left out on purpose: experts that move between ranks as their load changes.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from shared.model.config import ModelConfig
 from shared.model.context import to_compute_dtype
 from shared.moe.layer import MixtureLayer, mixture_layers
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.expert.all_to_all import exchange_counts, exchange_rows
+from shared.parallel.expert.all_to_all import begin_exchange, exchange_counts, exchange_rows
 from shared.parallel.expert.groups import expert_groups
 from shared.parallel.mesh import Mesh
 from shared.parallel.sharding import Range, cut_parameter
@@ -65,25 +67,32 @@ def spread(layer: MixtureLayer, ep: Communicator, edp: Communicator, ranges: Seq
     """Leave a layer this rank's experts, and have it compute with those of all ranks of `ep`."""
     for linear in layer.experts.children():
         cut_parameter(linear, "weight", 0, ranges, ep).shared_over = edp
-    layer.experts.forward = partial(compute_on_all_ranks, layer.experts.forward, group=ep)
+    spread_out = SpreadExperts(layer.experts.forward, ep)
+    layer.experts.forward, layer.experts.arrived = spread_out.forward, spread_out.arrived
 
 
-def compute_on_all_ranks(compute: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor, group: Communicator) -> Tensor:
-    """What the experts of all ranks make of this rank's rows.
+class SpreadExperts:
+    """The experts of all ranks of a group, in place of a layer's.
 
     Args:
         compute: what this rank's experts make of rows that are sorted by expert, given how many each of them has.
-        rows: [n, D], sorted by expert.
-        counts: [E] int64, how many each expert has.
-
-    Returns:
-        [n, D], in the order of `rows`.
     """
-    sent, received, own = exchange_counts(counts, group)
-    arriving = [sum(row) for row in received]
-    arrived = exchange_rows(to_compute_dtype(rows), sent, arriving, group)
-    made = compute(transpose_parts(arrived, received), own)
-    return exchange_rows(transpose_parts(made, list(zip(*received, strict=True))), arriving, sent, group)
+
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], group: Communicator):
+        self.compute, self.group = compute, group
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What the experts make of this rank's rows [n, D], sorted by expert, of which counts [E] each has: [n, D] on its way back."""
+        sent, received, own = exchange_counts(counts, self.group)
+        arriving = [sum(row) for row in received]
+        arrived = exchange_rows(to_compute_dtype(rows), sent, arriving, self.group)
+        made = self.compute(transpose_parts(arrived, received), own)
+        made = transpose_parts(made, list(zip(*received, strict=True)))
+        rows, self.way_back = begin_exchange(made, arriving, sent, self.group)
+        return rows
+
+    def arrived(self, rows: Tensor) -> Tensor:
+        return self.way_back.finish(rows)
 
 
 def transpose_parts(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:

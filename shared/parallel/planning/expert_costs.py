@@ -43,16 +43,21 @@ def expert_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSizes
 
     Returns:
         All-to-alls over ep, with the bytes that the rank hands out, its own rows included; and the gradients of experts over edp (with ZeRO
-        and FSDP the weights as well). Nothing without expert parallelism.
+        and FSDP the weights as well). None of this without expert parallelism. Under context parallelism the sums of each row's choices.
     """
-    ranks = layout.expert_parallel
-    if ranks == 1 or model.experts is None:
+    if model.experts is None:
         return []
-    own = model_of_rank(model, layout)
+    own, ranks, context = model_of_rank(model, layout), layout.expert_parallel, layout.context_parallel
     sparse = [layer for layer in (part or whole_of(own)).blocks if is_sparse(own, layer)]
     passes, calls = 1 + (layout.activation_checkpointing != "none"), len(sparse) * step.microbatches
+    sums = calls * (1 + (layout.activation_checkpointing == "selective"))  # blocks that are recomputed whole add up in one of their passes
+    of_rows = Exchange("choices of rows", "all_reduce", "cp", context, sums, 4 * step.rows * own.experts.num_experts)
+    found = [of_rows] if context > 1 and own.experts.balance_coefficient else []
+    if ranks == 1:
+        return found
     sent = choices(own, layout, step) * own.hidden_size * WIDTH[step.precision]
     return [
+        *found,
         Exchange("numbers of rows", "all_to_all", "ep", ranks, calls * passes, 8 * own.experts.num_experts),
         Exchange("rows to experts", "all_to_all", "ep", ranks, calls * passes, sent),
         Exchange("their gradients", "all_to_all", "ep", ranks, calls, sent * step.imbalance),
@@ -105,7 +110,7 @@ def imbalance(loads: Sequence[float], ranks: int) -> float:
 
 class StepTime(NamedTuple):
     """Seconds of a step, one after another. products: of an equal share. waiting: for the rank with most rows. exchange: all-to-alls.
-    experts: their gradients, over edp."""
+    experts: their gradients, and their weights where ranks share them out."""
 
     products: float
     waiting: float
@@ -114,7 +119,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(model: ModelConfig, layout: ParallelConfig, step: StepSizes, link: Link, flops: float) -> StepTime:
-    """How long a step with expert parallelism takes on the rank that all wait for, which computes `step.imbalance` times its share of rows.
+    """How long a step of a mixture takes on the rank that all wait for, whose experts compute `step.imbalance` times their share of rows.
 
     Args:
         link: between the ranks. flops: of products, in a second, that a rank reaches.
@@ -127,9 +132,8 @@ def step_time(model: ModelConfig, layout: ParallelConfig, step: StepSizes, link:
     again = 4 / 3 if layout.activation_checkpointing == "full" else 1
     size = sum(feed_forward_counts(own, layer).get("expert", 0) for layer in range(own.num_hidden_layers)) / own.experts.num_experts
     of_experts = 6 * size * own.experts.num_experts_per_tok
-    found = expert_exchanges(model, layout, step)
-    seconds = {axis: total_cost(each for each in found if each.axis == axis).seconds(link) for axis in ("ep", "edp")}
-    per_token = again / flops * tokens
-    return StepTime(
-        model_flops_per_token(own, step.seq) * per_token, of_experts * (step.imbalance - 1) * per_token, seconds["ep"], seconds["edp"]
-    )
+    per_token, sparse = again / flops * tokens, [layer for layer in range(own.num_hidden_layers) if is_sparse(own, layer)]
+    exchange = total_cost(each for each in expert_exchanges(model, layout, step) if each.axis == "ep").seconds(link)
+    of_weights = total_cost(same_experts(model_of_rank(model, layout), layout, step, sparse)).seconds(link)
+    waiting = of_experts * (step.imbalance - 1) * per_token if layout.expert_parallel > 1 else 0.0
+    return StepTime(model_flops_per_token(own, step.seq) * per_token, waiting, exchange, of_weights)

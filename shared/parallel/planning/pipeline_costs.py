@@ -20,7 +20,7 @@ from shared.parallel.config import ParallelConfig
 from shared.parallel.pipeline.balance import stage_blocks
 from shared.parallel.pipeline.schedules import Action, make_schedule
 from shared.parallel.pipeline.validate import Shape
-from shared.parallel.planning.activations import WIDTH, Activations, Part, activations, heads, model_of_rank
+from shared.parallel.planning.activations import WIDTH, Activations, Part, activations, heads, is_sparse, model_of_rank
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory
 from shared.parallel.planning.tensor_costs import Exchange, shares, tensor_exchanges
 
@@ -64,7 +64,7 @@ def estimate_ranks(
         how, sizes = layout.activation_checkpointing, (step.rows, step.seq, step.precision)
         each = [activations(model, how, *sizes, sliced, packed, layout, part, step.imbalance) for part in chunks]
         sent = [0 if part.head else hidden_bytes(model, layout, step) for part in chunks]
-        split = [part.layers * split_bytes(model, layout, step) for part in chunks]
+        split = [sum(split_bytes(model, layout, step, layer) for layer in part.blocks) for part in chunks]
         kept, then = (most_in_flight(some, each, sent, split) for some in (actions, with_one_more))
         found.append(replace(estimate, activations=kept + rounds * (then - kept)))
     return found
@@ -90,13 +90,16 @@ def most_in_flight(actions: Sequence[Action], each: Sequence[Activations], sent:
     return most
 
 
-def split_bytes(model: ModelConfig, layout: ParallelConfig, step: StepSizes) -> float:
+def split_bytes(model: ModelConfig, layout: ParallelConfig, step: StepSizes, layer: int) -> float:
     """What part W of a block's backward pass needs of a micro-batch: the inputs of its matrices, and the gradients of their outputs."""
     own = model_of_rank(model, layout)
     inner, shared = heads(own)
-    inputs = 2 * own.hidden_size + inner + own.intermediate_size
-    gradients = inner + 2 * shared + 2 * own.hidden_size + (2 if own.gated else 1) * own.intermediate_size
-    return step.rows * step.seq // layout.context_parallel * WIDTH[step.precision] * (inputs + gradients)
+    attention = own.hidden_size + inner + inner + 2 * shared + own.hidden_size
+    if is_sparse(own, layer):
+        feed_forward = own.experts.split_numbers(own, step.imbalance)
+    else:
+        feed_forward = 2 * own.hidden_size + (3 if own.gated else 2) * own.intermediate_size
+    return step.rows * step.seq // layout.context_parallel * WIDTH[step.precision] * (attention + feed_forward)
 
 
 def hidden_bytes(model: ModelConfig, layout: ParallelConfig, step: StepSizes) -> int:
