@@ -259,7 +259,7 @@ def show_tokens(console: Any, counts: list[list[list[int]]], path: Path) -> None
     common = by_layer[0].sum(dim=0).argsort(descending=True)[:40]
     drawing = Figure(figsize=(9.0, 4.6))
     for axes, (layer, of_layer) in zip(drawing.subplots(len(by_layer), 1, squeeze=False)[:, 0], enumerate(by_layer), strict=True):
-        picture = axes.imshow(of_layer[:, common] / of_layer[:, common].sum(dim=0).clamp(min=1), aspect="auto", vmin=0)
+        picture = axes.imshow((of_layer[:, common] / of_layer[:, common].sum(dim=0).clamp(min=1)).numpy(), aspect="auto", vmin=0)
         axes.set_xticks(range(len(common)), [shown(byte) for byte in common.tolist()], fontsize=7)
         axes.set(ylabel=f"expert, layer {layer}")
         axes.grid(False)
@@ -280,18 +280,15 @@ def draw_loads(loads: dict[str, list[list[list[int]]]], path: Path) -> None:
     from shared.course import figures
 
     figures.use_style()
-    drawing = Figure(figsize=(9.0, 1.5 * len(loads)))
+    drawing = Figure(figsize=(9.0, 1.7 * len(loads)))
     grid = drawing.subplots(len(loads), MODEL["num_hidden_layers"], squeeze=False)
     for row, (name, of_variant) in zip(grid, loads.items(), strict=True):
-        by_layer = torch.tensor(of_variant, dtype=torch.float64).permute(1, 2, 0)  # [layer, expert, column]
-        for layer, (axes, load) in enumerate(zip(row, by_layer, strict=True)):
-            extent = (0, LOOK * load.shape[1], len(load) - 0.5, -0.5)
-            picture = axes.imshow(load / load.mean(dim=0), aspect="auto", vmin=0, vmax=3, extent=extent, interpolation="nearest")
+        counts = torch.tensor(of_variant, dtype=torch.float64)  # [column, layer, expert]
+        for layer, axes in enumerate(row):
+            shares = counts[:, layer] / counts[:, layer].mean(dim=1, keepdim=True)
+            picture = figures.draw_load(axes, shares.repeat_interleave(LOOK, dim=0).numpy())
             axes.set_title(f"{name}: layer {layer}", fontsize=9)
-            axes.set_ylabel("expert")
-            axes.grid(False)
-    for axes in grid[-1]:
-        axes.set_xlabel("training step")
+            axes.set_xlabel("training step" if row is grid[-1] else "")
     drawing.colorbar(picture, ax=grid, label="load, in shares of an equal one")
     drawing.savefig(path)
 
