@@ -18,6 +18,8 @@ parallelism f gathers the sequence, so each rank routes whole rows, and losses a
 **Context parallelism** routes each rank's positions. The balance loss multiplies probabilities by counts of the whole row: the counts,
 which have no gradient, are added over the ranks (`context.over_row`), and the ranks' losses then add up to that of the row.
 
+Under `engine.compile` the layer runs as it is, between compiled parts: how many rows an expert has is data, not shape.
+
 Left out on purpose: expert parallelism, which replaces `experts` and nothing else; a capacity where a row's positions are on several ranks,
 of which none knows how many choices came before its own.
 """
@@ -73,6 +75,11 @@ class MixtureLayer(nn.Module):
         self.leave, self.copies, self.router.weight.partial_over = leave, group.size, group
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        if torch.compiler.is_compiling():  # `disable` imports the compiler, which takes seconds: so it is no decorator
+            return torch.compiler.disable(self.compute)(x, context)
+        return self.compute(x, context)
+
+    def compute(self, x: Tensor, context: AttentionContext) -> Tensor:
         routing = self.router(x)
         y = self.leave(self.mix(x, routing, context))
         return self.with_losses(y, routing, context) if torch.is_grad_enabled() else y
