@@ -1,8 +1,8 @@
 """Chapter 04. The model dump (tensor dump with statistics): every weight, gradient and activation by name, in numbers that fit on a page.
 
 A loss curve says that a run is ill; a dump says where. It holds, for each tensor, the statistics of `activation_statistics` and a
-histogram of magnitudes; of experts, for each one, by its number in the whole model. Activations are seen by forward hooks, which are there for one step, return nothing and draw no random
-numbers: the step's results are the same, bit for bit.
+histogram of magnitudes; of a stack of experts, for each of them, by its number in the whole model. Activations are seen by forward
+hooks, which are there for one step, return nothing and draw no random numbers: the step's results are the same, bit for bit.
 
 Left out on purpose: tables, plots and comparisons of dumps (`chapters/04_runtime_engine/dump_report.py`).
 """
