@@ -96,7 +96,7 @@ def move(rows: Tensor, sent: list[int], received: list[int], group) -> Tensor:
 class Layer:
     """This rank's part.
 
-        self.weights = {name: part.detach().clone() for name, part in parts.items()}  # a slice would keep the whole
+    weights: name -> its part. load: [E], choices of its own tokens that count, in calls that had their backward pass.
     """
 
     def __init__(self, weights, k, renormalize, group, replicas):
