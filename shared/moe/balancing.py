@@ -49,7 +49,8 @@ def update_bias(layer: MixtureLayer, load: Tensor) -> None:
     load = load.to(bias.dtype)
     move = layer.config.bias_update_rate * torch.sign(load.mean() - load)
     sharding = getattr(bias, "sharding", None)
-    bias.add_(move if sharding is None else sharding.local(move).view_as(bias))
+    own = bias.to_local() if hasattr(bias, "to_local") else bias  # PyTorch's fully_shard has made it a DTensor
+    own.add_(move if sharding is None else sharding.local(move).view_as(own))
 
 
 class BalanceExperts(Callback):
