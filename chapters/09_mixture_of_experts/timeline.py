@@ -82,7 +82,7 @@ def timelines(shared_experts: int, link: Link) -> dict[str, Any]:
 
 
 def table() -> list[str]:
-    lines = ["| link | shared experts | computing, ms | exposed, ms | beside shared experts, ms | step shorter by |", "|---|---|---|---|---|---|"]
+    lines = ["| link | shared experts | computing, ms | exposed, ms | beside shared experts, ms | step shorter by |", "|---" * 6 + "|"]
     for name, link in LINKS.items():
         for shared in (0, 1, 2):
             before, after = timelines(shared, link).values()

@@ -161,10 +161,6 @@ class TrainerConfig:
         )
         require_layout(self.model, self.parallel)
         require_experts(self.model, self.parallel.expert_parallel)
-        require(
-            self.model.experts is None or not self.engine.compile,
-            "engine.compile and model.experts are not built together yet: leave one out.",
-        )
         share, left = divmod(self.data.batch_size, self.parallel.data_ranks)
         require(
             left == 0, f"data.batch_size is {self.data.batch_size} and cannot be shared equally among {self.parallel.data_ranks} ranks."

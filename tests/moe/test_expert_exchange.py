@@ -5,6 +5,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.parallel.comm.communicator import CommunicationError, SingleRankCommunicator
 from shared.parallel.comm.launch import run_processes
@@ -53,6 +54,18 @@ def test_rows_go_to_their_ranks_and_gradients_come_back(sent, dtype):
     require_exchange(found, sent, dtype)
 
 
+class Operations(TorchDispatchMode):
+    """The names of all operations, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*arguments, **(options or {}))
+
+
 def exchanged_by_torch(world, sent: list[list[int]]):
     """The same through PyTorch's differentiable collective."""
     import torch.distributed as dist
@@ -62,17 +75,20 @@ def exchanged_by_torch(world, sent: list[list[int]]):
     rows = torch.cat([rows_of(rank, to, number, torch.float32) for to, number in enumerate(sent[rank])]).requires_grad_()
     arrived = wait_tensor(all_to_all_single_autograd(rows, received, sent[rank], dist.group.WORLD))
     (arrived * (rank + 1)).sum().backward()
-    ours = [exchanged(world, sent, torch.float32), exchanged(world, SENT["a rank without rows"], torch.float64)]
-    return (arrived.detach(), rows.grad), *ours
+    with Operations() as operations:
+        ours = exchanged(world, sent, torch.float32)
+    return (arrived.detach(), rows.grad), ours, exchanged(world, SENT["a rank without rows"], torch.float64), operations.names
 
 
 def test_processes_exchange_rows_as_pytorchs_own_collective_does():
     sent = SENT["uneven"]
-    theirs, ours, with_an_idle_rank = zip(*run_processes(exchanged_by_torch, 3, sent), strict=True)
+    theirs, ours, with_an_idle_rank, operations = zip(*run_processes(exchanged_by_torch, 3, sent), strict=True)
     require_exchange(ours, sent, torch.float32)
     require_exchange(with_an_idle_rank, SENT["a rank without rows"], torch.float64)
     for (here, gradient), (there, expected) in zip(ours, theirs, strict=True):
         assert torch.equal(here, there) and torch.equal(gradient, expected)
+    for names in operations:
+        assert names.count("cat") == 1 and names.count("copy_") == 0, "rows go straight from tensor to tensor: one is of the test"
 
 
 def test_ranks_are_told_how_many_rows_each_of_their_experts_gets():

@@ -67,7 +67,7 @@ def test_the_laptops_mixture_trains(tmp_path):
     settings = merged(read_settings(TRAIN.parent / "laptop_moe.yaml"), {
         "steps": 3, "precision": "float32", "schedule": {"warmup_steps": 1, "decay_steps": 1},
         "report": {"completions": 0, "new_tokens": 4},
-        "data": TINY["data"] | {"prepared": str(tmp_path / "prepared"), "seq": 32, "batch_size": 4, "held_out_rows": 4},
+        "data": TINY["data"] | {"prepared": str(tmp_path / "prepared"), "seq": 48, "batch_size": 4, "held_out_rows": 4},
         "engine": {"output": str(tmp_path / "run"), "log_every": 1, "evaluate_every": 3, "device": "cpu", "checkpoint": {"every": 3}},
     })  # fmt: skip
     (tmp_path / "few.yaml").write_text(yaml.safe_dump(settings))

@@ -59,3 +59,14 @@ def test_adding_in_another_order_is_noticed_by_the_test_above():
     """Its negative control: bfloat16 sums in reverse order are other bits."""
     rows = [random(rank, 1000, dtype=torch.bfloat16) for rank in range(3)]
     assert not torch.equal(reduce_in_rank_order(rows), reduce_in_rank_order(rows[::-1]))
+
+
+def test_tensors_that_lie_one_after_the_other_are_one_without_a_copy():
+    whole = torch.arange(12.0).view(6, 2)
+    parts = whole.split([2, 0, 3, 1])
+    for first, stop, expected in ((0, 4, whole), (1, 3, whole[2:5]), (1, 2, whole[:0])):
+        joined = gloo_routes.end_to_end(parts[first:stop])
+        assert torch.equal(joined, expected.flatten()) and joined.data_ptr() == (expected.data_ptr())
+    for apart in ([parts[2], parts[0]], [parts[0], parts[3]], [parts[0], whole.clone()], [parts[0], parts[0]]):
+        joined = gloo_routes.end_to_end(apart)
+        assert torch.equal(joined, torch.cat([part.flatten() for part in apart])) and joined.data_ptr() != apart[0].data_ptr()

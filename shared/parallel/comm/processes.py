@@ -94,12 +94,13 @@ class ProcessCommunicator(Communicator):
         return self.wrap(dist.broadcast(tensor, self.members[root], self.torch_group, async_op=True))
 
     def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
-        into, out = torch.cat([tensor.flatten() for tensor in received]), torch.cat([tensor.flatten() for tensor in sent])
+        into, out = gloo_routes.end_to_end(received), gloo_routes.end_to_end(sent)
         sizes = [tensor.numel() for tensor in received]
 
         def unpack() -> None:
             for tensor, part in zip(received, into.split(sizes), strict=True):
-                tensor.view(-1).copy_(part)
+                if tensor.data_ptr() != part.data_ptr():
+                    tensor.view(-1).copy_(part)
 
         counts = sizes, [tensor.numel() for tensor in sent]
         return self.wrap(dist.all_to_all_single(into, out, *counts, self.torch_group, async_op=True), unpack)
