@@ -39,8 +39,11 @@ class ExpertParallel:
             return
         require_experts(model.config, mesh.config.expert_parallel)
         ep, edp, ranges = expert_groups(mesh, model.config.experts.num_experts)
+        kind = SpreadExperts
+        if mesh.config.backend == "torch":
+            from shared.parallel.torch_backend.expert import TorchSpreadExperts as kind  # which takes seconds to import
         for layer in mixture_layers(model):
-            spread(layer, ep, edp, ranges)
+            spread(layer, ep, edp, ranges, kind)
 
     def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
         return strategy
@@ -63,11 +66,11 @@ def require_experts(config: ModelConfig, degree: int) -> None:
         )
 
 
-def spread(layer: MixtureLayer, ep: Communicator, edp: Communicator, ranges: Sequence[Range]) -> None:
+def spread(layer: MixtureLayer, ep: Communicator, edp: Communicator, ranges: Sequence[Range], kind: type["SpreadExperts"]) -> None:
     """Leave a layer this rank's experts, and have it compute with those of all ranks of `ep`."""
     for linear in layer.experts.children():
         cut_parameter(linear, "weight", 0, ranges, ep).shared_over = edp
-    spread_out = SpreadExperts(layer.experts.forward, ep)
+    spread_out = kind(layer.experts.forward, ep)
     layer.experts.forward, layer.experts.arrived = spread_out.forward, spread_out.arrived
 
 
@@ -85,10 +88,15 @@ class SpreadExperts:
         """What the experts make of this rank's rows [n, D], sorted by expert, of which counts [E] each has: [n, D] on its way back."""
         sent, received, own = exchange_counts(counts, self.group)
         arriving = [sum(row) for row in received]
-        arrived = exchange_rows(to_compute_dtype(rows), sent, arriving, self.group)
+        arrived = self.exchange(to_compute_dtype(rows), sent, arriving)
         made = self.compute(transpose_parts(arrived, received), own)
-        made = transpose_parts(made, list(zip(*received, strict=True)))
-        rows, self.way_back = begin_exchange(made, arriving, sent, self.group)
+        return self.begin(transpose_parts(made, list(zip(*received, strict=True))), arriving, sent)
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return exchange_rows(rows, sent, received, self.group)
+
+    def begin(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        rows, self.way_back = begin_exchange(rows, sent, received, self.group)
         return rows
 
     def arrived(self, rows: Tensor) -> Tensor:
