@@ -97,6 +97,35 @@ def test_a_rank_whose_experts_get_no_row_joins_and_has_gradients_of_0(word, reco
         assert gradients[name][:2].any() and not gradients[name][2:].any(), "0, and not None: weight decay is the same everywhere"
 
 
+@pytest.mark.parametrize("implementation", ["loop", "batched", "grouped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_without_rows_have_gradients_of_0_however_they_are_computed(implementation, dtype):
+    config = replace(MODEL, experts=replace(MODEL.experts, implementation=implementation))
+
+    def work(world):
+        run = MixtureRun(world, layout_of("dp2_ep2"), config=config, dtype=torch.float32, prepare=directed)
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            run.train(1)
+        return {name: parameter.grad for name, parameter in run.plain.named_parameters()}
+
+    found = run_threads(work, 2)
+    for name in EXPERTS:
+        assert found[0][name].any() and not found[1][name].any() and found[1][name].shape == found[0][name].shape
+
+
+@pytest.mark.parametrize("trained", ["experts", "router", "attention"])
+def test_parts_of_a_model_can_be_frozen(trained):
+    def work(world):
+        def freeze(model):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(trained in name and not name.endswith("bias"))
+            return model
+
+        return observed(MixtureRun(world, layout_of("dp2_ep2" if world.size > 1 else "one"), prepare=freeze))
+
+    require_same(run_threads(work, 2), work(SingleRankCommunicator()))
+
+
 def test_without_recomputation_and_with_it_all_ranks_exchange_as_often():
     """Three layers, two micro-batches: numbers, rows there and back, and two gradients; what is recomputed is exchanged again."""
     found = {}
