@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -194,5 +195,5 @@ def table(faults: Sequence[Fault]) -> Iterator[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    for line in [*table(KILLED), "", *table(OTHERS)]:
+    for line in chain(table(KILLED), [""], table(OTHERS)):
         print(line, flush=True)
