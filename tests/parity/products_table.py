@@ -1,0 +1,166 @@
+"""Measure every product of layouts on 1, 2, 4 and 8 ranks against one process, in float64, and print chapter 09's PARITY.md.
+
+python tests/parity/products_table.py --write                 all of it: more than an hour on two CPU cores
+python tests/parity/products_table.py --kept FILE [--write]   what that file holds is not measured again; results are added to it
+python tests/parity/products_table.py --covering              another covering set, for tests/parity/test_09_products.py
+"""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("..", "support", "moe", "parity")]
+
+import torch  # noqa: E402
+from planted import RULES, caught, last_losses  # noqa: E402
+from product_checkpoints import LAYOUTS, resume, write  # noqa: E402
+from products import LIMIT, MODELS, RANKS, RECOMPUTED, Cell, by_processes, cells, covering, layouts, line_of  # noqa: E402
+from products import measured, refusal  # noqa: E402
+
+from shared.course.paths import CHECKOUT  # noqa: E402
+
+PAGE = CHECKOUT / "chapters" / "09_mixture_of_experts" / "PARITY.md"
+TOGETHER = 18  # cells that the same processes run: each leaves its groups behind
+COLUMNS = [(model, recompute, "course") for model in MODELS for recompute in RECOMPUTED]
+
+
+class Kept:
+    """Results by name, in a file that grows as they come."""
+
+    def __init__(self, file: Path | None):
+        self.file = file
+        self.results: dict = json.loads(file.read_text()) if file and file.exists() else {}
+
+    def get(self, name: str, make: Callable):
+        if name not in self.results:
+            self.put(name, make())
+        return self.results[name]
+
+    def put(self, name: str, result) -> None:
+        self.results[name] = result
+        if self.file:
+            self.file.write_text(json.dumps(self.results, indent=0))
+
+
+def measure(kept: Kept) -> dict[Cell, float]:
+    """The largest difference of every cell that is not refused: on threads, and PyTorch's in processes over gloo."""
+    asked = [cell for ranks in RANKS for cell in cells(ranks) if not refusal(cell)]
+    for ranks in RANKS:
+        waiting = [c for c in asked if c.ranks == ranks > 1 and c.backend == "torch" and str(c) not in kept.results]
+        for first in range(0, len(waiting), TOGETHER):
+            together = waiting[first : first + TOGETHER]
+            for cell, value in zip(together, by_processes(together), strict=True):
+                kept.put(str(cell), value)
+    return {cell: kept.get(str(cell), lambda cell=cell: measured(cell)) for cell in asked}
+
+
+def shown(values: list[float]) -> str:
+    return f"{max(values):.0e}" if values else "refused"
+
+
+def products(found: dict[Cell, float]) -> Iterator[str]:
+    every = [cell for ranks in RANKS for cell in cells(ranks)]
+    refused = Counter(re.sub(r"\b\d+\b", "N", refusal(cell)) for cell in every if cell not in found)
+    assert max(found.values()) < LIMIT, {str(cell): value for cell, value in found.items() if not value < LIMIT}
+    yield (
+        f"{len(every)} products of {sum(len(layouts(ranks)) for ranks in RANKS)} layouts: {len(found)} are equal to one process, the "
+        f"farthest with {max(found.values()):.0e}, and {refused.total()} are refused."
+    )
+    yield from ("", "| refused because | products |", "|---|---|")
+    yield from (f"| {reason} | {count} |" for reason, count in refused.most_common())
+    yield from ("", "| layout | " + " | ".join(f"{model}, {how}" for model, how, _ in COLUMNS) + " | torch, dense | torch, experts |")
+    yield "|" + "---|" * (len(COLUMNS) + 3)
+    for layout in (layout for ranks in RANKS for layout in layouts(ranks)):
+        row = [[found[cell] for cell in [Cell(layout, *column)] if cell in found] for column in COLUMNS]
+        row += [[found[c] for c in (Cell(layout, model, how, "torch") for how in RECOMPUTED) if c in found] for model in MODELS]
+        if any(row):
+            yield f"| {layout} | {' | '.join(map(shown, row))} |"
+
+
+def checkpoints(kept: Kept) -> Iterator[str]:
+    yield "| written by, read by | " + " | ".join(LAYOUTS) + " |"
+    yield "|" + "---|" * (len(LAYOUTS) + 1)
+    for writer in LAYOUTS:
+        yield f"| {writer} | {' | '.join(f'{far:.0e}' for far in kept.get(f'checkpoints of {writer}', lambda w=writer: read_by_all(w)))} |"
+
+
+def read_by_all(writer: str) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        write(writer, "muon", Path(folder))
+        return [resume(reader, "muon", Path(folder)) for reader in LAYOUTS]
+
+
+def planted(kept: Kept) -> Iterator[str]:
+    yield "| rule | planted bug | caught first by | difference, step 1 | loss after 20 steps | of one process | of another seed |"
+    yield "|" + "---|" * 7
+    for rule, bug in RULES.items():
+        far = kept.get(f"planted: {rule}", lambda bug=bug: [caught(bug, bug.caught_by), *last_losses(bug)])
+        difference, one, with_bug, seed = far
+        yield f"| {rule} | {bug.says} | {bug.caught_by} | {difference:.0e} | {with_bug:.3f} | {one:.3f} | {seed:.3f} |"
+
+
+def page(kept: Kept) -> str:
+    parts = {"PRODUCTS": products(measure(kept)), "CHECKPOINTS": checkpoints(kept), "PLANTED": planted(kept)}
+    return TEXT.format(**{name: "\n".join(lines) for name, lines in parts.items()})
+
+
+TEXT = """\
+# How far each product of layouts is from one process
+
+`python tests/parity/products_table.py --write` enumerates every layout of 1, 2, 4 and 8 ranks (degrees of pp, dp, fsdp, cp and tp that
+multiply to that, `sp` where tp, ZeRO where dp, ep where it divides dp x fsdp), for a dense model and for one with experts, with nothing,
+whole blocks or all but products computed again, by the course's engines and by PyTorch's. The trainer's configuration either refuses a
+product before anything runs, or the product trains for three steps in float64, and writes its largest relative difference to one process
+into this page: of the loss, the gradient's norm, every gradient and every weight after the third step, on any rank, with AdamW and with
+Muon (on eight ranks with AdamW where whole blocks are computed again, and Muon where all but products are). Two micro-batches hold
+unequally many targets in each row, and none in two of the rows. The model has grouped-query attention, norms of queries and keys and a
+tied embedding (untied for PyTorch's engines); with experts it has DeepSeek-V3's router and bias, eight experts, a shared one, both losses
+and a dense first block, and a capacity (dropless under cp). Experts must be chosen by the same tokens, exactly.
+
+The course's layouts run on threads, PyTorch's in processes over gloo. `tests/parity/test_09_products.py` requires 1e-9 of a covering set,
+in which every three facts that are allowed together meet (axes, `sp`, ZeRO's stage, model, recomputation, optimizer), and that every
+refusal is one of these:
+
+{PRODUCTS}
+
+A layout with no row is refused in every column. Differences come from sums in another order, which AdamW's division by the root of a small
+second moment enlarges.
+
+## Checkpoints from any layout to any other
+
+With experts and Muon: two steps on the layout of the row, a checkpoint, and three more steps on that of the column, which began with other
+weights. Each cell is the largest relative difference of any weight to a run of five steps in one process. The loader's position is saved
+with the rest, and each step has other batches. `tests/parity/test_09_checkpoints.py` requires 1e-9 of a part of this, and that the export
+to Hugging Face's format has the same bytes from each layout.
+
+{CHECKPOINTS}
+
+## Planted bugs
+
+One bug for each rule by which layouts are equal to one process, and the first case of the covering set that catches it, with the
+difference of loss, norm and gradients in the first step. Beside it the loss after 20 steps on two batches over and over: with the bug, in
+one process, and in one process with other initial weights. The loss falls with every bug, to near what another seed gives or even below
+it, so no curve shows that something is wrong.
+
+{PLANTED}
+"""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kept", type=Path)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--covering", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.covering:
+        print("\n".join(map(line_of, covering())))
+    elif asked.write:
+        PAGE.write_text(page(Kept(asked.kept)))
+    else:
+        print(page(Kept(asked.kept)))
