@@ -6,10 +6,18 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from trainer_runs import settings_file, train
 
+from shared.parallel.comm.threads import run_threads
+from shared.parallel.mesh import Mesh
+from shared.parallel.parallelize import apply_parallel
 from shared.trainer import start
+from shared.trainer.axes import RUN_AXES
+from shared.trainer.config import TrainerConfig
+from shared.trainer.pretrain import plain_model
+from shared.trainer.settings import parse_words
 
 EXPERTS = {
     "num_experts": 4, "moe_intermediate_size": 24, "scoring": "sigmoid", "bias_update_rate": 0.01, "num_shared_experts": 1,
@@ -26,6 +34,21 @@ def require_same(folder, expected):
     assert mine.keys() == theirs.keys()
     for name, weight in mine.items():
         assert (weight - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
+
+
+def test_no_rank_needs_room_for_all_experts(tmp_path):
+    """The model is built without memory, and each rank allocates what it has of it."""
+    file = settings_file(tmp_path, tmp_path / "prepared", model={"experts": EXPERTS}, parallel={"data_parallel": 2, "expert_parallel": 2})
+    config = parse_words(TrainerConfig, [str(file)])
+
+    def work(world):
+        mesh = Mesh(config.parallel, world)
+        model = plain_model(config, mesh, torch.device("cpu"))
+        is_meta = next(model.parameters()).is_meta
+        strategy = apply_parallel(model, mesh, axes=RUN_AXES)
+        return is_meta, strategy.module.stack.blocks["1"].feed_forward.experts.up_proj.weight.untyped_storage().nbytes()
+
+    assert run_threads(work, 2) == [(True, 2 * 24 * 32 * 4)] * 2
 
 
 @pytest.mark.slow
