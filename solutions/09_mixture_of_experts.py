@@ -17,9 +17,9 @@ from shared.parallel.expert.groups import RankGroups
 def top_k_routing(
     scores: Tensor, k: int, normalize: bool, scaling: float = 1.0, bias: Tensor | None = None, groups: int = 1, best_groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """What is compared is detached: the choice has no gradient, and neither has the bias. An expert of a closed group gets minus infinity,
+    """What is compared is detached: neither the choice nor the bias has a gradient. An expert of a closed group gets minus infinity,
     because 0 would be more than a negative biased score."""
-    choice = scores.detach() if bias is None else scores.detach() + bias.detach()
+    choice = (scores if bias is None else scores + bias).detach()
     if groups > 1:
         grouped = choice.unflatten(-1, (groups, -1))
         best = grouped.topk(2).values.sum(dim=-1).topk(best_groups).indices
@@ -59,7 +59,7 @@ def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """A sort that is not called stable may put equal ones in any order, and on a GPU it does. The dropped choices are those of an expert
     more, whose count is cut off."""
     flat = experts.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
+    return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts)[:num_experts]
 
 
 def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:

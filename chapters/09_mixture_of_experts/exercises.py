@@ -67,8 +67,8 @@ def balance_loss(
 
         f_ri = choices of expert i by the row's n_r valid tokens / n_r         P_ri = mean over those tokens of probabilities[..., i]
 
-    Tokens that do not count add nothing, and their gradient is 0, whatever their probabilities are, even NaN. A row may have no valid
-    token, and adds 0.
+    Tokens that do not count add nothing, and their gradient is 0, whatever their probabilities are, even NaN; NaN at a token that counts
+    makes the loss NaN. A row may have no valid token, and adds 0.
 
     No loop runs over rows, tokens or experts. There are hundreds of experts: apart from the arguments, no more is held at a time than
     about three tensors of the size of `probabilities` ([batch, seq, k, E] would be k of them).
@@ -98,7 +98,7 @@ def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
         sum over valid tokens of log(sum over experts of exp(logit)) ** 2
 
     Logits of hundreds must not overflow. Tokens that do not count add nothing, and their gradient is 0, whatever their logits are, even
-    NaN.
+    NaN; NaN at a token that counts makes the loss NaN.
 
     Args:
         logits: [batch, seq, E] in float32 or float64.
@@ -169,7 +169,8 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
           what rank r gives as here[this rank]. Both are one contiguous tensor for each rank, all of one dtype; a tensor may be empty. Each
           pass sends every row once and nothing else, and copies no rows that lie together already.
         - Every rank of the group takes part in both passes, also one that sends nothing or receives nothing: the others wait for it.
-        - Neither `rows` nor the gradient that arrives from behind is changed. Both may be non-contiguous.
+        - Neither `rows` nor the gradient that arrives from behind is changed. Both may be non-contiguous. Between the passes no rows are
+          kept: a backward pass needs none.
 
     Args:
         rows: [sum(sent), D] of any dtype, sorted by the rank that they go to.

@@ -9,6 +9,8 @@ Modules of later chapters state facts on their parameters as attributes, which m
 `full_precision` (computed with in its own dtype where the run's is narrower: a router).
 """
 
+import math
+from collections.abc import Iterator
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -71,3 +73,25 @@ def parameters_by_role(model: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         grouped[role_of(name, parameter)][name] = parameter
     return grouped
+
+
+def experts_of(parameter: Tensor, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The experts that this process has of a parameter [E, ...] of the role "expert", by their numbers in the whole model.
+
+    Args:
+        tensor: the parameter or one that is sharded as it is, such as its gradient.
+
+    Yields:
+        An expert's number, and its numbers in `tensor`: its matrix, or flat where this process holds a part of it.
+    """
+    sharding = getattr(parameter, "sharding", None)
+    if sharding is None or sharding.region.is_box:
+        yield from enumerate(tensor, start=0 if sharding is None else sharding.region.offsets[0])
+        return
+    parts: dict[int, list[Tensor]] = {}
+    for box, first in sharding.region.boxes():
+        rows = tensor[first : first + math.prod(box.sizes)].view(box.sizes[0], -1)
+        for expert, row in enumerate(rows, start=box.offsets[0]):
+            parts.setdefault(expert, []).append(row)
+    for expert, rows in parts.items():
+        yield expert, torch.cat(rows)

@@ -7,6 +7,7 @@ Once a step, from the choices of all its micro-batches on all ranks:
 after the optimizer. The bias is added to the scores for the choice alone, so no gradient competes with that of the loss.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def take_loads(model: nn.Module, add: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
-    """The loads of a step by block number, and counting begins again at 0.
+    """The loads of a step by block number, and counting of loads and losses begins again at 0.
 
     Args:
         model: or a stage of it.
@@ -35,7 +36,7 @@ def take_loads(model: nn.Module, add: Callable[[Tensor], Tensor]) -> dict[int, T
     none = torch.zeros(layers[0].config.num_experts, dtype=torch.int64, device=device)
     loads = add(torch.stack([none if layer.load is None else layer.load for layer in layers]))
     for layer in layers:
-        layer.load = None
+        layer.load, layer.losses = None, {}
     return {layer.layer: load for layer, load in zip(layers, loads, strict=True)}
 
 
@@ -48,32 +49,48 @@ def update_bias(layer: MixtureLayer, load: Tensor) -> None:
     load = load.to(bias.dtype)
     move = layer.config.bias_update_rate * torch.sign(load.mean() - load)
     sharding = getattr(bias, "sharding", None)
-    bias.add_(move if sharding is None else sharding.local(move).view_as(bias))
+    own = bias.to_local() if hasattr(bias, "to_local") else bias  # PyTorch's fully_shard has made it a DTensor
+    own.add_(move if sharding is None else sharding.local(move).view_as(own))
 
 
 class BalanceExperts(Callback):
     """Updates the biases of all routers after each step, and logs the load of each expert, in shares of an equal load (1 is balanced).
 
-    Metrics: `experts/load/BLOCK.EXPERT` and `experts/max_load`, the fullest expert of all layers, in the last step before the log.
+    Metrics, of the last step before the log: `experts/load/BLOCK.EXPERT`; `experts/max_load`, the fullest expert of all layers; and what
+    all layers add to the mean loss of a token, `experts/balance_loss` and `experts/z_loss`, which `train/loss` does not contain.
     """
 
     every_rank = True
 
     def __init__(self) -> None:
         self.loads: dict[int, Tensor] = {}
+        self.losses: dict[str, Tensor] = {}
 
     def on_step(self, engine: "RuntimeEngine") -> None:
+        layers = mixture_layers(engine.strategy.module)
+
         def add(loads: Tensor) -> Tensor:
             zero = loads.new_zeros(())
+            losses = {f"{name}/{layer.layer}": loss for layer in layers for name, loss in layer.losses.items()}
             numbers = {str(place): load for place, load in enumerate(loads.flatten())}
-            return torch.stack([*engine.strategy.sum(Totals(zero.double(), zero, numbers)).metrics.values()]).view_as(loads)
+            summed = engine.strategy.sum(Totals(zero.double(), zero, numbers | losses)).metrics
+            self.losses = {name: summed.pop(name) for name in losses}
+            return torch.stack([*summed.values()]).view_as(loads)
 
         self.loads = take_loads(engine.strategy.module, add)
-        for layer in mixture_layers(engine.strategy.module):
+        for layer in layers:
             update_bias(layer, self.loads[layer.layer])
 
     def measure(self, engine: "RuntimeEngine") -> Metrics:
         shares = {block: (load / load.double().mean().clamp(min=1)).tolist() for block, load in self.loads.items()}
         own = {f"experts/load/{block}.{expert}": share for block, of in shares.items() for expert, share in enumerate(of)}
-        every = engine.strategy.gather_stages(own)
-        return every | ({"experts/max_load": max(every.values())} if every else {})
+        k = engine.strategy.module.config.experts.num_experts_per_tok
+        tokens = {block: load.sum().clamp(min=1) / k for block, load in self.loads.items()}
+        own |= {name: (loss / tokens[int(name.split("/")[1])]).item() for name, loss in self.losses.items()}
+        every, losses = {}, Counter[str]()
+        for name, value in engine.strategy.gather_stages(own).items():
+            if name.startswith("experts/"):
+                every[name] = value
+            else:
+                losses[f"experts/{name.split('/')[0]}"] += value
+        return every | ({"experts/max_load": max(every.values())} if every else {}) | losses

@@ -178,21 +178,31 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
     Raises:
         SettingError: names the setting.
     """
-    asked = {
-        "backend torch": parallel.backend == "torch" and parallel.ranks > 1,
-    }
-    if config.experts is not None and config.experts.first_k_dense >= config.num_hidden_layers:
-        raise SettingError(
-            f"model.experts.first_k_dense is {config.experts.first_k_dense} of {config.num_hidden_layers} blocks, so none has experts: "
-            "give less."
-        )
-    if config.experts is not None and config.experts.moe_intermediate_size % parallel.tensor_parallel:
-        raise SettingError(
+    experts, by_torch = config.experts, parallel.backend == "torch"
+    if experts is None:
+        return
+    wrong = [
+        (
+            experts.first_k_dense >= config.num_hidden_layers,
+            f"model.experts.first_k_dense is {experts.first_k_dense} of {config.num_hidden_layers} blocks, so none has experts: give less.",
+        ),
+        (
+            experts.moe_intermediate_size % parallel.tensor_parallel > 0,
             f"parallel.tensor_parallel {parallel.tensor_parallel} does not divide model.experts.moe_intermediate_size "
-            f"{config.experts.moe_intermediate_size}: change one of the two."
-        )
-    if config.experts is not None and config.experts.capacity_factor is not None and parallel.context_parallel > 1:
-        raise SettingError(CAPACITY_OF_WHOLE_ROWS)
-    for name, is_asked in asked.items():
-        if config.experts is not None and is_asked:
-            raise SettingError(f"model.experts and parallel.{name} are not built together yet: leave one of the two out.")
+            f"{experts.moe_intermediate_size}: change one of the two.",
+        ),
+        (
+            by_torch and parallel.tensor_parallel > 1,
+            "model.experts with parallel.backend torch and tensor_parallel: parallelize_module has no style for a stack of experts, and "
+            "DTensor no rule for products of as many rows as the data say. Set tensor_parallel to 1, or backend to course.",
+        ),
+        (
+            by_torch and parallel.expert_parallel > 1,
+            "parallel.expert_parallel with backend torch: its engines add every gradient over all data ranks, and an expert's over fewer. "
+            "Set expert_parallel to 1, or backend to course.",
+        ),
+        (experts.capacity_factor is not None and parallel.context_parallel > 1, CAPACITY_OF_WHOLE_ROWS),
+    ]
+    for is_wrong, reason in wrong:
+        if is_wrong:
+            raise SettingError(reason)

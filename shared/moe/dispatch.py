@@ -12,6 +12,7 @@ no later token changes what is kept: micro-batches and ranks change nothing, and
 """
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -86,5 +87,6 @@ def drop_beyond_capacity(experts: Tensor, num_experts: int, capacity: int) -> Te
 
 
 def expert_capacity(factor: float, seq: int, k: int, num_experts: int) -> int:
-    """How many choices of a row of `seq` tokens one expert takes: `factor` times its equal share, rounded up."""
-    return math.ceil(factor * seq * k / num_experts)
+    """How many choices of a row of `seq` tokens one expert takes: `factor` times its equal share, rounded up. The factor is the decimal
+    that was written: in floating point 1.1 * 100 is more than 110."""
+    return math.ceil(Fraction(str(factor)) * seq * k / num_experts)

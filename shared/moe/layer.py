@@ -51,6 +51,7 @@ class MixtureLayer(nn.Module):
     Attributes:
         load: [E] int64, how many of the valid tokens' choices each expert has had in backward passes since it was last set to None
             (`shared.moe.balancing`). Choices count whether they were dropped or not.
+        losses: by name, what the layer's losses have added to the objective's sum over tokens since then, [] each.
         layer: the block's number.
         leave: adds up what the tensor ranks have of the result.
         copies: how many ranks compute the losses of the same tokens.
@@ -68,6 +69,7 @@ class MixtureLayer(nn.Module):
         shared = replace(config, experts=None, intermediate_size=width or None)
         self.shared_experts = build_feed_forward(shared, builders, layer) if width else None
         self.load: Tensor | None = None
+        self.losses: dict[str, Tensor] = {}
         self.leave, self.copies = (lambda y: y), 1
 
     def over_ranks(self, group: Communicator, leave: Callable[[Tensor], Tensor]) -> None:
@@ -107,27 +109,32 @@ class MixtureLayer(nn.Module):
         valid, scale = context.valid, context.loss_scale / self.copies
         if valid is None:
             valid = torch.ones(routing.experts.shape[:2], dtype=torch.bool, device=y.device)
+        losses = {}
         if self.balance_scale:
-            loss = self.balance_scale * balance_loss(routing.probabilities, routing.experts, valid, context.over_row)
-            y = add_auxiliary_loss(y, loss, scale)
+            losses["balance_loss"] = self.balance_scale * balance_loss(routing.probabilities, routing.experts, valid, context.over_row)
         if self.config.z_coefficient:
-            y = add_auxiliary_loss(y, self.config.z_coefficient * z_loss(routing.logits, valid), scale)
-        return CountInBackward.apply(y, self, dispatch(routing.experts[valid], self.config.num_experts)[1])
+            losses["z_loss"] = self.config.z_coefficient * z_loss(routing.logits, valid)
+        for loss in losses.values():
+            y = add_auxiliary_loss(y, loss, scale)
+        values = {name: loss.detach() for name, loss in losses.items()}
+        return CountInBackward.apply(y, self, dispatch(routing.experts[valid], self.config.num_experts)[1], values)
 
 
 class CountInBackward(torch.autograd.Function):
-    """The identity of x whose backward pass adds `counts` to a layer's load: once a micro-batch, however often the forward pass runs."""
+    """The identity of x whose backward pass adds to a layer's load and losses: once a micro-batch, however often the forward pass runs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: MixtureLayer, counts: Tensor) -> Tensor:
-        ctx.layer, ctx.counts = layer, counts
+    def forward(ctx: Any, x: Tensor, layer: MixtureLayer, counts: Tensor, losses: dict[str, Tensor]) -> Tensor:
+        ctx.layer, ctx.counts, ctx.losses = layer, counts, losses
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.layer.load = ctx.counts if ctx.layer.load is None else ctx.layer.load + ctx.counts
-        return upstream, None, None
+        for name, loss in ctx.losses.items():
+            ctx.layer.losses[name] = ctx.layer.losses.get(name, 0) + loss
+        return upstream, None, None, None
 
 
 def mixture_layers(model: nn.Module) -> list[MixtureLayer]:

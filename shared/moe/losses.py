@@ -36,8 +36,8 @@ def balance_loss(
 
         f_ri = choices of expert i by the row's n_r valid tokens / n_r         P_ri = mean over those tokens of probabilities[..., i]
 
-    Tokens that do not count add nothing, and their gradient is 0, whatever their probabilities are, even NaN. A row may have no valid
-    token, and adds 0.
+    Tokens that do not count add nothing, and their gradient is 0, whatever their probabilities are, even NaN; NaN at a token that counts
+    makes the loss NaN. A row may have no valid token, and adds 0.
 
     No loop runs over rows, tokens or experts. There are hundreds of experts: apart from the arguments, no more is held at a time than
     about three tensors of the size of `probabilities` ([batch, seq, k, E] would be k of them).
@@ -68,7 +68,7 @@ def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
         sum over valid tokens of log(sum over experts of exp(logit)) ** 2
 
     Logits of hundreds must not overflow. Tokens that do not count add nothing, and their gradient is 0, whatever their logits are, even
-    NaN.
+    NaN; NaN at a token that counts makes the loss NaN.
 
     Args:
         logits: [batch, seq, E] in float32 or float64.

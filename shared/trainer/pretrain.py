@@ -28,6 +28,7 @@ from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
 from shared.moe.balancing import BalanceExperts
 from shared.moe.builders import MIXTURE
+from shared.moe.expert_norms import ExpertNorms
 from shared.optim.build import build_optimizer
 from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.loss_scale import LossScaler
@@ -176,7 +177,7 @@ def callbacks_of(config: TrainerConfig, text: PreparedText, device: torch.device
     mine: list[Callback] = [ScheduleLearningRate(config.schedule)]
     mine.append(BitsPerByte(evaluation_loader(config, text, config.data.held_out_rows).byte_count(text.tokenizer.byte_lengths)))
     if config.model.experts is not None:
-        mine.append(BalanceExperts())
+        mine += [BalanceExperts(), ExpertNorms(config.model, (lambda: scaler.state.scale) if scaler else None)]
     if scaler is not None:
         mine.append(KeepLossScale(scaler))
     trackers = list(dict.fromkeys([*config.engine.trackers, "jsonl"]))  # the report reads the lines

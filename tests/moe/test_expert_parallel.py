@@ -21,20 +21,22 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LAYOUTS = [  # the layout, what is computed again, the optimizer
     ("dp2_ep2", "none", "adamw"),
     ("dp2_ep2", "full", "muon"),
-    ("dp2_ep2", "selective", "adamw"),
     ("dp4_ep4", "none", "muon"),
     ("dp6_ep2", "full", "adamw"),  # rank 0 has no target
     ("dp2_ep2_zero1", "none", "muon"),
-    ("dp4_ep2_zero1", "none", "adamw"),
-    ("dp2_ep2_zero2", "none", "adamw"),
     ("dp4_ep2_zero2", "selective", "muon"),
     ("fsdp2_ep2", "none", "muon"),
     ("fsdp2_ep2", "full", "adamw"),
     ("dp2_fsdp2_ep2", "selective", "muon"),
-    ("dp2_fsdp2_ep4", "none", "adamw"),
-    ("pp2_dp2_ep2", "none", "muon"),
     ("pp2_fsdp2_ep2", "full", "adamw"),
     ("pp2_dp2_ep2_zero1", "none", "adamw"),
+]
+MORE = [
+    ("dp2_ep2", "selective", "adamw"),
+    ("dp4_ep2_zero1", "none", "adamw"),
+    ("dp2_ep2_zero2", "none", "adamw"),
+    ("dp2_fsdp2_ep4", "none", "adamw"),
+    ("pp2_dp2_ep2", "none", "muon"),
 ]
 EXPERTS = [f"stack.blocks.{block}.feed_forward.experts.{name}_proj.weight" for block in (1, 2, 3) for name in ("gate", "up", "down")]
 
@@ -43,12 +45,14 @@ def layout_of(word: str, **more) -> ParallelConfig:
     return parse_layout(word, ParallelConfig(**more))
 
 
-@pytest.mark.parametrize("word, recomputed, optimizer", LAYOUTS, ids=lambda value: value)
+@pytest.mark.parametrize(
+    "word, recomputed, optimizer", LAYOUTS + [pytest.param(*each, marks=pytest.mark.slow) for each in MORE], ids=lambda value: value
+)
 def test_every_layout_trains_like_one_process(word, recomputed, optimizer):
     require_same(on_ranks(layout_of(word, activation_checkpointing=recomputed), optimizer), alone(optimizer))
 
 
-@pytest.mark.parametrize("schedule, chunks", [("zero_bubble", 1), ("interleaved", 2), ("gpipe", 1)])
+@pytest.mark.parametrize("schedule, chunks", [("zero_bubble", 1), ("interleaved", 2), pytest.param("gpipe", 1, marks=pytest.mark.slow)])
 def test_every_schedule_of_a_pipeline_exchanges_rows(schedule, chunks):
     layout = layout_of("pp2_dp2_ep2", pipeline_schedule=schedule, pipeline_chunks=chunks)
     require_same(on_ranks(layout, "muon"), alone("muon"))
@@ -87,7 +91,7 @@ def alone_directed() -> dict:
 
 @pytest.mark.parametrize(
     "word, recomputed",
-    [("dp2_ep2", "none"), ("dp4_ep4", "selective"), ("fsdp2_ep2", "full"), ("dp4_ep2_zero2", "none"), ("pp2_dp2_ep2", "none")],
+    [("dp2_ep2", "none"), ("dp4_ep4", "selective"), ("fsdp2_ep2", "full"), ("dp2_ep2_zero2", "none"), ("pp2_dp2_ep2", "none")],
 )
 def test_a_rank_whose_experts_get_no_row_joins_and_has_gradients_of_0(word, recomputed):
     found = on_ranks(layout_of(word, activation_checkpointing=recomputed), prepare=directed)
@@ -95,6 +99,35 @@ def test_a_rank_whose_experts_get_no_row_joins_and_has_gradients_of_0(word, reco
     gradients = {name: gradient for each in found for name, gradient in each["gradients"][-1].items()}
     for name in EXPERTS:
         assert gradients[name][:2].any() and not gradients[name][2:].any(), "0, and not None: weight decay is the same everywhere"
+
+
+@pytest.mark.parametrize("implementation", ["loop", "batched", "grouped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_without_rows_have_gradients_of_0_however_they_are_computed(implementation, dtype):
+    config = replace(MODEL, experts=replace(MODEL.experts, implementation=implementation))
+
+    def work(world):
+        run = MixtureRun(world, layout_of("dp2_ep2"), config=config, dtype=torch.float32, prepare=directed)
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            run.train(1)
+        return {name: parameter.grad for name, parameter in run.plain.named_parameters()}
+
+    found = run_threads(work, 2)
+    for name in EXPERTS:
+        assert found[0][name].any() and not found[1][name].any() and found[1][name].shape == found[0][name].shape
+
+
+@pytest.mark.parametrize("trained", ["experts", "router", "attention"])
+def test_parts_of_a_model_can_be_frozen(trained):
+    def work(world):
+        def freeze(model):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(trained in name and not name.endswith("bias"))
+            return model
+
+        return observed(MixtureRun(world, layout_of("dp2_ep2" if world.size > 1 else "one"), prepare=freeze))
+
+    require_same(run_threads(work, 2), work(SingleRankCommunicator()))
 
 
 def test_without_recomputation_and_with_it_all_ranks_exchange_as_often():
@@ -178,6 +211,19 @@ def test_ranks_with_other_rows_and_other_lengths_evaluate_like_one_process(word)
     plain = MixtureRun(SingleRankCommunicator(), ParallelConfig()).plain.eval()
     for ids, found in zip(texts, run_threads(logits, parse_layout(word).ranks), strict=False):
         torch.testing.assert_close(found, plain(ids).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_rank_with_one_batch_more_is_named():
+    """`EvaluationLoader` gives all ranks equally many."""
+
+    def work(world):
+        run = MixtureRun(world, layout_of("dp2_ep2"))
+        with torch.no_grad():
+            for _ in range(1 + world.rank):
+                run.parallel.model(torch.zeros(1, 4, dtype=torch.int64))
+
+    with pytest.raises(CommunicationError, match="deadlock: rank 0 has finished; rank 1 waits in all_to_all #10 of ep"):
+        run_threads(work, 2)
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shared.model.context import AttentionContext
 from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig
-from shared.moe.dispatch import combine
+from shared.moe.dispatch import combine, expert_capacity
 from shared.moe.experts import PRODUCTS, grouped_product, loop_product
 from shared.moe.layer import MixtureLayer
 from shared.moe.router import top_k_routing
@@ -266,3 +266,12 @@ def test_a_wrong_setting_is_named(changes, named):
 def test_a_model_that_has_no_place_for_experts_is_refused():
     with pytest.raises(ValueError, match="mlp_bias"):
         replace(CONFIG, experts=MixtureConfig(8, 16), mlp_bias=True)
+
+
+CAPACITIES = [(1.1, 100, 1, 10, 11), (1.1, 100, 4, 4, 110), (1.1, 50, 2, 10, 11), (1.25, 8, 2, 8, 3), (1, 7, 2, 4, 4)]
+
+
+@pytest.mark.parametrize("factor, seq, k, experts, capacity", CAPACITIES)
+def test_a_capacity_is_the_written_decimal_times_the_equal_share_rounded_up(factor, seq, k, experts, capacity):
+    """In floating point 1.1 * 100 is more than 110."""
+    assert expert_capacity(factor, seq, k, experts) == capacity

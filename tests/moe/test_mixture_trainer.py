@@ -68,7 +68,7 @@ def test_the_settings_that_a_run_keeps_begin_the_same_run(finished):
     [
         (["parallel.tensor_parallel=2", "model.experts.moe_intermediate_size=25"], "does not divide model.experts.moe"),
         (["parallel.context_parallel=2"], "capacity_factor with parallel.context_parallel"),
-        (["parallel.data_parallel=2", "parallel.backend=torch"], "backend torch are not built together"),
+        (["parallel.tensor_parallel=2", "parallel.backend=torch"], "parallelize_module has no style for a stack of experts"),
         (["model.experts.num_expert=3"], "num_experts"),
         (["model.experts.first_k_dense=2"], "first_k_dense"),
     ],

@@ -1,8 +1,8 @@
 """Chapter 04. The model dump (tensor dump with statistics): every weight, gradient and activation by name, in numbers that fit on a page.
 
 A loss curve says that a run is ill; a dump says where. It holds, for each tensor, the statistics of `activation_statistics` and a
-histogram of magnitudes. Activations are seen by forward hooks, which are there for one step, return nothing and draw no random
-numbers: the step's results are the same, bit for bit.
+histogram of magnitudes; of a stack of experts, for each of them, by its number in the whole model. Activations are seen by forward
+hooks, which are there for one step, return nothing and draw no random numbers: the step's results are the same, bit for bit.
 
 Left out on purpose: tables, plots and comparisons of dumps (`chapters/04_runtime_engine/dump_report.py`).
 """
@@ -24,6 +24,7 @@ from shared.engine.callbacks import Callback
 from shared.engine.debug.statistics import activation_statistics, magnitude_histogram
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.loop import evaluate
+from shared.model.roles import experts_of, role_of
 from shared.output_files import writing
 from shared.tensor_files import save_tensors
 from shared.totals import Batch
@@ -64,6 +65,15 @@ def describe(x: Tensor) -> Entry:
 def describe_all(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Entry]:
     """Name -> entry, of the tensors that have elements."""
     return {name: describe(x) for name, x in tensors if x.numel()}
+
+
+def by_expert(named: Iterable[tuple[str, nn.Parameter, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(name, parameter, itself or its gradient) -> name and tensor; of a stack of experts each one, as `name[expert]`."""
+    for name, parameter, tensor in named:
+        if role_of(name, parameter) == "expert":
+            yield from ((f"{name}[{expert}]", part) for expert, part in experts_of(parameter, tensor))
+        else:
+            yield name, tensor
 
 
 @contextlib.contextmanager
@@ -210,8 +220,9 @@ class ModelDump(Callback):
         """Gradients are divided as the updater will divide them: each as a copy, one at a time."""
         count = engine.token_count * (self.loss_scale() if self.loss_scale else 1)
         named = list(engine.strategy.grad_params.named_parameters())
-        gradients = ((name, p.grad / count) for name, p in named if p.grad is not None)
-        entries = [describe_all(named), describe_all(gradients), self.activations]
+        gradients = ((name, p, p.grad / count) for name, p in named if p.grad is not None)
+        weights = ((name, p, p) for name, p in named)
+        entries = [describe_all(by_expert(weights)), describe_all(by_expert(gradients)), self.activations]
         tensors = self.all_tensors(named, count) if self.tensors else None
         strategy = engine.strategy
         part_of = "" if strategy.holds_everything else f"rank {strategy.rank} of {strategy.size}"

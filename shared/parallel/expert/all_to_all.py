@@ -28,7 +28,8 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
           what rank r gives as here[this rank]. Both are one contiguous tensor for each rank, all of one dtype; a tensor may be empty. Each
           pass sends every row once and nothing else, and copies no rows that lie together already.
         - Every rank of the group takes part in both passes, also one that sends nothing or receives nothing: the others wait for it.
-        - Neither `rows` nor the gradient that arrives from behind is changed. Both may be non-contiguous.
+        - Neither `rows` nor the gradient that arrives from behind is changed. Both may be non-contiguous. Between the passes no rows are
+          kept: a backward pass needs none.
 
     Args:
         rows: [sum(sent), D] of any dtype, sorted by the rank that they go to.

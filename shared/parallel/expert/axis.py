@@ -9,7 +9,8 @@ hold the same experts (`shared.parallel.expert.groups`). Data engines, clipping 
 The layer computes its shared experts while the rows are on their way back, and in the backward pass while their gradients are on their
 way to the experts: one of the two exchanges of each pass is hidden behind them.
 
-Left out on purpose: experts that move between ranks as their load changes.
+Left out on purpose: experts that move between ranks as their load changes; and rows kept from the first exchange where a block is computed
+again, which exchanges them again: the operations that selective recomputation keeps are PyTorch's own.
 """
 
 from collections.abc import Callable, Sequence

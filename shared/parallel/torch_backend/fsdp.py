@@ -53,9 +53,10 @@ class TorchSharded(DataEngine):
         device_mesh = device_mesh_of(mesh, torch.device(device) if is_meta else next(model.parameters()).device)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype, cast_forward_inputs=False)
         blocks = [block for stack in (model.encoder, model.stack) if stack is not None for block in stack.blocks.values()]
-        self.units, self.reshards = [*blocks, model], mesh.config.reshard_after_forward
+        exact = [module for block in blocks for module in block.modules() if dtype and stays_exact(module)]  # units of their own
+        self.units, self.reshards = [*exact, *blocks, model], mesh.config.reshard_after_forward
         for unit in self.units:
-            mixed = {} if unit is model else {"mp_policy": policy}
+            mixed = {"mp_policy": policy} if unit in blocks else {}
             fully_shard(unit, mesh=device_mesh, reshard_after_forward=mesh.config.reshard_after_forward, **mixed)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # a factor of 1 is otherwise a multiplication that gloo does not know
@@ -71,6 +72,8 @@ class TorchSharded(DataEngine):
         self.whole = dict(model.named_parameters())
         shardings = {name: sharding_by_torch(name, parameter, mesh.fsdp, outer[name]) for name, parameter in self.whole.items()}
         shards = {name: make_shard(local(parameter), shardings[name], outer[name]) for name, parameter in self.whole.items()}
+        for name, parameter in self.whole.items():
+            parameter.sharding = shardings[name]
         for name, parameter in self.whole.items() if is_meta else ():
             local(parameter).copy_(local_initial_value(model.logical_name(name), outer[name], model.config, seed, shardings[name]))
         self.optim_params, self.stored = Parameters(shards), shards
@@ -138,6 +141,11 @@ def fetch_ahead(units: Sequence[FSDPModule], ahead: int) -> None:
     for index, unit in enumerate(units) if ahead else ():
         unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + ahead]))
         unit.set_modules_to_backward_prefetch(list(units[max(index - ahead, 0) : index][::-1]))
+
+
+def stays_exact(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own that are not to be gathered in 16 bits, such as a router."""
+    return any(getattr(parameter, "full_precision", False) for parameter in module.parameters(recurse=False))
 
 
 def local(tensor: DTensor) -> Tensor:

@@ -6,6 +6,9 @@ feature. The gradients that arrive from behind are given; nobody may have writte
 Tolerances. Rows and their gradients are moved, not computed: exact. Products of small layers: 1e-12 in float64.
 """
 
+import gc
+import weakref
+
 import torch
 
 from shared.course.checking import Case, Check
@@ -227,6 +230,22 @@ def used(function, rows, sent, gradient):
     return over_ranks(work, sent)
 
 
+def kept(function, rows, sent, gradient):
+    """What stays of a tensor of rows that nobody else holds, until the backward pass."""
+
+    def work(world, leaving, arriving):
+        packed, made = [], rows[world.rank].detach().requires_grad_() * 1
+        alive = weakref.ref(made)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.numel()) or x, lambda x: x):
+            found = function(made, leaving, arriving, world)
+        del made
+        if alive() is not None:
+            gc.collect()
+        return {"rows are kept for the backward pass": bool(sum(packed)) or alive() is not None, "gradient": found.requires_grad}
+
+    return over_ranks(work, sent)
+
+
 def moved_once(rows, sent, gradient):
     told = {}
     for rank, line in enumerate(sent):
@@ -273,6 +292,8 @@ CHECK = Check(
         case("two ranks", "a mixture of two experts on two ranks", layer(13, 2), in_one, ONE_PROCESS, mixture, 1e-12),
         case("two ranks", "... of three on three ranks, one of which no token chooses",
              layer(7, 3, [0, 2, 2, 0, 2, 0, 0]), in_one, ONE_PROCESS, mixture, 1e-12),
+        case("budget", "what is kept for the backward pass", of([[1, 2], [3, 1]], 5), lambda sent, **_: {
+            f"rank {rank}": {"rows are kept for the backward pass": False, "gradient": True} for rank in range(len(sent))}, CONTRACT, kept),
         case("budget", "what three ranks send and copy", of(UNEVEN, 5), moved_once, CONTRACT, used),
         case("budget", "... in bfloat16, with a rank that has nothing", of(IDLE, 5, torch.bfloat16), moved_once, CONTRACT, used),
     ],

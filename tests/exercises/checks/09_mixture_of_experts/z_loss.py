@@ -39,6 +39,12 @@ def spoiled(given, value):
     return made
 
 
+def nan_that_counts():
+    made = of(3, 7, 5, lengths=[2, 7, 4])()
+    made["logits"][1, 3, 2] = torch.nan
+    return made
+
+
 def strided():
     made = of(4, 7, 5, lengths=[3, 7, 0, 1])()
     return {"logits": made["logits"].permute(2, 1, 0).contiguous().permute(2, 1, 0), "valid": made["valid"].T.contiguous().T}
@@ -103,6 +109,8 @@ CHECK = Check(
         case("property", "logits around -900, in float32", of(2, 7, 5, shift=-900.0, dtype=torch.float32), tolerance=1e-3),
         case("property", "NaN where a token does not count", spoiled(of(3, 7, 5, lengths=[2, 7, 0]), torch.nan)),
         case("property", "infinity where a token does not count", spoiled(of(3, 7, 5, lengths=[2, 7, 0]), torch.inf)),
+        case("property", "NaN at a token that counts is seen", nan_that_counts, lambda **_: {"loss": torch.tensor(torch.nan).double()},
+             CONTRACT, lambda function, **given: {"loss": function(**given)}),
         case("property", "tensors that are not contiguous", strided),
         case("oracle", "transformers, float64", of(4, 13, 7), by_transformers, ORACLE),
         case("oracle", "transformers, float32", of(4, 13, 12, scale=4.0, dtype=torch.float32), by_transformers, ORACLE, tolerance=1e-5),

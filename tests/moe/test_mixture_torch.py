@@ -1,0 +1,63 @@
+"""Experts on PyTorch's engines: DistributedDataParallel, fully_shard and its pipeline train as one process does."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mixture_runs import MODEL, MixtureRun, alone, observed, require_same
+
+from shared.moe.layer import mixture_layers
+from shared.parallel.comm.launch import run_processes
+from shared.parallel.config import parse_layout
+
+TWO = [
+    ("dp2", "muon", {"activation_checkpointing": "full"}),
+    ("dp2_zero1", "muon", {}),
+    ("fsdp2", "muon", {"activation_checkpointing": "selective"}),
+    ("pp2", "adamw", {}),
+]
+FOUR = [
+    ("dp2_fsdp2", "muon", {}),
+    ("pp2_dp2", "adamw", {"activation_checkpointing": "full"}),
+    ("pp2_fsdp2", "muon", {}),
+]
+
+
+def trained(world, cases) -> list[dict]:
+    """Several runs by the same processes, which take seconds to start."""
+    return [observed(MixtureRun(world, layout_of(word, more), optimizer)) for word, optimizer, more in cases]
+
+
+def layout_of(word: str, more: dict):
+    return replace(parse_layout(word), backend="torch", **more)
+
+
+def require_each(cases, ranks: int) -> None:
+    found = run_processes(trained, ranks, cases, timeout=600)
+    for (_, optimizer, _), *of_ranks in zip(cases, *found, strict=True):
+        require_same(of_ranks, alone(optimizer))
+
+
+def test_two_ranks_train_like_one_process():
+    require_each(TWO, 2)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_like_one_process():
+    require_each(FOUR, 4)
+
+
+def gathered(world):
+    """A router's and an expert's weights as a block in bfloat16 computes with them."""
+    run = MixtureRun(world, layout_of("fsdp2", {}), config=MODEL, computed_in=torch.bfloat16, dtype=torch.float32)
+    layer, seen = mixture_layers(run.plain)[0], {}
+    whole = run.weights()[f"stack.blocks.{layer.layer}.feed_forward.router.weight"]
+    layer.router.register_forward_pre_hook(lambda module, _: seen.update(router=module.weight.detach().clone()))
+    layer.experts.up_proj.register_forward_pre_hook(lambda module, _: seen.update(experts=module.weight.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        run.train(1)
+    return torch.equal(seen["router"], whole), seen["experts"]
+
+
+def test_fully_sharded_routers_are_gathered_in_their_own_precision():
+    assert run_processes(gathered, 2, timeout=300) == [(True, torch.bfloat16)] * 2
