@@ -240,7 +240,7 @@ def line_of(case: Case) -> str:
 
 # In 16 bits, with every expert for every token: a choice that rounding turns is another model.
 
-IN_16_BITS = ("pp2_tp2_sp", "fsdp2_tp2", "dp2_tp2_zero1", "fsdp2_ep2", "pp2_dp2_ep2", "cp2_tp2", "pp2_fsdp2_tp2")
+IN_16_BITS = ("fsdp2_ep2", "cp2_tp2", "dp2_tp2_zero1", "pp2_tp2", "fsdp2_tp2", "pp2_dp2_ep2", "pp2_fsdp2_tp2")
 PRECISIONS = {"bfloat16": (torch.bfloat16, None), "float16": (torch.float16, 64.0)}  # and the first loss scale
 
 
@@ -252,6 +252,7 @@ def settings_in(precision: str) -> dict:
     return run | {"config": replace(DENSE, experts=experts)}
 
 
+@cache
 def in_16_bits(layout: str, precision: str) -> Difference:
     """How far a layout is from one process in the same precision, in its first step; `float32` for one process in 16 bits from itself in
     float32."""
