@@ -63,7 +63,7 @@ REFUSED = [  # what each refusal says; none may be another, and each must be of 
     "with parallel.backend torch, fully_sharded and data_parallel: replicas exchange too early",
     "with parallel.backend torch, zero and a tied embedding: its ends are cut differently over the replicas",
     "model.experts with parallel.backend torch and tensor_parallel: parallelize_module has no style for a stack of experts",
-    "parallel.expert_parallel with backend torch: its engines add every gradient over all data ranks",
+    "parallel.expert_parallel with backend torch and fully_sharded: fully_shard adds every gradient",
 ]
 
 
