@@ -197,9 +197,9 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
             "DTensor no rule for products of as many rows as the data say. Set tensor_parallel to 1, or backend to course.",
         ),
         (
-            by_torch and parallel.expert_parallel > 1,
-            "parallel.expert_parallel with backend torch: its engines add every gradient over all data ranks, and an expert's over fewer. "
-            "Set expert_parallel to 1, or backend to course.",
+            by_torch and parallel.expert_parallel > 1 and parallel.fully_sharded > 1,
+            "parallel.expert_parallel with backend torch and fully_sharded: fully_shard adds every gradient over all its ranks, and an "
+            "expert's is added over fewer. Set one of the two to 1, or backend to course.",
         ),
         (experts.capacity_factor is not None and parallel.context_parallel > 1, CAPACITY_OF_WHOLE_ROWS),
     ]

@@ -120,38 +120,41 @@ def data_engines(
     """Make the data-parallel engines (DDP, ZeRO or FSDP): one for all parameters, or, for replicas, one for each group of ranks over which
     gradients are added."""
     config = mesh.config
-    if config.backend == "torch" and (mesh.pp.size == 1 or config.fully_sharded > 1):  # DDP's hooks know no schedule
-        if mesh.loss.size == 1:  # tensor-parallel ranks alone: nothing is shared out
-            return []
-        return [torch_engine(model, mesh, whole, dtype, device, seed)]
+    by_torch = config.backend == "torch" and (mesh.pp.size == 1 or config.fully_sharded > 1)  # DDP's hooks know no schedule
+    if by_torch and mesh.loss.size == 1:  # tensor-parallel ranks alone: nothing is shared out
+        return []
     if config.fully_sharded > 1:
-        return [FullySharded(model, mesh, dtype, device, seed)]
+        return [(torch_sharded if by_torch else FullySharded)(model, mesh, dtype, device, seed)]
     groups: dict[Communicator, set[str]] = {}
     for name, parameter in model.named_parameters():
         groups.setdefault(getattr(parameter, "shared_over", mesh.loss), set()).add(name)
     engines: list[DataEngine] = []
     for group, names in groups.items():
         part = model if len(groups) == 1 else Subset(model, names)
-        if config.zero:
+        if by_torch and group is mesh.loss:
+            engines.append(torch_replicas(model, mesh, part, whole))
+        elif config.zero:
             engines.append(Zero(part, group, config.zero, whole, config.bucket_megabytes, alone=len(groups) == 1))
         else:
             engines.append(DataParallel(part, group, config.bucket_megabytes) if group.size > 1 else DataEngine(part, group))
     return engines
 
 
-def torch_engine(
-    model: nn.Module, mesh: Mesh, whole: set[str], dtype: torch.dtype | None, device: torch.device | str, seed: int
-) -> DataEngine:
-    """PyTorch's own engine, which takes seconds to import."""
+def torch_replicas(model: nn.Module, mesh: Mesh, part: nn.Module, whole: set[str]) -> DataEngine:
+    """PyTorch's own engine of replicas, which takes seconds to import."""
     from shared.parallel.torch_backend.ddp import TorchReplicas, TorchZero
+
+    return TorchZero(model, mesh, part, whole) if mesh.config.zero else TorchReplicas(model, mesh, part)
+
+
+def torch_sharded(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None, device: torch.device | str, seed: int) -> DataEngine:
+    """PyTorch's own engine of shards, which takes seconds to import."""
     from shared.parallel.torch_backend.fsdp import TorchSharded
 
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "shared_over"):
             raise ValueError(f"parallel.backend torch adds every gradient over all data ranks, and {name} has others: use backend course.")
-    if mesh.config.fully_sharded > 1:
-        return TorchSharded(model, mesh, dtype, device, seed)
-    return TorchZero(model, mesh, whole) if mesh.config.zero else TorchReplicas(model, mesh)
+    return TorchSharded(model, mesh, dtype, device, seed)
 
 
 def offload_optimizer(strategy: ParallelStrategy, home: torch.device | str = "cpu") -> ParallelStrategy:

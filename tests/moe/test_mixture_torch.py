@@ -15,17 +15,28 @@ TWO = [
     ("dp2_zero1", "muon", {}),
     ("fsdp2", "muon", {"activation_checkpointing": "selective"}),
     ("pp2", "adamw", {}),
+    ("dp2_ep2", "muon", {"activation_checkpointing": "selective"}),
+    ("dp2_zero1_ep2", "adamw", {}),
 ]
 FOUR = [
     ("dp2_fsdp2", "muon", {}),
     ("pp2_dp2", "adamw", {"activation_checkpointing": "full"}),
     ("pp2_fsdp2", "muon", {}),
+    ("dp4_ep2", "muon", {}),
+    ("dp4_zero1_ep2", "adamw", {"activation_checkpointing": "full"}),
+    ("pp2_dp2_ep2", "muon", {}),
 ]
 
 
 def trained(world, cases) -> list[dict]:
     """Several runs by the same processes, which take seconds to start."""
-    return [observed(MixtureRun(world, layout_of(word, more), optimizer)) for word, optimizer, more in cases]
+    found = []
+    for word, optimizer, more in cases:
+        run = MixtureRun(world, layout_of(word, more), optimizer)
+        spread_out = mixture_layers(run.plain)[0].experts.forward.__self__
+        assert bool(getattr(spread_out, "by_torch", None)) == ("ep" in word)
+        found.append(observed(run))
+    return found
 
 
 def layout_of(word: str, more: dict):

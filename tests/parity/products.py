@@ -14,7 +14,9 @@ from step_records import STEPS
 from torch import Tensor
 
 from shared.data.fim import FimConfig
+from shared.model.chunked_loss import packed_next_token_objective
 from shared.moe.config import MixtureConfig, MixtureModelConfig
+from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
@@ -173,8 +175,8 @@ def worst(found: list[Difference]) -> float:
 
 
 def optimizers_of(cell: Cell) -> tuple[str, ...]:
-    """Both; of the many recomputed cells on eight ranks, one."""
-    return OPTIMIZERS if cell.ranks < 8 or cell.recompute == "none" else OPTIMIZERS[cell.recompute == "selective" :][:1]
+    """Both; on eight ranks one."""
+    return OPTIMIZERS if cell.ranks < 8 else ("adamw",) if cell.recompute == "full" else ("muon",)
 
 
 def measured(cell: Cell) -> float:
@@ -234,3 +236,28 @@ def case_of(line: str) -> Case:
 def line_of(case: Case) -> str:
     cell, optimizer = case
     return f"{cell.layout} {cell.model} {cell.recompute} {optimizer}"
+
+
+# In 16 bits, with every expert for every token: a choice that rounding turns is another model.
+
+IN_16_BITS = ("fsdp2_ep2", "cp2_tp2", "dp2_tp2_zero1", "pp2_tp2", "fsdp2_tp2", "pp2_dp2_ep2", "pp2_fsdp2_tp2")
+PRECISIONS = {"bfloat16": (torch.bfloat16, None), "float16": (torch.float16, 64.0)}  # and the first loss scale
+
+
+def settings_in(precision: str) -> dict:
+    experts = replace(EXPERTS, num_experts_per_tok=EXPERTS.num_experts, capacity_factor=None, bias_update_rate=None)
+    computed_in, scale = PRECISIONS.get(precision, (None, None))
+    objective = autocast_objective(packed_next_token_objective, precision)
+    run = {"dtype": torch.float32, "computed_in": computed_in, "scale": scale, "objective": objective}
+    return run | {"config": replace(DENSE, experts=experts)}
+
+
+@cache
+def in_16_bits(layout: str, precision: str) -> Difference:
+    """How far a layout is from one process in the same precision, in its first step; `float32` for one process in 16 bits from itself in
+    float32."""
+    single, settings = Cell("one", "experts"), settings_in(precision)
+    one = on_ranks(observed, single, **(settings if layout != "float32" else settings_in("float32")))[0]
+    cell = single if layout == "float32" else Cell(layout, "experts")
+    found = on_ranks(partial(differences, one=one, steps=1), cell, **settings)
+    return {what: max(each[what] for each in found) for what in ("loss", "norm", "gradients")}

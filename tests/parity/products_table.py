@@ -2,6 +2,7 @@
 
 python tests/parity/products_table.py --write                 all of it: more than an hour on two CPU cores
 python tests/parity/products_table.py --kept FILE [--write]   what that file holds is not measured again; results are added to it
+python tests/parity/products_table.py --kept FILE --known     only with the products that it holds
 python tests/parity/products_table.py --covering              another covering set, for tests/parity/test_09_products.py
 """
 
@@ -19,8 +20,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("..", "su
 import torch  # noqa: E402
 from planted import RULES, caught, last_losses  # noqa: E402
 from product_checkpoints import LAYOUTS, resume, write  # noqa: E402
-from products import LIMIT, MODELS, RANKS, RECOMPUTED, Cell, by_processes, cells, covering, layouts, line_of  # noqa: E402
-from products import measured, refusal  # noqa: E402
+from products import IN_16_BITS, LIMIT, MODELS, PRECISIONS, RANKS, RECOMPUTED, Cell, by_processes, cells, covering  # noqa: E402
+from products import in_16_bits, layouts, line_of, measured, refusal  # noqa: E402
 
 from shared.course.paths import CHECKOUT  # noqa: E402
 
@@ -47,9 +48,12 @@ class Kept:
             self.file.write_text(json.dumps(self.results, indent=0))
 
 
-def measure(kept: Kept) -> dict[Cell, float]:
-    """The largest difference of every cell that is not refused: on threads, and PyTorch's in processes over gloo."""
+def measure(kept: Kept, known: bool) -> dict[Cell, float | None]:
+    """The largest difference of every cell that is not refused: on threads, and PyTorch's in processes over gloo. known: None for a cell
+    whose difference is not kept."""
     asked = [cell for ranks in RANKS for cell in cells(ranks) if not refusal(cell)]
+    if known:
+        return {cell: kept.results.get(str(cell)) for cell in asked}
     for ranks in RANKS:
         waiting = [c for c in asked if c.ranks == ranks > 1 and c.backend == "torch" and str(c) not in kept.results]
         for first in range(0, len(waiting), TOGETHER):
@@ -59,17 +63,18 @@ def measure(kept: Kept) -> dict[Cell, float]:
     return {cell: kept.get(str(cell), lambda cell=cell: measured(cell)) for cell in asked}
 
 
-def shown(values: list[float]) -> str:
-    return f"{max(values):.0e}" if values else "refused"
+def shown(values: list[float | None]) -> str:
+    return "refused" if not values else "not measured" if None in values else f"{max(values):.0e}"
 
 
-def products(found: dict[Cell, float]) -> Iterator[str]:
+def products(found: dict[Cell, float | None]) -> Iterator[str]:
     every = [cell for ranks in RANKS for cell in cells(ranks)]
+    values = [value for value in found.values() if value is not None]
     refused = Counter(re.sub(r"\b\d+\b", "N", refusal(cell)) for cell in every if cell not in found)
-    assert max(found.values()) < LIMIT, {str(cell): value for cell, value in found.items() if not value < LIMIT}
+    assert max(values) < LIMIT, {str(cell): value for cell, value in found.items() if value and not value < LIMIT}
     yield (
-        f"{len(every)} products of {sum(len(layouts(ranks)) for ranks in RANKS)} layouts: {len(found)} are equal to one process, the "
-        f"farthest with {max(found.values()):.0e}, and {refused.total()} are refused."
+        f"{len(every)} products of {sum(len(layouts(ranks)) for ranks in RANKS)} layouts: {len(values)} are equal to one process, the "
+        f"farthest with {max(values):.0e}; {refused.total()} are refused; {len(found) - len(values)} are not measured."
     )
     yield from ("", "| refused because | products |", "|---|---|")
     yield from (f"| {reason} | {count} |" for reason, count in refused.most_common())
@@ -104,8 +109,18 @@ def planted(kept: Kept) -> Iterator[str]:
         yield f"| {rule} | {bug.says} | {bug.caught_by} | {difference:.0e} | {with_bug:.3f} | {one:.3f} | {seed:.3f} |"
 
 
-def page(kept: Kept) -> str:
-    parts = {"PRODUCTS": products(measure(kept)), "CHECKPOINTS": checkpoints(kept), "PLANTED": planted(kept)}
+def in_precisions(kept: Kept) -> Iterator[str]:
+    yield "| layout | " + " | ".join(f"{precision}: loss | norm | gradients" for precision in PRECISIONS) + " |"
+    yield "|" + "---|" * (1 + 3 * len(PRECISIONS))
+    for layout in ("float32", *IN_16_BITS):
+        row = [kept.get(f"{layout} in {precision}", lambda p=precision: in_16_bits(layout, p)) for precision in PRECISIONS]  # noqa: B023
+        name = "one process, to itself in float32" if layout == "float32" else layout
+        yield f"| {name} | {' | '.join(f'{value:.0e}' for each in row for value in each.values())} |"
+
+
+def page(kept: Kept, known: bool) -> str:
+    parts = {"PRODUCTS": products(measure(kept, known)), "CHECKPOINTS": checkpoints(kept)}
+    parts |= {"PRECISIONS": in_precisions(kept), "PLANTED": planted(kept)}
     return TEXT.format(**{name: "\n".join(lines) for name, lines in parts.items()})
 
 
@@ -117,7 +132,7 @@ multiply to that, `sp` where tp, ZeRO where dp, ep where it divides dp x fsdp), 
 whole blocks or all but products computed again, by the course's engines and by PyTorch's. The trainer's configuration either refuses a
 product before anything runs, or the product trains for three steps in float64, and writes its largest relative difference to one process
 into this page: of the loss, the gradient's norm, every gradient and every weight after the third step, on any rank, with AdamW and with
-Muon (on eight ranks with AdamW where whole blocks are computed again, and Muon where all but products are). Two micro-batches hold
+Muon (on eight ranks with AdamW where whole blocks are computed again, and else with Muon). Two micro-batches hold
 unequally many targets in each row, and none in two of the rows. The model has grouped-query attention, norms of queries and keys and a
 tied embedding (untied for PyTorch's engines); with experts it has DeepSeek-V3's router and bias, eight experts, a shared one, both losses
 and a dense first block, and a capacity (dropless under cp). Experts must be chosen by the same tokens, exactly.
@@ -140,6 +155,14 @@ to Hugging Face's format has the same bytes from each layout.
 
 {CHECKPOINTS}
 
+## In 16 bits
+
+The first step with matrix products in bfloat16, or in float16 with a loss scale of 64, every token with all eight experts: a choice that
+rounding turns is another model. Ranks round other sums than one process, and no layout is much farther from it than one process in 16
+bits is from itself in float32.
+
+{PRECISIONS}
+
 ## Planted bugs
 
 One bug for each rule by which layouts are equal to one process, and the first case of the covering set that catches it, with the
@@ -155,12 +178,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--known", action="store_true")
     parser.add_argument("--covering", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.covering:
         print("\n".join(map(line_of, covering())))
     elif asked.write:
-        PAGE.write_text(page(Kept(asked.kept)))
+        PAGE.write_text(page(Kept(asked.kept), asked.known))
     else:
-        print(page(Kept(asked.kept)))
+        print(page(Kept(asked.kept), asked.known))

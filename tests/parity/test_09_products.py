@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 from planted import RULES, caught
-from products import LIMIT, RANKS, allowed_triples, by_processes, case_of, cells, differences, expected, on_ranks, refusal, triples, worst
-from products import Cell
+from products import IN_16_BITS, LIMIT, PRECISIONS, RANKS, Cell, allowed_triples, by_processes, case_of, cells, differences, expected
+from products import in_16_bits, on_ranks, refusal, triples, worst
 
 COVERING = """
 one dense none adamw
@@ -63,7 +63,7 @@ REFUSED = [  # what each refusal says; none may be another, and each must be of 
     "with parallel.backend torch, fully_sharded and data_parallel: replicas exchange too early",
     "with parallel.backend torch, zero and a tied embedding: its ends are cut differently over the replicas",
     "model.experts with parallel.backend torch and tensor_parallel: parallelize_module has no style for a stack of experts",
-    "parallel.expert_parallel with backend torch: its engines add every gradient over all data ranks",
+    "parallel.expert_parallel with backend torch and fully_sharded: fully_shard adds every gradient",
 ]
 
 
@@ -95,3 +95,11 @@ def test_products_in_processes_do_what_one_does(ranks):
 def test_a_planted_bug_is_caught(rule):
     assert RULES[rule].caught_by in COVERING
     assert caught(RULES[rule], RULES[rule].caught_by) > 1000 * LIMIT
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", [*IN_16_BITS[:3], *(pytest.param(layout, marks=pytest.mark.slow) for layout in IN_16_BITS[3:])])
+def test_in_16_bits_no_product_is_farther_from_one_process_than_that_is_from_float32(layout, precision):
+    found, rounding = in_16_bits(layout, precision), in_16_bits("float32", precision)
+    assert found["loss"] < 1e-3
+    assert all(found[what] < 1.5 * rounding[what] for what in ("norm", "gradients")), (found, rounding)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shared.course.errors import SettingError
 from shared.model.attention import Attention
 from shared.model.config import ModelConfig
-from shared.model.context import AttentionContext, KeyValueCache
+from shared.model.context import AttentionContext, KeyValueCache, to_compute_dtype
 from shared.model.masks import Mask
 from shared.model.rope import rope_tables
 from shared.model.stack import Stack
@@ -142,11 +142,14 @@ def context_of_share(stack: Stack, share: SequenceShare) -> Callable[..., Attent
 
 
 def over_ranks(attend: Attend, of_whole: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Attention's kernel: over the ranks for a share of a sequence, and as before for a whole one."""
+    """Attention's kernel: over the ranks for a share of a sequence, and as before for a whole one.
+
+    Under autocast PyTorch's kernel casts what it is given, and the ring does not: norms leave queries and keys in float32.
+    """
 
     def run(queries: Tensor, keys: Tensor, values: Tensor, mask: Any, scale: float, dropout: float) -> Tensor:
         if isinstance(mask, ContextMask):
-            return attend(queries, keys, values, mask, scale)
+            return attend(*map(to_compute_dtype, (queries, keys, values)), mask, scale)
         return of_whole(queries, keys, values, mask, scale, dropout)
 
     return run

@@ -29,6 +29,8 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.sharding import Range, cut_parameter
 from shared.parallel.strategy import ParallelStrategy
 
+Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Communicator], Tensor]
+
 
 class ExpertParallel:
     """Expert parallelism."""
@@ -40,8 +42,11 @@ class ExpertParallel:
             return
         require_experts(model.config, mesh.config.expert_parallel)
         ep, edp, ranges = expert_groups(mesh, model.config.experts.num_experts)
+        by_torch = None
+        if mesh.config.backend == "torch":  # which takes seconds to import
+            from shared.parallel.torch_backend.expert import exchange_rows_by_torch as by_torch
         for layer in mixture_layers(model):
-            spread(layer, ep, edp, ranges)
+            spread(layer, ep, edp, ranges, by_torch)
 
     def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
         return strategy
@@ -64,11 +69,11 @@ def require_experts(config: ModelConfig, degree: int) -> None:
         )
 
 
-def spread(layer: MixtureLayer, ep: Communicator, edp: Communicator, ranges: Sequence[Range]) -> None:
-    """Leave a layer this rank's experts, and have it compute with those of all ranks of `ep`."""
+def spread(layer: MixtureLayer, ep: Communicator, edp: Communicator, ranges: Sequence[Range], by_torch: Exchange | None = None) -> None:
+    """Leave a layer this rank's experts, and have it compute with those of all ranks of `ep`. by_torch: see `SpreadExperts`."""
     for linear in layer.experts.children():
         cut_parameter(linear, "weight", 0, ranges, ep).shared_over = edp
-    spread_out = SpreadExperts(layer.experts.forward, ep)
+    spread_out = SpreadExperts(layer.experts.forward, ep, by_torch)
     layer.experts.forward, layer.experts.arrived = spread_out.forward, spread_out.arrived
 
 
@@ -77,23 +82,26 @@ class SpreadExperts:
 
     Args:
         compute: what this rank's experts make of rows that are sorted by expert, given how many each of them has.
+        by_torch: PyTorch's exchange, whose result is waited for where it is first used; None for this course's own.
     """
 
-    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], group: Communicator):
-        self.compute, self.group = compute, group
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], group: Communicator, by_torch: Exchange | None = None):
+        self.compute, self.group, self.by_torch = compute, group, by_torch
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """What the experts make of this rank's rows [n, D], sorted by expert, of which counts [E] each has: [n, D] on its way back."""
         sent, received, own = exchange_counts(counts, self.group)
         arriving = [sum(row) for row in received]
-        arrived = exchange_rows(to_compute_dtype(rows), sent, arriving, self.group)
+        arrived = (self.by_torch or exchange_rows)(to_compute_dtype(rows), sent, arriving, self.group)
         made = self.compute(transpose_parts(arrived, received), own)
         made = transpose_parts(made, list(zip(*received, strict=True)))
+        if self.by_torch is not None:
+            return self.by_torch(made, arriving, sent, self.group)
         rows, self.way_back = begin_exchange(made, arriving, sent, self.group)
         return rows
 
     def arrived(self, rows: Tensor) -> Tensor:
-        return self.way_back.finish(rows)
+        return self.way_back.finish(rows) if self.by_torch is None else rows
 
 
 def transpose_parts(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:

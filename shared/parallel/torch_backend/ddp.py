@@ -34,15 +34,19 @@ class TorchReplicas(DataEngine):
     Args:
         model: on its device, the same on every rank. Parameters that are not to be trained are frozen already.
         mesh: `bucket_megabytes` of its configuration is read.
+        part: the parameters that it serves; the model for all of them.
 
     Attributes:
         model: the wrapper. Objectives must call it: a call of the module inside exchanges nothing, without a word.
-        optim_params: the module inside, whose names are the plain ones.
+        optim_params: the part, whose names are the plain ones.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh):
+    def __init__(self, model: nn.Module, mesh: Mesh, part: nn.Module):
         super().__init__(model, mesh.data)
-        self.optim_params = model
+        self.optim_params = part
+        served = {name for name, _ in part.named_parameters()}
+        others = [name for name, _ in model.named_parameters() if name not in served]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, others)
         # Looked for at each step: which parameters a step uses may depend on the data, and a rank that waits for a gradient
         # that never comes hangs. The warning says that a walk over the graph could be saved in a model that uses all of them.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
@@ -90,9 +94,9 @@ class TorchZero(TorchReplicas):
         whole: names of parameters that must not be cut (`shared.parallel.data.zero.muon_matrices`).
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, whole: Collection[str]):
-        super().__init__(model, mesh)
-        self.zero = Zero(model, mesh.data, 1, whole, mesh.config.bucket_megabytes)
+    def __init__(self, model: nn.Module, mesh: Mesh, part: nn.Module, whole: Collection[str]):
+        super().__init__(model, mesh, part)
+        self.zero = Zero(part, mesh.data, 1, whole, mesh.config.bucket_megabytes, alone=part is model)
         self.optim_params = self.zero.optim_params
 
     def finish(self) -> None:

@@ -48,12 +48,12 @@ The stages (up to stage 5 there is one process, and the communicators have size 
     9 balance    loads are counted over the tokens that count on all ranks, and the bias moves towards equal load
     10 recompute a block may call the layer again before its backward pass (activation checkpointing), and several calls may wait for their
                  backward passes: nothing is counted twice, and gradients stay right
-    11 budgets   each call of `forward` makes at most 3 calls of communicators, and 2 in its backward pass. A choice is one row there and
-                 one back, and as much in the backward pass (rows to the rank itself included); besides rows, forward sends at most E
-                 numbers for each rank. A step adds at most 12 calls, the router's gradient twice, the gradients of the rank's own experts
-                 once, and 128 bytes. No rank makes a tensor as large as a whole [E, I, D]. A row is multiplied by the three matrices of its
-                 expert once forward and twice backward, padding by none. Python's work does not grow with the tokens. After a step nothing
-                 is left but gradients
+    11 budgets   `exchange` makes one call of a communicator in each pass, `forward` at most 3, and 2 in its backward pass. A choice is one
+                 row there and one back, and as much in the backward pass (rows to the rank itself included); besides rows, forward sends at
+                 most E numbers for each rank. A step adds at most 12 calls, the router's gradient twice, the gradients of the rank's own
+                 experts once, and 128 bytes. No rank makes a tensor as large as a whole [E, I, D]. A row is multiplied by the three
+                 matrices of its expert once forward and twice backward, padding by none. Python's work does not grow with the tokens. After
+                 a step nothing is left but gradients
     12 bad_input what cannot be right is refused on every rank, before any row is sent: a ValueError with the numbers
 """
 

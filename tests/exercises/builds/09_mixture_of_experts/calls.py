@@ -42,8 +42,9 @@ def calls_case(
 ) -> Case:  # fmt: skip
     """Each rank calls the layer for each of its micro-batches; then their backward passes run, in the same order.
 
-    losses: also the two losses. leaf: whether the tokens require a gradient, which those of a model's first layer do not. load: also the
-    loads, after an evaluation. again: under activation checkpointing, so each call is made once more before its backward pass.
+    losses: also the two losses. leaf: whether the tokens require a gradient, which those of a model's first layer do not. load: also
+    the loads, after calls that have no backward pass. again: under activation checkpointing, so each call is made once more before its
+    backward pass.
     """
     weights, everything = weights_of(experts, bias=bias), batches_by_rank(sizes)
     given: dict[str, Any] = {"tokens, B x S": in_words(sizes), "E": experts, "k": k, "renormalize": renormalize}
@@ -81,8 +82,8 @@ def calls_case(
             call = partial(adapters.forward, layer)
             if again:
                 call = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)
-            if load:  # an evaluation, whose tokens are not in the load
-                with torch.no_grad():
+            for is_evaluation in (True, False) if load else ():  # calls without a backward pass, which are not in the load
+                with torch.set_grad_enabled(not is_evaluation):
                     adapters.forward(layer, everything[rank][0][0], everything[rank][0][2])
             held = dict(adapters.state(layer))
             found = results(rank, call, {name: held[name] for name in TRAINED})

@@ -84,6 +84,7 @@ ROUTE = (
     route_case("weights that add up to 1", torch.eye(2).double(), EXAMPLE, 2, True, rung="worked example"),
     route_case("of equals, the lower number first", torch.tensor([[3.0, 1.0], [0.0, 2.0], [0.0, 0.0]]).double(), EQUAL, 2, False),
     route_case("all experts equal", torch.zeros(3, WIDTH).double(), torch.zeros(70, WIDTH).double(), 4, True),
+    route_case("all experts equal, in float32", torch.zeros(2, WIDTH), torch.zeros(70, WIDTH), 4, False, near=HALF),
     *(route_case(f"{k} of 6 experts", randn(9, WIDTH), randn(6, WIDTH, seed=1), k, renormalize)
       for k, renormalize in ((1, False), (3, True), (6, False))),  # fmt: skip
     route_case("the bias moves the choice and not the weights", torch.eye(2).double(), EXAMPLE, 2, False, [0.35, 0.0, 0.0]),

@@ -162,8 +162,19 @@ def alone() -> tuple[Communicator, Communicator]:
     return SingleRankCommunicator(), SingleRankCommunicator()
 
 
+class TakenOut(torch.overrides.TorchFunctionMode):
+    """Counts the numbers that leave tensors for Python."""
+
+    numbers = 0
+
+    def __torch_function__(self, function: Callable, types: Any, arguments: tuple = (), named: dict | None = None) -> Any:
+        if getattr(function, "__name__", "") in ("tolist", "item", "__iter__"):
+            self.numbers += arguments[0].numel()
+        return function(*arguments, **named or {})
+
+
 def python_steps(function: Callable[[], Any]) -> int:
-    """How many lines of Python run in a call, each pass of a loop counted."""
+    """How many lines of Python run in a call, each pass of a loop counted, and how many numbers it takes out of tensors."""
     steps = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Callable:
@@ -174,15 +185,16 @@ def python_steps(function: Callable[[], Any]) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        function()
+        with TakenOut() as taken:
+            function()
     finally:
         sys.settrace(before)
-    return steps
+    return steps + taken.numbers
 
 
 def steps_case(rung: str, stage: int, call: Callable[[Any, int], Callable[[], Any]]) -> Case:
     """No loop over tokens: `call`(adapters, tokens) makes the call that is counted."""
-    few, many, about = 24, 240, "lines of Python that run"
+    few, many, about = 24, 240, "lines of Python that run, and numbers taken out of tensors"
 
     def observe(adapters: Any, **_: Any) -> Results:
         call(adapters, few)()  # what is done once, at the first call, is done

@@ -73,9 +73,9 @@ def checked(function, rows, order, weights):
 
 
 def given_sizes(function):
-    sizes = {f"{tokens} tokens": drawn(tokens, 4, 24, torch.float32)() for tokens in (60, 600)}
-    sizes |= {"more features": drawn(60, 4, 48, torch.float32)()}
-    return cost(function, 3.5, 60 * 4 * 24 * 4, sizes)
+    sizes = {f"{tokens} tokens": drawn(tokens, 4, 24, torch.float32)() for tokens in (240, 1200)}
+    sizes |= {"more features": drawn(240, 4, 48, torch.float32)()}
+    return cost(function, 3.5, 240 * 4 * 24 * 4, sizes)
 
 
 def case(rung, title, given, expected=by_bag, source=BAG, observe=combined, tolerance=1e-12):

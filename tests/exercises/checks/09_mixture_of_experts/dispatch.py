@@ -61,8 +61,8 @@ def answer(order, counts):
 
 
 def given_sizes(function):
-    sizes = {"32 tokens, 512 experts": drawn(32, 4, 512)(), "320 tokens": drawn(320, 4, 512)(), "2048 experts": drawn(32, 4, 2048)()}
-    return cost(function, 12, (32 * 4 + 512) * 8, sizes)
+    sizes = {"256 tokens, 512 experts": drawn(256, 4, 512)(), "1280 tokens": drawn(1280, 4, 512)(), "2048 experts": drawn(256, 4, 2048)()}
+    return cost(function, 12, (256 * 4 + 512) * 8, sizes)
 
 
 def case(rung, title, given, expected=by_sorted, source=SORTED, observe=elsewhere):
@@ -92,7 +92,7 @@ CHECK = Check(
         case("property", "a hundred tokens: many choices of one expert", drawn(100, 2, 3, 0.1)),
         case("oracle", "211 tokens with 4 of 13 experts, a tenth dropped", drawn(211, 4, 13, 0.1)),
         case("oracle", "8 of 256 experts", drawn(37, 8, 256, seed=5)),
-        case("oracle", "5000 tokens with 8 of 256 experts", drawn(5000, 8, 256, 0.05, seed=7)),
+        case("oracle", "600 tokens with 8 of 4096 experts", drawn(600, 8, 4096, 0.05, seed=7)),
         Case("budget", "more tokens or experts, and memory, in tensors of one number for each choice and expert", dict,
              lambda: within(12), CONTRACT, given_sizes),
     ],

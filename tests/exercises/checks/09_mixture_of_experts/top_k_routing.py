@@ -124,6 +124,17 @@ def tell(weights, biased):
     return told
 
 
+def groups_of(function, scores, groups, **settings):
+    """How many groups a token has chosen from, and what it has chosen together."""
+    weights, experts = function(scores=scores, groups=groups, **settings)
+    opened = [len({expert // (scores.shape[-1] // groups) for expert in row}) for row in experts.tolist()]
+    return {"groups that each token chooses from": opened, "sum of the weights": weights.sum(dim=-1)}
+
+
+def of_one_group(scores, **_):
+    return {"groups that each token chooses from": [1] * len(scores), "sum of the weights": torch.full_like(scores[:, 0], 0.625)}
+
+
 def answer(weights, experts):
     return lambda scores, **_: {"weights": torch.tensor(weights, dtype=scores.dtype), "experts": torch.tensor(experts)}
 
@@ -152,6 +163,7 @@ def strided():
 
 ZEROS = [[0.0] * 5, [0.1, 0.4, 0.0, 0.2, 0.0], [0.0] * 5]
 TINY = [[3e-13, 1e-13, 0.0, 2e-14], [1e-3, 0.0, 0.0, 3e-3]]
+TIED = [[0.5, 0.125, 0.3125, 0.3125, 0.4375, 0.1875]]  # each group is worth 0.625
 NEGATIVE = [-2.0, -2.1, -2.2, -1.9, -2.3, -2.0, -2.1, -1.8]
 GROUPS = {"groups": 4, "best_groups": 2}
 
@@ -215,6 +227,8 @@ CHECK = Check(
              tell([0.375, 0.375, 0.25], [0.3, 0.3, 0.2]), CONTRACT, with_ties),
         case("property", "equal groups", of([[0.25] * 8] * 3, k=3, bias=[-1.0] * 8, **GROUPS), tell([0.25] * 3, [-0.75] * 3), CONTRACT,
              with_ties),
+        case("property", "groups that are equally good, of different experts", of(TIED, groups=3, best_groups=1), of_one_group, CONTRACT,
+             groups_of),
         router_case("mixtral", "MixtralTopKRouter", "softmax", k=3, normalize=True),
         router_case("olmoe", "OlmoeTopKRouter", "softmax", k=5, normalize=False),
         router_case("deepseek_v3", "DeepseekV3TopkRouter", "sigmoid", k=4, normalize=True, scaling=2.5, dtype=torch.float32,

@@ -76,7 +76,8 @@ def square(*sums):
 
 
 def given_sizes(function):
-    sizes = {f"{batch} rows of {seq} tokens": of(batch, seq, 6, lengths=[3])() for batch, seq in ((2, 5), (2, 50), (20, 5))}
+    shapes = ((2, 5, 6), (2, 50, 6), (20, 5, 6), (2, 5, 60))
+    sizes = {f"{batch} rows of {seq} tokens, {experts} experts": of(batch, seq, experts, lengths=[3])() for batch, seq, experts in shapes}
     return cost(function, ANY, 1, sizes)
 
 
@@ -114,7 +115,6 @@ CHECK = Check(
         case("property", "tensors that are not contiguous", strided),
         case("oracle", "transformers, float64", of(4, 13, 7), by_transformers, ORACLE),
         case("oracle", "transformers, float32", of(4, 13, 12, scale=4.0, dtype=torch.float32), by_transformers, ORACLE, tolerance=1e-5),
-        case("budget", "ten times the tokens or rows", dict, lambda: within(ANY),
-             "the training step: no loop over tokens", given_sizes),
+        case("budget", "ten times the tokens, rows or experts", dict, lambda: within(ANY), CONTRACT, given_sizes),
     ],
 )  # fmt: skip
