@@ -92,10 +92,9 @@ def balanced_case(title: str, sizes: list[list[int]], seed: int) -> Case:
         errors, loads, weights = results[-1]
         return {"square errors": torch.tensor(errors).double(), "load": loads, **weights}
 
-    said = {"rows of each micro-batch, by rank": sizes}
-    return Case(
-        "two ranks", title, lambda: said, lambda **_: run(right("c"), [[rows]]), ONE_PROCESS, lambda program, **_: run(program, sizes), **NEAR
-    )
+    given_sizes = {"rows of each micro-batch, by rank": sizes}
+    expected, observe = lambda **_: run(right("c"), [[rows]]), lambda program, **_: run(program, sizes)
+    return Case("two ranks", title, lambda: given_sizes, expected, ONE_PROCESS, observe, **NEAR)
 
 
 # d: layers that are computed again, all of them or some. `checkpoint` may stop early when it computes a layer again; here it does not, so
