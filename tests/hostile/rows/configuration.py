@@ -174,6 +174,8 @@ SIZES = [
         "does not fit into memory", code=1),
 ]  # fmt: skip
 
+SOME_EXPERTS = "num_experts: 4, moe_intermediate_size: 9"
+
 TOGETHER = [  # what only fails together: found when the run is built
     Row("a pattern that matches nothing", trainer("optimizer.to_adamw=[nothing*]"), ("optimizer.to_adamw", "'nothing*'"), code=1),
     Row("no decay for nothing", trainer("optimizer.no_decay=[nothing*]"), ("optimizer.no_decay", "'nothing*'"), code=1),
@@ -186,6 +188,17 @@ TOGETHER = [  # what only fails together: found when the run is built
     Row("an encoder", trainer("model.architecture=encoder"), "needs a decoder"),
     Row("zero with one replica", trainer("parallel.zero=1"), "parallel.zero is 1"),
     Row("experts without their sizes", trainer("model.experts={num_experts: 2}"), "model.experts.moe_intermediate_size is missing"),
+    Row("experts cut unevenly", trainer(f"model.experts={{{SOME_EXPERTS}}}", "parallel.tensor_parallel=2"), "moe_intermediate_size 9"),
+    Row(
+        "a capacity of rows that no rank has whole",
+        trainer(f"model.experts={{{SOME_EXPERTS}, capacity_factor: 1}}", "parallel.context_parallel=2"),
+        "capacity_factor with parallel.context_parallel",
+    ),
+    Row(
+        "experts as DTensors",
+        trainer("model.experts={num_experts: 4, moe_intermediate_size: 8}", "parallel.tensor_parallel=2", "parallel.backend=torch"),
+        "has no style for a stack of experts",
+    ),
     Row("too few layer types", trainer("model.layer_types=[full_attention]"), "layer_types needs one entry for each block"),
     Row("eager attention with dropout", trainer("model.attention=eager", "model.attention_dropout=0.1"), "eager attention has no dropout"),
     Row("lion with fused", trainer("optimizer.name=lion", "optimizer.fused=true"), "lion does not use it"),
