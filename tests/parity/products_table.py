@@ -135,8 +135,9 @@ whole blocks or all but products computed again, by the course's engines and by 
 product before anything runs, or the product trains for three steps in float64, and writes its largest relative difference to one process
 into this page: of the loss, the gradient's norm, every gradient and every weight after the third step, on any rank, with AdamW and with
 Muon (on eight ranks with AdamW where whole blocks are computed again, and else with Muon). Two micro-batches hold unequally many targets
-in each row, and none in two of the rows. The model has grouped-query attention, norms of queries and keys and a tied embedding; with experts it has DeepSeek-V3's router and bias, eight experts, a shared one, both losses, a dense first block and a
-capacity (none under cp). Experts must be chosen by the same tokens, exactly.
+in each row, and none in two of the rows. The model has grouped-query attention, norms of queries and keys and a tied embedding; with
+experts it has DeepSeek-V3's router and bias, eight experts, a shared one, both losses, a dense first block and a capacity (none under
+cp). Experts must be chosen by the same tokens, exactly.
 
 The course's layouts run on threads, PyTorch's in processes over gloo. `tests/parity/test_09_products.py` requires 1e-9 of a covering set,
 in which every three facts that are allowed together meet (axes, `sp`, ZeRO's stage, model, recomputation, optimizer), and that every
