@@ -69,6 +69,14 @@ def test_each_rank_holds_what_is_predicted(word, name, precision, optimizer):
             assert value == pytest.approx(getattr(expected, kind), rel=share), (rank, kind)
 
 
+def test_what_part_w_of_an_expert_needs_is_counted():
+    """Under zero bubble inputs and gradients of the experts' rows wait with those of everything else, to the byte."""
+    layout, config = replace(parse_layout("pp2"), pipeline_schedule="zero_bubble"), MODELS["deepseek"]
+    step = StepSizes(ROWS, 48, 4)
+    for found, expected in zip(by_rank(config, layout, ADAMW, step), estimate_ranks(config, layout, ADAMW, step), strict=True):
+        assert found.held.activations == expected.activations
+
+
 def test_a_stage_counts_its_own_blocks():
     """The first block is dense and has fewer parameters than the others, on whichever stage it is."""
     config = MODELS["deepseek"].resolved()

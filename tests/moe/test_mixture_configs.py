@@ -63,10 +63,10 @@ def test_a_laptops_mixture_takes_the_arithmetic_of_the_dense_model():
 
 
 def test_the_laptops_mixture_trains(tmp_path):
-    """Three steps of it, on a few small files; everything that concerns the model is as it is shipped."""
+    """Three steps of two of its layers, on a few small files; experts and optimizer are as they are shipped."""
     settings = merged(read_settings(TRAIN.parent / "laptop_moe.yaml"), {
         "steps": 3, "precision": "float32", "schedule": {"warmup_steps": 1, "decay_steps": 1},
-        "report": {"completions": 0, "new_tokens": 4},
+        "report": {"completions": 0, "new_tokens": 4}, "model": {"num_hidden_layers": 2},
         "data": TINY["data"] | {"prepared": str(tmp_path / "prepared"), "seq": 48, "batch_size": 4, "held_out_rows": 4},
         "engine": {"output": str(tmp_path / "run"), "log_every": 1, "evaluate_every": 3, "device": "cpu", "checkpoint": {"every": 3}},
     })  # fmt: skip
@@ -75,4 +75,4 @@ def test_the_laptops_mixture_trains(tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
-    assert losses[-1] < losses[0] and {f"experts/load/{block}.{expert}" for block in range(6) for expert in range(8)} <= rows[-1].keys()
+    assert losses[-1] < losses[0] and {f"experts/load/{block}.{expert}" for block in range(2) for expert in range(8)} <= rows[-1].keys()

@@ -42,8 +42,9 @@ def calls_case(
 ) -> Case:  # fmt: skip
     """Each rank calls the layer for each of its micro-batches; then their backward passes run, in the same order.
 
-    losses: also the two losses. leaf: whether the tokens require a gradient, which those of a model's first layer do not. load: also the
-    loads, after calls that have no backward pass. again: under activation checkpointing, so each call is made once more before its backward pass.
+    losses: also the two losses. leaf: whether the tokens require a gradient, which those of a model's first layer do not. load: also
+    the loads, after calls that have no backward pass. again: under activation checkpointing, so each call is made once more before its
+    backward pass.
     """
     weights, everything = weights_of(experts, bias=bias), batches_by_rank(sizes)
     given: dict[str, Any] = {"tokens, B x S": in_words(sizes), "E": experts, "k": k, "renormalize": renormalize}
