@@ -163,7 +163,9 @@ class TrainerConfig:
         require_experts(self.model, self.parallel.expert_parallel)
         share, left = divmod(self.data.batch_size, self.parallel.data_ranks)
         require(
-            left == 0, f"data.batch_size is {self.data.batch_size} and cannot be shared equally among {self.parallel.data_ranks} ranks."
+            left == 0,
+            f"data.batch_size is {self.data.batch_size} and cannot be shared equally among {self.parallel.data_ranks} ranks "
+            f"(parallel.data_parallel x fully_sharded): give a multiple of {self.parallel.data_ranks}.",
         )
         require(
             share % min(self.data.micro_batch_size, share) == 0,
