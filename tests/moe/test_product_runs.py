@@ -1,5 +1,5 @@
-"""The trainer on products of layouts, as its user starts it: killed in the middle and restarted by torchrun, clipped, evaluated, reported and
-exported, with experts, it ends as one process does."""
+"""The trainer on products of layouts, as its user starts it: killed in the middle and restarted by torchrun, clipped, evaluated, reported
+and exported, with experts, it ends as one process does."""
 
 import json
 import os

@@ -74,8 +74,10 @@ def products(found: dict[Cell, float | None]) -> Iterator[str]:
     assert max(values) < LIMIT, {str(cell): value for cell, value in found.items() if value and not value < LIMIT}
     yield (
         f"{len(every)} products of {sum(len(layouts(ranks)) for ranks in RANKS)} layouts: {len(values)} are equal to one process, the "
-        f"farthest with {max(values):.0e}; {refused.total()} are refused; {len(found) - len(values)} are not measured."
+        f"farthest with {max(values):.0e}; {refused.total()} are refused."
     )
+    if len(values) < len(found):
+        yield f"{len(found) - len(values)} others, which nothing refuses, are not measured yet: `not measured` in the table."
     yield from ("", "| refused because | products |", "|---|---|")
     yield from (f"| {reason} | {count} |" for reason, count in refused.most_common())
     yield from ("", "| layout | " + " | ".join(f"{model}, {how}" for model, how, _ in COLUMNS) + " | torch, dense | torch, experts |")
@@ -132,10 +134,10 @@ multiply to that, `sp` where tp, ZeRO where dp, ep where it divides dp x fsdp), 
 whole blocks or all but products computed again, by the course's engines and by PyTorch's. The trainer's configuration either refuses a
 product before anything runs, or the product trains for three steps in float64, and writes its largest relative difference to one process
 into this page: of the loss, the gradient's norm, every gradient and every weight after the third step, on any rank, with AdamW and with
-Muon (on eight ranks with AdamW where whole blocks are computed again, and else with Muon). Two micro-batches hold
-unequally many targets in each row, and none in two of the rows. The model has grouped-query attention, norms of queries and keys and a
-tied embedding (untied for PyTorch's engines); with experts it has DeepSeek-V3's router and bias, eight experts, a shared one, both losses
-and a dense first block, and a capacity (dropless under cp). Experts must be chosen by the same tokens, exactly.
+Muon (on eight ranks with AdamW where whole blocks are computed again, and else with Muon). Two micro-batches hold unequally many targets
+in each row, and none in two of the rows. The model has grouped-query attention, norms of queries and keys and a tied embedding; with
+experts it has DeepSeek-V3's router and bias, eight experts, a shared one, both losses, a dense first block and a capacity (none under
+cp). Experts must be chosen by the same tokens, exactly.
 
 The course's layouts run on threads, PyTorch's in processes over gloo. `tests/parity/test_09_products.py` requires 1e-9 of a covering set,
 in which every three facts that are allowed together meet (axes, `sp`, ZeRO's stage, model, recomputation, optimizer), and that every
@@ -158,8 +160,8 @@ to Hugging Face's format has the same bytes from each layout.
 ## In 16 bits
 
 The first step with matrix products in bfloat16, or in float16 with a loss scale of 64, every token with all eight experts: a choice that
-rounding turns is another model. Ranks round other sums than one process, and no layout is much farther from it than one process in 16
-bits is from itself in float32.
+rounding turns is another model. Ranks round other sums than one process, and the norm and gradients of no layout are farther from it than
+those of one process in 16 bits are from its own in float32. The tests require that, up to a factor of 1.5.
 
 {PRECISIONS}
 
@@ -167,8 +169,8 @@ bits is from itself in float32.
 
 One bug for each rule by which layouts are equal to one process, and the first case of the covering set that catches it, with the
 difference of loss, norm and gradients in the first step. Beside it the loss after 20 steps on two batches over and over: with the bug, in
-one process, and in one process with other initial weights. The loss falls with every bug, to near what another seed gives or even below
-it, so no curve shows that something is wrong.
+one process, and in one process with other initial weights. The loss begins at about 3.4 and falls with every bug; with nine of the eleven
+it ends at most 2% above one process, or below it. No curve by itself shows that something is wrong.
 
 {PLANTED}
 """
