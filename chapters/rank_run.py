@@ -1,4 +1,4 @@
-"""A training run on several ranks and in one process, compared: what the run scripts of chapters 06 to 08 share.
+"""A training run on several ranks and in one process, compared: what the run scripts of chapters 06 to 09 share.
 
 The core is imported within the functions, after a script's `launch` has chosen whose exercises it runs with.
 """
@@ -26,7 +26,7 @@ class RankRunConfig:
     Args:
         impl: whose exercises run: the solutions, yours, or yours where their check passed.
         layout: how the run is spread: dp2, dp2_zero1, fsdp2, dp2_fsdp2; from chapter 07 on tp2, dp2_tp2, cp2, ...; from chapter 08 on pp2,
-            pp2_tp2, ... A process is started for each rank.
+            pp2_tp2, ...; from chapter 09 on dp2_ep2, ... A process is started for each rank.
         parallel: everything else about the ranks; its degrees are the layout's.
         data: a text file or folder to train on, or a list of them; none for the embedded corpus.
         steps: training steps.
@@ -64,7 +64,7 @@ def run_and_compare(
     require_possible: Callable[[RankRunConfig, ParallelConfig], None] = lambda *_: None,
 ) -> None:
     """Run both, print where they differ and what each rank held and sent, and write figures.json and figures.png; of a pipeline also its
-    bubble and what was kept, and timeline.png.
+    bubble and what was kept, and timeline.png, and of experts their load, what travelled, and loads.png.
 
     Args:
         objective: the loss of a batch.
@@ -74,7 +74,7 @@ def run_and_compare(
     import torch
     from rich.console import Console
 
-    from chapters import pipeline_watch
+    from chapters import expert_watch, pipeline_watch
     from chapters.text_run import corpus_of, texts_of
     from shared.course import binding
     from shared.course.errors import CourseError
@@ -82,6 +82,7 @@ def run_and_compare(
     from shared.parallel.config import layout_name, parse_layout
     from shared.parallel.comm.launch import run_processes
     from shared.output_files import require_writable
+    from shared.parallel.planning.memory import StepSizes
 
     require_writable(config.output)
     console = Console(markup=False, emoji=False)
@@ -103,6 +104,11 @@ def run_and_compare(
         watched, plots = [rank["pipeline"] for rank in ranks], [*plots, config.output / "timeline.png"]
         more, bubbles = pipeline_watch.report(watched, layout, microbatches_of(config, layout), plots[-1])
         said, told = [*said, *more], told | {"pipeline": {"bubbles": bubbles, "ranks": watched}}
+    if config.model.experts is not None:
+        plots.append(config.output / "loads.png")
+        step = StepSizes(config.micro_batch_size, config.seq, microbatches_of(config, layout), config.dtype)
+        more, experts = expert_watch.report(ranks, alone["loads"], config.model, layout, step, plots[-1])
+        said, told = [*said, *more], told | {"experts": experts}
     console.print(binding.summary(), highlight=False)  # now that everything is bound
     for line in said:
         console.print(line, highlight=False)
@@ -155,6 +161,7 @@ def train_on_a_rank(
 
     import torch
 
+    from chapters.expert_watch import ExpertWatch
     from chapters.pipeline_watch import PipelineWatch
     from chapters.text_windows import TextWindows
     from shared.data.loader import StatefulLoader
@@ -167,9 +174,10 @@ def train_on_a_rank(
     from shared.totals import bits_per_byte
 
     mesh = Mesh(layout, world)
-    model = TransformerModel(config.model, seed=config.seed).to(getattr(torch, config.dtype))
+    model = TransformerModel(config.model, builders_of(config.model), seed=config.seed).to(getattr(torch, config.dtype))
     parallel = apply_parallel(model, mesh, config.optimizer, axes=axes)
     watch = PipelineWatch(parallel, microbatches_of(config, layout)) if mesh.pp.size > 1 else None
+    experts = ExpertWatch(parallel.module, config.model)
     optimizer = build_optimizer(parallel.optim_params, config.optimizer, parallel.routes)
     windows = TextWindows(stream, config.seq, config.seed)
     share = {"rank": mesh.data.rank, "ranks": mesh.data.size}
@@ -182,7 +190,10 @@ def train_on_a_rank(
     run = train(parallel.model, optimizer, loader, parallel.objective(objective), steps=config.steps, **parts)
     with watch.measured_bytes() if watch else nullcontext():
         totals = [next(run)[1]]
-    totals += [each for _, each in run]
+    experts.note()
+    for _, each in run:
+        totals.append(each)
+        experts.note()
     losses = [bits_per_byte(each.loss_sum, each.token_count) for each in totals]
     calls, sizes = world.trace.calls(), world.trace.bytes()  # before the comparison's own
     shards = dict(parallel.optim_params.named_parameters())
@@ -196,7 +207,18 @@ def train_on_a_rank(
     traffic = {" ".join(key): {"calls": calls[key], "megabytes": sizes[key] / 1e6} for key in sorted(calls)}
     speaks = world.rank % (world.size // mesh.pp.size) == 0  # each stage has layers of its own
     found = {"losses": losses, "traffic": traffic, "held": held, "tensors": tensors if speaks else {}}
-    return found | ({"pipeline": watch.told()} if watch else {})
+    return found | ({"pipeline": watch.told()} if watch else {}) | {"loads": experts.loads}
+
+
+def builders_of(model: ModelConfig) -> Any:
+    """Chapter 02's builders, or chapter 09's where the model has experts: their exercises are then part of the run."""
+    from shared.model.builders import Builders
+
+    if model.experts is None:
+        return Builders()
+    from shared.moe.builders import MIXTURE
+
+    return MIXTURE
 
 
 def whole(shard: Any, tensor: Any) -> Any:
