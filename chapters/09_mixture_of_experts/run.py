@@ -45,6 +45,8 @@ def require_possible(config: RankRunConfig, layout: ParallelConfig) -> None:
     from shared.parallel.pipeline.axis import require_stages
 
     require_cuts(config, layout)
+    if config.model.experts is not None and config.model.experts.bias_update_rate is not None:
+        raise ValueError("model.experts.bias_update_rate is set, and here nothing moves the bias (the trainer does): leave it out.")
     require_layout(config.model, layout)
     require_experts(config.model, layout.expert_parallel)
     if layout.pipeline_parallel > 1:

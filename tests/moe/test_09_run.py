@@ -67,6 +67,7 @@ def test_loads_are_added_by_block_over_ranks_that_saw_other_tokens():
         (["--layout", "dp3_ep3", "--batch_size", "6"], "does not divide model.experts.num_experts 8"),
         (["--layout", "tp3"], "does not divide num_attention_heads 4"),
         (["--model.experts.first_k_dense", "3"], "model.experts.first_k_dense is 3 of 3 blocks, so none has experts"),
+        (["--model.experts.bias_update_rate", "0.01"], "here nothing moves the bias"),
         (["--layout", "dp2_xp2"], "not understood at 'xp2'"),
     ],
 )
