@@ -8,6 +8,7 @@ that steers the choice in place of a loss, groups of experts, shared experts, de
 Left out on purpose: experts of different widths, biases in experts, a mixture in every second layer only.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -76,8 +77,8 @@ class MixtureConfig(ExpertsConfig):
             if getattr(self, name) < least:
                 raise ValueError(f"experts.{name} is {getattr(self, name)}: give at least {least}.")
         for name in ("balance_coefficient", "z_coefficient", "bias_update_rate"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"experts.{name} is {getattr(self, name)}: give at least 0.")
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ValueError(f"experts.{name} is {getattr(self, name)}: give a finite number that is at least 0.")
         if self.num_experts % self.n_group or (self.n_group > 1 and self.num_experts < 2 * self.n_group):
             raise ValueError(
                 f"experts.n_group is {self.n_group}, which must divide experts.num_experts ({self.num_experts}) into groups of 2 or more."
