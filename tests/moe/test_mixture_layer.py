@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from brute_force import CONFIG, dense_gates, drop, losses, mix
+from test_expert_exchange import Operations
 from torch import Tensor, nn
 
 from shared.model.context import AttentionContext
@@ -157,6 +158,16 @@ def test_no_loop_runs_over_tokens():
             layer(numbers(2, seq, 24), context(torch.ones(2, seq, dtype=torch.bool)))
         calls.append(count.calls)
     assert calls[0] == calls[1]
+
+
+def test_counting_the_load_neither_sorts_nor_waits_for_the_device():
+    layer, x = make(replace(KINDS["Mixtral"], balance_coefficient=0.0)), numbers(3, 11, 24)
+    routing = layer.router(x)
+    with Operations() as operations:
+        y = layer.with_losses(x.requires_grad_() * 1, routing, context(VALID))
+    assert not {"sort", "argsort", "nonzero", "index", "_local_scalar_dense"} & set(operations.names), operations.names
+    y.sum().backward()
+    assert layer.load.tolist() == routing.experts[VALID].flatten().bincount(minlength=5).tolist()
 
 
 def test_where_nothing_is_said_of_padding_every_token_counts():
