@@ -49,8 +49,9 @@ def balance_loss(
         experts: [batch, seq, k] int64, the experts that each token chose, k different ones.
         valid: [batch, seq] bool, the tokens that count.
         over_row: for context parallelism, where a rank has some tokens of every row: called once, with the counts of choices [batch, E]
-            of the tokens given here, in the dtype of `probabilities`, it returns a new tensor, the counts of the whole rows. What is returned
-            is then these tokens' part of the loss; the ranks' parts add up to that of the whole rows. None where the rows are whole.
+            of the tokens given here, in the dtype of `probabilities`, it returns a new tensor, the counts of the whole rows. What is
+            returned is then these tokens' part of the loss; the ranks' parts add up to that of the whole rows. None where the rows are
+            whole.
 
     Returns:
         [], in the dtype of `probabilities`. Where all is balanced, k / E for each valid token.

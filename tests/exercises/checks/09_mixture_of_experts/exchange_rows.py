@@ -12,10 +12,9 @@ import weakref
 import torch
 
 from shared.course.checking import Case, Check
-from shared.course.comparing import Said
 from shared.parallel.comm.threads import run_threads
 
-from .pieces import CONTRACT, randn
+from .pieces import CONTRACT, randn, unchanged
 
 ONE_PROCESS = "torch's autograd in one process"
 ROWS = "arithmetic: row j from rank r to rank s is 100 r + 10 s + j"
@@ -34,25 +33,16 @@ def of(sent, width=2, dtype=torch.float64, how="contiguous"):
         features = 1000 * torch.arange(width)
         row = lambda r, s, count: 100 * r + 10 * s + torch.arange(count).view(-1, 1) + features  # noqa: E731
         rows = [torch.cat([row(r, s, count) for s, count in enumerate(sent[r])]).to(dtype) for r in ranks]
-        arriving = [sum(line[r] for line in sent) for r in ranks]
-        back = [(1000 * (r + 1) + torch.arange(width * arriving[r]).view(-1, width)).to(dtype) for r in ranks]
+        received = [list(numbers) for numbers in zip(*sent, strict=True)]
+        back = [(1000 * (r + 1) + torch.arange(width * sum(received[r])).view(-1, width)).to(dtype) for r in ranks]
         if how == "transposed":
             rows, back = ([each.T.contiguous().T for each in tensors] for tensors in (rows, back))
         if how == "one number":
             shown = lambda r, tensor: torch.tensor(7.0 + r, dtype=dtype).expand_as(tensor)  # noqa: E731
             rows, back = ([shown(r, each) for r, each in enumerate(tensors)] for tensors in (rows, back))
-        return {"rows": rows, "sent": [list(line) for line in sent], "received": turned(sent), "gradient": back}
+        return {"rows": rows, "sent": [list(line) for line in sent], "received": received, "gradient": back}
 
     return given
-
-
-def turned(sent):
-    """How many rows each rank receives from each."""
-    return [list(numbers) for numbers in zip(*sent, strict=True)]
-
-
-def unchanged(sent, received):
-    return {"`sent`, unchanged": Said(sent), "`received`, unchanged": Said(received)}
 
 
 def over_ranks(work, sent, received):

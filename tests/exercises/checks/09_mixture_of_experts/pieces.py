@@ -34,6 +34,11 @@ def from_transformers(model: str, name: str) -> Any:
     return names[name]
 
 
+def unchanged(sent: list[int], received: list[int]) -> dict[str, Said]:
+    """Numbers of rows, as they are after a call."""
+    return {"`sent`, unchanged": Said(sent), "`received`, unchanged": Said(received)}
+
+
 def gradients(output: Any, seed: int = 17, **arguments: Tensor) -> dict[str, Any]:
     """What flows back to each argument through an output, from a random gradient behind it."""
     if not isinstance(output, Tensor) or not output.requires_grad:
