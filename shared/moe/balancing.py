@@ -7,9 +7,10 @@ Once a step, from the choices of all its micro-batches on all ranks:
 after the optimizer. The bias is added to the scores for the choice alone, so no gradient competes with that of the loss.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +54,14 @@ def update_bias(layer: MixtureLayer, load: Tensor) -> None:
     own.add_(move if sharding is None else sharding.local(move).view_as(own))
 
 
+def as_numbers(tensors: dict[Any, Tensor]) -> dict[Any, Any]:
+    """Tensors of one shape, copied from the device together."""
+    return dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True)) if tensors else {}
+
+
 class BalanceExperts(Callback):
-    """Updates the biases of all routers after each step, and logs the load of each expert, in shares of an equal load (1 is balanced).
+    """Updates the biases of all routers after each step that was not skipped (`shared.optim.updater`), and logs the load of each expert, in
+    shares of an equal load (1 is balanced).
 
     Metrics, of the last step before the log: `experts/load/BLOCK.EXPERT`; `experts/max_load`, the fullest expert of all layers; and what
     all layers add to the mean loss of a token, `experts/balance_loss` and `experts/z_loss`, which `train/loss` does not contain.
@@ -72,21 +79,22 @@ class BalanceExperts(Callback):
         def add(loads: Tensor) -> Tensor:
             zero = loads.new_zeros(())
             losses = {f"{name}/{layer.layer}": loss for layer in layers for name, loss in layer.losses.items()}
-            numbers = {str(place): load for place, load in enumerate(loads.flatten())}
-            summed = engine.strategy.sum(Totals(zero.double(), zero, numbers | losses)).metrics
-            self.losses = {name: summed.pop(name) for name in losses}
-            return torch.stack([*summed.values()]).view_as(loads)
+            self.losses = engine.strategy.sum(Totals(zero, zero, losses | {"loads": loads})).metrics
+            return self.losses.pop("loads")
 
         self.loads = take_loads(engine.strategy.module, add)
+        if not math.isfinite(engine.grad_norm):  # the updater has skipped the step: its gradients overflowed
+            return
         for layer in layers:
             update_bias(layer, self.loads[layer.layer])
 
     def measure(self, engine: "RuntimeEngine") -> Metrics:
-        shares = {block: (load / load.double().mean().clamp(min=1)).tolist() for block, load in self.loads.items()}
-        own = {f"experts/load/{block}.{expert}": share for block, of in shares.items() for expert, share in enumerate(of)}
-        k = engine.strategy.module.config.experts.num_experts_per_tok
-        tokens = {block: load.sum().clamp(min=1) / k for block, load in self.loads.items()}
-        own |= {name: (loss / tokens[int(name.split("/")[1])]).item() for name, loss in self.losses.items()}
+        k, totals = engine.strategy.module.config.experts.num_experts_per_tok, {}
+        own: Metrics = {}
+        for block, load in as_numbers(self.loads).items():
+            totals[block] = max(sum(load), 1)
+            own |= {f"experts/load/{block}.{expert}": count * len(load) / totals[block] for expert, count in enumerate(load)}
+        own |= {name: loss * k / totals[int(name.split("/")[1])] for name, loss in as_numbers(self.losses).items()}
         every, losses = {}, Counter[str]()
         for name, value in engine.strategy.gather_stages(own).items():
             if name.startswith("experts/"):

@@ -3,7 +3,8 @@
 Importing this module adds them to the formats of `shared.model.hf.registry`. Files hold each expert by itself, as tensors that are slices
 of our stacks [E, out, in]; attention and norms are LLaMA's. Load with `load_pretrained(folder, builders=MIXTURE)`.
 
-Left out on purpose: what is said of training (the balance loss's coefficient, router noise), which changes no logit.
+Left out on purpose, in reading and in writing: what is said of training (the balance loss's coefficient, router noise), which changes no
+logit. A coefficient would have to be converted as well: see `balance_convention`.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,6 @@ def write_mixtral(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
         "num_experts_per_tok": experts.num_experts_per_tok,
         "intermediate_size": experts.moe_intermediate_size,
         "output_router_logits": False,
-        "router_aux_loss_coef": experts.balance_coefficient,
     }
 
 
@@ -57,7 +57,6 @@ def write_olmoe(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
         "num_experts_per_tok": experts.num_experts_per_tok,
         "intermediate_size": experts.moe_intermediate_size,
         "norm_topk_prob": experts.norm_topk_prob,
-        "router_aux_loss_coef": experts.balance_coefficient,
     }
 
 
@@ -80,7 +79,6 @@ def write_qwen3(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
         "num_experts_per_tok": experts.num_experts_per_tok,
         "moe_intermediate_size": experts.moe_intermediate_size,
         "norm_topk_prob": experts.norm_topk_prob,
-        "router_aux_loss_coef": experts.balance_coefficient,
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "decoder_sparse_step": 1,

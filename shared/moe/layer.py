@@ -106,7 +106,7 @@ class MixtureLayer(nn.Module):
 
     def with_losses(self, y: Tensor, routing: Routing, context: AttentionContext) -> Tensor:
         """`y`, whose backward pass adds the gradients of the layer's losses and counts the load."""
-        valid, scale = context.valid, context.loss_scale / self.copies
+        valid, scale, number = context.valid, context.loss_scale / self.copies, self.config.num_experts
         if valid is None:
             valid = torch.ones(routing.experts.shape[:2], dtype=torch.bool, device=y.device)
         losses = {}
@@ -117,7 +117,9 @@ class MixtureLayer(nn.Module):
         for loss in losses.values():
             y = add_auxiliary_loss(y, loss, scale)
         values = {name: loss.detach() for name, loss in losses.items()}
-        return CountInBackward.apply(y, self, dispatch(routing.experts[valid], self.config.num_experts)[1], values)
+        chosen = routing.experts.masked_fill(~valid.unsqueeze(-1), number).flatten()  # `experts[valid]` would wait for the device
+        counts = chosen.new_zeros(number + 1).scatter_add_(0, chosen, torch.ones_like(chosen))[:number]
+        return CountInBackward.apply(y, self, counts, values)
 
 
 class CountInBackward(torch.autograd.Function):

@@ -71,6 +71,7 @@ def test_without_expert_parallelism_nothing_is_exchanged_for_experts():
 def test_the_fullest_rank_is_compared_with_the_mean():
     assert imbalance([1, 1, 1, 1], 2) == imbalance([3, 1, 4], 1) == 1
     assert imbalance([4, 0, 0, 0], 4) == 4
+    assert imbalance([0, 0, 0, 0], 2) == 1, "before the first token"
     assert imbalance(torch.tensor([4, 2, 1, 1]).tolist(), 2) == 1.5
 
 

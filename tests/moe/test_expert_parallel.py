@@ -151,7 +151,7 @@ def test_without_recomputation_and_with_it_all_ranks_exchange_as_often():
 def test_expert_gradients_that_are_added_over_all_data_ranks_are_seen(monkeypatch):
     from shared.parallel.expert import axis
 
-    def over_all(layer, ep, edp, ranges, right=axis.spread):
+    def over_all(layer, ep, edp, ranges, by_torch, right=axis.spread):
         right(layer, ep, edp, ranges)
         for linear in layer.experts.children():
             del linear.weight.shared_over

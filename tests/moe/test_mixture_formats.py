@@ -126,9 +126,11 @@ def test_what_no_format_holds_is_refused():
     plain = MixtureModelConfig(experts=MixtureConfig(4, 32, **training))
     known, raw = write_config(plain)
     assert known.model_type == "mixtral" and raw["intermediate_size"] == 32, "training and implementation are no part of the model"
+    for known, changes in (("mixtral", {}), ("qwen3_moe", {"qk_norm": True}), ("olmoe", {"qk_norm": True, "qk_norm_over": "projection"})):
+        written = write_config(replace(plain, **changes))
+        assert written[0].model_type == known
+        assert "router_aux_loss_coef" not in written[1], "transformers' coefficient has another scale, and reading leaves it out too"
     assert write_config(ModelConfig())[0].model_type == "llama", "a dense model has the format that it had"
-    assert write_config(replace(plain, qk_norm=True))[0].model_type == "qwen3_moe"
-    assert write_config(replace(plain, qk_norm=True, qk_norm_over="projection"))[0].model_type == "olmoe"
 
 
 @pytest.mark.parametrize("changes", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}])
@@ -192,6 +194,17 @@ def test_an_upcycled_models_first_logits_are_the_dense_ones(k):
     drawn = initial_value("stack.blocks.1.feed_forward.router.weight", router, mixture.config, 0)
     assert torch.equal(router, drawn.double()), "a router begins as in a new model"
     assert not upcycle(dense, MixtureConfig(4, 56, first_k_dense=1)).config.experts.is_sparse(0)
+
+
+def test_routers_of_an_upcycled_model_in_16_bits_keep_their_precision():
+    dense = TransformerModel(DENSE, seed=3).bfloat16()
+    mixture = upcycle(dense, MixtureConfig(4, 56, bias_update_rate=1e-3))
+    wide = {name for name, parameter in mixture.named_parameters() if parameter.dtype == torch.float32}
+    assert wide == {f"stack.blocks.{layer}.feed_forward.router.{name}" for layer in (0, 1) for name in ("weight", "bias")}
+    assert {parameter.dtype for parameter in mixture.parameters()} == {torch.float32, torch.bfloat16}
+    router = mixture_layers(mixture)[1].router.weight
+    assert torch.equal(router, initial_value("stack.blocks.1.feed_forward.router.weight", router, mixture.config, 0))
+    torch.testing.assert_close(mixture(IDS), dense(IDS), rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize(

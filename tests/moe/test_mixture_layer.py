@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from brute_force import CONFIG, dense_gates, drop, losses, mix
+from test_expert_exchange import Operations
 from torch import Tensor, nn
 
 from shared.model.context import AttentionContext
@@ -126,6 +127,22 @@ def test_products_agree_and_experts_without_tokens_get_a_gradient_of_zero(counts
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("trained", ["rows", "weight"])
+def test_products_compute_only_the_gradients_that_are_needed(trained):
+    """Frozen experts, or rows that come from something frozen: half of the backward pass."""
+    rows, weight, counts = numbers(7, 8).float(), numbers(3, 16, 8, seed=1).float(), torch.tensor([4, 0, 3])
+    ({"rows": rows, "weight": weight}[trained]).requires_grad_()
+    out = grouped_product(rows, weight, counts)
+    with Operations() as operations:
+        out.sum().backward()
+    assert operations.names.count("mkldnn_linear") == 2, "one product for each expert with rows"
+    expected = [each.detach().clone().requires_grad_() for each in (rows, weight)]
+    loop_product(*expected, counts).sum().backward()
+    for found, wanted in zip((rows, weight), expected, strict=True):
+        if found.requires_grad:
+            torch.testing.assert_close(found.grad, wanted.grad)
+
+
 def test_grouped_products_run_and_every_row_belongs_to_an_expert(monkeypatch):
     """`grouped_mm` leaves rows past the last offset as the memory was, in its result and in its gradient."""
     seen = []
@@ -157,6 +174,16 @@ def test_no_loop_runs_over_tokens():
             layer(numbers(2, seq, 24), context(torch.ones(2, seq, dtype=torch.bool)))
         calls.append(count.calls)
     assert calls[0] == calls[1]
+
+
+def test_counting_the_load_neither_sorts_nor_waits_for_the_device():
+    layer, x = make(replace(KINDS["Mixtral"], balance_coefficient=0.0)), numbers(3, 11, 24)
+    routing = layer.router(x)
+    with Operations() as operations:
+        y = layer.with_losses(x.requires_grad_() * 1, routing, context(VALID))
+    assert not {"sort", "argsort", "nonzero", "index", "_local_scalar_dense"} & set(operations.names), operations.names
+    y.sum().backward()
+    assert layer.load.tolist() == routing.experts[VALID].flatten().bincount(minlength=5).tolist()
 
 
 def test_where_nothing_is_said_of_padding_every_token_counts():
@@ -254,6 +281,9 @@ def test_padding_takes_no_part_in_losses_and_load():
         ({"z_coefficient": -1.0}, "z_coefficient"),
         ({"balance_coefficient": -1.0}, "balance_coefficient"),
         ({"bias_update_rate": -1.0}, "bias_update_rate"),
+        ({"z_coefficient": float("nan")}, "z_coefficient is nan"),
+        ({"balance_coefficient": float("inf")}, "balance_coefficient is inf"),
+        ({"bias_update_rate": float("nan")}, "bias_update_rate is nan"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
         ({"implementation": "groupd"}, "Did you mean 'grouped'"),
     ],

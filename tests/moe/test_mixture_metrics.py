@@ -1,10 +1,13 @@
 """The experts' load as metrics: rank 0 logs the blocks of every stage of a pipeline."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from layout_runs import LayoutRun
-from mixture_runs import MixtureRun
+from mixture_runs import MODEL, MixtureRun
+from test_expert_exchange import Operations
 
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.moe.balancing import BalanceExperts
@@ -19,7 +22,7 @@ def logged(world, layout: ParallelConfig) -> list[dict[str, float]]:
     """Of two steps, and that of a callback that has seen none."""
     run, callback = MixtureRun(world, layout), BalanceExperts()
     assert callback.every_rank, "adding up the loads takes all ranks, and each must move its own biases"
-    engine, rows = SimpleNamespace(strategy=run.parallel), [callback.measure(SimpleNamespace(strategy=run.parallel))]
+    engine, rows = SimpleNamespace(strategy=run.parallel, grad_norm=1.0), [callback.measure(SimpleNamespace(strategy=run.parallel))]
     for _ in range(2):
         LayoutRun.train(run, 1)
         callback.on_step(engine)
@@ -66,9 +69,38 @@ def test_the_logged_losses_are_those_of_the_whole_step_by_token():
             expected["experts/balance_loss"] += scale * balance_loss(routing.probabilities, routing.experts, valid).item()
             expected["experts/z_loss"] += experts.z_coefficient * z_loss(routing.logits, valid).item()
     LayoutRun.train(run, 1)
-    engine = SimpleNamespace(strategy=run.parallel)
+    engine = SimpleNamespace(strategy=run.parallel, grad_norm=1.0)
     callback.on_step(engine)
     found = callback.measure(engine)
     for name, value in expected.items():
         assert found[name] == pytest.approx(value / tokens, rel=1e-12), name
     assert all(not layer.losses for layer in mixture_layers(run.plain)), "the next step begins at 0"
+
+
+def test_a_step_that_is_skipped_moves_no_bias_and_its_load_is_forgotten():
+    run, callback = MixtureRun(SingleRankCommunicator(), ParallelConfig(), scale=1e308), BalanceExperts()
+    before = {name: parameter.detach().clone() for name, parameter in run.plain.named_parameters()}
+    LayoutRun.train(run, 1)
+    callback.on_step(SimpleNamespace(strategy=run.parallel, grad_norm=run.update.gradient_norm.item()))
+    assert run.update.skipped == 1
+    for name, parameter in run.plain.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    assert all(layer.load is None for layer in mixture_layers(run.plain))
+
+
+def operations(world, num_experts: int) -> int:
+    """Of a step's sums over two ranks; measuring waits for no single number."""
+    config = replace(MODEL, experts=replace(MODEL.experts, num_experts=num_experts))
+    run, callback = MixtureRun(world, ParallelConfig(data_parallel=2), config=config), BalanceExperts()
+    LayoutRun.train(run, 1)
+    engine = SimpleNamespace(strategy=run.parallel, grad_norm=1.0)
+    with Operations() as step:
+        callback.on_step(engine)
+    with Operations() as log:
+        callback.measure(engine)
+    assert "_local_scalar_dense" not in log.names and "all_reduce" not in log.names
+    return len(step.names)
+
+
+def test_loads_are_added_up_together_and_not_expert_by_expert():
+    assert run_threads(operations, 2, 4) == run_threads(operations, 2, 16)

@@ -19,6 +19,7 @@ SCHEDULES = [
     ("pp2_fsdp2", "muon", {"pipeline_schedule": "zero_bubble", "reshard_after_forward": False, "activation_checkpointing": "full"}),
     ("pp2_tp2_sp", "adamw", {"pipeline_schedule": "zero_bubble"}),
     ("pp2_dp2_ep2", "muon", {"pipeline_schedule": "zero_bubble"}),
+    ("pp2_dp2_ep2", "adamw", {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "full"}),
     ("pp2", "adamw", {"pipeline_schedule": "gpipe"}),
     ("pp2", "muon", {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}),
     ("pp2", "adamw", {"pipeline_layers": "memory"}),

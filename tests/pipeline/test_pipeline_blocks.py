@@ -1,12 +1,16 @@
 """Blocks within a pipeline's stages: auxiliary losses on stages without a head, compiled blocks."""
 
 import pytest
+import torch
 from balanced_experts import BalancedExperts
 from pipeline_runs import observed, on_ranks, require_same
 
 from shared.model.builders import Builders
+from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
+from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
+from shared.parallel.pipeline.weight_gradients import add_weight_gradients, split_backward
 
 
 def with_experts(model: TransformerModel) -> TransformerModel:
@@ -37,3 +41,22 @@ def test_compiled_blocks_train_like_plain_ones(layout, schedule):
         return observed(run)
 
     require_same(on_ranks(work, layout, "llama", "sgd", schedule), on_ranks(observed, "one", "llama")[0])
+
+
+def test_matrices_alone_are_trained_in_recomputed_blocks_whose_input_needs_no_gradient():
+    """With part W apart: what leads the backward pass to a product is its input, and neither embedding nor norms are trained here."""
+
+    def gradients(recompute: str, splits: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = TransformerModel(ModelConfig(vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2), Builders()).double()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.ndim == 2)
+        model.embedding.requires_grad_(False)
+        waiting = split_backward(model.stack.blocks.values()) if splits else []
+        apply_activation_checkpointing(model, recompute)
+        model(torch.arange(10)[None]).square().sum().backward()
+        add_weight_gradients(waiting)
+        return {name: parameter.grad for name, parameter in model.stack.named_parameters() if parameter.requires_grad}
+
+    plain, apart = gradients("none", splits=False), gradients("full", splits=True)
+    assert apart and all(torch.allclose(apart[name], gradient, rtol=1e-9, atol=1e-12) for name, gradient in plain.items())

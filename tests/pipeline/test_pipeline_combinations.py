@@ -16,6 +16,7 @@ RUNS = [  # layout, family, optimizer, schedule, settings
     ("pp2_dp3_zero1", "bloom", "muon", "1f1b", {"bucket_megabytes": 0.003}),  # in which the tied weight has a bucket of its own
     ("pp2_fsdp2", "gpt2", "sgd", "1f1b", KEPT),
     ("pp2_fsdp2", "gpt2", "muon", "zero_bubble", KEPT),
+    ("pp2_dp2", "gpt2", "adamw", "zero_bubble", {"activation_checkpointing": "full"}),  # no hook says too early that a gradient is whole
 ]
 LONG = [
     ("pp2_tp2_sp", "gpt2", "sgd", "zero_bubble", {}),
@@ -25,6 +26,8 @@ LONG = [
     ("pp2_cp2_tp2_sp", "gpt2", "sgd", "1f1b", {}),
     ("pp2_fsdp2_cp2", "gpt2", "sgd", "1f1b", KEPT),
     ("pp2_dp2_zero1", "gpt2", "adamw", "interleaved", {}),
+    ("pp2_dp2_zero1", "llama", "muon", "zero_bubble", {"activation_checkpointing": "full"}),
+    ("pp2_cp2", "llama", "sgd", "zero_bubble", {"activation_checkpointing": "full"}),
     ("pp2_dp2_tp2_zero1", "gpt2", "adamw", "1f1b", {}),
     ("pp2_dp2_fsdp2", "qwen3", "muon", "interleaved", KEPT),
     ("pp2_fsdp2_tp2", "gpt2", "sgd", "zero_bubble", KEPT | {"activation_checkpointing": "full"}),

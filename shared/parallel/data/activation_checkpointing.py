@@ -100,7 +100,11 @@ def run_block_fully(inner: RunBlock, block: nn.Module, x: Tensor, context: Atten
         return inner(block, x, context)
     tensors, context_of = differentiable_parts(context)
     run = lambda x, *tensors: inner(block, x, context_of(*tensors))  # noqa: E731
-    return CheckpointedBlock.apply(run, 1 + len(tensors), x, *tensors, *block.parameters())
+    # Hooks of a parameter that is an argument here are called after this backward pass, too early for one whose gradient comes later.
+    parameters = [parameter for parameter in block.parameters() if not getattr(parameter, "computed_apart", False)]
+    if len(parameters) < len(list(block.parameters())) and not x.requires_grad:
+        x = x.detach().requires_grad_()  # the backward pass reaches products whose weights autograd does not see through x alone
+    return CheckpointedBlock.apply(run, 1 + len(tensors), x, *tensors, *parameters)
 
 
 def run_block_selectively(inner: RunBlock, block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:

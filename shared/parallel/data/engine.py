@@ -78,7 +78,7 @@ def complete(engines: Sequence[DataEngine], totals: Totals, group: Communicator)
 
 
 def add_over(totals: Totals, group: Communicator) -> Totals:
-    """All-reduce totals over a group, as one tensor."""
+    """All-reduce totals over a group, as one tensor. Here a metric may have any shape."""
     return add_with(totals, torch.empty(0), group)[0]
 
 
@@ -88,10 +88,11 @@ def add_with(totals: Totals, counts: Tensor, group: Communicator) -> tuple[Total
         return totals, counts.double().cpu()
     values = [totals.loss_sum, totals.token_count, *totals.metrics.values()]
     device = totals.loss_sum.device
-    packed = torch.cat([torch.stack([value.detach().to(device, torch.float64) for value in values]), counts.to(device, torch.float64)])
+    packed = torch.cat([value.detach().to(device, torch.float64).flatten() for value in (*values, counts)])
     group.all_reduce(packed)
-    loss_sum, token_count, *metrics = (total.to(value.dtype) for total, value in zip(packed[: len(values)], values, strict=True))
-    return Totals(loss_sum, token_count, dict(zip(totals.metrics, metrics, strict=True))), packed[len(values) :].cpu()
+    *parts, counts = packed.split([value.numel() for value in (*values, counts)])
+    loss_sum, token_count, *metrics = (part.view_as(value).to(value.dtype) for part, value in zip(parts, values, strict=True))
+    return Totals(loss_sum, token_count, dict(zip(totals.metrics, metrics, strict=True))), counts.cpu()
 
 
 class Subset(nn.Module):

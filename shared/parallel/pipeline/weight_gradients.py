@@ -8,7 +8,8 @@ section 4; their `WeightGradStore`). Layers of a later chapter that have a metho
 biases, embedding and head, a small part of the work, are done whole in part I.
 
 Autograd does not see these weights, so no hook on them is called, which would say that a gradient is complete when part W is still to come:
-data parallelism exchanges them when the step is finished.
+data parallelism exchanges them when the step is finished. Blocks that are computed again leave them out for the same reason
+(`computed_apart`, an attribute of the weight).
 
 Left out on purpose: matrices that FSDP frees before part W; it must keep them until the step ends (`reshard_after_forward: false`).
 """
@@ -81,9 +82,13 @@ def split_backward(modules: Iterable[nn.Module]) -> Waiting:
     waiting: Waiting = []
     for module in modules:
         for linear in module.modules():
-            if type(linear) in (nn.Linear, RowLinear) and linear.weight.requires_grad:
+            is_linear = type(linear) in (nn.Linear, RowLinear)
+            if not (is_linear or hasattr(linear, "split_backward")) or not linear.weight.requires_grad:
+                continue
+            linear.weight.computed_apart = True
+            if is_linear:
                 linear.__class__, linear.waiting = SplitLinear, waiting
-            elif hasattr(linear, "split_backward") and linear.weight.requires_grad:
+            else:
                 linear.split_backward(waiting)
     return waiting
 

@@ -95,7 +95,7 @@ def same_experts(model: ModelConfig, layout: ParallelConfig, step: StepSizes, sp
 
 
 def imbalance(loads: Sequence[float], ranks: int) -> float:
-    """Rows of the rank with most of them, over the mean.
+    """Rows of the rank with most of them, over the mean; 1 where no rank has any.
 
     Args:
         loads: how many rows each expert has, [E]; rank r holds the experts from r E / ranks on.
@@ -105,7 +105,7 @@ def imbalance(loads: Sequence[float], ranks: int) -> float:
     """
     each = len(loads) // ranks
     by_rank = [sum(loads[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-    return max(by_rank) * ranks / sum(by_rank)
+    return max(by_rank) * ranks / sum(by_rank) if any(by_rank) else 1.0
 
 
 class StepTime(NamedTuple):
