@@ -31,7 +31,8 @@ class MixtureConfig(ExpertsConfig):
         moe_intermediate_size: inner width of one expert.
         num_experts_per_tok: k, how many experts each token passes.
         scoring: softmax over all experts, or a sigmoid for each expert (DeepSeek-V3).
-        norm_topk_prob: divide the chosen experts' scores by their sum, so that a token's weights add up to 1.
+        norm_topk_prob: divide the chosen experts' scores by their sum, so that a token's weights add up to 1. With one expert per token its
+            weight is then always 1, and the router has no gradient but that of its own losses: Switch, with k = 1, sets it to false.
         routed_scaling_factor: multiplies the weights after that.
         n_group, topk_group: the experts stand in `n_group` groups, and a token chooses within the best `topk_group` of them; a
             group is as good as the sum of its two best scores (DeepSeek-V3, section 2.1.2).
@@ -107,6 +108,11 @@ class MixtureConfig(ExpertsConfig):
     def active_matrix_size(self, config: ModelConfig, layer: int) -> int:
         counts = self.parameter_counts(config, layer)
         return counts["matrix"] + counts.get("expert", 0) * self.num_experts_per_tok // self.num_experts
+
+    @property
+    def has_constant_gate(self) -> bool:
+        """Whether a token's weights do not depend on the router's scores, which then have no gradient from the model's loss."""
+        return self.num_experts_per_tok == 1 and self.norm_topk_prob
 
     @property
     def has_losses(self) -> bool:

@@ -55,15 +55,17 @@ class OneDNNProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
-        of_rows, of_weight = [], torch.zeros_like(weight)
-        for part, gradient, matrix, of_matrix in zip(rows.split(ctx.counts), upstream.split(ctx.counts), weight, of_weight, strict=True):
+        of_rows, of_weight = [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for expert, (part, gradient) in enumerate(zip(rows.split(ctx.counts), upstream.split(ctx.counts), strict=True)):
             if len(part):
                 own = gradient.to_mkldnn()
-                of_rows.append(F.linear(own, matrix.T).to_dense())
-                of_matrix.copy_(F.linear(own.transpose(0, 1), part.T).to_dense())
-        return torch.cat(of_rows), of_weight, None
+                if ctx.needs_input_grad[0]:
+                    of_rows.append(F.linear(own, weight[expert].T).to_dense())
+                if of_weight is not None:
+                    of_weight[expert] = F.linear(own.transpose(0, 1), part.T).to_dense()
+        return torch.cat(of_rows) if of_rows else None, of_weight, None
 
 
 def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

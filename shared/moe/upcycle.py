@@ -16,7 +16,7 @@ from shared.moe.config import MixtureConfig, MixtureModelConfig
 
 @torch.no_grad()
 def upcycle(model: TransformerModel, experts: MixtureConfig, seed: int = 0) -> TransformerModel:
-    """A new model with experts that computes what the dense one does. `model` is left as it is.
+    """A new model with experts that computes what the dense one does. `model` is left as it is. Routers of a model in 16 bits are float32.
 
     Args:
         model: dense and whole.
@@ -41,7 +41,10 @@ def upcycle(model: TransformerModel, experts: MixtureConfig, seed: int = 0) -> T
         if is_wrong:
             raise SettingError(f"This mixture cannot begin as a copy of the dense model: {reason}.")
     first = next(model.parameters())
-    mixture = TransformerModel(replace(MixtureModelConfig(**vars(dense)), experts=experts), MIXTURE, seed).to(first)
+    mixture = TransformerModel(replace(MixtureModelConfig(**vars(dense)), experts=experts), MIXTURE, seed).to(first.device)
+    for parameter in mixture.parameters():
+        least = torch.float32 if getattr(parameter, "full_precision", False) else first.dtype
+        parameter.data = parameter.data.to(torch.promote_types(first.dtype, least))
     mixture.token_ids = dict(model.token_ids)
     given = dict(model.named_parameters())
     for name, parameter in mixture.named_parameters():

@@ -205,6 +205,11 @@ def announce(config: TrainerConfig, text: PreparedText, device: torch.device, co
             f"{copies:,} of the {len(text.held_out):,} held-out documents are in the training text too, so the held-out loss is too low: "
             "add the stage exact duplicates to data.prepare.cleaning.stages.\n"
         )
+    if config.model.experts is not None and config.model.experts.has_constant_gate:
+        mixture += (
+            "model.experts has num_experts_per_tok 1 with norm_topk_prob true: the weight of a token's expert is always 1, so the loss of "
+            "the text gives the routers no gradient. Set norm_topk_prob to false, unless the experts begin as copies of a dense layer.\n"
+        )
     console.print(
         f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {text.training.token_count / 1e6:.1f} million tokens "
         f"of text ({len(text.training):,} documents; {len(text.held_out):,} held out), {tokens / 1e6:.1f} million to be seen.\n"

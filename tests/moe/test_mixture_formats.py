@@ -196,6 +196,17 @@ def test_an_upcycled_models_first_logits_are_the_dense_ones(k):
     assert not upcycle(dense, MixtureConfig(4, 56, first_k_dense=1)).config.experts.is_sparse(0)
 
 
+def test_routers_of_an_upcycled_model_in_16_bits_keep_their_precision():
+    dense = TransformerModel(DENSE, seed=3).bfloat16()
+    mixture = upcycle(dense, MixtureConfig(4, 56, bias_update_rate=1e-3))
+    wide = {name for name, parameter in mixture.named_parameters() if parameter.dtype == torch.float32}
+    assert wide == {f"stack.blocks.{layer}.feed_forward.router.{name}" for layer in (0, 1) for name in ("weight", "bias")}
+    assert {parameter.dtype for parameter in mixture.parameters()} == {torch.float32, torch.bfloat16}
+    router = mixture_layers(mixture)[1].router.weight
+    assert torch.equal(router, initial_value("stack.blocks.1.feed_forward.router.weight", router, mixture.config, 0))
+    torch.testing.assert_close(mixture(IDS), dense(IDS), rtol=0.05, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("experts", "named"),
     [

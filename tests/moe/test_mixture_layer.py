@@ -127,6 +127,22 @@ def test_products_agree_and_experts_without_tokens_get_a_gradient_of_zero(counts
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("trained", ["rows", "weight"])
+def test_products_compute_only_the_gradients_that_are_needed(trained):
+    """Frozen experts, or rows that come from something frozen: half of the backward pass."""
+    rows, weight, counts = numbers(7, 8).float(), numbers(3, 16, 8, seed=1).float(), torch.tensor([4, 0, 3])
+    ({"rows": rows, "weight": weight}[trained]).requires_grad_()
+    out = grouped_product(rows, weight, counts)
+    with Operations() as operations:
+        out.sum().backward()
+    assert operations.names.count("mkldnn_linear") == 2, "one product for each expert with rows"
+    expected = [each.detach().clone().requires_grad_() for each in (rows, weight)]
+    loop_product(*expected, counts).sum().backward()
+    for found, wanted in zip((rows, weight), expected, strict=True):
+        if found.requires_grad:
+            torch.testing.assert_close(found.grad, wanted.grad)
+
+
 def test_grouped_products_run_and_every_row_belongs_to_an_expert(monkeypatch):
     """`grouped_mm` leaves rows past the last offset as the memory was, in its result and in its gradient."""
     seen = []

@@ -1,29 +1,40 @@
 """The trainer with a mixture of experts: a run from YAML, its log, its export in transformers, a restart; layouts that are refused."""
 
+import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from mixture_runs import MODEL, MixtureRun
+from rich.console import Console
 from trainer_runs import settings_file, train
 
 from shared.engine.metrics.flops import model_flops_per_token
+from shared.model.context import AttentionContext
 from shared.model.counting import active_feed_forward_size, count_parameters, parameter_counts
 from shared.model.hf.pretrained import load_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
+from shared.moe.config import MixtureConfig
+from shared.moe.layer import MixtureLayer
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
 from shared.trainer.config import TrainerConfig
+from shared.trainer.pretrain import announce
 from shared.trainer.settings import parse_text, parse_words
 
 EXPERTS = {
     "num_experts": 4, "moe_intermediate_size": 24, "scoring": "sigmoid", "bias_update_rate": 0.01, "num_shared_experts": 1,
     "first_k_dense": 1, "z_coefficient": 0.001, "capacity_factor": 1.5,
 }  # fmt: skip
+
+
+class SimpleStore(list):
+    token_count = 0
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +88,32 @@ def test_what_cannot_be_is_refused_in_a_sentence(words, named, finished, capsys)
     with pytest.raises(SystemExit):
         parse_words(TrainerConfig, [str(finished[1]), *words])
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("experts", "constant"),
+    [
+        (MixtureConfig(4, 24, num_experts_per_tok=1), True),
+        (MixtureConfig(4, 24, num_experts_per_tok=1, norm_topk_prob=False), False),
+        (MixtureConfig(4, 24, num_experts_per_tok=2), False),
+        (None, False),
+    ],
+)
+def test_routers_without_a_gradient_of_the_text_are_announced(experts, constant, finished):
+    config = parse_words(TrainerConfig, [str(finished[1])])
+    config = replace(config, model=replace(config.model, experts=experts))
+    report = SimpleNamespace(unreadable={}, held_out_in_training=0)
+    text = SimpleNamespace(report=report, training=SimpleStore(), held_out=[], folder=None)
+    console = Console(file=io.StringIO())
+    announce(config, text, torch.device("cpu"), console)
+    assert ("gives the routers no gradient" in console.file.getvalue()) == constant
+    if experts is not None:
+        layer, x = MixtureLayer(config.model.resolved(), MIXTURE, 1), torch.randn(2, 5, config.model.hidden_size)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        layer.router.weight.grad = None
+        layer.mix(x, layer.router(x), AttentionContext({})).square().sum().backward()
+        assert (layer.router.weight.grad.abs().max() < 1e-5) == constant, "that is so"
 
 
 def test_a_checkpoint_of_shards_goes_on_in_one_process(tmp_path):
