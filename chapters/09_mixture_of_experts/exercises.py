@@ -70,6 +70,8 @@ def balance_loss(
     Tokens that do not count add nothing, and their gradient is 0, whatever their probabilities are, even NaN; NaN at a token that counts
     makes the loss NaN. A row may have no valid token, and adds 0.
 
+    Choices are counted in the dtype of `probabilities`: a quotient of two int64 tensors is float32, whatever that dtype is.
+
     No loop runs over rows, tokens or experts. There are hundreds of experts: apart from the arguments, no more is held at a time than
     about three tensors of the size of `probabilities` ([batch, seq, k, E] would be k of them).
 
@@ -78,8 +80,9 @@ def balance_loss(
         experts: [batch, seq, k] int64, the experts that each token chose, k different ones.
         valid: [batch, seq] bool, the tokens that count.
         over_row: for context parallelism, where a rank has some tokens of every row: called once, with the counts of choices [batch, E]
-            of the tokens given here, it returns a new tensor, the counts of the whole rows. What is returned is then these tokens' part of
-            the loss; the ranks' parts add up to that of the whole rows. None where the rows are whole.
+            of the tokens given here, in the dtype of `probabilities`, it returns a new tensor, the counts of the whole rows. What is
+            returned is then these tokens' part of the loss; the ranks' parts add up to that of the whole rows. None where the rows are
+            whole.
 
     Returns:
         [], in the dtype of `probabilities`. Where all is balanced, k / E for each valid token.

@@ -19,7 +19,7 @@ def top_k_routing__by_a_sort(scores, k, normalize, scaling=1.0, bias=None, group
         chosen = torch.sort(biased, dim=-1, descending=True)[1][..., :k]
     weights = torch.take_along_dim(scores, chosen, -1)
     if normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
     return scaling * weights, chosen
 
 

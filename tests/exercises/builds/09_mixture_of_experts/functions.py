@@ -214,7 +214,8 @@ def losses_case(rung: str, title: str, logits: Tensor, experts: Tensor, valid: T
         found: Results = {"balance": plain(losses[0]), "z": plain(losses[1])}
         for name in ("balance", "z"):
             loss = losses[name == "z"]
-            found |= {f"{key}, of {name}": value for key, value in gradients_by([loss], [torch.ones_like(loss)], {"logits": leaf}).items()}
+            gradients = gradients_by([loss], [torch.ones_like(loss)], {"logits": leaf}, again=name == "balance")  # they may share a part
+            found |= {f"{key}, of {name}": value for key, value in gradients.items()}
         return found
 
     def call(adapters: Any, _: dict) -> Results:

@@ -137,10 +137,10 @@ def plain(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else Said("nothing") if value is None else value
 
 
-def gradients_by(outputs: list[Tensor], cotangents: list[Tensor], inputs: dict[str, Tensor]) -> Results:
-    """Gradients by name, of what requires one."""
+def gradients_by(outputs: list[Tensor], cotangents: list[Tensor], inputs: dict[str, Tensor], again: bool = False) -> Results:
+    """Gradients by name, of what requires one. again: other outputs of the same graph have theirs taken later."""
     asked = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
-    found = torch.autograd.grad(outputs, list(asked.values()), cotangents, allow_unused=True)
+    found = torch.autograd.grad(outputs, list(asked.values()), cotangents, retain_graph=again, allow_unused=True)
     return {f"gradient of {name}": plain(gradient) for name, gradient in zip(asked, found, strict=True)}
 
 

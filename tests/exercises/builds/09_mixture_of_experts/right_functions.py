@@ -60,6 +60,7 @@ def run_experts(rows, counts, gate, up, down, way):
 
 def auxiliary_losses(logits, experts, valid):
     n, count = valid.sum(1, keepdim=True).clamp(min=1), logits.shape[-1]
+    logits = torch.where(valid[..., None], logits, 0)  # once, for both losses
     chosen = torch.zeros_like(logits).scatter(-1, experts, 1.0) * valid[..., None]
     share, mean = chosen.sum(1) / n, torch.softmax(logits, -1).mul(valid[..., None]).sum(1) / n
     z = torch.logsumexp(logits, -1)[valid].pow(2).sum()

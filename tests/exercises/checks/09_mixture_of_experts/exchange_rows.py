@@ -14,7 +14,7 @@ import torch
 from shared.course.checking import Case, Check
 from shared.parallel.comm.threads import run_threads
 
-from .pieces import CONTRACT, randn
+from .pieces import CONTRACT, randn, unchanged
 
 ONE_PROCESS = "torch's autograd in one process"
 ROWS = "arithmetic: row j from rank r to rank s is 100 r + 10 s + j"
@@ -33,21 +33,21 @@ def of(sent, width=2, dtype=torch.float64, how="contiguous"):
         features = 1000 * torch.arange(width)
         row = lambda r, s, count: 100 * r + 10 * s + torch.arange(count).view(-1, 1) + features  # noqa: E731
         rows = [torch.cat([row(r, s, count) for s, count in enumerate(sent[r])]).to(dtype) for r in ranks]
-        arriving = [sum(line[r] for line in sent) for r in ranks]
-        back = [(1000 * (r + 1) + torch.arange(width * arriving[r]).view(-1, width)).to(dtype) for r in ranks]
+        received = [list(numbers) for numbers in zip(*sent, strict=True)]
+        back = [(1000 * (r + 1) + torch.arange(width * sum(received[r])).view(-1, width)).to(dtype) for r in ranks]
         if how == "transposed":
             rows, back = ([each.T.contiguous().T for each in tensors] for tensors in (rows, back))
         if how == "one number":
             shown = lambda r, tensor: torch.tensor(7.0 + r, dtype=dtype).expand_as(tensor)  # noqa: E731
             rows, back = ([shown(r, each) for r, each in enumerate(tensors)] for tensors in (rows, back))
-        return {"rows": rows, "sent": [list(line) for line in sent], "gradient": back}
+        return {"rows": rows, "sent": [list(line) for line in sent], "received": received, "gradient": back}
 
     return given
 
 
-def over_ranks(work, sent):
+def over_ranks(work, sent, received):
     """`work(world, the numbers that it sends, the numbers that it receives)` on each rank, by rank."""
-    run = lambda world: work(world, list(sent[world.rank]), [line[world.rank] for line in sent])  # noqa: E731
+    run = lambda world: work(world, list(sent[world.rank]), list(received[world.rank]))  # noqa: E731
     return {f"rank {rank}": found for rank, found in enumerate(run_threads(run, len(sent)))}
 
 
@@ -57,61 +57,59 @@ def traveled(rows, sent):
     return [torch.cat([own[rank] for own in pieces]) for rank in range(len(sent))]
 
 
-def exchanged(function, rows, sent, gradient):
+def exchanged(function, rows, sent, received, gradient):
     """The rows that arrive, and the gradient of the rows that were sent."""
 
     def work(world, leaving, arriving):
         leaf = rows[world.rank].detach().requires_grad_()
         found = function(leaf, leaving, arriving, world)
         [back] = torch.autograd.grad(found, [leaf], gradient[world.rank])
-        return {"received": found.detach(), "gradient of rows": back, "numbers": [leaving, arriving]}
+        return {"received": found.detach(), "gradient of rows": back} | unchanged(leaving, arriving)
 
-    return over_ranks(work, sent)
+    return over_ranks(work, sent, received)
 
 
-def at_once(rows, sent, gradient):
+def at_once(rows, sent, received, gradient):
     leaves = [own.detach().clone().requires_grad_() for own in rows]
     arrived = traveled(leaves, sent)
     found = torch.autograd.grad(arrived, leaves, gradient)
     return {
-        f"rank {rank}": {"received": arrived[rank].detach(), "gradient of rows": found[rank],
-                         "numbers": [sent[rank], [line[rank] for line in sent]]}
+        f"rank {rank}": {"received": arrived[rank].detach(), "gradient of rows": found[rank]} | unchanged(sent[rank], received[rank])
         for rank in range(len(sent))
     }  # fmt: skip
 
 
-def answer(received, back):
+def answer(arriving, back):
     """Expected: what each rank receives, by its first feature, and the gradient of its rows, by theirs."""
 
-    def told(rows, sent, gradient):
+    def told(rows, sent, received, gradient):
         ranks = {}
         for rank in range(len(sent)):
-            arrived, returned = (torch.tensor(numbers[rank], dtype=rows[rank].dtype).view(-1, 1) for numbers in (received, back))
-            numbers = [sent[rank], [line[rank] for line in sent]]
-            ranks[f"rank {rank}"] = {"received": arrived, "gradient of rows": returned, "numbers": numbers}
+            arrived, returned = (torch.tensor(numbers[rank], dtype=rows[rank].dtype).view(-1, 1) for numbers in (arriving, back))
+            ranks[f"rank {rank}"] = {"received": arrived, "gradient of rows": returned} | unchanged(sent[rank], received[rank])
         return ranks
 
     return told
 
 
-def in_groups(function, rows, sent, gradient, groups):
-    """Ranks count within their group; `sent` is by global rank and place in the group."""
+def in_groups(function, rows, sent, received, gradient, groups):
+    """Ranks count within their group; `sent` and `received` are by global rank and place in the group."""
 
     def work(world):
         group = world.split("ep", groups)
         leaf = rows[world.rank].detach().requires_grad_()
-        found = function(leaf, sent[world.rank], [sent[member][group.rank] for member in group.members], group)
+        found = function(leaf, list(sent[world.rank]), list(received[world.rank]), group)
         return {"received": found.detach(), "gradient of rows": torch.autograd.grad(found, [leaf], gradient[world.rank])[0]}
 
     return {f"rank {rank}": found for rank, found in enumerate(run_threads(work, len(rows)))}
 
 
-def by_group(rows, sent, gradient, groups):
+def by_group(rows, sent, received, gradient, groups):
     told = {}
     for group in groups:
-        own = [[each[rank] for rank in group] for each in (rows, sent, gradient)]
+        own = [[each[rank] for rank in group] for each in (rows, sent, received, gradient)]
         for rank, found in zip(group, at_once(*own).values(), strict=True):
-            told[f"rank {rank}"] = {name: value for name, value in found.items() if name != "numbers"}
+            told[f"rank {rank}"] = {name: value for name, value in found.items() if "unchanged" not in name}
     return dict(sorted(told.items()))
 
 
@@ -127,12 +125,14 @@ def grouped(sent, groups):
         made = of(whole)()
         for rank in (rank for group in groups if group != sorted(group) for rank in group):
             made["rows"][rank] = made["rows"][rank].flip(0)  # rows are sorted by the place that they go to
-        return made | {"sent": [list(line) for line in sent], "groups": groups}
+        members = {rank: group for group in groups for rank in group}
+        received = [[sent[member][members[rank].index(rank)] for member in members[rank]] for rank in range(len(sent))]
+        return made | {"sent": [list(line) for line in sent], "received": received, "groups": groups}
 
     return given
 
 
-def twice(function, rows, sent, gradient):
+def twice(function, rows, sent, received, gradient):
     """There and back with a factor of the rank's own in between, twice, before anything flows back."""
 
     def work(world, leaving, arriving):
@@ -144,10 +144,10 @@ def twice(function, rows, sent, gradient):
         [back] = torch.autograd.grad(found, [leaf], rows[world.rank].detach() + 1)
         return {"there and back": found.detach(), "gradient of rows": back}
 
-    return over_ranks(work, sent)
+    return over_ranks(work, sent, received)
 
 
-def of_twice(rows, sent, gradient):
+def of_twice(rows, sent, received, gradient):
     told = {}
     for rank, line in enumerate(sent):
         factors = torch.cat([torch.full((count, 1), (2.0 + to) * (3.0 + to)) for to, count in enumerate(line)]).to(rows[rank].dtype)
@@ -191,7 +191,7 @@ def layer(tokens, ranks, choice=None):
     return lambda: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in made.items()}
 
 
-def plain(function, rows, sent, gradient):
+def plain(function, rows, sent, received, gradient):
     """Rows without a gradient: what arrives has none either. Who writes to it afterwards changes nobody's rows."""
 
     def work(world, leaving, arriving):
@@ -200,14 +200,14 @@ def plain(function, rows, sent, gradient):
         found.zero_()
         return {"received": kept, "wants a gradient": found.requires_grad}
 
-    return over_ranks(work, sent)
+    return over_ranks(work, sent, received)
 
 
-def of_plain(rows, sent, gradient):
+def of_plain(rows, sent, received, gradient):
     return {f"rank {rank}": {"received": found, "wants a gradient": False} for rank, found in enumerate(traveled(rows, sent))}
 
 
-def used(function, rows, sent, gradient):
+def used(function, rows, sent, received, gradient):
     """What each pass sends, and whether rows are sent from where they lie and received where they stay."""
 
     def work(world, leaving, arriving):
@@ -227,10 +227,10 @@ def used(function, rows, sent, gradient):
             told[f"bytes that the result holds, {name}"] = result.untyped_storage().nbytes()
         return told
 
-    return over_ranks(work, sent)
+    return over_ranks(work, sent, received)
 
 
-def kept(function, rows, sent, gradient):
+def kept(function, rows, sent, received, gradient):
     """What stays of a tensor of rows that nobody else holds, until the backward pass."""
 
     def work(world, leaving, arriving):
@@ -243,10 +243,10 @@ def kept(function, rows, sent, gradient):
             gc.collect()
         return {"rows are kept for the backward pass": bool(sum(packed)) or alive() is not None, "gradient": found.requires_grad}
 
-    return over_ranks(work, sent)
+    return over_ranks(work, sent, received)
 
 
-def moved_once(rows, sent, gradient):
+def moved_once(rows, sent, received, gradient):
     told = {}
     for rank, line in enumerate(sent):
         size = rows[rank].shape[1] * rows[rank].itemsize

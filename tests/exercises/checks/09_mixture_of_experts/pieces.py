@@ -34,6 +34,11 @@ def from_transformers(model: str, name: str) -> Any:
     return names[name]
 
 
+def unchanged(sent: list[int], received: list[int]) -> dict[str, Said]:
+    """Numbers of rows, as they are after a call."""
+    return {"`sent`, unchanged": Said(sent), "`received`, unchanged": Said(received)}
+
+
 def gradients(output: Any, seed: int = 17, **arguments: Tensor) -> dict[str, Any]:
     """What flows back to each argument through an output, from a random gradient behind it."""
     if not isinstance(output, Tensor) or not output.requires_grad:
@@ -73,6 +78,7 @@ class Used(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.operations, self.alive, self.peak, self.known = 0, 0, 0, set()
+        self.largest, self.shape = 0, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.operations += 1
@@ -84,6 +90,9 @@ class Used(TorchDispatchMode):
                 self.alive += storage.nbytes()
                 self.peak = max(self.peak, self.alive)
                 weakref.finalize(storage, self.release, key, storage.nbytes())
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and (storage := made.untyped_storage())._cdata not in before and storage.nbytes() > self.largest:
+                self.largest, self.shape = storage.nbytes(), [*made.shape]
         return result
 
     def release(self, key: int, size: int) -> None:
@@ -103,13 +112,16 @@ def cost(function: Callable, limit: float, unit: int, sizes: dict[str, dict]) ->
         with Listed() as listed, Used() as found[name]:
             function(**arguments)
     first, *_ = found.values()
-    held = first.peak / unit
     return {
         "sizes that take more operations of torch": [name for name, used in found.items() if used.operations > first.operations],
         "tensors made into lists": listed.calls,
-        "holds": f"at most {limit:g} times that" if held <= limit else f"{held:.1f} times that",
+        "memory held at a time": at_most(limit) if first.peak / unit <= limit else f"more: its largest tensor is {first.shape}",
     }
 
 
 def within(limit: float) -> dict[str, Any]:
-    return {"sizes that take more operations of torch": [], "tensors made into lists": [], "holds": f"at most {limit:g} times that"}
+    return {"sizes that take more operations of torch": [], "tensors made into lists": [], "memory held at a time": at_most(limit)}
+
+
+def at_most(limit: float) -> str:
+    return f"at most {limit:g} of these tensors"

@@ -162,7 +162,7 @@ def strided():
 
 
 ZEROS = [[0.0] * 5, [0.1, 0.4, 0.0, 0.2, 0.0], [0.0] * 5]
-TINY = [[3e-13, 1e-13, 0.0, 2e-14], [1e-3, 0.0, 0.0, 3e-3]]
+TINY = [[3e-13, 1e-13, 0.0, 2e-14], [1e-3, 0.0, 0.0, 3e-3], [0.0, 1e-22, 3e-22, 0.0]]
 TIED = [[0.5, 0.125, 0.3125, 0.3125, 0.4375, 0.1875]]  # each group is worth 0.625
 NEGATIVE = [-2.0, -2.1, -2.2, -1.9, -2.3, -2.0, -2.1, -1.8]
 GROUPS = {"groups": 4, "best_groups": 2}
@@ -221,7 +221,7 @@ CHECK = Check(
         case("property", "scores that are all 0, normalised", of(ZEROS, k=3, normalize=True),
              tell([[0.0] * 3, [4 / 7, 2 / 7, 1 / 7], [0.0] * 3], [[0.0] * 3, [0.4, 0.2, 0.1], [0.0] * 3]), CONTRACT, with_ties),
         case("property", "tiny scores add up to 1 as well", of(TINY, normalize=True),
-             tell([[0.75, 0.25], [0.75, 0.25]], [[3e-13, 1e-13], [3e-3, 1e-3]]), CONTRACT, with_ties, 1e-6),
+             tell([[0.75, 0.25]] * 3, [[3e-13, 1e-13], [3e-3, 1e-3], [3e-22, 1e-22]]), CONTRACT, with_ties, 1e-6),
         case("property", "equal scores", of([[0.25] * 4] * 3, k=3), tell([0.25] * 3, [0.25] * 3), CONTRACT, with_ties),
         case("property", "equal scores, two of them at the limit", of([[0.3, 0.2, 0.3, 0.2]] * 2, k=3, normalize=True),
              tell([0.375, 0.375, 0.25], [0.3, 0.3, 0.2]), CONTRACT, with_ties),
