@@ -11,7 +11,7 @@ from shared.parallel.comm.communicator import CommunicationError, SingleRankComm
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import AXES, ParallelConfig
-from shared.parallel.expert.all_to_all import exchange_counts, exchange_rows
+from shared.parallel.expert.all_to_all import begin_exchange, exchange_counts, exchange_rows
 from shared.parallel.expert.groups import expert_groups, gradient_ranks
 from shared.parallel.mesh import Mesh
 
@@ -52,6 +52,17 @@ def require_exchange(found, sent, dtype):
 def test_rows_go_to_their_ranks_and_gradients_come_back(sent, dtype):
     found = run_threads(exchanged, len(sent), sent, dtype)
     require_exchange(found, sent, dtype)
+
+
+def test_an_exchange_that_has_arrived_holds_no_rows():
+    def work(world):
+        rows, exchange = begin_exchange(torch.ones(2, 3, requires_grad=True), [1, 1], [1, 1], world)
+        arrived = exchange.finish(rows)
+        assert exchange.arriving is exchange.work is None, "or a layer keeps its rows until the next step"
+        arrived.sum().backward()
+        assert exchange.arriving is exchange.work is None, "nor their gradients"
+
+    run_threads(work, 2)
 
 
 class Operations(TorchDispatchMode):

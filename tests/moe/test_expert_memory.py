@@ -34,6 +34,13 @@ def test_activations_of_a_mixture_are_as_predicted_to_the_byte(name, precision, 
     assert measured == activations(MODELS[name], how, ROWS, 37, precision, True)
 
 
+def test_the_z_loss_alone_keeps_the_mask_of_tokens_that_count():
+    config = replace(MODELS["mixtral"], experts=replace(MODELS["mixtral"].experts, balance_coefficient=0.0))
+    model = TransformerModel(config, MIXTURE)
+    measured = memory_measured.measured_activations(model, lambda: packed_next_token_objective(model, batch()).loss_sum)
+    assert config.experts.has_losses and measured == activations(config, "none", ROWS, 37, "float32", True)
+
+
 def test_the_allocator_says_the_same_of_selective_recomputation(tmp_path):
     """Which keeps the experts' products in a cache that hooks do not see."""
     model = TransformerModel(MODELS["deepseek"], MIXTURE)

@@ -45,6 +45,25 @@ def test_the_comparison_notices_counts_of_a_part_of_a_row(monkeypatch):
         require_same(on_ranks(parse_layout("cp2"), config=DROPLESS, batches=packed_batches), alone("adamw"))
 
 
+def test_adding_up_over_a_row_leaves_what_was_counted_here(monkeypatch):
+    from shared.moe import layer
+
+    changed = []
+
+    def watched(probabilities, experts, valid, over_row):
+        def added(counts):
+            before = counts.clone()
+            whole = over_row(counts)
+            changed.append((not torch.equal(counts, before), not torch.equal(whole, before)))
+            return whole
+
+        return balance_loss(probabilities, experts, valid, added)
+
+    monkeypatch.setattr(layer, "balance_loss", watched)
+    run_threads(lambda world: MixtureRun(world, parse_layout("cp2"), config=DROPLESS, batches=packed_batches).train(1), 2)
+    assert {here for here, _ in changed} == {False} and (False, True) in changed
+
+
 def test_the_ranks_parts_of_the_balance_loss_add_up_to_that_of_the_rows():
     """Rows of uneven length over three ranks, one of which has no valid token of the last row."""
     generator = torch.Generator().manual_seed(0)

@@ -40,6 +40,23 @@ def test_the_cost_of_a_stage_in_memory_is_what_its_modules_hold(config):
     assert stage_costs(config, "memory") == ([size(block) for block in model.stack.blocks.values()], *ends)
 
 
+def test_gradients_in_two_parts_of_products_in_16_bits_are_those_of_one_backward_pass():
+    """Rows come in float32 and autocast casts them: the second part casts them once more."""
+    linear, counts, found = ExpertLinear(3, 16, 8, "loop"), torch.tensor([4, 0, 5]), []
+    torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(9, 16, generator=torch.Generator().manual_seed(1))
+    for in_two_parts in (False, True):
+        waiting = split_backward([linear]) if in_two_parts else []
+        with torch.autocast("cpu", torch.bfloat16):
+            out = linear(rows, counts)
+        out.sum().backward()
+        add_weight_gradients(waiting)
+        found.append(linear.weight.grad)
+        linear.weight.grad = None
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(*found, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("implementation", ["grouped", "batched", "loop"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_in_two_parts_are_those_of_one_backward_pass(implementation, dtype):

@@ -48,7 +48,7 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
     """
 
 
-def begin_exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Communicator) -> tuple[Tensor, "Exchange"]:
+def begin_exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Communicator) -> tuple[Tensor, "RowExchange"]:
     """Start `exchange_rows` without waiting: what is computed until the exchange is finished hides it, here and in the backward pass.
 
     Args:
@@ -57,11 +57,11 @@ def begin_exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], g
     Returns:
         [sum(received), D], not to be read yet, and the exchange, whose `finish` takes that and returns it once the rows have arrived.
     """
-    exchange = Exchange(sent, received, group)
+    exchange = RowExchange(sent, received, group)
     return BeginExchange.apply(rows, exchange), exchange
 
 
-class Exchange:
+class RowExchange:
     """Rows on their way between ranks; later, their gradients on the way back.
 
     In the backward pass the gradients leave when they have come to `FinishExchange`. Autograd runs the node that was made last first: then
@@ -87,7 +87,7 @@ class Exchange:
 
 class BeginExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.begin(rows, exchange.sent, exchange.received)
 
@@ -100,7 +100,7 @@ class BeginExchange(torch.autograd.Function):
 
 class FinishExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
         ctx.exchange = exchange
         exchange.wait()
         return rows.view_as(rows)
