@@ -116,7 +116,7 @@ def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
     raise NotImplementedError("09.z_loss: write this body")
 
 
-# Dispatch: tokens sorted by expert (25 min, difficulty 3 of 5)
+# Dispatch: tokens sorted by expert (10 min, difficulty 2 of 5)
 def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort all choices by expert: those of expert 0 first, in the order of their tokens, then those of expert 1, and so on.
 
