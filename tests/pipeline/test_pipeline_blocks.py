@@ -48,7 +48,8 @@ def test_matrices_alone_are_trained_in_recomputed_blocks_whose_input_needs_no_gr
 
     def gradients(recompute: str, splits: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        model = TransformerModel(ModelConfig(vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2), Builders()).double()
+        config = ModelConfig(vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        model = TransformerModel(config, Builders()).double()
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.ndim == 2)
         model.embedding.requires_grad_(False)
