@@ -92,7 +92,7 @@ def test_the_comparison_notices_a_loss_that_is_a_mean(monkeypatch):
     from shared.moe import layer
 
     pooled = layer.balance_loss
-    monkeypatch.setattr(layer, "balance_loss", lambda p, e, v: pooled(*(x.flatten(0, 1).unsqueeze(0) for x in (p, e, v))))
+    monkeypatch.setattr(layer, "balance_loss", lambda p, e, v, over_row: pooled(*(x.flatten(0, 1).unsqueeze(0) for x in (p, e, v))))
     one, two = on_ranks(ParallelConfig())[0], on_ranks(ParallelConfig(data_parallel=2))
     with pytest.raises(AssertionError):
         require_same(two, one)
