@@ -11,10 +11,11 @@ Interrupt one and start it again: it continues. With --steps 20 each ends within
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from chapters.experiment_run import ExperimentConfig, compare, prepare
 from shared.course.launch import launch
 
 LOSS = "held-out bits per byte"
@@ -68,72 +69,36 @@ BASE: Changes = {
 
 
 @dataclass
-class ExperimentConfig:
+class ModelExperimentConfig(ExperimentConfig):
     """Compare variants of a small transformer, each trained from several seeds.
 
     Args:
-        experiment: which comparison.
-        impl: whose exercises run: the solutions, yours, or yours where their check passed.
-        seeds: training runs of each variant; the seed sets the initial weights and the order of the data.
-        steps: training steps of each run.
         seq: bytes that each window of text predicts; at most 128.
-        batch_size: windows in a step.
         learning_rate: of AdamW, constant.
-        windows: held-out windows of the evaluation, the same for all runs.
-        data: a text file or folder, or a list of them; none for the embedded corpus.
-        device: where to run; auto takes a GPU where there is one.
-        output: folder for the results, tables and plots.
     """
 
     experiment: Literal["positions", "activations", "norms", "attention", "scale"]
-    impl: Literal["reference", "mine", "mixed"] = "reference"
-    seeds: int = 3
     steps: int = 400
     seq: int = 128
-    batch_size: int = 8
     learning_rate: float = 0.002
     windows: int = 256
-    data: Path | list[Path] = field(default_factory=list)
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     output: Path = Path("runs/02_experiments")
 
 
-def settings_of(config: ExperimentConfig, changes: Changes) -> dict[str, Any]:
+def settings_of(config: ModelExperimentConfig, changes: Changes) -> dict[str, Any]:
     """Everything that a trial's figures depend on, but the seed and the text."""
     model = {name: value for name, value in (BASE | changes).items() if name != "learning_rate"}
-    of_training = {name: getattr(config, name) for name in ("steps", "seq", "batch_size", "windows", "experiment")}
     rate = changes.get("learning_rate", config.learning_rate)
-    paths = config.data if isinstance(config.data, list) else [config.data]
-    return {"model": model, "learning_rate": rate, "data": [str(path) for path in paths], **of_training}
+    return {"model": model, "learning_rate": rate, **config.settings("steps", "seq", "batch_size", "windows", "experiment")}
 
 
-def run(config: ExperimentConfig) -> None:
+def run(config: ModelExperimentConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
-    from rich.console import Console
-
     from chapters import trials
-    from chapters.text_run import corpus_of, texts_of
-    from shared.devices import keep_freed_memory, pick_device
-    from shared.course.errors import CourseError
-    from shared.output_files import require_writable
 
-    for name in ("seeds", "steps", "seq", "batch_size", "windows"):
-        if getattr(config, name) < 1:
-            raise CourseError(f"{name} is {getattr(config, name)}: give at least 1.")
-    if config.seq > BASE["max_position_embeddings"]:
-        raise CourseError(f"seq is {config.seq}: these models are made for at most {BASE['max_position_embeddings']}.")
-    require_writable(config.output)
-    keep_freed_memory()
-    device = pick_device(config.device)
-    texts = texts_of(corpus_of(config.data), 2 * config.seq, device)
-    console = Console(markup=False, emoji=False)
+    texts, device, console = prepare(config, BASE["max_position_embeddings"], window=2 * config.seq)
     variants = {name: settings_of(config, changes) for name, changes in EXPERIMENTS[config.experiment].items()}
-    try:
-        kept = config.output / f"{config.experiment}.json"
-        results = trials.run_trials(variants, lambda settings, seed: trial(settings, seed, texts, device), config.seeds, kept, console)
-    except ValueError as error:
-        raise CourseError(str(error)) from None
-    trials.print_results(console, f"{config.experiment}: {config.steps} steps, {config.seeds} seeds", results)
+    results = compare(config, variants, lambda settings, seed: trial(settings, seed, texts, device), console)
     console.print(trials.verdict(results, LOSS), highlight=False)
     if config.experiment == "positions":
         console.print(trials.verdict(results, TWICE), highlight=False)
@@ -143,7 +108,7 @@ def run(config: ExperimentConfig) -> None:
         trials.plot_against(results, groups, "parameters", LOSS, plot)
     else:
         trials.plot_results(results, LOSS, plot)
-    console.print(f"Plot: {plot}   the figures of every run: {kept}", highlight=False)
+    console.print(f"Plot: {plot}   the figures of every run: {plot.with_suffix('.json')}", highlight=False)
 
 
 def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> dict[str, float | None]:
@@ -188,4 +153,4 @@ def cache_bytes(config: Any) -> int:
 
 
 if __name__ == "__main__":
-    launch(run, ExperimentConfig, Path(__file__).with_name("experiments.yaml"))
+    launch(run, ModelExperimentConfig, Path(__file__).with_name("experiments.yaml"))

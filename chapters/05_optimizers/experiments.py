@@ -13,10 +13,11 @@ loss where AdamW ended; Muon also in shorter runs with schedules of their own. I
 import math
 import time
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from chapters.experiment_run import ExperimentConfig, compare, prepare
 from shared.course.launch import launch
 
 LOSS = "held-out bits per byte"
@@ -52,53 +53,34 @@ ORDERS = {"shuffled": "shuffled", "as in the corpus": "corpus", "easy first": "e
 
 
 @dataclass
-class ExperimentConfig:
+class OptimizerExperimentConfig(ExperimentConfig):
     """Compare optimizers, schedules, batch sizes or orders of the data, each from several seeds.
 
     Args:
-        experiment: which comparison.
-        impl: whose exercises run: the solutions, yours, or yours where their check passed.
-        seeds: training runs of each variant; the seed sets the initial weights and the windows that are drawn.
-        steps: training steps of each run.
         seq: bytes that each window of text predicts; at most 64.
-        batch_size: windows in a step.
         learning_rate: AdamW's peak, where the optimizer is not what is compared.
-        windows: held-out windows of the evaluation, the same for all runs.
-        data: a text file or folder, or a list of them; none for the embedded corpus.
-        device: where to run; auto takes a GPU where there is one.
-        output: folder for the results, tables and plots.
     """
 
     experiment: Literal["optimizer", "schedule", "batch", "order"]
-    impl: Literal["reference", "mine", "mixed"] = "reference"
-    seeds: int = 3
-    steps: int = 200
-    seq: int = 64
-    batch_size: int = 8
     learning_rate: float = 0.008
-    windows: int = 128
-    data: Path | list[Path] = field(default_factory=list)
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     output: Path = Path("runs/05_experiments")
 
 
-def settings_of(config: ExperimentConfig, **changes: Any) -> dict[str, Any]:
+def settings_of(config: OptimizerExperimentConfig, **changes: Any) -> dict[str, Any]:
     """Everything that a trial's figures depend on, but the seed and the text. `warmup` is a part of the steps."""
-    paths = config.data if isinstance(config.data, list) else [config.data]
     base = {
         "optimizer": {"name": "adamw", "lr": config.learning_rate}, "schedule": "cosine", "warmup": 0.07, "order": "shuffled",
-        "target": None, "steps": config.steps, "seq": config.seq, "batch_size": config.batch_size, "windows": config.windows,
-        "data": [str(path) for path in paths],
+        "target": None, **config.settings("steps", "seq", "batch_size", "windows"),
     }  # fmt: skip
     return base | changes
 
 
-def sweep(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
+def sweep(config: OptimizerExperimentConfig) -> dict[str, dict[str, Any]]:
     rates = {f"{TITLES[name]}, {rate:g}": {"name": name, "lr": rate} for name, rates in RATES.items() for rate in rates}
     return {title: settings_of(config, optimizer=optimizer) for title, optimizer in rates.items()}
 
 
-def schedules(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
+def schedules(config: OptimizerExperimentConfig) -> dict[str, dict[str, Any]]:
     variants = {}
     for title, changes in SCHEDULES.items():
         optimizer = {"name": "adamw", "lr": config.learning_rate * changes.get("times", 1.0)}
@@ -106,7 +88,7 @@ def schedules(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
     return variants
 
 
-def batches(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
+def batches(config: OptimizerExperimentConfig) -> dict[str, dict[str, Any]]:
     """Every variant sees the same number of windows, in fewer steps where more of them make one."""
     variants = {}
     for title, changes in BATCHES.items():
@@ -116,45 +98,18 @@ def batches(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
     return variants
 
 
-def orders(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
+def orders(config: OptimizerExperimentConfig) -> dict[str, dict[str, Any]]:
     return {title: settings_of(config, order=order) for title, order in ORDERS.items()}
 
 
-def run(config: ExperimentConfig) -> None:
+def run(config: OptimizerExperimentConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
-    from rich.console import Console
-
     from chapters import trials
-    from chapters.text_run import corpus_of, texts_of
-    from shared.devices import keep_freed_memory, pick_device
-    from shared.course.errors import CourseError
-    from shared.output_files import require_writable
 
-    for name in ("seeds", "seq", "batch_size", "windows"):
-        if getattr(config, name) < 1:
-            raise CourseError(f"{name} is {getattr(config, name)}: give at least 1.")
-    if config.steps < 4:
-        raise CourseError(f"steps is {config.steps}: a schedule with warm-up and decay needs at least 4.")
-    if config.seq > MODEL["max_position_embeddings"]:
-        raise CourseError(f"seq is {config.seq}: these models are made for at most {MODEL['max_position_embeddings']}.")
-    require_writable(config.output)
-    keep_freed_memory()
-    device = pick_device(config.device)
-    texts = texts_of(corpus_of(config.data), config.seq, device)
-    console = Console(markup=False, emoji=False)
-
-    def measured(variants: dict[str, dict[str, Any]], title: str, kept: str) -> dict[str, list]:
-        try:
-            results = trials.run_trials(
-                variants, lambda settings, seed: trial(settings, seed, texts, device), config.seeds, config.output / f"{kept}.json", console
-            )
-        except ValueError as error:
-            raise CourseError(str(error)) from None
-        trials.print_results(console, f"{title}: {config.steps} steps, {config.seeds} seeds", results)
-        return results
-
+    texts, device, console = prepare(config, MODEL["max_position_embeddings"], least_steps=4)  # for warm-up and decay
+    trial_of = lambda settings, seed: trial(settings, seed, texts, device)  # noqa: E731
     if config.experiment == "optimizer":
-        rates = measured(sweep(config), "learning rates", "rates")
+        rates = compare(config, sweep(config), trial_of, console, title="learning rates", kept="rates")
         best = {name: best_rate(rates, name) for name in RATES}
         console.print("Best rate of each: " + ", ".join(f"{TITLES[name]} {rate:g}" for name, rate in best.items()), highlight=False)
         adamw = trials.spread_of(rates[f"{TITLES['adamw']}, {best['adamw']:g}"], LOSS).mean
@@ -162,11 +117,11 @@ def run(config: ExperimentConfig) -> None:
         for steps in (config.steps * 4 // 5, config.steps * 2 // 3):
             shorter = settings_of(config, optimizer={"name": "muon", "lr": best["muon"]}, target=adamw, steps=max(steps, 2))
             runners[f"Muon, a run of {shorter['steps']} steps"] = shorter
-        results = measured(runners, f"each at its best rate; AdamW's loss is {adamw:.3f} bits", "optimizer")
+        results = compare(config, runners, trial_of, console, title=f"each at its best rate; AdamW's loss is {adamw:.3f} bits")
         plot_rates(rates, config.output / "rates.png")
     else:
         variants = {"schedule": schedules, "batch": batches, "order": orders}[config.experiment](config)
-        results = measured(variants, config.experiment, config.experiment)
+        results = compare(config, variants, trial_of, console)
     console.print(trials.verdict(results, LOSS), highlight=False)
     plot = config.output / f"{config.experiment}.png"
     trials.plot_results(results, LOSS, plot)
@@ -259,4 +214,4 @@ def plot_rates(results: dict[str, list], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    launch(run, ExperimentConfig, Path(__file__).with_name("experiments.yaml"))
+    launch(run, OptimizerExperimentConfig, Path(__file__).with_name("experiments.yaml"))

@@ -5,26 +5,22 @@
     replay([world.take_actions()] * 4, Link(latency=2e-5, bandwidth=1e10))
 
 Where every core computes there is nothing to hide communication behind, and wall times show no overlap. So the real code runs once, in one
-process, with a fake process group, whose operations take no time and carry nothing: the loss means nothing, but shapes and the order of
-operations are right. The replay then gives each rank one compute stream, and the link carries one operation at a time:
+process, with a fake process group (`chapters/dry_run.py`). The replay then gives each rank one compute stream, and the link carries one
+operation at a time:
 
     an operation starts   once every rank has begun it and the one before it is over
     it takes              latency * messages + bytes / bandwidth        (`shared.parallel.planning.costs`)
     a wait ends           once its operation is over; until then the rank computes nothing: this communication is exposed
 
-Left out on purpose: sends between two ranks, several links, and the cycles that communication takes from computing.
+Left out on purpose: several links, and the cycles that communication takes from computing.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
-
+from chapters.dry_run import Action, Begin, Compute, Wait, dry_run  # noqa: F401 (who simulates a step begins with a dry run)
 from shared.course import figures
-from shared.parallel.comm.communicator import Communicator, CompletedWork, Reduction, Work
-from shared.parallel.comm.trace import CommTrace
 from shared.parallel.planning.costs import Link, cost
 
 if TYPE_CHECKING:
@@ -34,33 +30,6 @@ if TYPE_CHECKING:
 Kind = Literal["compute", "communication", "idle"]
 COLORS = {"compute": figures.COMPUTE, "communication": figures.COMMUNICATION, "idle": figures.IDLE}
 STREAMS = {"compute": "compute", "idle": "compute", "communication": "link"}  # the row of a bar of each kind
-
-
-@dataclass(frozen=True)
-class Compute:
-    """seconds of computing. name: of what, such as "forward"."""
-
-    seconds: float
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Begin:
-    """Begin an operation of all `ranks`. bytes: of the whole tensor, as the trace counts."""
-
-    operation: str
-    bytes: int
-    ranks: int
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Wait for an operation: the `number`-th that this rank has begun, from 0."""
-
-    number: int
-
-
-Action = Compute | Begin | Wait
 
 
 @dataclass(frozen=True)
@@ -183,120 +152,3 @@ def draw_bars(axes: "Axes", bars: Sequence[Bar], scale: float) -> None:
 
 def row_of(bar: Bar) -> tuple[int, str]:
     return bar.rank, STREAMS[bar.kind]
-
-
-# The dry run: one process plays rank 0 of many, and its actions are recorded.
-
-
-class Recorder:
-    """The actions recorded so far. clock: in seconds; it is stopped while an operation is recorded."""
-
-    def __init__(self, clock: Callable[[], float]):
-        self.clock, self.actions, self.begun = clock, list[Action](), 0
-        self.since = clock()
-
-    def record_compute(self, name: str) -> None:
-        """Compute since the last action."""
-        seconds = self.clock() - self.since
-        if seconds > 0:
-            self.actions.append(Compute(seconds, name))
-        self.since = self.clock()
-
-    def record(self, action: Action) -> None:
-        self.actions.append(action)
-        self.since = self.clock()
-
-
-class FakeGroup(Communicator):
-    """A fake process group: rank 0 of a group whose other ranks do not exist. `dry_run` makes the world."""
-
-    def __init__(self, members: Sequence[int], axis: str, trace: CommTrace, recorder: Recorder, split_number: int = 0):
-        super().__init__(members, members.index(0), axis, trace, split_number)
-        self.recorder = recorder
-
-    def take_actions(self) -> list[Action]:
-        """What this rank did since the world was made, or since the last call."""
-        self.recorder.record_compute(self.trace.phase)
-        actions, self.recorder.actions, self.recorder.begun = self.recorder.actions, [], 0
-        return actions
-
-    def dispatch(
-        self, operation: str, payload: Tensor | int, start: Callable[[], Work], asynchronous: bool, peer: int | None = None,
-        is_traffic: bool = True,
-    ) -> Work:  # fmt: skip
-        if peer is not None:
-            raise ValueError(f"{operation}: a dry run has no other rank to send to or to receive from. Run it in threads.")
-        if not is_traffic:
-            return super().dispatch(operation, payload, start, asynchronous, is_traffic=False)
-        self.recorder.record_compute(self.trace.phase)
-        work = RecordedWork(super().dispatch(operation, payload, start, asynchronous=True), self.recorder, self.trace)
-        self.recorder.record(Begin(operation, self.trace.entries[-1].bytes, self.size))
-        if not asynchronous:
-            work.wait()
-        return work
-
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return CompletedWork()
-
-    def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
-        whole.view(self.size, -1).copy_(part.flatten().expand(self.size, -1).clone())
-        return CompletedWork()
-
-    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
-        part.view(-1).copy_(whole.view(self.size, -1)[self.rank])
-        return CompletedWork()
-
-    def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        return CompletedWork()
-
-    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
-        """Every other rank sends what this one sends to itself, where that has the size that is expected."""
-        own = sent[self.rank]
-        for tensor in received:
-            tensor.copy_(own) if own.shape == tensor.shape else tensor.zero_()
-        return CompletedWork()
-
-    def _send(self, tensor: Tensor, to: int) -> Work:
-        return CompletedWork()
-
-    def _receive(self, tensor: Tensor, source: int) -> Work:
-        return CompletedWork()
-
-    def _barrier(self) -> Work:
-        return CompletedWork()
-
-    def _gather_texts(self, text: str) -> list[str]:
-        return [text] * self.size
-
-    def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
-        return FakeGroup(mine, axis, self.trace, self.recorder, self.splits)
-
-
-class RecordedWork:
-    """A handle that records when it is waited for."""
-
-    def __init__(self, work: Work, recorder: Recorder, trace: CommTrace):
-        self.work, self.recorder, self.trace = work, recorder, trace
-        self.number: int | None = recorder.begun
-        recorder.begun += 1
-
-    def wait(self) -> None:
-        if self.number is not None:
-            self.recorder.record_compute(self.trace.phase)
-            self.work.wait()
-            self.recorder.record(Wait(self.number))
-            self.number = None
-
-
-def dry_run(ranks: int, clock: Callable[[], float] = time.perf_counter) -> FakeGroup:
-    """Start a dry run: the world of rank 0 of `ranks`, without the others.
-
-    Args:
-        clock: returns seconds, and need not be a clock: with
-
-                with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-                    world = dry_run(4, clock=lambda: counter.get_total_flops() / 71e12)
-
-            computing takes as long as its matrix products do at 71 TFLOP/s, the same on every machine.
-    """
-    return FakeGroup(range(ranks), "world", CommTrace(), Recorder(clock))

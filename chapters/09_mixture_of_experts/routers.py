@@ -9,7 +9,7 @@ nothing has to balance them. Whether a token is taken depends on the tokens that
 A model trained with it has seen a little of the future, and cannot generate.
 
 Neither is a setting of `model.experts`. Noise is drawn for the tokens of a process, so a run on two ranks is not the run on one; and
-what is not causal has no place in a language model. `studies.py` and the tests put them in place of a layer's router.
+what is not causal has no place in a language model. `experiments.py` and the tests put them in place of a layer's router.
 """
 
 import math

@@ -1,7 +1,7 @@
 """A rank that dies around an exchange of rows, is slow, or calls another number of them is named, and the run resumes bit for bit."""
 
 import pytest
-from expert_faults import BROKEN, KILLED, LATE, OTHERS, SAVED, TIMEOUTS, Fault, follow
+from expert_faults import KILLED, LATE, OTHERS, TIMEOUTS, Fault, follow
 
 from shared.parallel.config import parse_layout
 
@@ -12,20 +12,11 @@ def slow(faults):
     return [pytest.param(each, marks=pytest.mark.slow) for each in faults]
 
 
-def require_resumed(found, fault):
-    assert found.step == BROKEN - SAVED, "step 4 was not saved by all"
-    assert found.difference == 0 if fault.resumed == fault.layout else found.difference < 1e-9
-
-
 @pytest.mark.parametrize("fault", [FAST, *slow(each for each in KILLED if each != FAST)], ids=str)
 def test_a_rank_that_dies_around_an_exchange_is_named_by_all_others(fault, tmp_path):
     found = follow(fault, tmp_path)
-    ranks = parse_layout(fault.layout).ranks
-    assert f"rank {fault.rank} of {ranks} ended with signal SIGKILL" in found.error
-    assert found.told.keys() == set(range(ranks)) - {fault.rank}
-    for seconds, sentence in found.told.values():
-        assert f"rank {fault.rank} has sent no heartbeat" in sentence and seconds < 2 * TIMEOUTS.heartbeat_timeout
-    require_resumed(found, fault)
+    found.require_killed_rank_named(fault.layout, fault.rank)
+    found.require_resumed(fault.layout, fault.resumed)
 
 
 @pytest.mark.parametrize("fault", slow([each for each in OTHERS if each.what == "late"]), ids=str)
@@ -43,7 +34,7 @@ def test_a_rank_that_never_joins_an_exchange_is_named_after_the_timeout(tmp_path
     seconds, sentence = found.told[0]
     assert "rank 0 has waited 5 s in all_to_all" in sentence and "of ep: rank 1 is alive and has not joined" in sentence
     assert 4 < seconds < 60
-    require_resumed(found, fault)
+    found.require_resumed(fault.layout, fault.resumed)
 
 
 @pytest.mark.parametrize("fault", slow(each for each in OTHERS if each.what.startswith("fewer")), ids=str)
@@ -53,4 +44,4 @@ def test_ranks_with_another_number_of_batches_are_named_as_a_deadlock(fault, tmp
     assert "deadlock: " in found.error and "waits in all_to_all" in found.error and f"rank {fault.rank} waits in " in found.error
     assert found.told.keys() == set(range(parse_layout(fault.layout).ranks))
     assert all(found.error in sentence for _, sentence in found.told.values())
-    require_resumed(found, fault)
+    found.require_resumed(fault.layout, fault.resumed)

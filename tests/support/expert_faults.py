@@ -24,7 +24,7 @@ import cloudpickle  # noqa: E402
 import torch  # noqa: E402
 from layout_runs import largest_difference  # noqa: E402
 from mixture_runs import MixtureRun  # noqa: E402
-from stage_faults import BROKEN, SAVED, STEPS, Found, before, kill  # noqa: E402
+from stage_faults import BROKEN, SAVED, STEPS, TIMEOUTS, Found, before, kill  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from shared.moe.layer import mixture_layers  # noqa: E402
@@ -33,10 +33,8 @@ from shared.parallel.comm.communicator import CommunicationError, Communicator, 
 from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.config import parse_layout  # noqa: E402
 from shared.parallel.health import heartbeat  # noqa: E402
-from shared.parallel.health.heartbeat import Timeouts  # noqa: E402
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-TIMEOUTS = Timeouts(heartbeat_timeout=30.0, collective_timeout=600.0, heartbeat_interval=0.2)
 CALLS = {"forward": 5, "backward": 12}  # of a step's all-to-alls: rows to the second layer's experts, and gradients on their way
 MOMENTS = ("before", "in", "after")
 LATE = 3.0  # seconds, fifteen heartbeats

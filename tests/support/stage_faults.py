@@ -58,6 +58,19 @@ class Found:
     step: int
     difference: float
 
+    def require_killed_rank_named(self, layout: str, rank: int) -> None:
+        """The command and all other ranks, within the time that a silent rank has, name the one that was killed."""
+        ranks = parse_layout(layout).ranks
+        assert f"rank {rank} of {ranks} ended with signal SIGKILL" in self.error
+        assert self.told.keys() == set(range(ranks)) - {rank}
+        for seconds, sentence in self.told.values():
+            assert f"rank {rank} has sent no heartbeat" in sentence and seconds < 2 * TIMEOUTS.heartbeat_timeout
+
+    def require_resumed(self, layout: str, resumed: str) -> None:
+        """From step 2, to the same weights."""
+        assert self.step == BROKEN - SAVED, "step 4 was not saved by all"
+        assert self.difference == 0 if resumed == layout else self.difference < 1e-9
+
 
 def killed(world: Communicator, fault: Fault, folder: Path) -> None:
     """The run until a rank is killed. The others note why they end: by an exception, or by the watchdog, where an operation does not

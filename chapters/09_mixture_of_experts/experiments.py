@@ -1,9 +1,9 @@
-"""Four studies of mixtures of experts on the embedded corpus, one command each: a table, a plot, and what the seeds allow to be said.
+"""Four experiments with mixtures of experts on the embedded corpus, one command each: a table, a plot, and what the seeds allow to be said.
 
-    python chapters/09_mixture_of_experts/studies.py --study balance      the load of each expert over time, without balancing and with it
-    python chapters/09_mixture_of_experts/studies.py --study quality      experts beside dense models of equal active FLOPs
-    python chapters/09_mixture_of_experts/studies.py --study dropping     capacities beside no limit
-    python chapters/09_mixture_of_experts/studies.py --study tokens       which bytes each expert takes after a short training
+    python chapters/09_mixture_of_experts/experiments.py --experiment balance   loads over time, without balancing and with it
+    python chapters/09_mixture_of_experts/experiments.py --experiment quality   experts beside dense models of equal active FLOPs
+    python chapters/09_mixture_of_experts/experiments.py --experiment dropping  capacities beside no limit
+    python chapters/09_mixture_of_experts/experiments.py --experiment tokens    which bytes each expert takes after a short training
 
 Interrupt one and start it again: it continues. With --steps 10 each ends within a minute and shows nothing but that it runs.
 """
@@ -11,11 +11,12 @@ Interrupt one and start it again: it continues. With --steps 10 each ends within
 import json
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from chapters.experiment_run import ExperimentConfig, compare, prepare
 from shared.course.launch import launch
 
 LOSS = "held-out bits per byte"
@@ -47,70 +48,35 @@ DROPPING = {
     "no limit, no balancing": {"experts": ALONE},
     "capacity 1.25, no balancing": {"experts": ALONE | {"capacity_factor": 1.25}},
 }
-STUDIES = {"balance": BALANCE, "quality": QUALITY, "dropping": DROPPING, "tokens": {"balance loss, 0.01": {"experts": BALANCED}}}
+EXPERIMENTS = {"balance": BALANCE, "quality": QUALITY, "dropping": DROPPING, "tokens": {"balance loss, 0.01": {"experts": BALANCED}}}
 
 
 @dataclass
-class StudyConfig:
-    """Study balancing, quality, dropping or specialisation of a mixture of experts, each from several seeds.
+class MixtureExperimentConfig(ExperimentConfig):
+    """Compare balancing, quality, dropping or specialisation of mixtures of experts, each from several seeds.
 
     Args:
-        study: which one.
-        impl: whose exercises run: the solutions, yours, or yours where their check passed.
-        seeds: training runs of each variant; the seed sets the initial weights and the windows that are drawn.
-        steps: training steps of each run.
         seq: bytes that each window of text predicts; at most 64.
-        batch_size: windows in a step.
-        learning_rate: AdamW's peak.
-        windows: held-out windows of the evaluation, the same for all runs.
-        data: a text file or folder, or a list of them; none for the embedded corpus.
-        device: where to run; auto takes a GPU where there is one.
-        output: folder for the results, tables and plots.
     """
 
-    study: Literal["balance", "quality", "dropping", "tokens"]
-    impl: Literal["reference", "mine", "mixed"] = "reference"
-    seeds: int = 3
+    experiment: Literal["balance", "quality", "dropping", "tokens"]
     steps: int = 300
-    seq: int = 64
     batch_size: int = 16
-    learning_rate: float = 0.004
-    windows: int = 128
-    data: Path | list[Path] = field(default_factory=list)
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    output: Path = Path("runs/09_studies")
+    output: Path = Path("runs/09_experiments")
 
 
-def settings_of(config: StudyConfig, variant: dict[str, Any]) -> dict[str, Any]:
+def settings_of(config: MixtureExperimentConfig, variant: dict[str, Any]) -> dict[str, Any]:
     """Everything that a trial's figures depend on, but the seed."""
-    common = {name: getattr(config, name) for name in ("steps", "seq", "batch_size", "learning_rate", "windows")}
-    paths = config.data if isinstance(config.data, list) else [config.data]
-    return {"study": config.study, "noisy": False, "intermediate_size": 192} | variant | common | {"data": [str(path) for path in paths]}
+    common = config.settings("experiment", "steps", "seq", "batch_size", "learning_rate", "windows")
+    return {"noisy": False, "intermediate_size": 192} | variant | common
 
 
-def run(config: StudyConfig) -> None:
+def run(config: MixtureExperimentConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
-    from rich.console import Console
-
     from chapters import trials
-    from chapters.text_run import corpus_of, texts_of
-    from shared.course.errors import CourseError
-    from shared.devices import keep_freed_memory, pick_device
-    from shared.output_files import require_writable
 
-    for name, least in (("seeds", 1), ("seq", 1), ("batch_size", 1), ("windows", 1), ("steps", 4)):
-        if getattr(config, name) < least:
-            raise CourseError(f"{name} is {getattr(config, name)}: give at least {least}.")
-    if config.seq > MODEL["max_position_embeddings"]:
-        raise CourseError(f"seq is {config.seq}: these models are made for at most {MODEL['max_position_embeddings']}.")
-    require_writable(config.output)
-    keep_freed_memory()
-    device = pick_device(config.device)
-    texts = texts_of(corpus_of(config.data), config.seq, device)
-    console = Console(markup=False, emoji=False)
-    variants = {name: settings_of(config, variant) for name, variant in STUDIES[config.study].items()}
-    seeds = 1 if config.study == "tokens" else config.seeds
-    kept = config.output / f"{config.study}.json"
+    texts, device, console = prepare(config, MODEL["max_position_embeddings"], least_steps=4)  # for warm-up and decay
+    variants = {name: settings_of(config, variant) for name, variant in EXPERIMENTS[config.experiment].items()}
 
     def trial_of(settings: dict[str, Any], seed: int) -> dict[str, float | None]:
         figures, record = trial(settings, seed, texts, device)
@@ -118,26 +84,22 @@ def run(config: StudyConfig) -> None:
         record_path(config, name, seed).write_text(json.dumps(record), encoding="utf-8")
         return figures
 
-    try:
-        results = trials.run_trials(variants, trial_of, seeds, kept, console)
-    except ValueError as error:
-        raise CourseError(str(error)) from None
-    trials.print_results(console, f"{config.study}: {config.steps} steps, {seeds} seeds", results)
-    plot = config.output / f"{config.study}.png"
-    if config.study == "tokens":
+    results = compare(config, variants, trial_of, console, seeds=1 if config.experiment == "tokens" else None)
+    plot = config.output / f"{config.experiment}.png"
+    if config.experiment == "tokens":
         show_tokens(console, json.loads(record_path(config, next(iter(variants)), 0).read_text(encoding="utf-8"))["bytes"], plot)
     else:
         console.print(trials.verdict(results, LOSS), highlight=False)
         trials.plot_results(results, LOSS, plot)
-    if config.study == "balance":
+    if config.experiment == "balance":
         records = {name: json.loads(record_path(config, name, 0).read_text(encoding="utf-8")) for name in variants}
         draw_loads({name: record["loads"] for name, record in records.items()}, plot.with_name("loads.png"))
         console.print(f"The loads over time, as heat maps: {plot.with_name('loads.png')}", highlight=False)
     console.print(f"Plot: {plot}   the figures of every run beside it.", highlight=False)
 
 
-def record_path(config: StudyConfig, variant: str, seed: int) -> Path:
-    return config.output / f"{config.study}-{''.join(c if c.isalnum() else '_' for c in variant)}-{seed}.json"
+def record_path(config: MixtureExperimentConfig, variant: str, seed: int) -> Path:
+    return config.output / f"{config.experiment}-{''.join(c if c.isalnum() else '_' for c in variant)}-{seed}.json"
 
 
 def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> tuple[dict[str, float | None], dict[str, Any]]:
@@ -191,7 +153,7 @@ def trial(settings: dict[str, Any], seed: int, texts: Any, device: Any) -> tuple
         shares = last / last.sum(dim=1, keepdim=True) * experts.num_experts
         figures |= {"fullest expert": shares.max().item(), "idle experts": int((shares < 0.1).sum())}
         figures |= {"dropped": float(torch.tensor(dropped[-50 * len(layers) :]).mean())} if experts.capacity_factor else {}
-    if settings["study"] == "quality":
+    if settings["experiment"] == "quality":
         figures = {LOSS: figures[LOSS], "feed-forward weights, active": active, "all weights": sum(parameter_counts(model_config).values())}
     record = {"loads": [load.tolist() for load in loads], "bytes": bytes_by_expert(model, texts.held_out, settings) if layers else []}
     return figures | {"steps": steps, "seconds": seconds}, record
@@ -294,4 +256,4 @@ def draw_loads(loads: dict[str, list[list[list[int]]]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    launch(run, StudyConfig, Path(__file__).with_name("studies.yaml"))
+    launch(run, MixtureExperimentConfig, Path(__file__).with_name("experiments.yaml"))
