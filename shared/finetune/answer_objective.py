@@ -1,0 +1,31 @@
+"""Chapter 10. Supervised fine-tuning objective: next-token loss on answers, with logits of the trained tokens alone.
+
+Most tokens of a chat are only read. The head and the loss are a large part of a small model's step, and their rows do not depend on one
+another, so rows without a target are left out before the head: the loss and every gradient stay what they were.
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from shared.loss import IGNORED
+from shared.model.chunked_loss import apart, chunked_loss
+from shared.totals import Batch, Totals
+
+
+def answer_objective(model: nn.Module, batch: Batch) -> Totals:
+    """Next-token prediction of the targets, each document of a packed row as if it were alone.
+
+    Args:
+        model: a decoder.
+        batch: as for `shared.model.chunked_loss.packed_next_token_objective`; most targets may be -100.
+    """
+    targets = batch["targets"]
+    return model(batch["input_ids"], head_fn=partial(answer_loss, targets=targets), valid=targets != IGNORED, **apart(batch))
+
+
+def answer_loss(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Totals:
+    """`chunked_loss` of the rows that have a target. hidden_states: [..., D]; targets: [...] int64."""
+    flat = targets.flatten()
+    trained = (flat != IGNORED).nonzero().squeeze(1)
+    return chunked_loss(head, hidden_states.flatten(0, -2).index_select(0, trained), flat[trained])

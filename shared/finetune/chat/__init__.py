@@ -1,0 +1,1 @@
+"""Chapter 10. Chats as training data: templates, the mask of what is trained, datasets of conversations."""

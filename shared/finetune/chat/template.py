@@ -1,0 +1,206 @@
+"""Chapter 10. Chat templates (jinja2, `apply_chat_template`): messages with roles rendered as the text that a model reads.
+
+A template is Hugging Face's: `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`. ChatML is the default. Texts equal
+those of transformers. A template that fails, or computes without end, is refused in a sentence (`shared.finetune.chat.renderer`).
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.course.errors import CourseError
+from shared.finetune.chat import renderer
+from shared.model.hf.files import PretrainedError, read_json
+from shared.output_files import write_atomically
+
+FILE = "chat_template.jinja"
+Message = dict[str, Any]  # `role` and `content`, perhaps `tool_calls`
+SPECIAL = re.compile(r"<\|[\w-]+\|>")  # how most templates spell their special tokens
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PRIVATE = range(0xF0000, 0xFFFFE)  # characters that Unicode leaves to private use
+
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}
+{%- generation %}{{- message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n' + (call.function or call) | tojson + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>' }}{%- endgeneration %}
+{%- else %}
+{{- message.content + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+class TemplateError(CourseError):
+    """A chat template that cannot be used, or messages that it cannot render: which, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text, and from which character to which the template says that the model writes it."""
+
+    text: str
+    generated: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """A chat template.
+
+    Args:
+        source: in jinja2.
+        name: what messages call it: a file, or "chatml".
+        variables: what templates may name beside messages, such as `bos_token`.
+
+    Attributes:
+        says_generated: whether it marks what the model writes, with `{% generation %}`.
+        special_names: of the special tokens that it spells, such as <|im_end|>.
+    """
+
+    def __init__(self, source: str, name: str, variables: Mapping[str, str] | None = None):
+        self.source, self.name, self.variables = source, name, dict(variables or {})
+        self.says_generated = GENERATION.search(source) is not None
+        self.special_names = list(dict.fromkeys(SPECIAL.findall(source)))
+        self.process: subprocess.Popen | None = None
+        self.owner = 0  # the process that started it: one forked from that leaves it alone
+
+    @classmethod
+    def load(cls, path: Path | str, beside: Path | None = None) -> "ChatTemplate":
+        """The template of a model's folder, of a `tokenizer_config.json`, or of a file of its own. "chatml" is the default one.
+
+        Args:
+            beside: the folder whose `tokenizer_config.json` names the special tokens, where `path` lies elsewhere.
+
+        Raises:
+            TemplateError: there is none, or it cannot be read.
+        """
+        path = Path(path).expanduser()
+        folder = path if path.is_dir() else path.parent
+        try:
+            config = (beside or folder) / "tokenizer_config.json"
+            said = read_json(config) if config.exists() else {}
+            variables = {name: text for name, token in said.items() if name.endswith("_token") and isinstance(text := spelt(token), str)}
+            if str(path) == "chatml":
+                return cls(CHATML, "chatml", variables)
+            file = folder / FILE if path.is_dir() or path.name == "tokenizer_config.json" else path
+            if file.exists():
+                return cls(file.read_text(encoding="utf-8"), str(file), variables)
+            own = read_json(folder / config.name) if (folder / config.name).exists() and path in (folder, folder / config.name) else {}
+        except (PretrainedError, OSError, ValueError) as error:
+            raise TemplateError(f"The chat template of {path} cannot be read ({error}): copy it again.") from None
+        return cls(chosen(own.get("chat_template"), path), str(folder / config.name), variables)
+
+    def save(self, folder: Path) -> None:
+        """Write `chat_template.jinja` where transformers looks for it, which is beside the tokenizer."""
+        write_atomically(Path(folder) / FILE, self.source.encode())
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool = False, tools: Any = None) -> str:
+        """The text of messages; with a generation prompt, up to where the assistant's answer begins.
+
+        Raises:
+            TemplateError: the template does not render them.
+        """
+        return self.render_all([call_of(messages, generation_prompt, tools)])[0].text
+
+    def render_all(self, calls: Sequence[dict[str, Any]]) -> list[Rendered]:
+        """Several texts in one request, each as `call_of` describes it.
+
+        Raises:
+            TemplateError: the first that the template does not render.
+        """
+        opened, closed = unused_characters(calls, 2)
+        answer = self.ask({"calls": [self.variables | call for call in calls], "marks": [opened, closed]})
+        if reason := next((each["error"] for each in answer if "error" in each), None):
+            raise TemplateError(f"The chat template {self.name} refuses these messages: {reason.strip().rstrip('.')}.")
+        return [without_marks(each["text"], opened, closed) for each in answer]
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """A request to the process that renders, which is started at the first."""
+        if self.process is None or self.owner != os.getpid():
+            self.owner = os.getpid()
+            command = [sys.executable, "-I", renderer.__file__]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            if reason := self.ask({"template": self.source})[0].get("error"):
+                self.close()
+                raise TemplateError(f"The chat template {self.name} is not one that jinja2's sandbox takes: {reason.rstrip('.')}.")
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer.endswith("\n"):
+            self.close()
+            raise TemplateError(
+                f"The chat template {self.name} was stopped: it computes for more than {renderer.SECONDS:g} seconds or takes more than "
+                f"{renderer.MEMORY // 2**20} MiB. Give another template."
+            )
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the process that renders; the next text starts another."""
+        if self.process is not None:
+            process, self.process = self.process, None
+            if self.owner == os.getpid():
+                process.kill()
+                process.communicate()
+
+    __del__ = close
+
+
+def call_of(messages: Sequence[Message], generation_prompt: bool = False, tools: Any = None) -> dict[str, Any]:
+    """What a template sees. A key whose value is None is left out, as transformers leaves it out."""
+    plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    return {"messages": plain, "tools": tools, "documents": None, "add_generation_prompt": generation_prompt}
+
+
+def spelt(token: Any) -> Any:
+    """A token's name, which a configuration gives alone or among its properties."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def chosen(given: Any, path: Path) -> str:
+    """The template of a configuration: the only one, or of several with names the one called default."""
+    if isinstance(given, list) and all(isinstance(each, dict) for each in given):
+        given = {each.get("name"): each.get("template") for each in given}
+    if isinstance(given, dict):
+        if "default" not in given:
+            raise TemplateError(f"{path} has no chat template called default, only {', '.join(map(str, given))}: give one as a file.")
+        given = given["default"]
+    if not isinstance(given, str):
+        raise TemplateError(f"{path} has no chat template: give a file that holds one ({FILE}), or chatml.")
+    return given
+
+
+def unused_characters(values: Any, count: int) -> list[str]:
+    """Characters that occur in none of the values."""
+    there = set(json.dumps(values, ensure_ascii=False))
+    return [character for number in PRIVATE[: count + len(there)] if (character := chr(number)) not in there][:count]
+
+
+def without_marks(text: str, opened: str, closed: str) -> Rendered:
+    """Take the marks out, and say where they were."""
+    pieces = re.split(f"([{opened}{closed}])", text)
+    plain, place, generated, start = [], 0, [], 0
+    for piece in pieces:
+        if piece == opened:
+            start = place
+        elif piece == closed:
+            generated.append((start, place))
+        else:
+            plain.append(piece)
+            place += len(piece)
+    return Rendered("".join(plain), generated)

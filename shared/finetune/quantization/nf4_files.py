@@ -1,0 +1,230 @@
+"""Chapter 10. Save and load a 4-bit model in bitsandbytes' format (`quantization_config`, NF4 `quant_state`), which transformers loads.
+
+    weight [out in / 2, 1] uint8        weight.absmax [out in / 64]: scales, or with double quantization their codes (uint8)
+    weight.quant_map [16]               weight.nested_absmax, weight.nested_quant_map [256]: double quantization's scales and values
+    weight.quant_state.bitsandbytes__nf4: JSON as bytes: shape, block sizes, the mean of the scales
+
+Opened, a model is on the meta device, and its tables are read slice by slice, so each rank of a layout reads what it holds. Nothing is
+dequantized on the way: codes and scales stay as the files have them.
+
+A run (`start_from`) reads such a folder through `Nf4Folder` and `with_tables`. Scripts call `save_nf4` and `open_nf4`: a run writes its
+adapter and the merged model instead.
+
+Left out on purpose: fp4, other block sizes, and formats that keep several layers in one tensor or transposed, such as GPT-2's.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from shared.finetune.quantization.nf4 import BLOCK, SCALE_BLOCK, dynamic_values, nf4_values
+from shared.finetune.quantization.nf4_linear import Nf4Linear, Tables, table_shapes
+from shared.model.hf.files import PretrainedError, TensorFolder, plan_files, write_json, write_tensors
+from shared.model.hf.format import FileTensor, only
+from shared.model.hf.generation import every_id, write_generation
+from shared.model.hf.pretrained import Weights, names_in_files, open_pretrained, packed_like, read_folder, whole_weights
+from shared.model.hf.registry import write_config
+from shared.model.transformer import TransformerModel
+from shared.parallel.sharding import Box
+from shared.tensor_files import ordered
+
+STATE = "quant_state.bitsandbytes__nf4"
+PARTS = {"codes": "", "scales": ".absmax", "scale_codes": ".absmax", "scale_scales": ".nested_absmax"}  # a table's tensor, after the weight
+MAPS = {".quant_map": nf4_values, ".nested_quant_map": dynamic_values}
+SETTINGS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
+NUMBERS = {"quant_type": "nf4", "blocksize": BLOCK, "nested_blocksize": SCALE_BLOCK}  # all that a state may say of these
+
+
+def save_nf4(model: TransformerModel, folder: Path | str, *, max_shard_bytes: int = 5 * 10**9, weights: Weights | None = None) -> None:
+    """Write a model with a base in NF4 (`quantize_base`) into a folder, as `save_pretrained` does.
+
+    Args:
+        model: without adapters.
+        max_shard_bytes, weights: as `save_pretrained` takes them; every process calls it where there are `weights`.
+
+    Raises:
+        ValueError: a model without such layers or with adapters, or one whose format keeps them in another way.
+    """
+    folder, (known, raw) = Path(folder), write_config(model.config)
+    weights, layers = weights or whole_weights(model), {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Nf4Linear)}
+    if not layers or any(".adapters." in name for name in weights.like):
+        raise ValueError(
+            "Only a model whose base is in NF4 is saved here, without adapters: quantize_base makes one, save_adapter saves those."
+        )
+    tensors: dict[str, tuple[Tensor, Callable[[], Tensor | None]]] = {}
+    for entry in known.tensors(model.config):
+        (ours, *more) = entry.ours
+        if ours not in layers:
+            tensors[entry.name] = packed_like(entry, weights.like), partial(collect, entry, weights)
+        elif entry.pack is not only or more:
+            raise ValueError(
+                f"{entry.name} holds several layers, or one transposed, so its blocks are others: save a model of LLaMA's family."
+            )
+        else:
+            tensors |= {entry.name + part: made for part, made in parts_of(ours, layers[ours], weights).items()}
+    like = {name: tensor for name, (tensor, _) in tensors.items()}
+    plan = plan_files({name: tensor.nbytes for name, tensor in like.items()}, max_shard_bytes)
+    if not weights.writes:
+        for names in plan.values():
+            for name in ordered({name: like[name] for name in names}):
+                tensors[name][1]()
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder, plan, like, lambda name: tensors[name][1]())
+    ids = every_id(model.token_ids, model.config)
+    write_generation(folder, ids, model.config)
+    plain = [entry.name.removesuffix(".weight") for entry in known.tensors(model.config) if is_plain_linear(model, entry)]
+    double = any("scale_codes" in layer.stored for layer in layers.values())
+    settings = SETTINGS | {"bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": "float32", "llm_int8_skip_modules": plain}
+    write_json(folder / "config.json", raw | ids | {"dtype": "float32", "quantization_config": settings})
+
+
+def is_plain_linear(model: TransformerModel, entry: FileTensor) -> bool:
+    """Whether a tensor is the weight of a linear layer that is not quantized."""
+    module, _, attribute = entry.ours[0].rpartition(".")
+    return attribute == "weight" and isinstance(model.get_submodule(module), nn.Linear)
+
+
+def collect(entry: FileTensor, weights: Weights) -> Tensor | None:
+    """A tensor of the plain format, in the process that writes."""
+    collected = {ours: weights.collect(ours) for ours in entry.ours}
+    return entry.pack(entry.views(collected)) if weights.writes else None
+
+
+def parts_of(ours: str, layer: Nf4Linear, weights: Weights) -> dict[str, tuple[Tensor, Callable[[], Tensor | None]]]:
+    """The tensors of a layer in the files, after its weight's name: one of the same shape, and what makes it."""
+    name, parts = ours.removesuffix("weight"), {}
+    for kind, shape in table_shapes(layer.weight_shape, "scale_codes" in layer.stored).items():
+        if kind in PARTS:
+            flat = (math.prod(shape), 1) if kind == "codes" else (math.prod(shape),)
+            made = torch.empty(flat, dtype=weights.like[name + kind].dtype, device="meta")
+            parts[PARTS[kind]] = made, partial(collect_flat, name + kind, flat, weights)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "float32", "shape": list(layer.weight_shape)}
+    maps = [".quant_map"]
+    if "scale_codes" in layer.stored:
+        mean = weights.collect(name + "scale_mean")
+        state |= {"nested_blocksize": SCALE_BLOCK, "nested_dtype": "float32", "nested_offset": 0.0 if mean is None else mean.item()}
+        maps.append(".nested_quant_map")
+    tables = {each: MAPS[each]() for each in maps} | {f".{STATE}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}
+    return parts | {part: (tensor, lambda tensor=tensor: tensor) for part, tensor in tables.items()}
+
+
+def collect_flat(name: str, shape: Sequence[int], weights: Weights) -> Tensor | None:
+    collected = weights.collect(name)
+    return None if collected is None else collected.reshape(shape)
+
+
+class Nf4Folder(TensorFolder):
+    """The tensors of such a folder: four-bit weights have their own names and shapes, and what belongs to them is not listed.
+
+    states: name of a four-bit weight -> its state.
+
+    Raises:
+        PretrainedError: as `TensorFolder`; no weight in NF4, or one in another format, or without all of its tensors.
+    """
+
+    settings = ("quantization_config",)
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.states: dict[str, dict[str, Any]] = {}
+        everything = self.shapes
+        ends = {*PARTS.values(), *MAPS, f".{STATE}"} - {""}
+        self.shapes = {name: shape for name, shape in everything.items() if not any(name.endswith(f".weight{end}") for end in ends)}
+        for name in [name.removesuffix(f".{STATE}") for name in everything if name.endswith(f".weight.{STATE}")]:
+            self.states[name] = state = self.read_state(name)
+            for kind, shape in table_shapes(state["shape"], "nested_offset" in state).items():
+                there = everything.get(name + PARTS[kind]) if kind in PARTS else (1,)
+                if there is None or math.prod(there) != math.prod(shape):
+                    raise PretrainedError(
+                        f"{folder}: {name}{PARTS[kind]} does not fit the shape {state['shape']} of its weight: copy it again."
+                    )
+            self.shapes[name] = tuple(state["shape"])
+        if not self.states:
+            raise PretrainedError(f"{folder} has no weights in NF4 (no tensor {STATE}): open it with open_pretrained.")
+
+    def whole(self, name: str) -> Tensor:
+        with safe_open(self.file_of[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def read_state(self, name: str) -> dict[str, Any]:
+        """What is said of a weight.
+
+        Raises:
+            PretrainedError: what is not understood here.
+        """
+        try:
+            state = json.loads(bytes(self.whole(f"{name}.{STATE}").tolist()))
+            wrong = [key for key, value in NUMBERS.items() if state.get(key, value) != value]
+            rows, columns = state["shape"]
+            maps = {part: make for part, make in MAPS.items() if part == ".quant_map" or "nested_offset" in state}
+            wrong += [part[1:] for part, make in maps.items() if not torch.equal(self.whole(name + part).float(), make())]
+            float(state.get("nested_offset", 0.0))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PretrainedError(f"{self.folder}: {name}.{STATE} cannot be read ({error!r}): copy the files again.") from None
+        if wrong or columns % BLOCK:
+            raise PretrainedError(
+                f"{self.folder}: {name} is kept with another {wrong[0] if wrong else 'shape'} than NF4 in blocks of {BLOCK} is here: save "
+                "it again with bnb_4bit_quant_type nf4 and its defaults."
+            )
+        return state
+
+    def tables(self, name: str) -> Tables:
+        """What reads the tables of a layer."""
+        state = self.states[name]
+        read: Tables = {}
+        for kind, shape in table_shapes(state["shape"], "nested_offset" in state).items():
+            if kind == "scale_mean":
+                read[kind] = shape, lambda offsets, sizes: torch.tensor([state["nested_offset"]], dtype=torch.float32)
+            else:
+                read[kind] = shape, partial(self.read_table, name + PARTS[kind], shape)
+        return read
+
+    def read_table(self, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A slice of a table, of which the file has the flattened numbers: whole rows are read."""
+        width = math.prod(shape[1:])
+        with safe_open(self.file_of[name], "pt") as file:
+            rows = file.get_slice(name)[offsets[0] * width : (offsets[0] + sizes[0]) * width]
+        return Box((0, *offsets[1:]), tuple(sizes)).of(rows.reshape(sizes[0], *shape[1:]))
+
+
+def open_nf4(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> TransformerModel:
+    """The model in such a folder on the meta device, with its base in NF4, as `open_pretrained` opens others. `materialize` reads it whole,
+    and `apply_parallel` what each rank holds.
+
+    Args:
+        dtype: of what is not in four bits.
+
+    Raises:
+        PretrainedError: as for `open_pretrained`; weights that are not NF4 as it is here, or in a layer that is no linear one.
+    """
+    files = Nf4Folder(Path(folder))
+    return with_tables(open_pretrained(folder, dtype=dtype, files=files), files)
+
+
+def with_tables(model: TransformerModel, files: Nf4Folder) -> TransformerModel:
+    """A model on the meta device, opened with these files, whose linear layers that are in four bits there become frozen ones, in place.
+
+    Raises:
+        PretrainedError: as for `open_nf4`.
+    """
+    known, config, _ = read_folder(files.folder, files.settings)
+    stored = {entry.name: entry for entry in known.tensors(model.config)}
+    for name, full in names_in_files(known, stored, files, config).items():
+        if name not in files.states:
+            continue
+        module, _, attribute = stored[full].ours[0].rpartition(".")
+        linear, (parent, _, own) = model.get_submodule(module), module.rpartition(".")
+        if type(linear) is not nn.Linear or attribute != "weight" or stored[full].pack is not only or len(stored[full].ours) > 1:
+            raise PretrainedError(
+                f"{files.folder}: {name} in four bits is not the weight of one linear layer as it is: load a model of LLaMA's family."
+            )
+        setattr(model.get_submodule(parent), own, Nf4Linear(linear.weight.shape, files.tables(name), linear.bias, on_meta=True))
+    return model

@@ -1,0 +1,279 @@
+"""Chapter 10. Save and load quantized models in the GPTQ and AWQ layouts (`quantization_config`, qweight, qzeros, scales, g_idx).
+
+    GPTQ   qweight [in * bits / 32, out] packed along the inputs, qzeros [groups, out * bits / 32] along the outputs, g_idx [in]: groups
+    AWQ    qweight [in, out / 8], qzeros [groups, out / 8]: four bits, packed along the outputs, of eight in the order 0 2 4 6 1 3 5 7
+
+Scales are [groups, out] in both, in float16. GPTQ's older files ("gptq") hold zero points minus 1, which a zero point of 0 does not
+survive; they are written where the zero point is the middle of the codes, and the newer ones ("gptq_v2") where it is not.
+
+Left out on purpose: groups of columns that are not neighbours, which GPTQ makes with act order and without static groups.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared.finetune.quantization.packed import QuantizedLinear
+from shared.finetune.quantization.rounding import WORD, QuantizedWeight, Rounding, pack, unpack
+from shared.model.builders import Builders
+from shared.model.hf.files import PretrainedError, TensorFolder, plan_files, read_json, write_json, write_tensors
+from shared.model.hf.format import FileTensor, only
+from shared.model.hf.generation import TokenIds, every_id, read_token_ids, write_generation
+from shared.model.hf.pretrained import listed
+from shared.model.hf.registry import read_config, write_config
+from shared.model.transformer import TransformerModel
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each place of a word holds, of eight
+KEYS = {"gptq": ("qweight", "qzeros", "scales", "g_idx"), "awq": ("qweight", "qzeros", "scales")}
+
+
+def save_quantized(
+    model: TransformerModel, folder: Path | str, *, layout: str, token_ids: TokenIds | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write a model whose blocks' linear layers are quantized into a folder.
+
+    Args:
+        layout: "gptq", or "awq" for four bits.
+        token_ids, max_shard_bytes: as `save_pretrained` takes them.
+
+    Raises:
+        ValueError: a model that is not quantized, or that the layout or the model's format cannot hold.
+    """
+    folder, (known, raw) = Path(folder), write_config(model.config)
+    settings = file_settings(require_one_rounding(model), layout)
+    require_outputs(model, settings["bits"])
+    like = {model.logical_name(name): value.detach() for name, value in model.state_dict(keep_vars=True).items()}
+    tensors: dict[str, Tensor] = {}
+    for entry in known.tensors(model.config):
+        layer = quantized_layer(model, entry)
+        if layer is None:
+            tensors[entry.name] = entry.pack(entry.views(like))
+        else:
+            made = to_file(layer.quantized_weight(), layer.rounding, settings)
+            tensors |= {entry.name.removesuffix("weight") + key: made[key] for key in KEYS[layout]}
+    ids = every_id(model.token_ids if token_ids is None else token_ids, model.config)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    plan = plan_files({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes)
+    write_tensors(folder, plan, tensors, tensors.__getitem__)
+    write_generation(folder, ids, model.config)
+    write_json(folder / "config.json", raw | ids | {"dtype": "float16", "quantization_config": settings})
+
+
+def load_quantized(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> TransformerModel:
+    """The model in such a folder, ours or another tool's. Its quantized layers are frozen. It is in training mode.
+
+    Args:
+        dtype: of what is not quantized.
+
+    Raises:
+        PretrainedError: no such folder, damaged files, a model that is not quantized or not in these layouts, tensors that do not fit.
+    """
+    folder = Path(folder)
+    raw = read_json(folder / "config.json")
+    try:
+        settings, rounding = read_settings(raw.pop("quantization_config", None))
+        known, config = read_config(raw)
+    except (ValueError, TypeError) as error:
+        raise PretrainedError(f"{folder / 'config.json'}: {error}") from None
+    files = TensorFolder(folder)
+    if known.tied_by_file:
+        config = replace(config, tie_word_embeddings=not set(known.tied) & set(files.shapes))
+
+    def linear(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        made = nn.Linear(in_features, out_features, bias=bias)
+        return made if name == "head" else QuantizedLinear(out_features, in_features, made.bias, rounding)
+
+    try:
+        with torch.device("meta"):
+            model = TransformerModel(config, Builders(linear=linear))
+    except ValueError as error:
+        raise PretrainedError(f"{folder / 'config.json'}: {error}") from None
+    model.token_ids = read_token_ids(known, folder, raw)
+    parameters = {model.logical_name(name): parameter for name, parameter in model.named_parameters()}
+    entries = known.tensors(model.config)
+    shapes = (wanted_shapes(model, entry, parameters, settings).items() for entry in entries)
+    require_fit(folder, files, {name: shape for of_entry in shapes for name, shape in of_entry})
+    state: dict[str, Tensor] = {}
+    for entry in entries:
+        layer = quantized_layer(model, entry)
+        if layer is None:
+            whole = whole_tensor(files, entry.name)
+            for number, ours in enumerate(entry.ours):
+                shape = parameters[ours].shape
+                there, take = entry.locate([(0, size) for size in shape], number, shape)
+                state[ours] = take(whole[tuple(slice(*each) for each in there)]).to(dtype)
+            continue
+        name = entry.name.removesuffix("weight")
+        weight = from_file({key: whole_tensor(files, name + key) for key in KEYS[settings["quant_method"]]}, rounding, settings, name)
+        made = QuantizedLinear.of(weight, None, rounding)
+        state |= {entry.ours[0].removesuffix("weight") + stored: getattr(made, stored) for stored in made.stored}
+    names = {name: model.logical_name(name) for name in model.state_dict()}
+    model.load_state_dict({name: state[logical] for name, logical in names.items()}, assign=True)
+    model.tie_weights()
+    for layer in quantized_layers(model):
+        layer.requires_grad_(False)
+    return model
+
+
+def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+
+
+def quantized_layer(model: TransformerModel, entry: FileTensor) -> QuantizedLinear | None:
+    """The quantized layer whose weight a tensor of the plain format holds; None where it holds anything else.
+
+    Raises:
+        ValueError: the tensor is not this weight as it is.
+    """
+    found = [model.get_submodule(name.rpartition(".")[0]) for name in entry.ours if name.endswith(".weight")]
+    layers = [module for module in found if isinstance(module, QuantizedLinear)]
+    if not layers:
+        return None
+    if entry.pack is not only or len(entry.ours) > 1:
+        raise ValueError(f"{entry.name} holds several layers, or one transposed, and these layouts cannot: take a model of LLaMA's family.")
+    return layers[0]
+
+
+def require_one_rounding(model: nn.Module) -> Rounding:
+    roundings = {layer.rounding for layer in quantized_layers(model)}
+    if len(roundings) != 1:
+        raise ValueError("The model is not quantized, or its layers differ in bits and groups: quantize all of them in the same way.")
+    return roundings.pop()
+
+
+def require_outputs(model: TransformerModel, bits: int) -> None:
+    """Refuse a layer whose outputs' codes do not fill words, by its name; before it is quantized as well."""
+    for name, module in model.stack.blocks.named_modules(prefix="stack.blocks"):
+        if getattr(module, "out_features", 0) * bits % WORD:
+            raise ValueError(
+                f"{name} has {module.out_features} outputs, which codes of {bits} bits do not pack into words of {WORD}: take other bits."
+            )
+
+
+def file_settings(rounding: Rounding, layout: str) -> dict[str, Any]:
+    """`quantization_config`, in the words of the two tools.
+
+    Raises:
+        ValueError: a layout that is not known, or that has no such codes.
+    """
+    if layout not in KEYS:
+        raise ValueError(f"layout is {layout!r}: give one of {', '.join(KEYS)}.")
+    if layout == "awq" and rounding.bits != 4:
+        raise ValueError(f"AWQ's layout has 4 bits and these weights have {rounding.bits}: save them in GPTQ's layout.")
+    common = {"quant_method": layout, "bits": rounding.bits, "group_size": rounding.group or -1}
+    if layout == "awq":
+        return common | {"zero_point": not rounding.symmetric, "version": "gemm"}
+    version = "gptq" if rounding.symmetric else "gptq_v2"
+    return common | {"sym": rounding.symmetric, "desc_act": False, "damp_percent": 0.01, "lm_head": False, "checkpoint_format": version}
+
+
+def read_settings(settings: Any) -> tuple[dict[str, Any], Rounding]:
+    """A file's `quantization_config`, and its bits and groups.
+
+    Raises:
+        ValueError: one that is not understood here.
+    """
+    if not isinstance(settings, dict) or settings.get("quant_method") not in KEYS:
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        raise ValueError(f"quantization_config has the method {method!r}: those that are read here are {', '.join(KEYS)}.")
+    bits, group = settings.get("bits"), settings.get("group_size")
+    if not isinstance(bits, int) or not isinstance(group, int):
+        raise ValueError(f"bits is {bits!r} and group_size {group!r} in quantization_config: both must be whole numbers.")
+    gptq = settings["quant_method"] == "gptq"
+    expected = (("lm_head", (False, None)), ("checkpoint_format", ("gptq", "gptq_v2", None))) if gptq else (("version", ("gemm", None)),)
+    for key, understood in (*expected, ("modules_to_not_convert", (None, []))):
+        if settings.get(key) not in understood:
+            raise ValueError(f"{key} is {settings[key]!r} in quantization_config, which is not understood here: only {understood[0]!r} is.")
+    symmetric = settings.get("sym", True) if gptq else not settings.get("zero_point", True)
+    return settings, Rounding(bits, None if group == -1 else group, symmetric)
+
+
+def zero_offset(settings: dict[str, Any]) -> int:
+    """What is subtracted from zero points before they are packed."""
+    return int(settings["quant_method"] == "gptq" and settings.get("checkpoint_format") != "gptq_v2")
+
+
+def to_file(weight: QuantizedWeight, rounding: Rounding, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a layer in the layout that `settings` name."""
+    zeros, scales = weight.zeros.t().to(torch.int32), weight.scales.t().to(torch.float16)
+    if settings["quant_method"] == "awq":
+        packed = (pack_rows(reordered(each, AWQ_ORDER), 4) for each in (weight.codes.t(), zeros))
+        return dict(zip(KEYS["awq"], (*packed, scales), strict=True))
+    codes = pack_rows(weight.codes, rounding.bits).t()
+    zeros = pack_rows((zeros - zero_offset(settings)) & rounding.last, rounding.bits)
+    group_of = torch.arange(weight.codes.shape[1], dtype=torch.int32) // rounding.columns(weight.codes.shape[1])
+    return dict(zip(KEYS["gptq"], (codes, zeros, scales, group_of), strict=True))
+
+
+def from_file(tensors: dict[str, Tensor], rounding: Rounding, settings: dict[str, Any], name: str) -> QuantizedWeight:
+    """The weight that a layer's tensors hold.
+
+    Raises:
+        PretrainedError: groups that are not neighbouring columns.
+    """
+    scales, bits = tensors["scales"].t(), rounding.bits
+    if settings["quant_method"] == "awq":
+        back = [AWQ_ORDER.index(place) for place in range(len(AWQ_ORDER))]
+        codes, zeros = (reordered(unpack_rows(tensors[key], 4), back).t() for key in ("qweight", "qzeros"))
+        return QuantizedWeight(codes, scales, zeros)
+    codes = unpack_rows(tensors["qweight"].t(), bits)
+    zeros = (unpack_rows(tensors["qzeros"], bits) + zero_offset(settings)).t()
+    width = rounding.columns(codes.shape[1])
+    if not torch.equal(tensors["g_idx"].long(), torch.arange(codes.shape[1]) // width):
+        raise PretrainedError(f"{name}g_idx is not that of groups of {width} neighbouring columns: quantize the model with static groups.")
+    return QuantizedWeight(codes, scales, zeros)
+
+
+def pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """[m, n] -> [m, n * bits / 32] int32. `pack` takes 32 codes at a time, so rows are filled up, and the words of that are cut off."""
+    return pack(F.pad(codes, (0, -codes.shape[1] % WORD)), bits).flatten(1)[:, : codes.shape[1] * bits // WORD]
+
+
+def unpack_rows(words: Tensor, bits: int) -> Tensor:
+    """The codes of `pack_rows`."""
+    columns = words.shape[1] * WORD // bits
+    return unpack(F.pad(words, (0, -words.shape[1] % bits)).unflatten(1, (-1, bits)), bits)[:, :columns]
+
+
+def reordered(codes: Tensor, order: tuple[int, ...] | list[int]) -> Tensor:
+    """[m, n] with the columns of each eight in another order."""
+    return codes.unflatten(1, (-1, len(order)))[..., list(order)].flatten(1)
+
+
+def wanted_shapes(
+    model: TransformerModel, entry: FileTensor, parameters: dict[str, Tensor], settings: dict[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that files must hold for one of the plain format, with their shapes."""
+    layer = quantized_layer(model, entry)
+    if layer is None:
+        views = entry.views(parameters)
+        return {entry.name: tuple(entry.pack([torch.empty_like(view) for view in views]).shape)}
+    out, groups = layer.scales.shape
+    bits, name = layer.rounding.bits, entry.name.removesuffix("weight")
+    awq = settings["quant_method"] == "awq"
+    codes = (layer.in_features, out * bits // WORD) if awq else (layer.in_features * bits // WORD, out)
+    shapes = {"qweight": codes, "qzeros": (groups, out * bits // WORD), "scales": (groups, out), "g_idx": (layer.in_features,)}
+    return {name + key: shapes[key] for key in KEYS[settings["quant_method"]]}
+
+
+def require_fit(folder: Path, files: TensorFolder, wanted: dict[str, tuple[int, ...]]) -> None:
+    """Refuse files that do not hold just these tensors."""
+    problems = {
+        "missing": set(wanted) - set(files.shapes),
+        "extra": set(files.shapes) - set(wanted),
+        "misshapen": {f"{name} is {list(files.shapes[name])}, not {list(wanted[name])}" for name in wanted
+                      if files.shapes.get(name, wanted[name]) != wanted[name]},
+    }  # fmt: skip
+    if found := "; ".join(f"{title}: {listed(names)}" for title, names in problems.items() if names):
+        raise PretrainedError(
+            f"The tensors in {folder} do not match its config.json; look at bits and group_size in quantization_config. {found}."
+        )
+
+
+def whole_tensor(files: TensorFolder, name: str) -> Tensor:
+    return files.read(name, [(0, size) for size in files.shapes[name]])

@@ -1,0 +1,110 @@
+"""quantize.py and quantization_table.py as a reader starts them: what they write, what they print, and what they refuse."""
+
+import json
+import math
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from scripts import run_script
+
+from shared.course.errors import CourseError
+from shared.course.paths import CHECKOUT
+from shared.data.tokenizer import TextTokenizer
+from shared.finetune.quantization.saved import load_quantized
+from shared.model.config import ModelConfig
+from shared.model.hf.pretrained import load_pretrained, save_pretrained
+from shared.model.transformer import TransformerModel
+from shared.trainer.initial_weights import find_initial_weights
+
+CHAPTER = CHECKOUT / "chapters" / "10_finetuning"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """What a run leaves: a model's folder with its tokenizer; and a folder of text."""
+    folder, text = tmp_path_factory.mktemp("run") / "model", tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (text / f"{number}.py").write_text(f"def double_{number}(x):\n    return x + x  # twice {number}\n" * 20)
+    tokenizer = TextTokenizer.train([file.read_text() for file in sorted(text.iterdir())], 300, sentinels=0)
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+                         max_position_embeddings=64, initializer_range=0.1)  # fmt: skip
+    save_pretrained(TransformerModel(config, seed=0), folder, token_ids={"eos_token_id": tokenizer.end_id})
+    tokenizer.save_pretrained(folder, 64)
+    return folder, text
+
+
+def quantize(exported, output, *words):
+    folder, text = exported
+    sizes = ("--rows", 8, "--seq", 32, "--held_out_rows", 8, "--group", 32)
+    return run_script(CHAPTER / "quantize.py", "--model", folder, "--data", text, "--output", output, *sizes, *words, cwd=output.parent)
+
+
+def test_a_runs_model_is_quantized_and_told_about(exported, tmp_path):
+    done = quantize(exported, tmp_path / "out", "--method", "gptq")
+    assert done.returncode == 0, done.stderr
+    assert "stack.blocks.0.feed_forward.down_proj" in done.stdout and "Perplexity of a token" in done.stdout
+    before = load_pretrained(exported[0])
+    after = load_quantized(tmp_path / "out" / "model")
+    ids = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        changed = (before(ids) - after(ids)).norm() / before(ids).norm()
+    assert 0 < changed < 0.5
+    assert TextTokenizer.load(tmp_path / "out" / "model").identity == TextTokenizer.load(exported[0]).identity
+    told = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+    assert told["quantization_config"]["quant_method"] == "gptq" and told["eos_token_id"] is not None
+    for load in (load_pretrained, find_initial_weights):
+        with pytest.raises((CourseError, ValueError), match="quantiz.*load_quantized"):
+            load(tmp_path / "out" / "model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"bits": 5}, "bits is 5: give one of 2, 3, 4, 8"),
+        ({"group": 48}, "stack.blocks.0.attention.q_proj: A layer of 64 inputs cannot be quantized in groups of 48"),
+        ({"layout": "awq", "bits": 8}, "AWQ's layout has 4 bits and these weights have 8"),
+        ({"rows": 0}, "rows is 0: give at least 1"),
+        ({"model": Path("nowhere")}, "nowhere is no folder"),
+        ({"damping": -1.0}, "damping is -1.0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(exported, tmp_path, changes, says):
+    module = import_module("chapters.10_finetuning.quantize")
+    settings = {"model": exported[0], "data": exported[1], "group": 32, "output": tmp_path} | changes
+    with pytest.raises(CourseError, match=says):
+        module.run(module.QuantizeConfig(**settings))
+
+
+def test_enlarged_channels_leave_the_model_what_it_was():
+    module = import_module("chapters.10_finetuning.quantization_table")
+    model, twin = (TransformerModel(ModelConfig(**module.MODEL | {"num_hidden_layers": 1}), seed=0).double() for _ in range(2))
+    module.enlarge_channels(model, 0)
+    ids = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), twin(ids), rtol=0, atol=1e-6)
+    norms = model.stack.blocks["0"].attention_norm.weight
+    assert (norms > 20).sum() == module.LARGE
+
+
+def test_the_divergence_is_that_of_the_definition():
+    module = import_module("chapters.10_finetuning.quantization_table")
+    logits = (torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    first, second = (torch.nn.Embedding.from_pretrained(each) for each in logits)
+
+    def model_of(table):
+        return lambda ids: table(ids)
+
+    found = module.kl_of(model_of(first), model_of(second), [{"input_ids": torch.arange(5).view(1, 5)}])
+    p, q = (table.weight.double().softmax(dim=-1) for table in (first, second))
+    assert found == pytest.approx(sum(p[i, j] * math.log(p[i, j] / q[i, j]) for i in range(5) for j in range(7)).item() / 5)
+
+
+@pytest.mark.slow
+def test_the_tables_are_made_by_a_command(tmp_path):
+    words = ("--seeds", 1, "--steps", 8, "--windows", 8, "--calibration", 8, "--output", tmp_path / "out")
+    done = run_script(CHAPTER / "quantization_table.py", "--experiment", "outliers", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "out" / "outliers.md").read_text().splitlines()
+    assert len(lines) == 2 + 6 and all(line.count("|") == lines[0].count("|") for line in lines)
