@@ -7,9 +7,10 @@ Tolerances. float64: 1e-12; transformers counts in float32: 1e-6.
 import torch
 
 from shared.course.checking import Case, Check
+from shared.course.counting import cost, within
 from shared.parallel.comm.threads import run_threads
 
-from .pieces import CONTRACT, cost, from_transformers, gradients, randn, within
+from .pieces import CONTRACT, from_transformers, gradients, randn
 
 BY_HAND = "a loop over rows and tokens, by the contract's equation"
 SWITCH = "transformers' load_balancing_loss_func of Switch, times tokens / E"

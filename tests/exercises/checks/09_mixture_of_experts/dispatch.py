@@ -9,8 +9,9 @@ import numpy
 import torch
 
 from shared.course.checking import Case, Check
+from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, TiesReversed, cost, within
+from .pieces import CONTRACT, TiesReversed
 
 SORTED = "Python's sorted and numpy's bincount"
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import torch
 
 from shared.course.checking import Case, Check
+from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, cost, from_transformers, gradients, randn, within
+from .pieces import CONTRACT, from_transformers, gradients, randn
 
 ANY = 1e9  # bytes
 SORTED = "Python's sorted, token by token"

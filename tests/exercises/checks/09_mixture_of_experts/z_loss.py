@@ -7,8 +7,9 @@ Tolerances. float64: 1e-12, float32: 1e-5. Around -900, neighbouring float32 num
 import torch
 
 from shared.course.checking import Case, Check
+from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, cost, from_transformers, gradients, randn, within
+from .pieces import CONTRACT, from_transformers, gradients, randn
 
 BY_HAND = "log(sum(exp(logits))) ** 2, token by token"
 ANY = 1e9  # bytes

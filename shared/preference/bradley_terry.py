@@ -1,0 +1,35 @@
+"""Chapter 11. The Bradley-Terry loss of a reward model: a pair of rewards as the probability that one answer is preferred to the other.
+
+    P(chosen is preferred) = sigmoid(r_chosen - r_rejected)          (Bradley and Terry 1952; Ouyang et al. 2022, equation 1)
+"""
+
+from torch import Tensor
+
+from shared.course.binding import exercise
+
+
+@exercise("11.bradley_terry_loss")
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, centering: float = 0.0) -> Tensor:
+    """The loss of each pair of rewards under the Bradley-Terry model, with an optional margin and centering.
+
+        loss = -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2
+
+    A margin asks for a larger difference where people were surer (Touvron et al. 2023, equation 2). Only differences decide the first term,
+    so all rewards may drift together; centering holds their sum near 0 (Eisenstein et al. 2023, section 2).
+
+    Args:
+        chosen, rejected: [pairs], the rewards of the two answers, both of one float dtype. Left unchanged.
+        margin: [pairs], of any float dtype, or None for 0.
+        centering: how much a sum away from 0 costs.
+
+    Returns:
+        [pairs] in float32 (float64 for float64 rewards), computed in that dtype. Finite, with finite gradients, for differences of
+        thousands. A pair's loss depends on no other pair.
+
+    >>> bradley_terry_loss(torch.tensor([0.0, 2.0]), torch.tensor([0.0, -1.0]))          # log 2; log(1 + exp(-3))
+    tensor([0.6931, 0.0486])
+    >>> bradley_terry_loss(torch.tensor([2.0]), torch.tensor([-1.0]), margin=torch.tensor([3.0]), centering=0.5)   # log 2 + 0.5 * 1
+    tensor([1.1931])
+
+    The solution is in solutions/11_preferences.py; `course read shared.preference.bradley_terry` shows it in place.
+    """

@@ -1,0 +1,68 @@
+"""Chapter 11. Reward functions for reinforcement learning: any function of a prompt and an answer, or the scores of a reward model.
+
+A reward that raises, or that gives no number, ends the run with a sentence that names the answer: counted as 0, it would teach something.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from shared.course.errors import CourseError
+from shared.preference.answer_rows import Sample
+
+Reward = Callable[[Sequence[Sample]], Sequence[float]]
+SHOWN = 60  # characters of a prompt in a sentence
+
+
+def reward_of_texts(function: Callable[[str, str], float], texts: Sequence[str], decode: Callable[[list[int]], str]) -> Reward:
+    """A reward from a function of two texts.
+
+    Args:
+        function: function(prompt, answer) -> reward.
+        texts: of the prompts, by their numbers.
+        decode: the ids of an answer, without the token that ended it, to text.
+    """
+
+    def reward(samples: Sequence[Sample]) -> list[float]:
+        found = []
+        for sample in samples:
+            answer = decode(sample.completion.ids[:-1] if sample.completion.ended else sample.completion.ids)
+            try:
+                found.append(function(texts[sample.prompt], answer))
+            except Exception as error:
+                shown = f"{texts[sample.prompt][:SHOWN]!r} and the answer {answer[:SHOWN]!r}"
+                raise CourseError(f"The reward {name_of(function)} failed on the prompt {shown}: {describe(error)}. Mend it.") from error
+        return found
+
+    reward.__name__ = name_of(function)
+    return reward
+
+
+def reward_all(reward: Reward, samples: Sequence[Sample]) -> list[float]:
+    """The rewards of some answers.
+
+    Raises:
+        CourseError: the reward raised, or gave another number of rewards, or one that is no finite number.
+    """
+    try:
+        scores = [float(score) for score in reward(samples)]
+    except CourseError:
+        raise
+    except Exception as error:
+        raise CourseError(f"The reward {name_of(reward)} failed on answers to the prompts from {samples[0].prompt} on: {describe(error)}. "
+                          "Mend it.") from error  # fmt: skip
+    if len(scores) != len(samples):
+        raise CourseError(f"The reward {name_of(reward)} gave {len(scores)} numbers for {len(samples)} answers: return one for each.")
+    for sample, score in zip(samples, scores, strict=True):
+        if not math.isfinite(score):
+            raise CourseError(
+                f"The reward {name_of(reward)} gave {score} for an answer to prompt {sample.prompt}: a finite number is needed. Mend it."
+            )
+    return scores
+
+
+def name_of(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(".: ")

@@ -1,0 +1,245 @@
+"""Chapter 11. Rollouts as a data loader: sample answers from the policy, reward them, estimate advantages, yield minibatches of them.
+
+    prompts -> sampler -> answers -> reward           a number for each answer
+                               |  -> policy, reference      log-probabilities and values of each token, by the trainer's own pass
+                               v
+    advantages -> passes x minibatches of packed rows, each one step; then the next prompts
+
+The engine knows nothing of this: it asks for the micro-batches of a step, and the first step of a rollout takes longer. Between two steps
+the loader calls the model that objectives call, so rollouts work in every layout. Every data rank draws its share of the answers, and all
+ranks then hold the whole rollout: what is computed over it (whitening, groups, packing) is the same in all layouts.
+
+A saved run continues with the very rollout that it stood in, also on other ranks: its answers and their numbers are the loader's state.
+
+Left out on purpose: what advantages are. PPO hands in a function (`shared.preference.ppo`), GRPO another one (chapter 12).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.batches import split_batch
+from shared.course.errors import CourseError
+from shared.data.loader import require_same_rows
+from shared.devices import on_device
+from shared.engine.callbacks import Callback, Metrics
+from shared.model.init import stream_seed
+from shared.parallel.health.agreement import agreed
+from shared.parallel.strategy import ParallelStrategy
+from shared.preference.answer_rows import AnswerRows, Sample, minibatch
+from shared.preference.reference import Score
+from shared.preference.rewards import Reward, reward_all
+from shared.preference.rollout import Advantages, OpenRollout, Rollout, RolloutConfig, sample_of
+from shared.preference.sampler import Sampler
+from shared.preference.value_head import token_scores
+from shared.sampling import evaluating
+from shared.totals import Batch
+
+
+@dataclass
+class RolloutLoader:
+    """Each step's micro-batches of this data rank, from answers that the policy gives between the steps.
+
+    A batch has `input_ids`, `targets`, `documents`, `positions`, `old_log_probs`, and the columns that `advantages` makes, all [rows, seq].
+
+    Args:
+        strategy: of the policy. Its `model` draws and scores.
+        prompts: ids, one or more each. They are taken in an order that `seed` decides, epoch after epoch.
+        sampler: draws the answers.
+        reward: scores them. Every rank calls it with its share; the numbers of the first rank of each share count.
+        config: sizes.
+        advantages: what is learned from a rollout.
+        seq: positions in a row.
+        micro_batch_size: rows in a micro-batch.
+        seed: of the order of the prompts, of the answers and of the minibatches.
+        reference: what the policy is held near to; None for nothing.
+        computed_in: the autocast dtype of the run; None for the weights' own.
+
+    Attributes:
+        position: prompts that were answered so far, over all ranks.
+        current: the rollout that is being trained on; None between two.
+        metrics: of the rollout that the last step trained on.
+
+    Raises:
+        CourseError: no prompts, one that is empty or too long, or answers that cannot be shared equally among the ranks.
+    """
+
+    strategy: ParallelStrategy
+    prompts: Sequence[Sequence[int]]
+    sampler: Sampler
+    reward: Reward
+    config: RolloutConfig
+    advantages: Advantages
+    seq: int
+    micro_batch_size: int
+    seed: int = 0
+    reference: Score | None = None
+    computed_in: torch.dtype | None = None
+    position: int = field(default=0, init=False)
+    current: OpenRollout | None = field(default=None, init=False)
+    metrics: Metrics = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.mesh = self.strategy.mesh
+        require_prompts(self.prompts, self.config.new_tokens, self.seq)
+        answers, ranks = self.config.prompts * self.config.answers, self.mesh.data.size
+        if answers % ranks:
+            raise CourseError(f"A rollout of {answers} answers cannot be shared equally among {ranks} data ranks: change prompts.")
+        if self.mesh.cp.size > 1:
+            raise CourseError("Rollouts have not been compared under parallel.context_parallel: set it to 1.")
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        while True:
+            if self.current is None:
+                self.current = self.roll_out()
+                self.position += self.config.prompts
+            opened = self.current
+            microbatches = self.minibatch(opened)
+            opened.done += 1
+            if opened.done == self.config.passes * self.config.minibatches:
+                self.current = None
+            self.metrics = opened.metrics
+            yield microbatches
+
+    def minibatch(self, opened: OpenRollout) -> list[Batch]:
+        """This rank's micro-batches of the rollout's next step."""
+        number, part = divmod(opened.done, self.config.minibatches)
+        seed = stream_seed(f"minibatches {self.position} {number}", self.seed)
+        order = np.random.default_rng(seed).permutation(len(opened.samples))
+        chosen = np.split(order, self.config.minibatches)[part].tolist()
+        return self.own_rows(minibatch(opened.samples, opened.columns, chosen, self.seq, self.mesh.data.size * self.micro_batch_size))
+
+    def own_rows(self, batch: Batch) -> list[Batch]:
+        """This data rank's share of the rows, in micro-batches."""
+        data = self.mesh.data
+        return split_batch({name: rows.chunk(data.size)[data.rank] for name, rows in batch.items()}, self.micro_batch_size)
+
+    # A rollout.
+
+    def roll_out(self) -> OpenRollout:
+        """Answer the next prompts. Every rank calls it, and has all answers afterwards."""
+        device = next(self.strategy.module.parameters()).device
+        with torch.no_grad(), evaluating(self.strategy.model), self.strategy.kept_whole():
+            with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
+                mine = self.own_answers()
+            samples, scores = self.share(mine)
+            with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
+                rollout = self.scored(samples, scores, device)
+        columns, metrics = self.advantages(rollout)
+        return OpenRollout(samples, {"old_log_probs": rollout.log_probs} | columns, rollout.metrics() | metrics)
+
+    def own_answers(self) -> list[Sample]:
+        """Draw this data rank's share of the answers."""
+        data, count = self.mesh.data, self.config.answers
+        wanted = [(place, answer) for place in range(self.position, self.position + self.config.prompts) for answer in range(count)]
+        share = len(wanted) // data.size
+        mine = wanted[data.rank * share : (data.rank + 1) * share]
+        numbers = [self.prompt_at(place) for place, _ in mine]
+        prompts = [list(self.prompts[number]) for number in numbers]
+        seeds = [stream_seed(f"answer {answer} to prompt {place}", self.seed) for place, answer in mine]
+        completions = self.sampler(self.strategy.model, prompts, seeds, self.anyone)
+        return [Sample(*each) for each in zip(numbers, prompts, completions, strict=True)]
+
+    def prompt_at(self, place: int) -> int:
+        """The prompt that is answered at a place in the order of all epochs."""
+        epoch, index = divmod(place, len(self.prompts))
+        return int(np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))[index])
+
+    def anyone(self, is_open: bool) -> bool:
+        """Whether a data rank has unfinished answers: ranks with sharded weights or experts run the model together."""
+        flag = torch.tensor([float(is_open)], device=next(self.strategy.module.parameters()).device)
+        self.mesh.data.all_reduce(flag, op="max")
+        return bool(flag)
+
+    def share(self, mine: list[Sample]) -> tuple[list[Sample], list[float]]:
+        """The answers and scores of all data ranks, in the order of their prompts."""
+        scores = agreed(self.mesh.world, partial(reward_all, self.reward, mine))
+        leads = self.mesh.tp.rank == self.mesh.pp.rank == 0
+        gathered = self.mesh.world.gather_objects([self.mesh.data.rank, mine, scores] if leads else None)
+        parts = sorted((each for each in gathered if each is not None), key=lambda each: each[0])
+        return [sample_of(each) for _, samples, _ in parts for each in samples], [score for *_, some in parts for score in some]
+
+    def scored(self, samples: list[Sample], scores: list[float], device: torch.device) -> Rollout:
+        """The rollout, with what policy and reference say of each token. Every data rank passes its share of the rows."""
+        rows = AnswerRows(samples, self.seq, self.mesh.data.size * self.micro_batch_size)
+        parts: list[tuple[Tensor, ...]] = []
+        for batch in self.own_rows(rows.batch):
+            batch = on_device(batch, device)
+            found = token_scores(self.strategy.model, batch, self.config.temperature)
+            parts.append(found if self.reference is None else (*found, self.reference(batch)))
+        log_probs, *more = (rows.take(self.all_rows(torch.cat(each))) for each in zip(*parts, strict=True))
+        reference = log_probs if self.reference is None else more.pop()
+        sampled = torch.zeros_like(log_probs)
+        for row, sample in zip(sampled, samples, strict=True):
+            row[: len(sample.completion.ids)] = torch.tensor(sample.completion.log_probs, dtype=log_probs.dtype)
+        ended = torch.tensor([sample.completion.ended for sample in samples])
+        return Rollout(
+            samples, self.config.answers, torch.tensor(scores, dtype=log_probs.dtype), rows.lengths, ended, log_probs, sampled, reference,
+            more[0] if more else torch.zeros_like(log_probs),
+        )  # fmt: skip
+
+    def all_rows(self, mine: Tensor) -> Tensor:
+        """[own rows, seq] -> [rows, seq] of all data ranks, on the CPU."""
+        whole = mine.new_empty(self.mesh.data.size * len(mine), mine.shape[1])
+        self.mesh.data.all_gather(whole.flatten(), mine.contiguous().flatten())
+        return whole.cpu()
+
+    # State.
+
+    def settings(self) -> dict[str, Any]:
+        """What decides which answers are drawn."""
+        digest = hashlib.sha256(json.dumps([list(map(int, prompt)) for prompt in self.prompts]).encode()).hexdigest()
+        return {"seed": self.seed, "answers": self.config.answers, "prompts": digest}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the prompts and the open rollout: the same on every rank, and JSON."""
+        more = self.advantages.state_dict() if hasattr(self.advantages, "state_dict") else {}
+        opened = None if self.current is None else self.current.state()
+        return {"position": self.position, "current": opened, "metrics": self.metrics, "advantages": more, "settings": self.settings()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another loader stood, whatever its ranks.
+
+        Raises:
+            CourseError: the prompts, their number of answers or the seed differ.
+        """
+        require_same_rows(state["settings"], self.settings())
+        self.position, self.metrics = state["position"], state["metrics"]
+        self.current = None if state["current"] is None else OpenRollout.of_state(state["current"])
+        if hasattr(self.advantages, "load_state_dict"):
+            self.advantages.load_state_dict(state["advantages"])
+
+
+def require_prompts(prompts: Sequence[Sequence[int]], new_tokens: int, seq: int) -> None:
+    """Refuse prompts that cannot be answered.
+
+    Raises:
+        CourseError: names the first.
+    """
+    if not len(prompts):
+        raise CourseError("There are no prompts to answer: give at least one.")
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise CourseError(f"Prompt {number} is empty: a model needs at least one token to continue from.")
+        if len(prompt) + new_tokens > seq:
+            raise CourseError(
+                f"Prompt {number} has {len(prompt)} tokens, which with new_tokens {new_tokens} do not fit into a row of {seq}: give "
+                "shorter prompts, fewer new_tokens or a larger seq."
+            )
+
+
+class RolloutMetrics(Callback):
+    """Logs the metrics of the rollout that a step trained on, as `rollout/...`."""
+
+    def __init__(self, loader: RolloutLoader):
+        self.loader = loader
+
+    def measure(self, engine: Any) -> Metrics:
+        return {f"rollout/{name}": value for name, value in self.loader.metrics.items()}
