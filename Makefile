@@ -4,6 +4,8 @@
 #   make run IMPL=mine         ... with your own exercises (mixed: yours where their check passed; otherwise as the file says)
 #   make run CONFIG=my.yaml ARGS="steps=500 optimizer.lr=0.002"    ... as that file and those words say; ARGS=--help lists all
 #   make run LAYOUT=dp2        ... on two processes: dp2, fsdp2, dp2_zero1, tp2, pp2, ... (pp2_dp2: four) BACKEND=torch on PyTorch's own
+#   make run MODE=sft          fine-tune that model on conversations; ARGS="adapter.rank=16" trains an adapter (course chat RUN talks to it)
+#   make run MODE=dpo          ... then learn from pairs which answers are preferred; MODE=reward trains a reward model, MODE=ppo against it
 #   make run CHAPTER=01        a chapter's own run script; its options are ARGS="--steps 500 --data my_texts", ARGS=--help
 #   make lab                   JupyterLab on the first chapter; make lab CHAPTER=02 on that one
 #   make test                  what must hold before every commit
@@ -16,7 +18,7 @@
 # PYTHON=python3.13            which Python makes the environment (3.11 to 3.14; default: the first that is found)
 # TORCH_INDEX=ADDRESS          where to take PyTorch from, for its smaller build without CUDA: see the README
 
-CONFIG  ?= chapters/12_grpo/laptop.yaml
+CONFIG  ?= chapters/12_grpo/laptop$(if $(filter-out pretrain,$(MODE)),_$(MODE)).yaml
 ARGS    ?=
 WORDS    = $(strip $(if $(IMPL),impl=$(IMPL)) $(if $(BACKEND),parallel.backend=$(BACKEND)) $(ARGS))
 VENV    := .venv

@@ -29,7 +29,7 @@ class ExpertWatch:
         self.module, self.model, self.loads = module, model, {}
 
     def note(self) -> None:
-        """Take the load of the step that has ended. Nothing is sent: the ranks' loads are added when the run is told."""
+        """Take the load of the step that has ended. Nothing is sent: `report` adds the ranks' loads after the run."""
         if self.model.experts is None:
             return
         from shared.moe.balancing import take_loads

@@ -1,4 +1,4 @@
-"""A training run on several ranks and in one process, compared: what the run scripts of chapters 06 to 09 share.
+"""A training run on several ranks and in one process, compared: what the run scripts of chapters 06 to 11 share.
 
 The core is imported within the functions, after a script's `launch` has chosen whose exercises it runs with.
 """
@@ -62,6 +62,9 @@ def run_and_compare(
     objective: "Objective",
     axes: Sequence["Axis"],
     require_possible: Callable[[RankRunConfig, ParallelConfig], None] = lambda *_: None,
+    prepare: Callable[[Any], None] = lambda model: None,
+    dataset: Callable[..., Any] | None = None,
+    unit: str = "bits per byte",
 ) -> None:
     """Run both, print where they differ and what each rank held and sent, and write figures.json and figures.png; of a pipeline also its
     bubble and what was kept, and timeline.png, and of experts their load, what travelled, and loads.png.
@@ -70,6 +73,9 @@ def run_and_compare(
         objective: the loss of a batch.
         axes: what shapes the model before its weights, such as the chapter's own axis of the mesh.
         require_possible: raises a ValueError where the layout does not fit the model or the sequence, before processes are started.
+        prepare: changes a new model in place on every rank, before it is parallelized: other weights, adapters.
+        dataset: dataset(stream, seq, seed) -> rows for a loader; None for windows of text.
+        unit: of the mean loss.
     """
     import torch
     from rich.console import Console
@@ -78,10 +84,10 @@ def run_and_compare(
     from chapters.text_run import corpus_of, texts_of
     from shared.course import binding
     from shared.course.errors import CourseError
-    from shared.parallel.comm.communicator import SingleRankCommunicator
-    from shared.parallel.config import layout_name, parse_layout
-    from shared.parallel.comm.launch import run_processes
     from shared.output_files import require_writable
+    from shared.parallel.comm.communicator import SingleRankCommunicator
+    from shared.parallel.comm.launch import run_processes
+    from shared.parallel.config import layout_name, parse_layout
     from shared.parallel.planning.memory import StepSizes
 
     require_writable(config.output)
@@ -93,13 +99,13 @@ def run_and_compare(
         require_possible(config, layout)
         stream = texts_of(corpus_of(config.data), config.seq, torch.device("cpu")).training
         console.print(f"{layout_name(layout)} in {layout.ranks} processes, then one process to compare with.", highlight=False)
-        ranks = run_processes(train_on_a_rank, layout.ranks, config, layout, stream, objective, axes, timeout=3600.0)
+        ranks = run_processes(train_on_a_rank, layout.ranks, config, layout, stream, objective, axes, prepare, dataset, timeout=3600.0)
         one = parse_layout("one", ParallelConfig(check_every=0))
-        alone = train_on_a_rank(SingleRankCommunicator(), config, one, stream, objective, axes)
+        alone = train_on_a_rank(SingleRankCommunicator(), config, one, stream, objective, axes, prepare, dataset)
     except ValueError as error:  # a layout that does not exist, sizes that do not divide
         raise CourseError(str(error)) from None
     told = compared(ranks, alone)
-    said, plots = lines(told, layout.ranks), [config.output / "figures.png"]
+    said, plots = lines(told, layout.ranks, unit), [config.output / "figures.png"]
     if layout.pipeline_parallel > 1:
         watched, plots = [rank["pipeline"] for rank in ranks], [*plots, config.output / "timeline.png"]
         more, bubbles = pipeline_watch.report(watched, layout, microbatches_of(config, layout), plots[-1])
@@ -114,7 +120,7 @@ def run_and_compare(
         console.print(line, highlight=False)
     record = {"layout": layout_name(layout), "parallel": asdict(layout), **told}
     (config.output / "figures.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    plot(told, config.layout, plots[0])
+    plot(told, config.layout, unit, plots[0])
     console.print(f"Plot: {'   '.join(map(str, plots))}   figures.json beside it.", highlight=False, soft_wrap=True)
 
 
@@ -141,7 +147,7 @@ def require_cuts(config: RankRunConfig, layout: ParallelConfig) -> None:
     from shared.parallel.tensor import operators
     from shared.parallel.tensor.axis import require_even
 
-    require_even(config.model.resolved(), layout.tensor_parallel)
+    require_even(config.model.resolved(), layout.tensor_parallel, layout.backend)
     if layout.sequence_parallel:
         operators.require_divisible(config.seq // layout.context_parallel, layout.tensor_parallel)
     if layout.context_parallel > 1:
@@ -155,6 +161,8 @@ def train_on_a_rank(
     stream: Any,
     objective: "Objective",
     axes: Sequence["Axis"],
+    prepare: Callable[[Any], None],
+    dataset: Callable[..., Any] | None,
 ) -> dict[str, Any]:
     """The whole run on one rank: losses and traffic, bytes held, and the last gradients and weights, made whole."""
     from contextlib import nullcontext
@@ -169,17 +177,18 @@ def train_on_a_rank(
     from shared.model.transformer import TransformerModel
     from shared.optim.build import build_optimizer
     from shared.optim.updater import Update
-    from shared.parallel.parallelize import apply_parallel
     from shared.parallel.mesh import Mesh
+    from shared.parallel.parallelize import apply_parallel
     from shared.totals import bits_per_byte
 
     mesh = Mesh(layout, world)
     model = TransformerModel(config.model, builders_of(config.model), seed=config.seed).to(getattr(torch, config.dtype))
+    prepare(model)
     parallel = apply_parallel(model, mesh, config.optimizer, axes=axes)
     watch = PipelineWatch(parallel, microbatches_of(config, layout)) if mesh.pp.size > 1 else None
     experts = ExpertWatch(parallel.module, config.model)
     optimizer = build_optimizer(parallel.optim_params, config.optimizer, parallel.routes)
-    windows = TextWindows(stream, config.seq, config.seed)
+    windows = (dataset or TextWindows)(stream, config.seq, config.seed)
     share = {"rank": mesh.data.rank, "ranks": mesh.data.size}
     loader = StatefulLoader(windows, batch_size=config.batch_size, micro_batch_size=config.micro_batch_size, **share)
     parts = {
@@ -202,8 +211,9 @@ def train_on_a_rank(
         "gradients": sum(p.grad.nbytes for p in shards.values() if p.grad is not None),
         "optimizer state": sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
     }
-    tensors = {f"weight {name}": whole(shard, shard.detach()) for name, shard in shards.items()}
-    tensors |= {f"gradient {n}": whole(p, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in shards.items()}
+    trained = {name: shard for name, shard in shards.items() if shard.requires_grad}
+    tensors = {f"weight {name}": whole(shard, shard.detach()) for name, shard in trained.items()}
+    tensors |= {f"gradient {n}": whole(p, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in trained.items()}
     traffic = {" ".join(key): {"calls": calls[key], "megabytes": sizes[key] / 1e6} for key in sorted(calls)}
     speaks = world.rank % (world.size // mesh.pp.size) == 0  # each stage has layers of its own
     found = {"losses": losses, "traffic": traffic, "held": held, "tensors": tensors if speaks else {}}
@@ -246,12 +256,12 @@ def compared(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, An
     }
 
 
-def lines(told: dict[str, Any], ranks: int) -> list[Any]:
+def lines(told: dict[str, Any], ranks: int, unit: str) -> list[Any]:
     from rich.table import Table
 
     first, last = told["losses"][0], told["losses"][-1]
     lone = told["losses of one process"][-1]
-    heading = f"loss {first:.3f} -> {last:.3f} bits per byte on {ranks} ranks, {lone:.3f} in one process"
+    heading = f"loss {first:.3f} -> {last:.3f} {unit} on {ranks} ranks, {lone:.3f} in one process"
     differences = "largest difference: " + ", ".join(f"{name} {value:.1e}" for name, value in told["largest difference"].items())
     traffic = Table("operation of rank 0", "calls", "MB")
     for name, counted in told["traffic of rank 0"].items():
@@ -262,7 +272,7 @@ def lines(told: dict[str, Any], ranks: int) -> list[Any]:
     return [heading, differences, traffic, held]
 
 
-def plot(told: dict[str, Any], layout: str, path: Path) -> None:
+def plot(told: dict[str, Any], layout: str, unit: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     from shared.course import figures
@@ -272,7 +282,7 @@ def plot(told: dict[str, Any], layout: str, path: Path) -> None:
     left, right = drawing.subplots(1, 2)
     left.plot(told["losses of one process"], color=figures.REFERENCE, linewidth=4, alpha=0.4, label="one process")
     left.plot(told["losses"], color=figures.TRAINING, linewidth=1.2, label=layout)
-    left.set(xlabel="training step", ylabel="loss (bits per byte)")
+    left.set(xlabel="training step", ylabel=f"loss ({unit})")
     left.legend()
     bottom = [0.0] * len(told["bytes held"])
     for kind, color in (("weights", figures.TRAINING), ("gradients", figures.COMMUNICATION), ("optimizer state", figures.MEMORY)):

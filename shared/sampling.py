@@ -7,6 +7,7 @@ spares this is chapter 12's.
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Generator, Tensor, nn
@@ -70,15 +71,22 @@ def generate(
     require_drawing(temperature, top_k)
     if prompt.shape[1] == 0:
         raise ValueError("The prompt is empty: give at least one token to continue from.")
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         ids = prompt
         for _ in range(max_new_tokens):
             logits = model(ids[:, -context:])[:, -1]
             drawn = sample_next(logits, temperature if temperature >= SMALLEST else 0.0, top_k, generator)
             ids = torch.cat([ids, drawn[:, None]], dim=1)
             yield drawn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it a model is in evaluation mode, afterwards in the mode in which it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
     finally:
         model.train(was_training)
 

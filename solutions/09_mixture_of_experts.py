@@ -56,8 +56,8 @@ def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
 
 
 def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """A sort that is not called stable may put equal ones in any order, and on a GPU it does. The dropped choices are those of an expert
-    more, whose count is cut off."""
+    """A sort that is not called stable may put equal ones in any order, and on a GPU it does. The dropped choices count as one
+    expert more, whose count is cut off."""
     flat = experts.flatten()
     return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts)[:num_experts]
 

@@ -38,7 +38,7 @@ sys.addaudithook(refuse_network)
 
 FOLDERS = {
     "01": "loop", "02": "model", "03": "data", "04": "engine", "05": "optim", "06": "parallel", "07": "tensor",
-    "08": "pipeline", "09": "moe", "12": "trainer",
+    "08": "pipeline", "09": "moe", "10": "finetune", "11": "preference", "12": "trainer",
 }  # fmt: skip
 EXECUTED = "test_every_output_is_printed_again"  # half a minute for each notebook
 

@@ -7,7 +7,7 @@
 You design the layer: classes or functions, in this file, as you like. The checks see nothing but the functions at its end, which stay
 thin: a line or two each that call what you wrote. A stage whose functions still raise NotImplementedError is NOT ATTEMPTED, so you can work
 from the first stage to the last and stop after any of them. `spread` and `bad_input` also check functions of earlier stages, so they
-can fail before you begin them.
+can fail before you begin them: until then let `make_layer` raise NotImplementedError for a group of several ranks.
 
 You may use everything of chapters 01 to 08. You need nothing of this chapter's exercises, and may copy from them. The modules of
 `shared.moe` and `shared.parallel.expert` may not be imported, nor may `transformers`. Unless a stage says otherwise the checks run in

@@ -30,7 +30,7 @@ def top_k_routing(
         - With `normalize`, a token's weights are divided by their sum, however small, and then add up to 1. Sigmoids can all be rounded to
           0: weights that are all 0 stay 0.
         - `scaling` multiplies the weights after that.
-        - With groups, experts 0 to E / groups - 1 are the first group, and so on. A token chooses only among the experts of the
+        - With groups, each group has E / groups consecutive experts. A token chooses only among the experts of the
           `best_groups` best groups. A group is as good as the sum of its two largest biased scores, which may be negative
           (DeepSeek-V3, section 2.1.2).
 
@@ -81,7 +81,7 @@ def balance_loss(
         valid: [batch, seq] bool, the tokens that count.
         over_row: for context parallelism, where a rank has some tokens of every row: called once, with the counts of choices [batch, E]
             of the tokens given here, in the dtype of `probabilities`, it returns a new tensor, the counts of the whole rows. What is
-            returned is then these tokens' part of the loss; the ranks' parts add up to that of the whole rows. None where the rows are
+            returned is then these tokens' part of the loss; the ranks' parts add up to the loss of the whole rows. None where the rows are
             whole.
 
     Returns:
@@ -96,7 +96,7 @@ def balance_loss(
 
 # The router z-loss (10 min, difficulty 1 of 5)
 def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
-    """The router z-loss (Zoph et al. 2022, ST-MoE, equation 5): it keeps the logits small, which rounds them less.
+    """The router z-loss (Zoph et al. 2022, ST-MoE, equation 5): it keeps the logits small, so they are rounded less.
 
         sum over valid tokens of log(sum over experts of exp(logit)) ** 2
 
@@ -118,9 +118,9 @@ def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
 
 # Dispatch: tokens sorted by expert (10 min, difficulty 2 of 5)
 def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort all choices by expert: those of expert 0 first, in the order of their tokens, then those of expert 1, and so on.
+    """Sort all choices by expert: first the choices of expert 0 in the order of their tokens, then the choices of expert 1, up to the last.
 
-    The order among the choices of one expert is that of their numbers on every device: all ranks must find the same one.
+    Choices of the same expert stay in the order of their numbers on every device, because all ranks must find the same order.
 
     No loop runs over tokens or experts, and memory grows with the number of choices, not with choices times experts.
 
@@ -165,14 +165,14 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
     """Send each rank its rows, and receive this rank's from every rank: an all-to-all with uneven splits, and its backward pass.
 
     A row has the same numbers afterwards, on another rank. Autograd does not see what a group's collectives do, so the function states its
-    own derivative: the loss is the sum of all ranks' losses, the rank that received a row knows how its loss changes with it, and the rank
-    that sent the row needs that.
+    own derivative. The loss is the sum of all ranks' losses. The gradient of a row is computed on the rank that received the row, and the
+    rank that sent it needs it.
 
         - The forward pass calls `group.all_to_all(there, here)` once, and the backward pass once more. It fills the tensor there[r] with
           what rank r gives as here[this rank]. Both are one contiguous tensor for each rank, all of one dtype; a tensor may be empty. Each
           pass sends every row once and nothing else, and copies no rows that lie together already.
         - Every rank of the group takes part in both passes, also one that sends nothing or receives nothing: the others wait for it.
-        - Neither `rows` nor the gradient that arrives from behind is changed. Both may be non-contiguous. Between the passes no rows are
+        - Neither `rows` nor the incoming gradient is changed. Both may be non-contiguous. Between the passes no rows are
           kept: a backward pass needs none.
 
     Args:
@@ -203,8 +203,8 @@ def gradient_ranks(pipeline: int, data: int, context: int, tensor: int, expert: 
 
         - Each pipeline stage pp has layers of its own, and each tensor coordinate tp a slice of its own of every matrix. Ranks that share
           both hold the same, apart from experts, and see different tokens: along `data` other rows, along `context` other positions.
-        - Experts are spread over `expert` consecutive data ranks of one context coordinate: the first E / expert of them on the first
-          rank, and so on. The next `expert` data ranks hold them all again, and so do those of another context coordinate.
+        - Experts are spread over `expert` consecutive data ranks of one context coordinate, E / expert on each, in the order of the
+          ranks. The next `expert` data ranks hold all experts again, and the ranks of every context coordinate do the same.
         - A row travels to the rank that holds its expert, among these `expert` ranks, and its gradient comes back. So a rank has computed
           an expert's gradient for rows from all of them, and every other gradient for its own tokens.
 

@@ -33,7 +33,8 @@ from shared.optim.muon import muon_step
 from shared.optim.schedules import learning_rate_factor
 from shared.parallel.config import ParallelConfig
 from shared.totals import add_totals, bits_per_byte
-from shared.trainer.config import FIM_SLACK, TrainerConfig, resolve_precision
+from shared.trainer.config import TrainerConfig, resolve_precision
+from shared.trainer.modes import FIM_SLACK
 from shared.trainer.settings import parse_words
 
 
@@ -44,6 +45,8 @@ def main(words: list[str]) -> TransformerModel:
     unknown = rule.no_decay or rule.to_adamw or data.prepare.sources[0].weight is not None
     if config.parallel != ParallelConfig() or rule.name not in ("adamw", "muon") or unknown or config.precision == "float16":
         sys.exit("This page knows one process, adamw and muon without patterns, sources without weights, float32, bfloat16: see train.py.")
+    if config.start_from:
+        sys.exit("This page begins with random weights: see train.py for start_from.")
     device = pick_device(config.engine.device)
     precision = resolve_precision(config.precision, device)
     autocast = torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()

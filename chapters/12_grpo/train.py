@@ -33,14 +33,15 @@ def main(words: list[str]) -> None:
         refuse(error)
     from shared.parallel.comm.processes import from_torchrun
     from shared.trainer.config import TrainerConfig
-    from shared.trainer.pretrain import pretrain
+    from shared.trainer.run import train_model
     from shared.trainer.settings import parse_words
+    from shared.trainer.start import with_start
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    config = parse_words(TrainerConfig, words)
+    config = parse_words(TrainerConfig, words if "LOCAL_RANK" in os.environ else with_start(words))
     parallel = config.parallel
     world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
-    pretrain(config, Console(markup=False, emoji=False), world)
+    train_model(config, Console(markup=False, emoji=False), world)
 
 
 if __name__ == "__main__":

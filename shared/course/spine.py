@@ -46,9 +46,7 @@ SPINE = (
     Stop("shared/data/prepare.py", 25, "sources to clean text to tokens on disk"),
     Stop("shared/data/packing.py", 35, "documents packed into rows of one length"),
     Stop("shared/data/loader.py", 30, "micro-batches for each rank, resumed exactly"),
-    Stop("shared/engine/callbacks.py", 15, "the hooks of a run"),
     Stop("shared/engine/checkpoint/folder.py", 35, "atomic checkpoints with checksums"),
-    Stop("shared/engine/strategy.py", 12, "what a run asks of its ranks; here, one process"),
     Stop("shared/engine/engine.py", 45, "the loop with what a long run needs around it"),
     Stop("shared/optim/adamw.py", 15, "AdamW's step"),
     Stop("shared/optim/muon.py", 25, "the momentum of a matrix, orthogonalised"),
@@ -66,7 +64,9 @@ SPINE = (
     Stop("shared/parallel/tensor/axis.py", 25, "a plain model's matrices cut over ranks"),
     Stop("shared/parallel/pipeline/runner.py", 25, "a step as any valid schedule of stages"),
     Stop("shared/moe/layer.py", 20, "each token through the experts that a router chose"),
-    Stop("shared/trainer/pretrain.py", 40, "from a configuration to a report"),
+    Stop("shared/finetune/lora.py", 20, "a frozen matrix with a trained low-rank addition"),
+    Stop("shared/preference/objective.py", 20, "a policy trained on pairs: DPO and its relatives"),
+    Stop("shared/trainer/run.py", 40, "from a configuration to a report"),
 )
 
 

@@ -17,7 +17,7 @@ from shared.batches import split_batch
 from shared.course.errors import CourseError
 from shared.data import packing
 from shared.data.prefetch import prefetch
-from shared.data.rows import PackedRows, Position, Row, Transform, as_ids, padding_row, stack_rows
+from shared.data.rows import PackedRows, Position, Row, Transform, as_ids, masked, padding_row, stack_rows, trained_of
 from shared.data.shards import TokenStore
 from shared.totals import Batch
 
@@ -38,6 +38,9 @@ class RowDataset(Protocol):
 
     def row(self, index: Any) -> Row:
         """Make the row at an index: the same one whenever and wherever it is made."""
+
+    def padding(self) -> Batch:
+        """A row that holds nothing, for the last step of a dataset that ends."""
 
 
 class Step(NamedTuple):
@@ -100,7 +103,7 @@ class StatefulLoader:
                 return
             sample += len(indices)
             rows = [self.dataset.row(index) for index in indices[self.rank * share : (self.rank + 1) * share]]
-            tensors = [row.tensors for row in rows] + [padding_row(self.dataset.seq)] * (share - len(rows))
+            tensors = [row.tensors for row in rows] + [self.dataset.padding() for _ in range(share - len(rows))]
             microbatches = split_batch(stack_rows(tensors), self.micro_batch_size)
             yield Step(microbatches, position, sample, sum(row.skipped for row in rows))
 
@@ -114,14 +117,7 @@ class StatefulLoader:
         Raises:
             CourseError: the rows after that position would be others: another seed, row length, or other data.
         """
-        now = self.dataset.settings()
-        for name in now:
-            if state["settings"].get(name) != now[name]:
-                was, here = (shortened(settings.get(name)) for settings in (state["settings"], now))
-                raise CourseError(
-                    f"The data cannot go on where the checkpoint stood: its {name} was {was}, here it is {here}. "
-                    "Give the same, or begin a new run."
-                )
+        require_same_rows(state["settings"], self.dataset.settings())
         self.position, self.sample = state["position"], state["sample"]
 
 
@@ -164,12 +160,16 @@ class EvaluationLoader:
         if not (store.lengths > 1).any():
             raise CourseError(f"{store.folder} holds no document of two tokens or more: there is nothing to predict.")
         self.store, self.seq, self.batch_size = store, seq, batch_size
-        self.plan = packing.plan_rows(store.lengths, seq)
+        self.plan = self.planned(store.lengths)
         rows = np.arange(self.plan.rows)
         if limit is not None and limit < len(rows):
             rows = rows[np.arange(limit) * len(rows) // limit]
         self.rows: list[int | None] = rows[rank::ranks].tolist()
         self.rows += [None] * (-(-len(rows) // ranks) - len(self.rows))
+
+    def planned(self, lengths: np.ndarray) -> packing.RowPlan:
+        """Rows for documents of these lengths."""
+        return packing.plan_rows(lengths, self.seq)
 
     def __len__(self) -> int:
         return -(-len(self.rows) // self.batch_size)
@@ -182,18 +182,37 @@ class EvaluationLoader:
         if number is None:
             return padding_row(self.seq)
         segments = self.plan.segments(number)
-        return packing.pack_documents([as_ids(self.store.document(s.document)[s.start : s.stop]) for s in segments], self.seq)
+        row = packing.pack_documents([as_ids(self.store.document(s.document)[s.start : s.stop]) for s in segments], self.seq)
+        return masked(row, [trained_of(self.store, *s) for s in segments])
 
     def byte_count(self, byte_lengths: np.ndarray) -> int:
         """The bytes of text that this rank's predictions cover, which bits per byte divides by.
 
-        The first token of a document is given, not predicted, so its bytes do not count.
+        The first token of a document is given, not predicted, so its bytes do not count; nor do the bytes of tokens without a target.
 
         Args:
             byte_lengths: [vocab] of the tokenizer: `TextTokenizer.byte_lengths`.
         """
-        segments = (segment for number in self.rows if number is not None for segment in self.plan.segments(number))
-        return sum(int(byte_lengths[self.store.document(s.document)[s.start + 1 : s.stop]].sum()) for s in segments)
+        total = 0
+        for segment in (segment for number in self.rows if number is not None for segment in self.plan.segments(number)):
+            ids, trained = self.store.document(segment.document)[segment.start + 1 : segment.stop], trained_of(self.store, *segment)
+            total += int(byte_lengths[ids if trained is None else ids[trained]].sum())
+        return total
+
+
+def require_same_rows(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse a saved position in data that would be other data here. saved, now: what decides it, as values of JSON.
+
+    Raises:
+        CourseError: names the first that differs.
+    """
+    for name in now:
+        if saved.get(name) != now[name]:
+            was, here = (shortened(settings.get(name)) for settings in (saved, now))
+            raise CourseError(
+                f"The data cannot go on where the checkpoint stood: its {name} was {was}, here it is {here}. "
+                "Give the same, or begin a new run."
+            )
 
 
 def require_full_step(loader: StatefulLoader) -> None:

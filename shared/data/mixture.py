@@ -14,9 +14,10 @@ import numpy as np
 
 from shared.course.errors import CourseError
 from shared.data.loader import PackedLoader, StatefulLoader
-from shared.data.rows import PackedRows, Position, Row, RowIndex, Transform
+from shared.data.rows import PackedRows, Position, Row, RowIndex, Transform, padding_row
 from shared.data.shards import TokenStore
 from shared.data.sources import Source
+from shared.totals import Batch
 
 
 class SourceDocuments:
@@ -32,6 +33,9 @@ class SourceDocuments:
 
     def document(self, number: int) -> np.ndarray:
         return self.store.document(self.first + number)
+
+    def trained(self, number: int) -> np.ndarray | None:
+        return self.store.trained(self.first + number)
 
 
 class MixedIndex(NamedTuple):
@@ -92,6 +96,9 @@ class MixedRows:
 
     def row(self, index: MixedIndex) -> Row:
         return self.datasets[index.source].row(index.index)
+
+    def padding(self) -> Batch:
+        return padding_row(self.seq)
 
 
 class MixedLoader(StatefulLoader):

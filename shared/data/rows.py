@@ -68,6 +68,8 @@ class PackedRows:
     ):
         if not (store.lengths > 1).any():
             raise CourseError(f"{store.folder} holds no document of two tokens or more: there is nothing to predict.")
+        if transform and store.trained(0) is not None:
+            raise CourseError(f"{store.folder} says which tokens are trained, and a transform would move them: leave the transform out.")
         self.store, self.seq, self.seed, self.epochs = store, seq, seed, epochs
         self.transform, self.slack, self.strategy = transform, slack, strategy
         self.plans: dict[int, tuple[packing.RowPlan, np.ndarray, np.ndarray]] = {}
@@ -82,10 +84,18 @@ class PackedRows:
         if epoch not in self.plans:
             generator = np.random.default_rng([self.seed, epoch])
             documents = generator.permutation(len(self.store))
-            plan = packing.plan_rows(self.store.lengths[documents], self.seq, self.strategy, self.slack)
+            plan = self.planned(self.store.lengths[documents])
             # A batch may hold the end of one epoch and the beginning of the next, never more than is kept here.
             self.plans = dict([*self.plans.items()][-1:]) | {epoch: (plan, documents, generator.permutation(plan.rows))}
         return self.plans[epoch]
+
+    def planned(self, lengths: np.ndarray) -> packing.RowPlan:
+        """Rows for documents of these lengths."""
+        return packing.plan_rows(lengths, self.seq, self.strategy, self.slack)
+
+    def padding(self) -> Batch:
+        """A row that holds nothing."""
+        return padding_row(self.seq)
 
     @property
     def rows(self) -> int:
@@ -117,7 +127,8 @@ class PackedRows:
         segments = plan.segments(number)
         pieces = [self.store.document(int(documents[s.document]))[s.start : s.stop] for s in segments]
         skipped = self.apply_transform(pieces, index.epoch, number) if self.transform else 0
-        return Row(packing.pack_documents([as_ids(piece) for piece in pieces], self.seq), skipped)
+        row = packing.pack_documents([as_ids(piece) for piece in pieces], self.seq)
+        return Row(masked(row, [trained_of(self.store, int(documents[s.document]), s.start, s.stop) for s in segments]), skipped)
 
     def apply_transform(self, pieces: list[np.ndarray], epoch: int, row: int) -> int:
         """Transform the pieces in place where the result fits; how many did not."""
@@ -138,6 +149,21 @@ def described(transform: Transform | None) -> str | None:
     if transform is None:
         return None
     return f"{getattr(transform, '__name__', type(transform).__name__)}({getattr(transform, 'config', '')})"
+
+
+def trained_of(store: TokenStore, document: int, start: int, stop: int) -> np.ndarray | None:
+    """[predictions] bool: which targets of a piece of a document are trained; None where all are, as in a store that does not say."""
+    trained = store.trained(document)
+    return None if trained is None else trained[start + 1 : stop]
+
+
+def masked(row: Batch, trained: list[np.ndarray | None]) -> Batch:
+    """A packed row whose targets are -100 where a piece's token is not trained. trained: of each piece, as `trained_of` gives it."""
+    if any(each is None for each in trained):
+        return row
+    counted = torch.from_numpy(np.concatenate(trained))
+    row["targets"][: len(counted)][~counted] = IGNORED
+    return row
 
 
 def padding_row(seq: int) -> Batch:

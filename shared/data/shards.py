@@ -1,8 +1,9 @@
 """Chapter 03. Token shards on disk: memory-mapped files that are never read into memory as a whole.
 
 A shard is a safetensors file of three arrays: `tokens` (uint16 while the vocabulary allows), `offsets` (where each document
-begins) and `byte_counts` (the text that each stands for); its metadata says which tokenizer made it and what its content adds up
-to. So any tool of the format can read a shard, and whatever was changed, cut short or mixed up is refused by name.
+begins) and `byte_counts` (the text that each stands for), and perhaps two more: `trained` (which tokens are predicted in training:
+chapter 10's answers) and `values` (a number for each document). Its metadata says which tokenizer made it and what its content adds up to.
+So any tool of the format can read a shard, and whatever was changed, cut short or mixed up is refused by name.
 
 Left out on purpose: compression. Mapped memory is read at a random place in microseconds, a compressed file is not.
 """
@@ -21,7 +22,7 @@ from shared.output_files import write_atomically
 
 FORMAT = "course tokens 1"
 ENDING = ".tokens.safetensors"
-DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64}
+DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64, "F32": np.float32}
 
 
 class ShardError(CourseError):
@@ -29,7 +30,13 @@ class ShardError(CourseError):
 
 
 def write_shard(
-    path: Path, documents: Iterable[Sequence[int]], byte_counts: Iterable[int], tokenizer_identity: str, vocab_size: int
+    path: Path,
+    documents: Iterable[Sequence[int]],
+    byte_counts: Iterable[int],
+    tokenizer_identity: str,
+    vocab_size: int,
+    trained: Iterable[np.ndarray] | None = None,
+    values: Iterable[float] | None = None,
 ) -> None:
     """Write one shard. It appears under its name when it is whole, or not at all.
 
@@ -37,9 +44,11 @@ def write_shard(
         path: ends in ENDING.
         documents: ids of each document, its end token included.
         byte_counts: bytes of text of each document.
+        trained: for each document [tokens] bool, True for tokens that are predicted in training; None where all are.
+        values: a number for each document; None for no such numbers.
 
     Raises:
-        ValueError: an id outside the vocabulary, or as many byte counts as there are not documents.
+        ValueError: an id outside the vocabulary, or byte counts, values or marked tokens that are not as many as the documents or tokens.
     """
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     arrays = [fitting(ids, vocab_size).astype(dtype) for ids in documents]
@@ -52,6 +61,14 @@ def write_shard(
         "offsets": offsets,
         "byte_counts": counts,
     }
+    if trained is not None:
+        stored["trained"] = np.concatenate([*(np.asarray(each, np.uint8) for each in trained), np.empty(0, np.uint8)])
+        if len(stored["trained"]) != offsets[-1]:
+            raise ValueError(f"{offsets[-1]} tokens, of which {len(stored['trained'])} are marked as trained or not: mark each.")
+    if values is not None:
+        stored["values"] = np.asarray(list(values), dtype=np.float32)
+        if len(stored["values"]) != len(arrays):
+            raise ValueError(f"{len(arrays)} documents and {len(stored['values'])} values: give one for each.")
     metadata = {
         "format": FORMAT,
         "tokenizer": tokenizer_identity,
@@ -102,7 +119,8 @@ class Shard:
         verify: compare the content with its checksum, which reads all of it once.
 
     Attributes:
-        tokens: [tokens] uint16 or uint32; offsets: [documents + 1] int64; byte_counts: [documents] int64.
+        tokens: [tokens] uint16 or uint32; offsets: [documents + 1] int64; byte_counts: [documents] int64; trained: [tokens] uint8 or None;
+            values: [documents] float32 or None.
 
     Raises:
         ShardError: it is no shard, cut short, or changed.
@@ -115,10 +133,12 @@ class Shard:
             if self.metadata.get("format") != FORMAT:
                 raise ShardError(f"{path} is not a shard of tokens (format {self.metadata.get('format')!r}): prepare the text again.")
             self.tokens, self.offsets, self.byte_counts = (arrays[name] for name in ("tokens", "offsets", "byte_counts"))
+            self.trained, self.values = arrays.get("trained"), arrays.get("values")
             counts = len(self.byte_counts), len(self.tokens)
             sound = counts == (int(self.metadata["documents"]), int(self.metadata["tokens"]))
             sound &= len(self.offsets) == counts[0] + 1 and self.offsets[0] == 0 and self.offsets[-1] == counts[1]
-            sound &= bool((np.diff(self.offsets) >= 0).all())
+            sound &= bool((np.diff(self.offsets) >= 0).all()) and (self.trained is None or len(self.trained) == counts[1])
+            sound &= self.values is None or len(self.values) == counts[0]
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ShardError(f"{path} is cut short, or no shard ({error}): delete it and prepare the text again.") from None
         if not sound or (verify and checksum(arrays, self.metadata) != self.metadata.get("sha256")):
@@ -196,8 +216,27 @@ class TokenStore:
         Raises:
             IndexError: there is no such document.
         """
+        shard, here = self.place(number)
+        return shard.tokens[here]
+
+    def trained(self, number: int) -> np.ndarray | None:
+        """[tokens] bool: which tokens of a document are predicted in training; None where all are.
+
+        Raises:
+            IndexError: there is no such document.
+        """
+        shard, here = self.place(number)
+        return None if shard.trained is None else shard.trained[here].astype(bool)
+
+    @property
+    def values(self) -> np.ndarray:
+        """[documents] float32: the number that is kept with each document; 0 where none is."""
+        return np.concatenate([np.zeros(len(s.byte_counts), np.float32) if s.values is None else s.values for s in self.shards])
+
+    def place(self, number: int) -> tuple[Shard, slice]:
+        """The shard of a document, and where in its arrays the document lies."""
         if not 0 <= number < len(self):
             raise IndexError(f"There is no document {number}: {self.folder} holds {len(self)}, counted from 0.")
         which = bisect_right(self.first_of_shard, number) - 1
         shard, place = self.shards[which], number - self.first_of_shard[which]
-        return shard.tokens[shard.offsets[place] : shard.offsets[place + 1]]
+        return shard, slice(shard.offsets[place], shard.offsets[place + 1])

@@ -44,9 +44,13 @@ def open_bytes(path: Path) -> BinaryIO:
 
 def read_jsonl(path: Path, name: str, field: str, skip: Skip) -> Iterator[tuple[str, bytes]]:
     """One JSON object a line; a file with one JSON list of objects is read as well."""
+    yield from texts_of(records_of_json(path, name, skip), field, skip)
+
+
+def records_of_json(path: Path, name: str, skip: Skip) -> Iterator[Record]:
+    """The values of a JSONL file, or of one JSON list."""
     with open_bytes(path) as file:
-        records = json_records(file, name, skip) if path.name.removesuffix(".gz").endswith(".json") else json_lines(file, name, skip)
-        yield from texts_of(records, field, skip)
+        yield from json_records(file, name, skip) if path.name.removesuffix(".gz").endswith(".json") else json_lines(file, name, skip)
 
 
 def json_lines(file: BinaryIO, name: str, skip: Skip) -> Iterator[Record]:
@@ -100,6 +104,11 @@ def reason_not_json(content: bytes, error: Exception) -> str:
 
 def read_csv(path: Path, name: str, field: str, skip: Skip) -> Iterator[tuple[str, bytes]]:
     """A table with a header line, separated by commas, or by tabs if the file is a .tsv."""
+    yield from texts_of(records_of_csv(path, name, lambda fields: require_field(field, fields, name)), field, skip)
+
+
+def records_of_csv(path: Path, name: str, require: Callable[[list[str]], None]) -> Iterator[Record]:
+    """The rows of a table as records. require: called with the names of the fields before the first row."""
     csv.field_size_limit(LONGEST)
     separator = "\t" if ".tsv" in path.suffixes else ","
     with open_bytes(path) as file:
@@ -107,8 +116,8 @@ def read_csv(path: Path, name: str, field: str, skip: Skip) -> Iterator[tuple[st
         lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.DictReader(iter(lambda: lines.readline(LONGEST), ""), delimiter=separator)
         try:
-            require_field(field, rows.fieldnames or [], name)
-            yield from texts_of(((f"{name}:{number}", record) for number, record in enumerate(rows, 1)), field, skip)
+            require(list(rows.fieldnames or []))
+            yield from ((f"{name}:{number}", record) for number, record in enumerate(rows, 1))
         except csv.Error as error:
             raise CorpusError(f"{name}, line {rows.line_num}, cannot be read as a table: {error}.") from None
 

@@ -146,6 +146,15 @@ class TextTokenizer:
         config["clean_up_tokenization_spaces"] = False
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
+    def with_special(self, names: Iterable[str]) -> "TextTokenizer":
+        """This tokenizer with further special tokens, appended after its last id; itself where it has all of them."""
+        missing = [name for name in names if name not in self.special_ids]
+        if not missing:
+            return self
+        grown = Tokenizer.from_str(self.tokenizer.to_str())
+        grown.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
+        return TextTokenizer(grown, self.end)
+
     def to_json(self) -> str:
         return self.tokenizer.to_str(pretty=True)
 

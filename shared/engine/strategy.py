@@ -132,7 +132,7 @@ class Strategy:
 
     def full_weights(self) -> dict[str, Tensor]:
         """Gather all weights by logical name, unsharded, on rank 0; empty on the others. Every rank calls it."""
-        return weights_of(self.module)
+        return weights_of(self.module, everything=True)
 
     def saver(self, folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True) -> Saver:
         """Make the checkpointer, which saves and restores the run in `folder`."""

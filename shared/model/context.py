@@ -52,7 +52,7 @@ class AttentionContext:
     cache: keys and values of positions before these, or None.
     memory: [batch, T, D], the encoder's output that cross-attention looks at, or None.
     memory_mask: which part of it each query may look at.
-    valid: [batch, seq] bool, the tokens that count in the loss; None for all of them.
+    valid: [batch, seq] bool, the tokens that count in the loss; None for all of them. Or float, what each of them weighs, 0 for none.
     loss_scale: what the loss is multiplied by before its backward pass; see `add_auxiliary_loss`.
     over_row: where other ranks have the other positions of each row: what was counted here, [batch, ...], -> the sum over these ranks. It
         is communication, and has no gradient. None where the rows are whole.

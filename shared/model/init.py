@@ -96,6 +96,12 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None
     initialize(model, seed)
 
 
+def forget_files(model: nn.Module) -> None:
+    """Remove the function `stored` from parameters whose weights are in memory: nothing need know where they came from."""
+    for parameter in model.parameters():
+        vars(parameter).pop("stored", None)
+
+
 def allocate(model: nn.Module, device: torch.device | str) -> None:
     """`model.to_empty(device)` that keeps the attributes of parameters, and tied parameters tied."""
     before = dict(model.named_parameters(remove_duplicate=False))

@@ -5,8 +5,10 @@ matrix: the weight of a linear layer inside the model. expert: the same, one of 
 norm: weight and bias of a normalisation. bias: the bias of a linear layer or of the head.
 
 Modules of later chapters state facts on their parameters as attributes, which move with them off the meta device:
-`role` (one of these), `initializer` and `stored` (see `shared.model.init`), `sharding` (`Sharding`, where a rank holds a part) and
-`full_precision` (computed with in its own dtype where the run's is narrower: a router).
+`role` (one of these), `initializer` and `stored` (see `shared.model.init`), `sharding` (`Sharding`, where a rank holds a part),
+`full_precision` (computed with in its own dtype where the run's is narrower: a router), `kept_elsewhere` (a frozen weight whose file is
+known, so that checkpoints need not hold it) and `computed_apart` (its gradient comes after the
+backward pass, and autograd does not see the weight).
 """
 
 import math

@@ -37,7 +37,9 @@ class TransformerModel(nn.Module):
     `embedding`, `head`, single blocks of `stack.blocks` and `stack.final_norm` may be absent, which makes the model one
     stage of a pipeline; see `keep_part`. `loss_scale` is what an objective's loss is multiplied by before its backward pass:
     `set_loss_scale` sets it, for layers that have a loss of their own. `token_ids` holds what an imported model's files say of the tokens
-    that end, begin and pad a text (`shared.model.hf.generation`), for its export.
+    that end, begin and pad a text (`shared.model.hf.generation`), for its export. `stored_as`, where a model has another head (chapter 11),
+    makes of its family's `Format` and `config.json` the ones that say so, and `trained_whole` names, beside adapters, the head's parameters
+    and what files call them.
     """
 
     def __init__(self, config: ModelConfig, builders: Builders = Builders(), seed: int = 0):  # noqa: B008 (frozen)
@@ -45,6 +47,8 @@ class TransformerModel(nn.Module):
         self.config = config = config.resolved()
         self.loss_scale = 1.0
         self.token_ids: dict[str, Any] = {}
+        self.stored_as: Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]] | None = None
+        self.trained_whole: dict[str, str] = {}
         self.embedding: Embedding | None = Embedding(config, builders)
         self.encoder = Stack(config.encoder(), builders) if config.architecture == "encoder-decoder" else None
         self.stack = Stack(config, builders)
@@ -83,7 +87,7 @@ class TransformerModel(nn.Module):
             cross_mask: restricts what the decoder sees of the encoder.
             cache: keys and values of positions before these, and a place for the new ones; chapter 12.
             valid: [batch, seq] bool, the tokens that count in the loss; None for all. Attention does not look at it: it is for
-                feed-forward layers with a loss of their own.
+                feed-forward layers with a loss of their own. Or float, what each of them weighs there, 0 for none.
             head_fn: head_fn(head, hidden_states) is called in place of head(hidden_states), and its result is returned: a loss
                 that never holds all logits, the logits of some positions only. Called inside `forward`, so that wrappers
                 of the model see it.

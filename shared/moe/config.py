@@ -15,6 +15,7 @@ from typing import Any, Literal
 from shared.course.errors import SettingError
 from shared.model.config import ExpertsConfig, ModelConfig, require_choices, require_positive
 from shared.parallel.config import ParallelConfig
+from shared.parallel.planning.expert_activations import saved_by_experts
 
 CAPACITY_OF_WHOLE_ROWS = (
     "model.experts.capacity_factor with parallel.context_parallel: experts take the first choices of a row, and no rank has whole rows. "
@@ -128,24 +129,7 @@ class MixtureConfig(ExpertsConfig):
     def saved_bytes(
         self, config: ModelConfig, rows: int, seq: int, width: int, ranks: int, imbalance: float
     ) -> tuple[float, float, float]:
-        """Every token's k choices are counted, also those that a capacity drops. A router reads float32; experts and shared experts read
-        the same tokens as products take them."""
-        tokens, size, k, entries = rows * seq, config.hidden_size, self.num_experts_per_tok, 2 if config.gated else 1
-        arriving = tokens * k * imbalance
-        choices, inner, shared = tokens * k, self.moe_intermediate_size, self.num_shared_experts * self.moe_intermediate_size
-        balanced, z = self.balance_coefficient > 0, self.z_coefficient > 0
-        scores = self.num_experts + (2 * k + 1.25 if self.norm_topk_prob else k)  # weights and their sum; whether that is 0 is one byte
-        losses = 4 * tokens * (2 * (balanced and self.scoring == "sigmoid") + (self.num_experts + 1) * z)
-        losses += rows * 4 * (self.num_experts + 1) * balanced
-        router = 4 * tokens * (size + scores) + losses
-        places = 8 * 3 * choices  # the chosen experts, the sorted rows' tokens, and where rows go back to
-        grouped = self.implementation == "grouped" and width < 4  # which keep the ends of each expert's rows
-        ends = 4 * self.num_experts // ranks * (entries + 1) * grouped
-        rows_kept = width * (arriving * (size + 2 * entries * inner) + choices * size)  # as they enter, within, and as they come back
-        of_shared = width * tokens * 2 * entries * shared + (width * tokens * size if shared and width < 4 else 0)
-        either = width * (arriving * inner + tokens * shared) * entries + 4 * tokens * self.num_experts * z
-        products = width * (arriving * (entries * inner + size) + tokens * (entries * shared + size * bool(shared)))
-        return router + places + ends + rows_kept + of_shared, products + 4 * tokens * self.num_experts, either
+        return saved_by_experts(config, rows, seq, width, ranks, imbalance)
 
     def split_numbers(self, config: ModelConfig, imbalance: float) -> float:
         entries, shared = 3 if config.gated else 2, self.num_shared_experts * self.moe_intermediate_size
@@ -157,7 +141,7 @@ class MixtureConfig(ExpertsConfig):
         bias = None if self.bias_update_rate is None else 0.0
         plain = replace(
             self, balance_coefficient=0.01, balance_convention="megatron", z_coefficient=0.0, bias_update_rate=bias, capacity_factor=None,
-            implementation="grouped", topk_group=1 if self.n_group == 1 else self.topk_group,
+            implementation="grouped",
         )  # fmt: skip
         return {"experts": plain} | ({} if self.first_k_dense else {"intermediate_size": 1})
 

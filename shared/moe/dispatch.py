@@ -22,9 +22,9 @@ from shared.course.binding import exercise
 
 @exercise("09.dispatch")
 def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort all choices by expert: those of expert 0 first, in the order of their tokens, then those of expert 1, and so on.
+    """Sort all choices by expert: first the choices of expert 0 in the order of their tokens, then the choices of expert 1, up to the last.
 
-    The order among the choices of one expert is that of their numbers on every device: all ranks must find the same one.
+    Choices of the same expert stay in the order of their numbers on every device, because all ranks must find the same order.
 
     No loop runs over tokens or experts, and memory grows with the number of choices, not with choices times experts.
 

@@ -10,13 +10,13 @@ So are its counts of tokens: what is counted in a forward pass would be counted 
 
     y = g( combine(rows of this rank, weights) + shared(x of this rank) )        x = f(what comes in), for router and experts
 
-One all-reduce forward, one backward, as in a dense layer. A weight's gradient is <upstream, its row>, and rows are summands, so each rank
-has a summand of what goes back into the router as well: f in front of the router, too, adds up the gradient of x just once, and the
-gradient of the router's matrix is partial over the ranks. The losses are the same on all n ranks; each adds 1/n of them. With sequence
-parallelism f gathers the sequence, so each rank routes whole rows, and losses and capacity are those of one process.
+One all-reduce forward, one backward, as in a dense layer. The gradient of a choice's weight is <upstream, its row>. Rows are summands, so
+each rank has only a summand of the router's gradients too. Router and experts therefore read x behind the same f, whose one all-reduce
+completes the gradient of x, and the gradient of the router's matrix is partial over the ranks. The losses are the same on all n ranks; each
+adds 1/n of them. With sequence parallelism f gathers the sequence, so each rank routes whole rows, with one process's losses and capacity.
 
 **Context parallelism** routes each rank's positions. The balance loss multiplies probabilities by counts of the whole row: the counts,
-which have no gradient, are added over the ranks (`context.over_row`), and the ranks' losses then add up to that of the row.
+which have no gradient, are added over the ranks (`context.over_row`), and the ranks' losses then add up to the row's.
 
 Under `engine.compile` the layer runs as it is, between compiled parts: how many rows an expert has is data, not shape.
 
@@ -109,11 +109,15 @@ class MixtureLayer(nn.Module):
         valid, scale, number = context.valid, context.loss_scale / self.copies, self.config.num_experts
         if valid is None:
             valid = torch.ones(routing.experts.shape[:2], dtype=torch.bool, device=y.device)
-        losses = {}
+        probabilities, logits, losses = routing.probabilities, routing.logits, {}
+        if valid.is_floating_point():  # each token's part of both losses is to be multiplied by its weight w
+            weights, valid = valid.to(logits).unsqueeze(-1), valid > 0
+            probabilities = probabilities * weights  # of which the balance loss is a sum
+            logits = logits + (weights.sqrt() - 1) * logits.logsumexp(-1, keepdim=True)  # its logsumexp becomes sqrt(w) times itself
         if self.balance_scale:
-            losses["balance_loss"] = self.balance_scale * balance_loss(routing.probabilities, routing.experts, valid, context.over_row)
+            losses["balance_loss"] = self.balance_scale * balance_loss(probabilities, routing.experts, valid, context.over_row)
         if self.config.z_coefficient:
-            losses["z_loss"] = self.config.z_coefficient * z_loss(routing.logits, valid)
+            losses["z_loss"] = self.config.z_coefficient * z_loss(logits, valid)
         for loss in losses.values():
             y = add_auxiliary_loss(y, loss, scale)
         values = {name: loss.detach() for name, loss in losses.items()}

@@ -50,7 +50,7 @@ def balance_loss(
         valid: [batch, seq] bool, the tokens that count.
         over_row: for context parallelism, where a rank has some tokens of every row: called once, with the counts of choices [batch, E]
             of the tokens given here, in the dtype of `probabilities`, it returns a new tensor, the counts of the whole rows. What is
-            returned is then these tokens' part of the loss; the ranks' parts add up to that of the whole rows. None where the rows are
+            returned is then these tokens' part of the loss; the ranks' parts add up to the loss of the whole rows. None where the rows are
             whole.
 
     Returns:
@@ -66,7 +66,7 @@ def balance_loss(
 
 @exercise("09.z_loss")
 def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
-    """The router z-loss (Zoph et al. 2022, ST-MoE, equation 5): it keeps the logits small, which rounds them less.
+    """The router z-loss (Zoph et al. 2022, ST-MoE, equation 5): it keeps the logits small, so they are rounded less.
 
         sum over valid tokens of log(sum over experts of exp(logit)) ** 2
 

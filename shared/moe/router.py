@@ -43,7 +43,7 @@ def top_k_routing(
         - With `normalize`, a token's weights are divided by their sum, however small, and then add up to 1. Sigmoids can all be rounded to
           0: weights that are all 0 stay 0.
         - `scaling` multiplies the weights after that.
-        - With groups, experts 0 to E / groups - 1 are the first group, and so on. A token chooses only among the experts of the
+        - With groups, each group has E / groups consecutive experts. A token chooses only among the experts of the
           `best_groups` best groups. A group is as good as the sum of its two largest biased scores, which may be negative
           (DeepSeek-V3, section 2.1.2).
 

@@ -31,7 +31,7 @@ LATER = {  # the field, and the chapter whose axis makes it take effect
 class ParallelConfig:
     """How a run is spread over ranks.
 
-    Settings of an axis whose degree is 1 have no effect, so that one file runs in every layout: those of a pipeline, for instance.
+    Settings of an axis whose degree is 1 have no effect, a pipeline's schedule for instance, so one file runs in every layout.
 
     Args:
         backend: course runs this course's own parallelism, torch the same configuration on PyTorch's (DDP, fully_shard,

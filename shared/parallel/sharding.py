@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from shared.parallel.comm.communicator import Communicator
 
-FACTS = ("role", "full_precision", "shared_over", "partial_over")  # what a shard copies from its parameter, apart from its sharding
+# What a shard copies from its parameter, apart from its sharding.
+FACTS = ("role", "full_precision", "kept_elsewhere", "shared_over", "partial_over")
 
 Range = tuple[int, int]  # start and stop within a parameter's flattened numbers
 

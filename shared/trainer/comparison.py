@@ -57,10 +57,10 @@ def same_run(folder: Path, config: TrainerConfig) -> bool:
     if not ((folder / provenance.CONFIG).is_file() and (folder / "results.json").is_file()):
         return False
     try:
-        before = flat(provenance.read_record(folder / provenance.CONFIG))
+        before = flat(provenance.read_record(folder / provenance.CONFIG) | {"start": provenance.saved_start(folder)})
+        now = flat(provenance.plain(config) | {"start": provenance.saved_start(config.engine.output)})
     except CourseError:
         return False
-    now = flat(provenance.plain(config))
     differ = {key for key, value in now.items() if before.get(key) != value and not provenance.may_change(key)}
     return differ <= {"data.micro_batch_size"}
 

@@ -4,16 +4,21 @@
 shows together (a sequence longer than the model's positions) is checked in `TrainerConfig`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from shared.course.typed import usable_path
 from shared.data.fim import FimConfig
 from shared.data.prepare import PrepareConfig
 from shared.engine.config import EngineConfig, require
 from shared.engine.metrics.peaks import measure_peak
+from shared.finetune.chat.prepare import ChatConfig
+from shared.finetune.config import AdapterConfig
+from shared.finetune.instructions import MOST_TASKS
 from shared.moe.config import MixtureModelConfig, require_layout
 from shared.optim.config import OptimizerConfig
 from shared.optim.precision import Precision
@@ -25,10 +30,14 @@ from shared.parallel.pipeline.axis import require_stages
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.expert.axis import require_experts
 from shared.parallel.tensor.axis import require_even
+from shared.preference.config import PreferenceConfig
+from shared.preference.dpo_config import DPOConfig
+from shared.preference.ppo import PPOConfig
+from shared.preference.reward_model import RewardConfig
 from shared.trainer.axes import BROUGHT
+from shared.trainer.modes import require_mode
 
 WORTH = 1.3  # times faster must bfloat16 be, before the casts that autocast adds are paid for
-FIM_SLACK = 8  # positions that a row keeps free for each piece: three special tokens, and tokens that a cut splits in two
 
 
 @dataclass
@@ -39,7 +48,7 @@ class DataConfig:
         prepare: sources, cleaning, tokenizer.
         prepared: the folder in which prepared text is kept, for every run that asks for the same.
         seq: tokens that a row predicts.
-        batch_size: the global batch size: rows in a step, over all micro-batches and ranks.
+        batch_size: the global batch size: rows in a step, over all micro-batches and ranks. In mode ppo ppo.minibatches decides, not this.
         micro_batch_size: rows in one forward and backward of a rank; where its share of the batch is smaller, the share.
         fim: how often a document's middle is moved to its end.
         strategy: how documents are packed into rows.
@@ -66,21 +75,37 @@ class DataConfig:
             self.held_out_rows is None or self.held_out_rows >= 1, f"data.held_out_rows is {self.held_out_rows}: give at least 1, or null."
         )
         require(
-            self.fim.rate == 0 or self.seq > 4 * FIM_SLACK,
-            f"data.seq is {self.seq}: moving middles needs rows of more than {4 * FIM_SLACK} tokens.",
-        )
-        require(
             self.epochs is None or self.prepare.sources[0].weight is None,
             "data.epochs limits how often the text is gone through, and sources with a weight are gone through in their shares: "
             "give data.epochs null, or no weights.",
         )
-        if self.fim.rate > 0 and self.strategy == "sequential":
-            raise ValueError(
-                "data.strategy sequential fills rows to the last position: with moved middles, which add tokens, use best_fit."
-            )
         require(
             self.batch_size % self.micro_batch_size == 0,
             f"data.batch_size is {self.batch_size} and not a multiple of data.micro_batch_size, {self.micro_batch_size}: change one.",
+        )
+
+
+@dataclass
+class InstructionConfig:
+    """The instruction set that is made on the spot, and the held-out tasks (`shared.finetune.instructions`).
+
+    Args:
+        examples: conversations made to train on, where chats.sources is empty.
+        tasks: held-out tasks whose accuracy the report shows, before and after; 0 for none.
+        seed: of the set.
+        file: held-out tasks of your own, one JSON object a line with kind, prompt, answer and check; null for those of the set.
+    """
+
+    examples: int = 8000
+    tasks: int = 120
+    seed: int = 0
+    file: Path | None = None
+
+    def __post_init__(self):
+        require(self.examples >= 1, f"instructions.examples is {self.examples}: give at least 1.")
+        require(
+            0 <= self.tasks and (self.tasks <= MOST_TASKS or self.file is not None),
+            f"instructions.tasks is {self.tasks}: give 0 to {MOST_TASKS}, or a file of your own.",
         )
 
 
@@ -111,16 +136,49 @@ class ReportConfig:
         require(all(self.prompts), "report.prompts holds an empty text: give each at least one character.")
 
 
+@dataclass(frozen=True)
+class PolicyConfig(PPOConfig):
+    """PPO: rollouts, losses, and what rewards answers. The first fields are chapter 11's (`shared.preference.ppo`).
+
+    Args:
+        reward: model, or gold for the hidden preference itself, which only prompts that are made on the spot have.
+        reward_model: with reward model, the folder of a run with mode reward, or of transformers' sequence classification.
+        reward_config: a configuration beside this file that trains a reward model where reward_model is not there yet; null to refuse that.
+    """
+
+    reward: Literal["model", "gold"] = "model"
+    reward_model: Path | None = None
+    reward_config: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward == "gold" and self.reward_model is not None:
+            raise ValueError("reward is gold, which asks no reward_model: leave one out.")
+
+
 @dataclass
 class TrainerConfig:
     """Train a language model.
 
     Args:
-        mode: what is trained for. pretrain predicts the next token of text.
+        mode: what is trained for. pretrain predicts the next token of text. The others begin with the weights of start_from: sft answers in
+            conversations; reward makes a model of which answers are preferred, and dpo one that gives them, both from pairs; ppo makes one
+            that a reward model likes.
+        start_from: weights to start from: a folder of Hugging Face's format, a run's folder, or a checkpoint. It decides the model (the
+            section may change attention, dropout and RoPE's length alone) and, where none is given, the tokenizer; null for random weights.
+        start_config: a configuration beside this file, of a smaller model that is trained first where start_from is not there yet; null to
+            refuse a start_from that is not there.
         impl: whose exercises run: the solutions, yours, or yours where their check passed.
         steps: training steps.
         seed: of the initial weights, the order of the data, dropout and the samples.
-        data: the text, and how it becomes batches.
+        data: the text, and how it becomes batches. With other modes than pretrain, prepare and fim mean nothing.
+        chats: with mode sft, the conversations.
+        instructions: with mode sft, conversations made on the spot where there are no others, and held-out tasks.
+        preferences: with modes reward, dpo and ppo, pairs of answers and held-out prompts.
+        reward: with mode reward, the loss.
+        dpo: with mode dpo, the loss.
+        ppo: with mode ppo, the rollouts, the loss and the reward.
+        adapter: with other modes than pretrain, what is trained in place of the weights; null to train all of them.
         model: the model; the vocabulary's size is the tokenizer's.
         optimizer: which optimizer, with what.
         schedule: how the learning rate moves; its steps are the run's.
@@ -131,11 +189,20 @@ class TrainerConfig:
         report: what the report shows.
     """
 
-    mode: Literal["pretrain"] = "pretrain"
+    mode: Literal["pretrain", "sft", "reward", "dpo", "ppo"] = "pretrain"
+    start_from: Path | None = None
+    start_config: Path | None = None
     impl: Literal["reference", "mine", "mixed"] = "reference"
     steps: int = 1000
     seed: int = 0
     data: DataConfig = field(default_factory=DataConfig)
+    chats: ChatConfig = field(default_factory=ChatConfig)
+    instructions: InstructionConfig = field(default_factory=InstructionConfig)
+    preferences: PreferenceConfig = field(default_factory=PreferenceConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    ppo: PolicyConfig = field(default_factory=PolicyConfig)
+    adapter: AdapterConfig | None = None
     model: MixtureModelConfig = field(default_factory=MixtureModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -144,6 +211,27 @@ class TrainerConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+
+    @property
+    def virtual_tokens(self) -> int:
+        """How many trained vectors stand before each conversation."""
+        return self.adapter.virtual_tokens if self.adapter and self.adapter.kind != "lora" else 0
+
+    @classmethod
+    def completed(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """The settings with the section `model` of the weights that they start from.
+
+        Raises:
+            SettingError: there are none, or the section contradicts them.
+        """
+        folder, given = settings.get("start_from"), settings.get("model") or {}
+        if not isinstance(folder, str) or not isinstance(given, Mapping):  # refused, where it is wrong, with the other settings
+            return settings
+        from shared.trainer.initial_weights import find_initial_weights  # needs this module's neighbours
+        from shared.trainer.model_section import model_section
+
+        start = find_initial_weights(usable_path(folder, "start_from"))
+        return settings | {"model": model_section(given, start)}
 
     def __post_init__(self):
         require_built(self.parallel, BROUGHT)
@@ -155,10 +243,7 @@ class TrainerConfig:
             self.max_grad_norm is None or self.max_grad_norm > 0,
             f"max_grad_norm is {self.max_grad_norm}: give a positive length, or null.",
         )
-        require(
-            self.model.architecture == "decoder",
-            f"model.architecture is {self.model.architecture!r}: pretraining predicts the next token, which needs a decoder.",
-        )
+        require_mode(self)
         require_layout(self.model, self.parallel)
         require_experts(self.model, self.parallel.expert_parallel)
         share, left = divmod(self.data.batch_size, self.parallel.data_ranks)
@@ -176,7 +261,7 @@ class TrainerConfig:
             require_stages(self.model.resolved(), self.parallel)
             make_schedule(self.parallel.pipeline_schedule, stages, microbatches, self.parallel.pipeline_chunks)
         ranks, shares = self.parallel.tensor_parallel, self.parallel.context_parallel
-        require_even(self.model.resolved(), ranks)
+        require_even(self.model.resolved(), ranks, self.parallel.backend)
         if shares > 1:
             require_shareable(self.model.resolved())
             require_divisible(self.data.seq, shares, "A row (data.seq)")

@@ -1,12 +1,21 @@
 """Chapter 12. The dataloaders of a run: this rank's share of the training rows, and held-out text for evaluation."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
 from shared.course.errors import CourseError
 from shared.data.fim import FillInMiddle
 from shared.data.loader import EvaluationLoader, StatefulLoader, require_full_step
 from shared.data.mixture import training_loader
 from shared.data.prepare import PreparedText
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.mesh import Mesh
-from shared.trainer.config import FIM_SLACK, TrainerConfig
+from shared.trainer.config import TrainerConfig
+from shared.trainer.modes import FIM_SLACK
+
+Prepared = TypeVar("Prepared")  # has `folder`, the stores `training` and `held_out`, and a `tokenizer`
 
 
 def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[StatefulLoader, EvaluationLoader]:
@@ -33,6 +42,26 @@ def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[Stat
     )
     require_rows(training, config)
     return training, evaluation_loader(config, text, data.held_out_rows, mesh)
+
+
+def prepared_once(world: Communicator, folder: Path, make: Callable[[], Prepared], reopen: Callable[[Path], Prepared]) -> Prepared:
+    """Data prepared by one rank of those that share a folder, opened by the others, and then compared over all ranks.
+
+    Args:
+        folder: of all preparations.
+        make, reopen: the two ways to it; `reopen` gets the folder of this preparation.
+
+    Raises:
+        CourseError: on every rank: it cannot be prepared or opened on one of them, or machines that share no folder have different data.
+    """
+    first = ranks_that_share(world, folder)[0]
+    text = agreed(world, lambda: make() if world.rank == first else None)
+    made = world.gather_objects(text and text.folder.name)[first]
+    text = agreed(world, lambda: text or reopen(folder / made))
+    stores = {"training": text.training, "held_out": text.held_out}
+    sizes = {side: {"documents": len(each), "tokens": each.token_count, "sha256": each.fingerprint[:12]} for side, each in stores.items()}
+    require_agreement(world, "text", sizes | {"tokenizer": text.tokenizer.identity[:12], "end_token": text.tokenizer.end})
+    return text
 
 
 def require_rows(loader: StatefulLoader, config: TrainerConfig) -> None:

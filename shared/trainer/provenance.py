@@ -20,10 +20,11 @@ from shared.course.paths import CHECKOUT
 from shared.engine.trackers.external import flat
 from shared.output_files import write_atomically
 
-CONFIG, CODE = "config.yaml", "code.json"
+CONFIG, CODE, START = "config.yaml", "code.json", "start.json"
 MAY_CHANGE = (  # decides nothing about the weights
     "engine", "report", "impl", "parallel", "data.prepared", "data.held_out_rows", "data.prepare.workers",
     "schedule.steps",  # the same as steps, which is compared
+    "start_from", "start_config", "ppo.reward_model", "ppo.reward_config",  # paths; what they hold is compared, as `start`
 )  # fmt: skip
 
 
@@ -38,16 +39,20 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def keep_record(config: Any, output: Path) -> None:
+def keep_record(config: Any, output: Path, start: str | None = None) -> None:
     """Write the configuration and the code's version into the run's folder, or find the same configuration there.
+
+    Args:
+        start: the fingerprint of the weights that the run starts from, where it starts from any.
 
     Raises:
         CourseError: the folder holds a run of another configuration, and something of it is already trained.
     """
     path = output / CONFIG
     if path.exists() and (output / "checkpoints").is_dir():
-        require_same(read_record(path), plain(config), output)
+        require_same(read_record(path) | {"start": saved_start(output)}, plain(config) | {"start": start}, output)
     write_atomically(path, yaml.safe_dump(plain(config), sort_keys=False).encode())  # a run that is killed right here must still find it
+    write_atomically(output / START, json.dumps({"sha256": start}).encode())
     write_atomically(output / CODE, json.dumps(code_version(), indent=1).encode())
 
 
@@ -55,6 +60,16 @@ def saved_value(output: Path, key: str) -> Any:
     """The value of one key in the configuration of the run in this folder, or None where there is no such run."""
     path = output / CONFIG
     return read_record(path).get(key) if path.exists() else None
+
+
+def saved_start(output: Path) -> str | None:
+    """The fingerprint of the weights that the run in this folder started from; None where it started from none."""
+    try:
+        return dict(json.loads((output / START).read_text(encoding="utf-8"))).get("sha256")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError):
+        raise CourseError(f"{output / START} is damaged, so what this run started from is unknown: give another engine.output.") from None
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 import base64
 import io
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import fmean as mean
+from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import Environment
@@ -17,7 +19,93 @@ from shared.output_files import write_atomically
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 
+SHOWN = 3  # answers of each kind
 Series = list[tuple[int, float]]
+HELD_OUT = "held-out files"
+OF_PREFERENCES = {  # figure -> its lines by metric, and what they measure
+    "ranked_right": ({"train/accuracy": "training", "validation/accuracy": HELD_OUT}, "share of pairs ranked right"),
+    "margins": ({"train/margin": "training", "validation/margin": HELD_OUT}, "reward of the chosen minus the rejected"),
+    "rewards": ({"train/chosen_reward": "chosen", "train/rejected_reward": "rejected"}, "reward"),
+    "reward": ({"rollout/reward": "what is trained for", "rollout/gold_reward": "hidden preference"}, "mean reward of an answer"),
+    "kl": ({"rollout/kl_to_reference": "KL"}, "KL to the first model, nats per answer"),
+    "length": ({"rollout/answer_tokens": "length"}, "tokens of an answer"),
+    "value_loss": ({"train/value_loss": "value loss"}, "value loss"),
+    "clip_fraction": ({"train/clip_fraction": "clipped"}, "share of tokens whose ratio is clipped"),
+    "entropy": ({"train/entropy": "entropy"}, "entropy, nats per token"),
+}
+
+
+class Answered(NamedTuple):
+    """A held-out task, what was answered to it before training and after, and whether that was right."""
+
+    kind: str
+    prompt: str
+    wanted: str
+    before: str
+    after: str
+    right_before: bool
+    right_after: bool
+
+
+class Preferred(NamedTuple):
+    """A held-out prompt, what was answered to it before training and after, and the hidden preference's reward of each answer."""
+
+    kind: str
+    prompt: str
+    before: str
+    after: str
+    reward_before: float
+    reward_after: float
+
+    @property
+    def won(self) -> float:
+        """1 where the later answer is preferred, 0 where the earlier one is, 1/2 for equal ones."""
+        return 0.5 + 0.5 * ((self.reward_after > self.reward_before) - (self.reward_after < self.reward_before))
+
+
+@dataclass
+class Judged:
+    """What a mode says of the trained model.
+
+    summary: name -> value, of which the first ones are the mode's. samples: prompt, what the model went on with. completions: gaps that it
+    filled. answered: held-out tasks. preferred: held-out prompts whose answers a hidden preference judged. example: a conversation as
+    pieces of text, each with whether it was trained on. figures: the mode's own, by name. unit: of the loss.
+    """
+
+    summary: dict[str, Any]
+    samples: list[tuple[str, str]] = field(default_factory=list)
+    completions: list[Gap] = field(default_factory=list)
+    answered: list[Answered] = field(default_factory=list)
+    preferred: list[Preferred] = field(default_factory=list)
+    example: list[tuple[str, bool]] = field(default_factory=list)
+    figures: dict[str, Figure] = field(default_factory=dict)
+    unit: str = "nats per token"
+
+    def accuracy(self) -> list[tuple[str, int, float, float]]:
+        """For each kind of task, and for all: how many there are, and which share was right before and after."""
+        return [
+            (kind, len(some), mean(each.right_before for each in some), mean(each.right_after for each in some))
+            for kind, some in by_kind(self.answered).items()
+        ]
+
+    def wins(self) -> list[tuple[str, int, float, float, float]]:
+        """For each kind of prompt, and for all: how many there are, the mean reward before and after, and the win rate of the later answers
+        over the earlier ones."""
+        return [
+            (kind, len(some), *(mean(getattr(each, name) for each in some) for name in ("reward_before", "reward_after", "won")))
+            for kind, some in by_kind(self.preferred).items()
+        ]
+
+    def shown(self) -> list[Answered] | list[Preferred]:
+        """The first answers of each kind, which the report puts side by side."""
+        found = by_kind(self.answered or self.preferred)
+        return [each for kind, some in found.items() for each in some[:SHOWN] if kind == each.kind]
+
+
+def by_kind(entries: Sequence[Any]) -> dict[str, list[Any]]:
+    """Entries by their `kind`, and where there are several kinds, all of them."""
+    kinds = {each.kind: [other for other in entries if other.kind == each.kind] for each in entries}
+    return kinds | ({"all": list(entries)} if len(kinds) > 1 else {})
 
 
 @dataclass
@@ -25,9 +113,7 @@ class Results:
     """All that the report shows. metrics: step -> name -> value, as the run logged them."""
 
     metrics: dict[int, dict[str, float]]
-    summary: dict[str, Any]
-    samples: list[tuple[str, str]]  # prompt, what the model went on with
-    completions: list[Gap]
+    judged: Judged
     report: Path
 
 
@@ -42,10 +128,9 @@ def write_report(config: TrainerConfig, results: Results) -> None:
     template = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     page = template.render(
         title=config.engine.output.name,
-        summary=[(name, format_value(name, value)) for name, value in results.summary.items()],
+        summary=[(name, format_value(name, value)) for name, value in results.judged.summary.items()],
         pictures=pictures,
-        samples=results.samples,
-        completions=results.completions,
+        judged=results.judged,
         code=code_of(config.engine.output),
         config=yaml.safe_dump(provenance.plain(config), sort_keys=False),
     )
@@ -70,7 +155,7 @@ def format_value(name: str, value: Any) -> str:
         return f"{value:,}"
     if "difference" in name:  # first, because the rest of its name is a folder's
         return f"{value:.1e}"
-    if "right" in name or "utilisation" in name:
+    if any(word in name for word in ("right", "utilisation", "win rate")):
         return f"{value:.1%}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
@@ -78,13 +163,16 @@ def format_value(name: str, value: Any) -> str:
 def drawn(results: Results) -> dict[str, Figure]:
     """The report's figures by name. One of which nothing was logged is left out."""
     found = {
-        "loss": curves(results, {"train/loss": "training", "validation/loss": "held-out files"}, "loss (nats per token)"),
-        "bits_per_byte": curves(results, {"validation/bits_per_byte": "held-out files"}, "bits per byte"),
+        "loss": curves(results, {"train/loss": "training", "validation/loss": HELD_OUT}, f"loss ({results.judged.unit})"),
+        "bits_per_byte": curves(results, {"validation/bits_per_byte": HELD_OUT}, "bits per byte"),
         "throughput": curves(results, {"speed/tokens_per_second": "tokens per second"}, "tokens per second", zero=True),
         "utilisation": curves(results, {"speed/mfu": "model FLOPs utilisation"}, "share of the peak", zero=True),
         "norms": curves(results, {"norm/gradient": "gradient"}, "gradient norm", zero=True),
         "learning_rate": curves(results, learning_rates(results), "learning rate", zero=True),
         "expert_load": expert_load(results),
+        **{name: curves(results, lines, label) for name, (lines, label) in OF_PREFERENCES.items()},
+        "reward_over_kl": over_kl(results),
+        **results.judged.figures,
     }
     return {name: figure for name, figure in found.items() if figure is not None}
 
@@ -106,7 +194,7 @@ def curves(results: Results, names: dict[str, str], label: str, zero: bool = Fal
     style.use_style()
     figure = Figure()
     axes = figure.subplots()
-    colours = {"training": style.TRAINING, "held-out files": style.HELD_OUT}
+    colours = {"training": style.TRAINING, HELD_OUT: style.HELD_OUT}
     for title, points in present.items():
         marker = "o" if len(points) < 40 else None
         axes.plot(*zip(*points, strict=True), label=title, marker=marker, markersize=3, color=colours.get(title))
@@ -115,6 +203,24 @@ def curves(results: Results, names: dict[str, str], label: str, zero: bool = Fal
         axes.set_ylim(bottom=0)
     if len(present) > 1:
         axes.legend()
+    return figure
+
+
+def over_kl(results: Results) -> Figure | None:
+    """The rewards of rollouts against how far the policy has moved: where the hidden preference's falls while the other rises, the reward
+    model is over-optimized (Gao et al. 2023)."""
+    moved = dict(series(results, "rollout/kl_to_reference"))
+    lines, _ = OF_PREFERENCES["reward"]
+    if not moved:
+        return None
+    style.use_style()
+    figure = Figure()
+    axes = figure.subplots()
+    for name, title in lines.items():
+        if points := [(moved[step], value) for step, value in series(results, name)]:
+            axes.plot(*zip(*points, strict=True), "o", label=title, markersize=3)
+    axes.set(xlabel="KL to the first model, nats per answer", ylabel="mean reward of an answer")
+    axes.legend()
     return figure
 
 

@@ -1,20 +1,20 @@
-"""Chapter 12. Final evaluation of a run: its loss on all held-out files, texts it writes, gaps it fills, what it cost."""
+"""Chapter 12. Final evaluation of a run: its loss on all that is held out, what its mode shows of the model, what it cost."""
 
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from shared.data.completion import continue_ids, fill_gap, find_gaps
 from shared.engine.debug.anomalies import put_weights
 from shared.devices import on_device
 from shared.engine.trackers.jsonl import read_damaged
+from shared.finetune.base import merged_weights
+from shared.finetune.peft_format import save_adapter
 from shared.loop import evaluate
 from shared.model.counting import parameter_counts
 from shared.model.hf.pretrained import save_pretrained
@@ -27,51 +27,46 @@ from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.pipeline.simulate import make_timeline
 from shared.parallel.planning.expert_costs import expert_exchanges
 from shared.parallel.planning.pipeline_costs import held_parts, step_exchanges
-from shared.totals import bits_per_byte
 from shared.trainer.callbacks import peak_memory
 from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.config import TrainerConfig
+from shared.trainer import provenance
 from shared.trainer.fitting import step_sizes
-from shared.trainer.loaders import evaluation_loader
+from shared.trainer.initial_weights import with_adapter
 from shared.trainer.report import Results, format_value, write_report
 
 if TYPE_CHECKING:
-    from shared.trainer.pretrain import Run
+    from shared.trainer.run import Run
 
 GIB = 2**30
 
 
 def evaluate_and_report(run: "Run", console: Console) -> Results | None:
     """Evaluate the trained model, write the report and show the summary. Every rank calls it; rank 0 writes and returns the results."""
-    config, engine, text = run.config, run.engine, run.text
+    config, engine = run.config, run.engine
     began = time.perf_counter()
     with console.status("Evaluating what was learned ..."):
-        batches = (on_device(batch, engine.device) for batch in evaluation_loader(config, text, None, run.strategy.mesh))
-        totals = run.strategy.sum(evaluate(engine.model, batches, engine.objective))
+        held_out = run.mode.all_held_out(config, run.strategy)
+        batches = (on_device(batch, engine.device) for batch in held_out or ())
+        totals = None if held_out is None else run.strategy.sum(evaluate(engine.model, batches, engine.objective))
         memory = run.strategy.mesh.world.gather_objects(run.costs.peak_here or peak_memory(engine.device))
         if config.report.export:
             export(run)
         model = whole_model(run)
         if model is None:
             return None
-        samples = [(prompt, sample(run, model, prompt, number)) for number, prompt in enumerate(config.report.prompts)]
-        seq, count = config.data.seq, config.report.completions if config.data.fim.rate > 0 else 0
-        gaps = find_gaps(text.held_out, text.tokenizer, count, config.seed, before=seq, after=seq // 2)
-        completions = [fill_gap(model, text.tokenizer, gap, seq // 8, context=seq) for gap in gaps]
+        judged = run.mode.judge(run, model, totals)
     metrics, damage = read_damaged(config.engine.output / "metrics.jsonl")
     if damage:
         console.print(f"{config.engine.output / 'metrics.jsonl'} is damaged ({damage}): the report shows the rest.", markup=False)
-    held_out_bytes = evaluation_loader(config, text, None).byte_count(text.tokenizer.byte_lengths)
     summary = {
-        "held-out bits per byte": bits_per_byte(totals.loss_sum, held_out_bytes),
-        "held-out next tokens guessed right": totals.mean_metrics()["correct"],
-        "gaps filled exactly": f"{sum(completion.right for completion in completions)} of {len(completions)}",
+        **judged.summary,
         **costs(run, metrics, time.perf_counter() - began),
         **layout_summary(run, memory),
         **(compared := compare_with_single_process(config)),
         **(known_causes(config) if compared else {}),
     }
-    results = Results(metrics, summary, samples, completions, config.engine.output / "report.html")
+    results = Results(metrics, replace(judged, summary=summary), config.engine.output / "report.html")
     write_report(config, results)
     keep(results, config.engine.output / "results.json")
     show(results, console)
@@ -79,15 +74,35 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
 
 
 def export(run: "Run") -> None:
-    """Write the trained model, with its tokenizer, into the folder `model`. Every rank calls it and sends what it holds; rank 0 writes."""
-    folder, tokenizer, strategy = run.config.engine.output / "model", run.text.tokenizer, run.strategy
-    with writing(folder):
-        save_pretrained(strategy.module, folder, token_ids={"eos_token_id": tokenizer.end_id}, weights=strategy.weights())
+    """Write the trained model, with its tokenizer, into the folder `model`: where it has an adapter, merged, and the adapter alone into
+    `adapter`. Virtual tokens are part of no weight, so there the adapter is all. Every rank sends what it holds; rank 0 writes."""
+    output, strategy, config = run.config.engine.output, run.strategy, run.config
+    weights, longest = strategy.weights(), config.model.max_position_embeddings
+    weights = replace(weights, like={name: like for name, like in weights.like.items() if name not in run.mode.left_out})
+    if config.adapter:
+        folder, fingerprint = output / "adapter", provenance.saved_start(output) if strategy.rank == 0 else None
+        with writing(folder):
+            save_adapter(strategy.module, folder, weights=weights, base=str(run.start.folder), fingerprint=fingerprint)
+            if strategy.rank == 0:
+                run.mode.save_beside(folder, longest)
+        if config.adapter.kind != "lora":
+            return
+        weights = merged_weights(strategy.module, weights)
+    with writing(output / "model"):
+        save_pretrained(strategy.module, output / "model", token_ids=token_ids(run), weights=weights)
         if strategy.rank == 0:
-            tokenizer.save_pretrained(folder, run.config.model.max_position_embeddings)
+            run.mode.save_beside(output / "model", longest)
 
 
-def whole_model(run: "Run") -> nn.Module | None:
+def token_ids(run: "Run") -> dict[str, Any]:
+    """The special tokens of an exported model: those of the model that it began as, and what ends a text now."""
+    rows, ends = run.config.model.vocab_size, run.mode.end_ids
+    known = {name: number for name, number in run.strategy.module.token_ids.items() if isinstance(number, int) and 0 <= number < rows}
+    padding = {} if run.mode.pad_id is None else {"pad_token_id": run.mode.pad_id}
+    return known | {"eos_token_id": ends[0] if len(ends) == 1 else ends} | padding
+
+
+def whole_model(run: "Run") -> TransformerModel | None:
     """The trained model on rank 0, whole; None on the others, which all take part in putting it together."""
     strategy = run.strategy
     if strategy.size == 1:
@@ -95,7 +110,8 @@ def whole_model(run: "Run") -> nn.Module | None:
     weights = strategy.full_weights()
     if strategy.rank:
         return None
-    model = TransformerModel(run.config.model, MIXTURE).to(run.engine.device)
+    model = run.mode.shaped(with_adapter(TransformerModel(run.config.model, MIXTURE), run.config.adapter, run.config.seed))
+    model = model.to(run.engine.device)
     put_weights(model, weights)
     return model
 
@@ -156,16 +172,6 @@ def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
     }
 
 
-def sample(run: "Run", model: nn.Module, prompt: str, number: int) -> str:
-    config, tokenizer = run.config, run.text.tokenizer
-    generator = torch.Generator(run.engine.device).manual_seed(config.seed + number)
-    ids = continue_ids(
-        model, tokenizer, tokenizer.encode(prompt), config.report.new_tokens, context=config.data.seq,
-        temperature=config.report.temperature, top_k=config.report.top_k, generator=generator,
-    )  # fmt: skip
-    return tokenizer.decode(ids)
-
-
 def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: float) -> dict[str, Any]:
     """What the run took. Medians over the logs, which a moment's pause does not move."""
 
@@ -189,7 +195,12 @@ def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: floa
 
 
 def keep(results: Results, path: Path) -> None:
-    record = {"summary": results.summary, "samples": results.samples, "completions": [gap._asdict() for gap in results.completions]}
+    judged = results.judged
+    record = {"summary": judged.summary, "samples": judged.samples, "completions": [gap._asdict() for gap in judged.completions]}
+    if judged.answered:
+        record |= {"accuracy": judged.accuracy(), "answered": [each._asdict() for each in judged.answered], "example": judged.example}
+    if judged.preferred:
+        record |= {"wins": judged.wins(), "preferred": [each._asdict() for each in judged.preferred]}
     write_atomically(path, json.dumps(record, indent=1).encode())
 
 
@@ -197,7 +208,7 @@ def show(results: Results, console: Console) -> None:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for name, value in results.summary.items():
+    for name, value in results.judged.summary.items():
         table.add_row(name, format_value(name, value))
     console.print(table)
     console.print(f"The report: {results.report}", markup=False, highlight=False, soft_wrap=True)

@@ -95,4 +95,5 @@ def with_one_length(config_class: type[Config], settings: Any) -> Config:
         schedule = settings.get("schedule") or {}
         steps = settings.get("steps", steps.default)
         settings = settings | {"steps": steps, "schedule": schedule | {"steps": steps} if isinstance(schedule, dict) else schedule}
-    return configured(config_class, settings)
+    complete = getattr(config_class, "completed", None)  # what a class knows from elsewhere, such as the model of given weights
+    return configured(config_class, complete(settings) if complete and isinstance(settings, dict) else settings)

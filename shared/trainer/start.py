@@ -8,6 +8,7 @@ What cannot be, a layout or any other setting, is refused here, before anything 
 
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from shared.parallel.config import AXES, VIEWS, ParallelConfig, layout_name, par
 from shared.trainer.settings import parse_words, read_settings
 
 MOST_RANKS = 16  # for each core of this machine
+STARTS = {"start_from": "start_config", "ppo.reward_model": "ppo.reward_config"}  # what names a model -> what says how it is trained
 TRAIN = CHECKOUT / "chapters" / "12_grpo" / "train.py"
 
 
@@ -69,6 +71,43 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
     return [sys.executable, *launcher, str(TRAIN), *words], config.ranks
 
 
+def with_start(words: list[str]) -> list[str]:
+    """A configuration's words, after the model that it starts from has been trained, where that is not there yet and `start_config` says
+    how: the words then name that model. Called before anything of several ranks.
+
+    Raises:
+        CourseError: a file that cannot be read.
+        SystemExit: that training ended with an error, or was interrupted.
+    """
+    if not words or "=" in words[0] or words[0].startswith("-"):
+        return words  # refused with the other settings
+    settings, keys = read_settings(Path(words[0])), {word.removeprefix("--").split("=")[0] for word in words[1:]}
+    for setting, maker in STARTS.items():
+        wanted, smaller = setting_of(settings, setting), setting_of(settings, maker)
+        if keys & {setting, maker} or not isinstance(wanted, str) or not isinstance(smaller, str):
+            continue
+        file = Path(words[0]).parent / smaller
+        output = Path(section(read_settings(file), "engine").get("output", "runs/engine"))
+        is_trained = (output / "model" / "config.json").is_file()
+        if is_trained if output == Path(wanted) else Path(wanted).is_dir():
+            continue
+        if not is_trained:
+            smaller = f" (`make run` trains it): a smaller model is trained first, in {output}."
+            print(f"{wanted} is not there yet{f': {file.name} trains it first.' if output == Path(wanted) else smaller}", flush=True)
+            shared = [word for word in words[1:] if word.removeprefix("--").split("=")[0] in ("impl", "engine.device", "data.prepared")]
+            code = subprocess.run([sys.executable, str(TRAIN), str(file), *shared], check=False).returncode
+            if code:
+                sys.exit(code)
+        words = [*words, f"{setting}={output}"]
+    return words
+
+
+def setting_of(settings: dict[str, Any], name: str) -> Any:
+    """A setting of the file, or of one of its sections; None where it is not given."""
+    of, _, last = name.rpartition(".")
+    return (section(settings, of) if of else settings).get(last)
+
+
 def section(settings: dict[str, Any], name: str) -> dict[str, Any]:
     """The settings of a section; none where it is no section, which is refused with the other settings."""
     return found if isinstance(found := settings.get(name), dict) else {}
@@ -87,7 +126,7 @@ def require_agreement(layout: str, config: ParallelConfig, parallel: dict[str, A
 def main(words: list[str]) -> None:
     if not words or words[0] in ("-h", "--help"):
         sys.exit(__doc__)
-    command, ranks = command_of(words[0], words[1:])
+    command, ranks = command_of(words[0], with_start(words[1:]))
     if ranks == 1:
         os.execv(command[0], command)
     from shared.trainer.config import TrainerConfig

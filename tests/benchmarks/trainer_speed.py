@@ -51,7 +51,7 @@ def settings(folder: Path, device: str, dtype: str) -> TrainerConfig:
 
 def prepare_ours(folder: str, device: str, dtype: str) -> Round:
     from shared.trainer.loaders import loaders
-    from shared.trainer.pretrain import build
+    from shared.trainer.run import build
 
     run = build(settings(Path(folder), device, dtype), Console(quiet=True))
     engine = run.engine

@@ -18,7 +18,7 @@ from shared.course.mutants import mutants_of
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 
 FIRST = "01.cross_entropy"
-LEARNERS = ["next", "check", "hunt", "watch", "hint", "solution", "reset", "status", "map", "read", "doctor"]
+LEARNERS = ["next", "check", "hunt", "watch", "hint", "solution", "reset", "status", "map", "read", "chat", "doctor"]
 
 
 @pytest.fixture

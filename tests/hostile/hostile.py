@@ -226,7 +226,7 @@ def serve() -> None:
     from shared.course import binding, launch, paths  # noqa: F401
 
     binding.choose("reference")
-    import shared.trainer.pretrain  # noqa: F401
+    import shared.trainer.run  # noqa: F401
     import shared.trainer.settings  # noqa: F401
 
     if not (request := next_request()):

@@ -16,7 +16,7 @@ from shared.parallel.parallelize import apply_parallel
 from shared.trainer import start
 from shared.trainer.axes import RUN_AXES
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import plain_model
+from shared.trainer.models import plain_model
 from shared.trainer.settings import parse_words
 
 EXPERTS = {

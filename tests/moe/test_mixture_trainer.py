@@ -24,7 +24,8 @@ from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import announce
+from shared.trainer.pretrain import Pretraining
+from shared.trainer.run import announce
 from shared.trainer.settings import parse_text, parse_words
 
 EXPERTS = {
@@ -105,7 +106,9 @@ def test_routers_without_a_gradient_of_the_text_are_announced(experts, constant,
     report = SimpleNamespace(unreadable={}, held_out_in_training=0)
     text = SimpleNamespace(report=report, training=SimpleStore(), held_out=[], folder=None)
     console = Console(file=io.StringIO())
-    announce(config, text, torch.device("cpu"), console)
+    mode = Pretraining.__new__(Pretraining)
+    mode.text = text
+    announce(config, mode, None, torch.device("cpu"), console)
     assert ("gives the routers no gradient" in console.file.getvalue()) == constant
     if experts is not None:
         layer, x = MixtureLayer(config.model.resolved(), MIXTURE, 1), torch.randn(2, 5, config.model.hidden_size)

@@ -160,8 +160,8 @@ to Hugging Face's format has the same bytes from each layout.
 ## In 16 bits
 
 The first step with matrix products in bfloat16, or in float16 with a loss scale of 64, every token with all eight experts: a choice that
-rounding turns is another model. Ranks round other sums than one process, and the norm and gradients of no layout are farther from it than
-those of one process in 16 bits are from its own in float32. The tests require that, up to a factor of 1.5.
+rounding turns is another model. Ranks round other sums than one process. In no layout do the norm and the gradients differ more from one
+process in 16 bits than that process differs from itself in float32. The tests allow 1.5 times as much.
 
 {PRECISIONS}
 

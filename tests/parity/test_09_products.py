@@ -1,12 +1,17 @@
 """Products of layouts: a covering set of the table in chapter 09's PARITY.md is equal to one process, every refusal is a sentence before
 any work, and each planted bug is caught."""
 
+import math
+from copy import deepcopy
 from functools import partial
 
 import pytest
+import torch
 from planted import RULES, caught
-from products import IN_16_BITS, LIMIT, PRECISIONS, RANKS, Cell, allowed_triples, by_processes, case_of, cells, differences, expected
-from products import in_16_bits, on_ranks, refusal, triples, worst
+from products import IN_16_BITS, LIMIT, MODELS, PRECISIONS, RANKS, Cell, allowed_triples, by_processes, case_of, cells, differences
+from products import expected, in_16_bits, make, on_ranks, refusal, triples, worst
+
+from shared.parallel.comm.communicator import SingleRankCommunicator
 
 COVERING = """
 one dense none adamw
@@ -64,6 +69,7 @@ REFUSED = [  # what each refusal says; none may be another, and each must be of 
     "with parallel.backend torch, zero and a tied embedding: its ends are cut differently over the replicas",
     "model.experts with parallel.backend torch and tensor_parallel: parallelize_module has no style for a stack of experts",
     "parallel.expert_parallel with backend torch and fully_sharded: fully_shard adds every gradient",
+    "and num_key_value_heads 4: PyTorch's ColwiseParallel would cut within a head",
 ]
 
 
@@ -84,6 +90,34 @@ def test_every_refused_product_is_refused_in_a_sentence_before_any_work():
     reasons = [[reason for reason in REFUSED if reason in sentence] for sentence in found]
     assert all(len(of_one) == 1 for of_one in reasons), [sentence for sentence in found if not any(r in sentence for r in REFUSED)]
     assert {reason for of_one in reasons for reason in of_one} == set(REFUSED)
+
+
+EXPERT, BIAS = (f"stack.blocks.2.feed_forward.{name}" for name in ("experts.down_proj.weight", "router.bias"))
+OTHERS = {  # what one process has, made wrong by a little
+    "loss": lambda one: one["losses"][2].mul_(1 + 1e-6),
+    "norm": lambda one: one["norms"][1].mul_(1 + 1e-6),
+    "gradient of one expert": lambda one: one["gradients"][1][EXPERT][7].mul_(1 + 1e-3),
+    "gradient that no rank has": lambda one: one["gradients"][0].update({BIAS: torch.ones(8)}),
+    "weight of one expert": lambda one: one["weights"][EXPERT][0].mul_(1 + 1e-3),
+    "weight that no rank has": lambda one: one["weights"].update(another=torch.ones(1)),
+    "load of one block": lambda one: one["loads"][0][1].add_(torch.tensor([1, -1, 0, 0, 0, 0, 0, 0])),
+    "not a number": lambda one: one["losses"][0].fill_(math.nan),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_the_comparison_notices_every_part_that_is_another(other):
+    cell, one = Cell("dp2_ep2", "experts"), deepcopy(expected(Cell("one", "experts"), "adamw"))
+    OTHERS[other](one)
+    assert worst(on_ranks(partial(differences, one=one), cell)) > 10 * LIMIT
+
+
+def test_one_process_has_what_is_compared():
+    for model in MODELS:
+        one, run = expected(Cell("one", model), "adamw"), make(SingleRankCommunicator(), Cell("one", model))
+        trained = {name for name, parameter in run.plain.named_parameters() if parameter.requires_grad}
+        assert all(gradients.keys() == trained for gradients in one["gradients"])
+        assert all(len(loads) == (2 if model == "experts" else 0) for loads in one["loads"])
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ from shared.parallel.comm.launch import run_processes
 from shared.parallel.config import parse_layout
 from shared.trainer.config import TrainerConfig
 from shared.trainer.loaders import loaders
-from shared.trainer.pretrain import build
+from shared.trainer.run import build
 from shared.trainer.settings import parse_words
 
 LAYERS, STEPS, MICROBATCHES = 4, 4, 2

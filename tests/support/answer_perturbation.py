@@ -74,6 +74,8 @@ def changes_of(value: Any) -> dict[str, Change]:
         return changes | {"as a float": float}
     if isinstance(value, str):
         return WORD_CHANGES
+    if value is None:
+        return {"as 0": lambda _: 0, "as a word": lambda _: "None"}
     if isinstance(value, tuple):
         changes = [(place, how, change) for place, part in enumerate(value) for how, change in changes_of(part).items()]
         return {f"part {place}: {how}": in_part(place, change) for place, how, change in changes}
@@ -126,7 +128,11 @@ def in_values(change: Change) -> Change:
 
 
 def in_part(place: int, change: Change) -> Change:
-    return lambda items: (*items[:place], change(items[place]), *items[place + 1 :])
+    def changed(items: tuple) -> tuple:
+        made = (*items[:place], change(items[place]), *items[place + 1 :])
+        return type(items)._make(made) if hasattr(items, "_make") else made
+
+    return changed
 
 
 def in_all(change: Change) -> Change:

@@ -18,6 +18,7 @@ from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.mesh import Mesh
 from shared.parallel.checkpoint.saver import RankSaver
+from shared.totals import Batch
 
 
 class LayoutRun:
@@ -44,14 +45,17 @@ class LayoutRun:
 
     def train(self, steps: int) -> "LayoutRun":
         for _ in range(steps):
-            batches = [self.batches(self.step, number, self.config) for number in range(self.microbatches)]
-            data = self.mesh.data
             self.totals = train_step(
-                self.parallel.model, self.optimizer, [share(batch, data.rank, data.size) for batch in batches], self.objective,
+                self.parallel.model, self.optimizer, self.shares(), self.objective,
                 self.parallel.runner(self.accumulate), self.parallel.reducer, self.parallel.updater(self.update),
             )  # fmt: skip
             self.step += 1
         return self
+
+    def shares(self) -> list[Batch]:
+        """This rank's micro-batches of the next step."""
+        batches, data = [self.batches(self.step, number, self.config) for number in range(self.microbatches)], self.mesh.data
+        return [share(batch, data.rank, data.size) for batch in batches]
 
     def record(self) -> RunRecord:
         """Train for three steps; gradients and weights are whole."""

@@ -17,7 +17,7 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.mesh import Mesh
 from shared.trainer.config import TrainerConfig
 from shared.trainer.loaders import loaders
-from shared.trainer.pretrain import pretrain
+from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
 
 ROWS = 32
@@ -95,7 +95,7 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks_and_after_a_resume(tmp_pat
 def test_a_run_says_what_it_mixes_and_ends_with_a_report(tmp_path, texts):
     said = io.StringIO()
     config = config_of(tmp_path, texts, steps=4, report={"export": False})
-    results = pretrain(config, Console(file=said, width=300))
+    results = train_model(config, Console(file=said, width=300))
     assert f"Data mixture, by tokens: 75% {texts / 'small'}, 25% {texts / 'large'}." in said.getvalue()
     assert results.report.is_file()
 

@@ -13,7 +13,7 @@ from shared.course.errors import CourseError
 from shared.data.prepare import prepare
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import pretrain
+from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
 
 FSYNC = os.fsync
@@ -38,7 +38,7 @@ def full(monkeypatch):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("full")
     config = parse_words(TrainerConfig, [str(settings_file(folder, folder / "prepared", steps=3, report={"completions": 0}))])
-    pretrain(config, Console(quiet=True))
+    train_model(config, Console(quiet=True))
     return config
 
 
@@ -48,10 +48,10 @@ def test_no_room_when_a_run_goes_on_or_ends_is_a_sentence_and_the_same_command_g
     for name in ("run.lock", "config.yaml", "code.json", "model", "loss.png", "report.html", "results.json"):
         full(name)
         with pytest.raises(CourseError, match=f"{name} cannot be written \\(No space left on device\\): free space there"):
-            pretrain(run, Console(quiet=True))
+            train_model(run, Console(quiet=True))
         monkeypatch.undo()
         assert Checkpoints(run.engine.output / "checkpoints").steps() == [2, 3] and not list(run.engine.output.rglob("*.partial"))
-    assert pretrain(run, Console(quiet=True)).summary["held-out bits per byte"] == before
+    assert train_model(run, Console(quiet=True)).judged.summary["held-out bits per byte"] == before
 
 
 def test_no_room_for_prepared_text_is_a_sentence_and_preparing_goes_on(run, full, monkeypatch, tmp_path):

@@ -127,7 +127,7 @@ def test_one_rank_of_each_machine_says_what_all_know_and_any_rank_what_it_alone_
 ):
     error = CourseError("something is wrong")
     error.on_all_ranks = on_all_ranks
-    monkeypatch.setattr("shared.trainer.pretrain.pretrain", Mock(side_effect=error))
+    monkeypatch.setattr("shared.trainer.run.train_model", Mock(side_effect=error))
     monkeypatch.setattr("shared.parallel.comm.processes.from_torchrun", Mock(return_value=(None, None)))
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(sys, "argv", [str(TRAIN), str(settings_file(tmp_path, tmp_path / "prepared"))])
@@ -148,7 +148,7 @@ def test_how_long_ranks_wait_for_one_that_prepares_text_is_the_configurations(tm
 
 
 def test_a_batch_that_cannot_be_shared_equally_is_refused():
-    spread_over = lambda ranks: parse_text(TrainerConfig, json.dumps(TINY | {"parallel": {"data_parallel": ranks}}))  # noqa: E731
+    spread_over = lambda ranks: parse_text(TrainerConfig, json.dumps(TINY | {"parallel": {"data_parallel": ranks}}))
     assert spread_over(2).parallel.ranks == 2
     with pytest.raises(CourseError, match="data.batch_size is 4 and cannot be shared equally among 3 ranks"):
         spread_over(3)

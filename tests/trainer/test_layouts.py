@@ -21,7 +21,7 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.trainer import start
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import build
+from shared.trainer.run import build
 from shared.trainer.settings import parse_words
 
 TIMEOUT = 600

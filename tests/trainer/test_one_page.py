@@ -11,7 +11,7 @@ from trainer_runs import TRAIN, settings_file
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.trainer.config import TrainerConfig
 from shared.trainer.loaders import loaders
-from shared.trainer.pretrain import build
+from shared.trainer.run import build
 from shared.trainer.settings import parse_words
 
 PAGE = TRAIN.with_name("one_page.py")

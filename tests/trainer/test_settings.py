@@ -10,10 +10,13 @@ from trainer_runs import TRAIN, settings_file
 
 from shared.course.errors import CourseError
 from shared.course.typed import RENAMED
+from shared.model.config import ModelConfig
+from shared.model.hf.pretrained import save_pretrained
+from shared.model.transformer import TransformerModel
 from shared.parallel.planning.memory import StepSizes, estimate_memory
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import pretrain
+from shared.trainer.run import train_model
 from shared.trainer.settings import parse_text, parse_words, read_settings
 
 
@@ -66,7 +69,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, wor
 def test_what_only_the_model_shows_is_refused_before_the_first_step(tmp_path, prepared, words, sentence):
     config = parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared, **words))])
     with pytest.raises(CourseError, match=sentence):
-        pretrain(config, Console(quiet=True))
+        train_model(config, Console(quiet=True))
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -75,7 +78,7 @@ def test_a_damaged_record_is_named(tmp_path, prepared):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("")
     with pytest.raises(CourseError, match="config.yaml is damaged"):
-        pretrain(parse_words(TrainerConfig, [str(path)]), Console(quiet=True))
+        train_model(parse_words(TrainerConfig, [str(path)]), Console(quiet=True))
 
 
 def test_without_a_configuration_the_usage_is_printed(capsys):
@@ -94,11 +97,14 @@ def test_help_explains_every_field(capsys):
     assert not re.search(r"--[\w.]+ [A-Z_]+\n\s+\(type", said), "a field without a sentence"
 
 
-def test_the_shipped_configurations_can_be_read():
+def test_the_shipped_configurations_can_be_read(tmp_path):
+    """A run that starts from a model that is not there yet gets another one."""
     files = sorted(TRAIN.parent.glob("*.yaml"))
     assert files
+    save_pretrained(TransformerModel(ModelConfig(hidden_size=32, num_hidden_layers=2, max_position_embeddings=2048)), tmp_path)
     for path in files:
-        parse_text(TrainerConfig, yaml.safe_dump(read_settings(path)))
+        settings = read_settings(path)
+        parse_text(TrainerConfig, yaml.safe_dump(settings | ({"start_from": str(tmp_path)} if "start_from" in settings else {})))
 
 
 def test_the_configuration_for_two_cards_of_24_gigabytes_fits():

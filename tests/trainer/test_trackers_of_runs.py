@@ -19,7 +19,7 @@ from shared.engine.trackers.jsonl import read_jsonl
 from shared.optim.config import OptimizerConfig
 from shared.trainer import start
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import pretrain
+from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
 
 OPTIMIZERS = get_args(OptimizerConfig.__dataclass_fields__["name"].type)
@@ -40,7 +40,7 @@ def settings(folder: Path, prepared: Path, optimizer: str) -> Path:
 def trained(file: Path, *words: str) -> str:
     """What the trainer prints, run in this process."""
     console = Console(file=StringIO(), width=300)
-    pretrain(parse_words(TrainerConfig, [str(file), ALL, *words]), console)
+    train_model(parse_words(TrainerConfig, [str(file), ALL, *words]), console)
     return console.file.getvalue()
 
 

@@ -1,7 +1,6 @@
 """The trainer as its user starts it: a run on real files, leaving and going on, the report, the exported model."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,10 +15,10 @@ from trainer_runs import TRAIN, settings_file, train
 
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained
-from shared.trainer import provenance, results
+from shared.trainer import pretrain, provenance, results
 from shared.trainer.config import TrainerConfig
 from shared.trainer.loaders import loaders
-from shared.trainer.pretrain import build
+from shared.trainer.run import build
 from shared.trainer.settings import parse_text, parse_words
 
 
@@ -88,12 +87,12 @@ def test_what_a_run_took_is_a_median_that_a_pause_does_not_move():
 
 
 def test_the_same_prompt_twice_draws_two_samples(monkeypatch):
-    monkeypatch.setattr(results, "continue_ids", lambda *_, generator, **__: torch.rand(1, generator=generator).item())
+    monkeypatch.setattr(pretrain, "continue_ids", lambda *_, generator, **__: torch.rand(1, generator=generator).item())
     tokenizer = SimpleNamespace(encode=lambda text: [], decode=lambda drawn: drawn)
     run = SimpleNamespace(
-        config=TrainerConfig(), engine=SimpleNamespace(device=torch.device("cpu")), text=SimpleNamespace(tokenizer=tokenizer)
+        config=TrainerConfig(), engine=SimpleNamespace(device=torch.device("cpu")), mode=SimpleNamespace(tokenizer=tokenizer)
     )
-    first, second, again = (results.sample(run, None, "def ", number) for number in (0, 1, 0))
+    first, second, again = (pretrain.sample(run, None, "def ", number) for number in (0, 1, 0))
     assert first == again != second
 
 

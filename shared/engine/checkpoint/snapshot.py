@@ -56,12 +56,13 @@ def take_snapshot(step: int, model: nn.Module, optimizer: Optimizer, parts: Mapp
     )
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each tensor once: a tied head is the embedding."""
+def weights_of(model: nn.Module, everything: bool = False) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each tensor once: a tied head is the embedding. Without those that are `kept_elsewhere`
+    (`shared.model.roles`), unless everything is asked for."""
     seen: set[int] = set()
     weights = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and (everything or not getattr(tensor, "kept_elsewhere", False)):
             weights[name] = tensor.detach()
             seen.add(id(tensor))
     return weights

@@ -241,7 +241,7 @@ def replay(folder: Path | str, model: nn.Module, objective: Objective, *, saved_
 
 @torch.no_grad()
 def put_weights(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    own = weights_of(model)
+    own = weights_of(model, everything=True)
     differing = sorted(set(own) ^ set(saved)) or sorted(name for name in own if own[name].shape != saved[name].shape)
     if differing:
         names = ", ".join(differing[:5])

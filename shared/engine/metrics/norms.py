@@ -47,7 +47,8 @@ class Norms(Callback):
         divisor = engine.token_count * (self.loss_scale() if self.loss_scale else 1)
         gradients = {role: {n: p.grad for n, p in named.items() if p.grad is not None} for role, named in roles.items()}
         self.keep(engine, "gradient", gradients, divisor)
-        self.keep(engine, "weight", {role: {n: p.detach() for n, p in named.items()} for role, named in roles.items()})
+        floats = {role: {n: p.detach() for n, p in named.items() if p.is_floating_point()} for role, named in roles.items()}
+        self.keep(engine, "weight", floats)  # codes of a frozen base have no length
         if self.updates:
             self.old = {role: {n: p.detach().clone() for n, p in named.items() if p.requires_grad} for role, named in roles.items()}
 

@@ -38,9 +38,13 @@ def read_json(path: Path) -> dict:
 class TensorFolder:
     """The tensors of a folder by name, read one at a time. Opening it reads the headers only.
 
+    settings: keys of config.json that say how the files keep tensors, and nothing of the model.
+
     Raises:
         PretrainedError: no safetensors there, a file of the index is missing, or a file is cut short or none of its kind.
     """
+
+    settings: tuple[str, ...] = ()
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -5,7 +5,7 @@ several of them in one, or a slice of one. GPT-2's linear layers are stored [in,
 queries, keys and values are one matrix. BLOOM fuses them head by head. Mixtral stores each expert by itself, where ours may be stacked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -87,6 +87,19 @@ class Format:
     prefix: str = ""
     renamed: dict[str, str] = field(default_factory=dict)
     token_ids: dict[str, int] = field(default_factory=dict)
+
+
+def not_in_format(stored: Iterable[FileTensor], like: Mapping[str, Tensor]) -> list[str]:
+    """Parameters, buffers and entries of stacks that no tensor of a format holds. like: everything that the model has, by logical name."""
+    parts: dict[str, set[int | None]] = {}
+    for entry in stored:
+        for name in entry.ours:
+            parts.setdefault(name, set()).add(entry.part)
+    found = [name for name in like if name not in parts]
+    for name, held in parts.items():
+        if name in like and None not in held:
+            found += [f"{name}[{number}]" for number in range(len(like[name])) if number not in held]
+    return found
 
 
 def activation(name: str) -> str:

@@ -8,7 +8,7 @@ parameter knows its place in the files, and a process reads the slices that it h
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,10 @@ from torch import Tensor
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError, TensorFolder, plan_files, read_json, write_json, write_tensors
-from shared.model.hf.format import FileTensor, Format
+from shared.model.hf.format import FileTensor, Format, not_in_format
 from shared.model.hf.generation import TokenIds, every_id, read_token_ids, require_token_ids, write_generation
 from shared.model.hf.registry import read_config, write_config
-from shared.model.init import materialize
+from shared.model.init import forget_files, materialize
 from shared.model.transformer import TIED_TO, TransformerModel
 from shared.tensor_files import ordered
 
@@ -51,8 +51,7 @@ def load_pretrained(
     """
     model = open_pretrained(folder, dtype=dtype, builders=builders)
     materialize(model, device, seed=0)
-    for parameter in model.parameters():
-        del parameter.stored
+    forget_files(model)
     return model
 
 
@@ -61,21 +60,29 @@ def open_pretrained(
     *,
     dtype: torch.dtype = torch.float32,
     builders: Builders = Builders(),  # noqa: B008 (frozen)
+    files: TensorFolder | None = None,
+    change: Callable[[TransformerModel], TransformerModel] | None = None,
 ) -> TransformerModel:
     """The same model on the meta device, whose parameters carry a function `stored` that reads a slice of theirs from the files
     (`shared.model.init`). `apply_parallel` cuts it, and then each process reads what it holds and no more.
+
+    Args:
+        files: what reads the folder's tensors, where some of them are kept in another form (chapter 10).
+        change: gives the model another head before its tensors are looked for, where the files hold that one's (chapter 11).
 
     Raises:
         PretrainedError: as for `load_pretrained`.
     """
     folder = Path(folder)
-    known, config, token_ids = read_folder(folder)
-    files = TensorFolder(folder)
+    known, config, token_ids = read_folder(folder, () if files is None else files.settings)
+    files = files or TensorFolder(folder)
     if known.tied_by_file:
         config = replace(config, tie_word_embeddings=not set(known.tied) & set(files.shapes))
     with torch.device("meta"):
         model = TransformerModel(config, builders).to(dtype)
+        model = change(model) if change else model
     model.token_ids = token_ids
+    known, _ = format_of(model, known, {})
     stored = {entry.name: entry for entry in known.tensors(model.config)}
     if extra := not_in_format(stored.values(), whole_weights(model).like):
         raise PretrainedError(
@@ -125,17 +132,9 @@ def logical_parameters(model: TransformerModel) -> dict[str, Tensor]:
     return {model.logical_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def not_in_format(stored: Iterable[FileTensor], like: Mapping[str, Tensor]) -> list[str]:
-    """Parameters, buffers and entries of stacks that no tensor of a format holds. like: everything that the model has, by logical name."""
-    parts: dict[str, set[int | None]] = {}
-    for entry in stored:
-        for name in entry.ours:
-            parts.setdefault(name, set()).add(entry.part)
-    found = [name for name in like if name not in parts]
-    for name, held in parts.items():
-        if name in like and None not in held:
-            found += [f"{name}[{number}]" for number in range(len(like[name])) if number not in held]
-    return found
+def format_of(model: TransformerModel, known: Format, raw: dict[str, Any]) -> tuple[Format, dict[str, Any]]:
+    """The format and config.json of a model, derived from its family's."""
+    return model.stored_as(known, raw) if model.stored_as else (known, raw)
 
 
 def require_equal_tied(folder: Path, known: Format, config: ModelConfig, files: TensorFolder, parameters: dict[str, Tensor]) -> None:
@@ -157,11 +156,12 @@ def require_equal_tied(folder: Path, known: Format, config: ModelConfig, files: 
             )
 
 
-def read_folder(folder: Path) -> tuple[Format, ModelConfig, dict[str, Any]]:
-    """The format and the configuration that a folder describes, and its special token ids."""
+def read_folder(folder: Path, without: Collection[str] = ()) -> tuple[Format, ModelConfig, dict[str, Any]]:
+    """The format and the configuration that a folder describes, and its special token ids. without: keys of its config.json that are not
+    the model's."""
     if not folder.is_dir():
         raise PretrainedError(f"{folder} is no folder: give the one that holds a model's config.json.")
-    raw = read_json(folder / "config.json")
+    raw = {key: value for key, value in read_json(folder / "config.json").items() if key not in without}
     try:
         known, config = read_config(raw)
     except (ValueError, TypeError) as error:
@@ -260,7 +260,7 @@ def save_pretrained(
             does not name, or no row for one of the ids.
     """
     folder = Path(folder)
-    known, raw = write_config(model.config, model_type)
+    known, raw = format_of(model, *write_config(model.config, model_type))
     require_token_ids(token_ids or {}, model.config)
     ids = every_id(model.token_ids if token_ids is None else token_ids, model.config)
     sharded = sorted(name for name, parameter in logical_parameters(model).items() if hasattr(parameter, "sharding"))

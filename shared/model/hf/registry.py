@@ -12,6 +12,10 @@ from shared.model.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from shared.model.hf.t5 import T5
 
 FORMATS: dict[str, Format] = {known.model_type: known for known in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, BERT, T5, BLOOM)}
+QUANTIZED = (
+    "quantization_config is not null: load_quantized (shared.finetune.quantization.saved) reads GPTQ's and AWQ's files, open_nf4 "
+    "(nf4_files, beside it) bitsandbytes' 4 bits; or give the model that it was made from."
+)
 OF_TRAINING = {"attention": "sdpa", "hidden_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.02}
 
 
@@ -27,6 +31,8 @@ def read_config(raw: ConfigJson) -> tuple[Format, ModelConfig]:
     known = FORMATS[model_type]
     for key, allowed in known.required.items():
         if raw.get(key, allowed[0]) not in allowed:
+            if key == "quantization_config":
+                raise ValueError(QUANTIZED)
             raise ValueError(f"{key} is {raw[key]!r}: of {model_type} models, only those with {allowed[0]!r} are built here.")
     try:
         return known, known.read(raw)

@@ -21,14 +21,14 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
     """Send each rank its rows, and receive this rank's from every rank: an all-to-all with uneven splits, and its backward pass.
 
     A row has the same numbers afterwards, on another rank. Autograd does not see what a group's collectives do, so the function states its
-    own derivative: the loss is the sum of all ranks' losses, the rank that received a row knows how its loss changes with it, and the rank
-    that sent the row needs that.
+    own derivative. The loss is the sum of all ranks' losses. The gradient of a row is computed on the rank that received the row, and the
+    rank that sent it needs it.
 
         - The forward pass calls `group.all_to_all(there, here)` once, and the backward pass once more. It fills the tensor there[r] with
           what rank r gives as here[this rank]. Both are one contiguous tensor for each rank, all of one dtype; a tensor may be empty. Each
           pass sends every row once and nothing else, and copies no rows that lie together already.
         - Every rank of the group takes part in both passes, also one that sends nothing or receives nothing: the others wait for it.
-        - Neither `rows` nor the gradient that arrives from behind is changed. Both may be non-contiguous. Between the passes no rows are
+        - Neither `rows` nor the incoming gradient is changed. Both may be non-contiguous. Between the passes no rows are
           kept: a backward pass needs none.
 
     Args:
@@ -64,8 +64,8 @@ def begin_exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], g
 class RowExchange:
     """Rows on their way between ranks; later, their gradients on the way back.
 
-    In the backward pass the gradients leave when they have come to `FinishExchange`. Autograd runs the node that was made last first: then
-    all that was computed in between, and `BeginExchange`, which waits for them, at the end.
+    In the backward pass `FinishExchange` starts to send the gradients. Autograd runs the node that was made last first, then everything
+    that was computed in between, and at the end `BeginExchange`, which waits for them.
     """
 
     def __init__(self, sent: Sequence[int], received: Sequence[int], group: Communicator):
@@ -94,7 +94,7 @@ class BeginExchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        """`upstream` is what `FinishExchange` was given: what it has become is on its way."""
+        """`upstream` is what `FinishExchange` was given; the gradients that replace it are on their way."""
         return ctx.exchange.wait(), None
 
 

@@ -29,7 +29,7 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.sharding import Range, cut_parameter
 from shared.parallel.strategy import ParallelStrategy
 
-Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Communicator], Tensor]
+ExchangeRows = Callable[[Tensor, Sequence[int], Sequence[int], Communicator], Tensor]
 
 
 class ExpertParallel:
@@ -69,7 +69,7 @@ def require_experts(config: ModelConfig, degree: int) -> None:
         )
 
 
-def spread(layer: MixtureLayer, ep: Communicator, edp: Communicator, ranges: Sequence[Range], by_torch: Exchange | None = None) -> None:
+def spread(layer: MixtureLayer, ep: Communicator, edp: Communicator, ranges: Sequence[Range], by_torch: ExchangeRows | None = None) -> None:
     """Leave a layer this rank's experts, and have it compute with those of all ranks of `ep`. by_torch: see `SpreadExperts`."""
     for linear in layer.experts.children():
         cut_parameter(linear, "weight", 0, ranges, ep).shared_over = edp
@@ -85,7 +85,7 @@ class SpreadExperts:
         by_torch: PyTorch's exchange, whose result is waited for where it is first used; None for this course's own.
     """
 
-    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], group: Communicator, by_torch: Exchange | None = None):
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], group: Communicator, by_torch: ExchangeRows | None = None):
         self.compute, self.group, self.by_torch = compute, group, by_torch
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ def gradient_ranks(pipeline: int, data: int, context: int, tensor: int, expert: 
 
         - Each pipeline stage pp has layers of its own, and each tensor coordinate tp a slice of its own of every matrix. Ranks that share
           both hold the same, apart from experts, and see different tokens: along `data` other rows, along `context` other positions.
-        - Experts are spread over `expert` consecutive data ranks of one context coordinate: the first E / expert of them on the first
-          rank, and so on. The next `expert` data ranks hold them all again, and so do those of another context coordinate.
+        - Experts are spread over `expert` consecutive data ranks of one context coordinate, E / expert on each, in the order of the
+          ranks. The next `expert` data ranks hold all experts again, and the ranks of every context coordinate do the same.
         - A row travels to the rank that holds its expert, among these `expert` ranks, and its gradient comes back. So a rank has computed
           an expert's gradient for rows from all of them, and every other gradient for its own tokens.
 

@@ -7,9 +7,9 @@ The backward pass through a stage does part I, and leaves what part W needs in a
 section 4; their `WeightGradStore`). Layers of a later chapter that have a method `split_backward(waiting)` leave theirs there too. Norms,
 biases, embedding and head, a small part of the work, are done whole in part I.
 
-Autograd does not see these weights, so no hook on them is called, which would say that a gradient is complete when part W is still to come:
-data parallelism exchanges them when the step is finished. Blocks that are computed again leave them out for the same reason
-(`computed_apart`, an attribute of the weight).
+Autograd does not see these weights and calls no hook on them: a hook would report a complete gradient while part W is still to come. So
+data parallelism exchanges them when the step is finished, and blocks that are computed again leave them out (`computed_apart`, an
+attribute of the weight).
 
 Left out on purpose: matrices that FSDP frees before part W; it must keep them until the step ends (`reshard_after_forward: false`).
 """
@@ -62,7 +62,7 @@ class SplitProduct(torch.autograd.Function):
 
 def split_product(x: Tensor, weight: nn.Parameter, product: Product, waiting: Waiting) -> Tensor:
     """`product` of x and a weight, with a backward pass in two parts."""
-    anchor = torch.empty(0, requires_grad=True)  # also where x needs no gradient, there is a backward pass
+    anchor = torch.empty(0, requires_grad=True)  # calls for a backward pass even where x needs no gradient
     return SplitProduct.apply(x, anchor, Hidden(weight), product, waiting)
 
 

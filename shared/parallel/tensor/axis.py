@@ -6,8 +6,11 @@
 Each rank computes its heads and its inner features from the same input; f stands in front of a sublayer, g in its last matrix. What is
 not cut (norms, biases of rows) is computed in the same way on every rank and has the whole gradient on each.
 
-A sublayer of a later chapter that has a method `over_ranks(group, leave)` says itself where its parts are added up (`leave`). Stacks of
-matrices [E, out, in] are cut as each of them is.
+A sublayer of a later chapter that has a method `over_ranks(group, leave)` says itself where its parts are added up (`leave`); so does a
+head of a later chapter, or a module within the head: its input has passed f, which sums the ranks' gradients. A layer of a later chapter
+that knows of ranks (`knows_tensor_parallelism`) calls its `combine` itself. Stacks of matrices [E, out, in] are cut as each of them is. A
+layer that holds its weight in another form has a method `cut_weight(dimension, ranges, group)`, which is called in place of
+cutting the parameter `weight`, the `weight_shape`, and the names of the parameters that it holds (`stored`).
 
 With sequence parallelism the residual stream between the sublayers is cut along the sequence: norms, dropout and what they keep for the
 backward pass are shared out too. What is not cut then sees this rank's positions only, and its gradient is summed over the ranks
@@ -49,8 +52,9 @@ class TensorParallel:
         if mesh.tp.size == 1:
             return
         require_known(model)
-        require_even(model.config, mesh.tp.size)
+        require_even(model.config, mesh.tp.size, mesh.config.backend)
         if mesh.config.backend == "torch":  # which takes seconds to import
+            require_plain(model)
             from shared.parallel.torch_backend.tensor import parallelize_by_torch
 
             parallelize_by_torch(model, mesh)
@@ -78,28 +82,47 @@ class Cutter:
         self.leave = partial(scatter_sequence, group=mesh.tp) if self.by_sequence else self.g
 
     def cut_model(self, model: TransformerModel) -> None:
-        tied = model.embedding is not None and model.head is not None and model.head.linear.weight is model.embedding.tokens.weight
+        vocabulary = model.head is not None and not hasattr(model.head, "over_ranks")
+        tied = model.embedding is not None and vocabulary and model.head.linear.weight is model.embedding.tokens.weight
         self.cut_parameters(model)
         if tied:
             model.head.linear.weight = model.embedding.tokens.weight
         if model.embedding is not None:
             tokens = model.embedding.tokens
             first = tokens.weight.sharding.here.offsets[0]
-            tokens.__class__, tokens.first, tokens.combine = VocabularyEmbedding, first, self.g
-        if model.head is not None:
+            tokens.first, tokens.combine = first, self.g
+            if type(tokens) is nn.Embedding:
+                tokens.__class__ = VocabularyEmbedding
+        if vocabulary:
             sizes = [box.sizes[0] for box in model.head.linear.weight.sharding.parts]
             model.head.__class__, model.head.group, model.head.sizes = VocabularyHead, self.group, sizes
+        for module in () if model.head is None else model.head.modules():
+            if hasattr(module, "over_ranks"):
+                module.over_ranks(self.group, self.leave)
         for stack in filter(None, (model.encoder, model.stack)):
             self.change_stack(stack, lambda stack=stack: stack is model.encoder or model.head is not None)
 
     def cut_parameters(self, model: TransformerModel) -> None:
         """Replace each parameter that is cut by this rank's slice, and state which ones have a gradient to be summed over ranks."""
         shapes = {name: tuple(parameter.shape[-2:]) for name, parameter in model.named_parameters()}
+        packed = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "cut_weight")}
+        for name, module in packed.items():
+            shapes[name] = module.weight_shape
+            for stored in module.stored:
+                del shapes[f"{name.removesuffix('weight')}{stored}"]
         for name, (dimension, ranges) in tensor_shards(shapes, model.config.head_dim, self.group.size).items():
             module, _, attribute = name.rpartition(".")
-            self.cut(model.get_submodule(module), attribute, dimension - len(shapes[name]), ranges)
+            from_end = dimension - len(shapes[name])
+            if name in packed:
+                packed[name].cut_weight(from_end, ranges, self.group)
+            else:
+                self.cut(model.get_submodule(module), attribute, from_end, ranges)
         for name, over in gradient_sums(list(shapes), self.by_sequence, self.copies is not None).items():
-            model.get_parameter(name).partial_over = self.copies if over == "copies" else self.group
+            group = self.copies if over == "copies" else self.group
+            if name in packed:
+                packed[name].copies = group
+            else:
+                model.get_parameter(name).partial_over = group
 
     def cut(self, module: nn.Module, name: str, dimension: int, ranges: list[Range]) -> None:
         """Replace a parameter of a module by this rank's slice along a dimension, counted from the last one: -1."""
@@ -127,7 +150,9 @@ class Cutter:
                 sublayer.over_ranks(self.group, self.leave)
             else:
                 linear = getattr(sublayer, last)
-                linear.__class__, linear.combine = RowLinear, self.leave
+                linear.combine = self.leave
+                if type(linear) is nn.Linear:
+                    linear.__class__ = RowLinear
             # cast first, as the sublayer would: under autocast the gradient is then summed, or the stream gathered, in 16 bits
             sublayer.register_forward_pre_hook(lambda module, inputs: (self.enter(to_compute_dtype(inputs[0])), *inputs[1:]))
         for attention in filter(None, (block.attention, block.cross_attention)):
@@ -169,7 +194,13 @@ def require_known(model: nn.Module) -> None:
             raise ValueError(f"Tensor parallelism does not know how to cut {name}, a {type(module).__name__}: set tensor_parallel to 1.")
 
 
-def require_even(config: ModelConfig, ranks: int) -> None:
+def require_plain(model: nn.Module) -> None:
+    """Refuse layers that hold their weights in another form, of which PyTorch's styles would cut nothing."""
+    if packed := [name for name, module in model.named_modules() if hasattr(module, "cut_weight")]:
+        raise SettingError(f"parallel.backend torch cannot cut the quantized weight of {packed[0]} (tensor_parallel): use backend course.")
+
+
+def require_even(config: ModelConfig, ranks: int, backend: str = "course") -> None:
     """Refuse sizes that cannot be cut.
 
     Raises:
@@ -185,6 +216,11 @@ def require_even(config: ModelConfig, ranks: int) -> None:
         raise SettingError(
             f"parallel.tensor_parallel {ranks} and num_key_value_heads {key_value_heads}: one must divide the other, so that each rank has "
             "whole heads, or each head a number of ranks."
+        )
+    if backend == "torch" and key_value_heads < ranks:
+        raise SettingError(
+            f"parallel.backend torch with tensor_parallel {ranks} and num_key_value_heads {key_value_heads}: PyTorch's ColwiseParallel "
+            f"would cut within a head. Give a tensor_parallel of at most {key_value_heads}, or backend course, which repeats heads."
         )
     if ranks > 1 and config.qk_norm and config.qk_norm_over == "projection":
         raise SettingError("qk_norm_over projection normalises all heads together, and no rank has them: set tensor_parallel to 1.")

@@ -101,8 +101,12 @@ class VocabularyEmbedding(nn.Embedding):
             raise IndexError(f"Token ids from {int(ids.min())} to {int(ids.max())} in a vocabulary of {self.num_embeddings}.")
         local = ids - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = self.look_up(local.masked_fill(elsewhere, 0))
         return self.combine(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def look_up(self, local: Tensor) -> Tensor:
+        """Rows of this rank's part, by their numbers in it."""
+        return F.embedding(local, self.weight)
 
 
 class VocabularyHead(Head):

@@ -46,17 +46,12 @@ from shared.parallel.torch_backend.fsdp import chunk_ranges
 
 
 def parallelize_by_torch(model: TransformerModel, mesh: Mesh) -> None:
-    """Shard a model over `mesh.tp`, in place, also one on the meta device. It is one that `TensorParallel` accepts.
-
-    Raises:
-        SettingError: fewer key and value heads than ranks.
-    """
-    ranks, heads, by_sequence = mesh.tp.size, model.config.num_key_value_heads, mesh.config.sequence_parallel
-    if heads < ranks:
-        raise SettingError(
-            f"parallel.backend torch with tensor_parallel {ranks} and num_key_value_heads {heads}: PyTorch's ColwiseParallel would cut "
-            f"within a head. Give a tensor_parallel of at most {heads}, or backend course, which repeats heads."
-        )
+    """Shard a model over `mesh.tp`, in place, also one on the meta device. It is one that `TensorParallel` accepts."""
+    for name, module in model.named_modules():
+        if getattr(module, "needs_course_backend", False):
+            kind = type(module).__name__
+            raise SettingError(f"parallel.backend torch cannot cut {name}, a {kind}, over tensor ranks: use backend course.")
+    by_sequence = mesh.config.sequence_parallel
     device_mesh = DeviceMesh.from_group(mesh.tp.torch_group, mesh.tp.process.device.type, mesh_dim_names=("tp",))
     before = dict(model.named_parameters())
     plan = {name: style for name, module in model.named_modules() if (style := style_of(name, by_sequence))}

@@ -1,5 +1,5 @@
-"""A small mixture of experts with one expert on each rank. Whatever the router decides, a step should end with a loss and with gradients,
-which are those of one process that has all experts."""
+"""A small mixture of experts with one expert on each rank. Whatever the router decides, a step should end with the loss
+and the gradients of one process that has all experts."""
 
 import torch
 from torch import Tensor

@@ -15,7 +15,7 @@ from gpu_rows import Row
 from rich.console import Console
 
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import pretrain
+from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
 
 
@@ -64,7 +64,7 @@ def settings(folder: Path, machine: Machine, small: bool) -> Path:
 
 def trained(config: TrainerConfig, folder: Path) -> list[float]:
     """The losses that the run's log holds."""
-    pretrain(config, Console(quiet=True))
+    train_model(config, Console(quiet=True))
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line["train/loss"] for line in lines if "train/loss" in line]
 

@@ -39,6 +39,21 @@ def fifo(folder: Path) -> None:
     os.mkfifo(folder / "a.yaml")
 
 
+def emptied(folder: Path) -> None:
+    (folder / "empty").mkdir()
+
+
+def half_a_model(folder: Path) -> None:
+    (folder / "half").mkdir()
+    (folder / "half" / "config.json").write_text('{"model_type": "llama", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, '
+        '"num_attention_heads": 2, "intermediate_size": 8}')  # fmt: skip
+
+
+def no_config(folder: Path) -> None:
+    (folder / "odd").mkdir()
+    (folder / "odd" / "config.json").write_text("[1]")
+
+
 def bomb(merge: bool = False) -> str:
     """Nine levels, each ten times the one below: a billion entries from 300 bytes."""
     names = "abcdefghij"
@@ -145,7 +160,7 @@ TYPES = [
     Row("a renamed key", trainer("parallel.recompute=blocks"), "is an older name: write parallel.activation_checkpointing"),
     Row("a renamed key in a file", trainer(max_gradient_norm=1), "max_gradient_norm is an older name: write max_grad_norm."),
     Row("a renamed value", trainer("model.attention=naive"), "model.attention naive is an older name: write eager."),
-    Row("an unknown mode", trainer("mode=sft"), "mode is 'sft': give one of pretrain"),
+    Row("an unknown mode", trainer("mode=sfd"), "mode is 'sfd': give one of pretrain, sft"),
     Row("whose implementation", trainer("impl=theirs"), "theirs"),
     Row("an implementation that is a list", trainer(impl=["mine"]), "There is no implementation ['mine']"),
     Row("no such layout", start("dp0", "{folder}/tiny.yaml"), "parallel.data_parallel is 0"),
@@ -161,6 +176,58 @@ TYPES = [
     Row("a layout that cuts two heads over four ranks", start("tp4", "{folder}/tiny.yaml"), "4 does not divide num_attention_heads 2"),
     Row("rows that cannot be cut", start("tp2", "{folder}/tiny.yaml", "parallel.sequence_parallel=true", "data.seq=95"), "data.seq is 95"),
     Row("a layout alone", start("dp2"), "Give a configuration after the layout"),
+]  # fmt: skip
+
+PPO = ("mode=ppo", "start_from=run", "model={}", "data.held_out_rows=128", "engine.evaluate_every=0")  # the defaults, which it lets be
+
+STARTS = [
+    Row("weights that are not there", trainer("start_from=none"), ("start_from is none", "does not exist")),
+    Row("weights in an empty folder", trainer("start_from=empty"), ("start_from is empty", "not a model"), make=emptied),
+    Row("weights in a file", trainer("start_from=tiny.yaml"), ("start_from is tiny.yaml", "not a model")),
+    Row("a model without its weights", trainer("start_from=half"), ("start_from: half", "no weights"), make=half_a_model),
+    Row("a config.json that is a list", trainer("start_from=odd"), ("start_from: odd/config.json", "no JSON object"), make=no_config),
+    Row("fine-tuning without weights", trainer("mode=sft"), "mode is sft and start_from is null"),
+    Row("an adapter in pretraining", trainer("adapter.rank=4"), "adapter is for mode sft"),
+    Row("conversations in pretraining", trainer("chats.sources=[{path: a.jsonl}]"), "chats is for mode sft"),
+    Row("preferences without weights", trainer("mode=dpo"), "mode is dpo and start_from is null"),
+    Row("pairs in pretraining", trainer("preferences.sources=[{path: a.jsonl}]"), "preferences is for mode reward or dpo or ppo"),
+    Row("PPO's settings in pretraining", trainer("ppo.clip=0.3"), "the section ppo is for mode ppo"),
+    Row("pairs that are for an encoder-decoder", trainer("mode=dpo", "preferences.template=pairs"), "preferences: template is pairs"),
+    Row("all labels flipped", trainer("preferences.made.flipped=1"), "made.flipped is 1"),
+    Row("too few pairs", trainer("preferences.made.pairs=3"), "made.pairs is 3"),
+    Row("beta 0", trainer("dpo.beta=0"), "beta is 0.0"),
+    Row("an unknown loss", trainer("dpo.loss=dpp"), "Did you mean 'dpo'?"),
+    Row("a margin that the loss lacks", trainer("dpo.target_margin=1"), "target_margin has no effect with loss dpo"),
+    Row("kto with a cache", trainer("dpo.loss=kto"), "loss kto needs reference beside"),
+    Row("a negative centering", trainer("reward.centering=-1"), "centering is -1"),
+    Row("answers that are not drawn", trainer("ppo.temperature=0"), "temperature is 0"),
+    Row("minibatches that do not divide", trainer("ppo.minibatches=5"), "minibatches is 5 and does not divide"),
+    Row("gold and a reward model", trainer("ppo.reward=gold", "ppo.reward_model=a"), "reward is gold, which asks no reward_model"),
+    Row("an unknown reward", trainer("ppo.reward=silver"), "ppo.reward is 'silver'"),
+    Row("a reward model that is a number", trainer(ppo={"reward_model": 3}), "ppo.reward_model is 3: give a path"),
+    Row("PPO without a reward model", trainer("mode=ppo", "start_from=run", "model={}"), "ppo.reward_model is null", trained=True),
+    Row("a reward model that is not there", trainer(*PPO, "ppo.reward_model=none", "engine.output=a"),
+        ("ppo.reward_model is none", "holds no model"), code=1, trained=True),
+    Row("a reward model that writes", trainer(*PPO, "ppo.reward_model=run", "engine.output=a"),
+        ("ppo.reward_model is run", "is a language model"), code=1, trained=True),
+    Row("held-out rows of PPO", trainer("mode=ppo", "start_from=run", "model={}", "ppo.reward=gold", "data.held_out_rows=8"),
+        "data.held_out_rows has no effect with mode ppo", trained=True),
+    Row("epochs of PPO", trainer("mode=ppo", "start_from=run", "model={}", "ppo.reward=gold", "data.epochs=2"),
+        "data.epochs has no effect with mode ppo", trained=True),
+    Row("a reference that the loss lacks", trainer("dpo.loss=simpo", "dpo.reference=beside"), "reference has no effect with loss simpo"),
+    Row("pairs in no file", trainer("mode=dpo", "start_from=run", "model={}", "preferences.sources=[{path: no.jsonl}]", "engine.output=a"),
+        "no.jsonl", code=1, trained=True),
+    Row("an adapter of rank 0", trainer("adapter.rank=0"), "adapter.rank is 0: give at least 1"),
+    Row("an adapter of a rank above its layers' sizes",
+        trainer("mode=sft", "start_from=run", "model={}", "adapter.rank=1000", "engine.output=tuned", "instructions.examples=60"),
+        ("adapter.rank is 1000", "q_proj is", "give at most"), code=1, trained=True),
+    Row("an adapter of an unknown kind", trainer("adapter.kind=lore"), "Did you mean 'lora'?"),
+    Row("an adapter that is a number", trainer(adapter=3), "adapter is 3"),
+    Row("no conversations in a source", trainer("chats.sources=[{path: ''}]"), "chats.sources[0]"),
+    Row("too many tasks", trainer("instructions.tasks=1000000"), "instructions.tasks is 1000000"),
+    Row("weights at a number", trainer(start_from=3), "start_from is 3: give a path"),
+    Row("weights at an empty path", trainer("start_from="), "start_from"),
+    Row("weights at a path with a zero byte", trainer(start_from="a\0b"), "start_from"),
 ]  # fmt: skip
 
 SIZES = [
@@ -207,4 +274,4 @@ TOGETHER = [  # what only fails together: found when the run is built
     Row("an empty prompt", trainer("report.prompts=['']"), "report.prompts holds an empty text"),
 ]
 
-ROWS = [*FILES, *TYPES, *SIZES, *TOGETHER]
+ROWS = [*FILES, *TYPES, *STARTS, *SIZES, *TOGETHER]

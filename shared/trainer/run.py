@@ -1,0 +1,231 @@
+"""Chapter 12. A training run from its configuration to its report: prepare the data, build the model, fit, evaluate.
+
+Read from the top: each function is one stage, and what a stage does is in an earlier chapter's part of the core. What differs between the
+modes, such as where rows come from and what is evaluated at the end, is one object, a `Mode` (`shared.trainer.modes`):
+`shared.trainer.pretrain` has the first.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from shared.course import binding
+from shared.data.digests import Digests
+from shared.data.prepare import DIGESTS
+from shared.data.tokenizer import TextTokenizer
+from shared.devices import keep_freed_memory, pick_device
+from shared.engine.callbacks import Callback
+from shared.engine.defaults import default_callbacks
+from shared.engine.engine import RuntimeEngine
+from shared.folder_lock import held_folder
+from shared.loop import accumulate_gradients
+from shared.model.counting import parameter_counts
+from shared.model.hf.registry import write_config
+from shared.moe.balancing import BalanceExperts
+from shared.moe.expert_norms import ExpertNorms
+from shared.optim.build import build_optimizer
+from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
+from shared.optim.loss_scale import LossScaler
+from shared.optim.precision import autocast_objective
+from shared.optim.updater import Update
+from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
+from shared.parallel.comm.processes import broken_connections_named
+from shared.parallel.config import layout_name
+from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
+from shared.parallel.mesh import Mesh
+from shared.parallel.strategy import ParallelStrategy
+from shared.trainer import provenance
+from shared.trainer.callbacks import Costs, Traffic
+from shared.trainer.config import TrainerConfig, resolve_precision
+from shared.trainer.dpo import PreferenceTuning
+from shared.trainer.fitting import require_memory
+from shared.trainer.initial_weights import InitialWeights, find_initial_weights, fingerprint_of, float_remark
+from shared.trainer.models import parallel_model
+from shared.trainer.modes import Mode
+from shared.trainer.ppo import PolicyOptimization
+from shared.trainer.pretrain import Pretraining
+from shared.trainer.report import Results
+from shared.trainer.reward import RewardModelling
+from shared.trainer.sft import FineTuning
+from shared.trainer.results import evaluate_and_report, pipeline_line, stages_summary
+
+
+MODES: dict[str, Callable[..., Mode]] = {
+    "pretrain": Pretraining,
+    "sft": FineTuning,
+    "reward": RewardModelling,
+    "dpo": PreferenceTuning,
+    "ppo": PolicyOptimization,
+}
+
+
+@dataclass
+class Run:
+    """A run that is ready to be fitted, as one rank sees it."""
+
+    config: TrainerConfig
+    mode: Mode
+    start: InitialWeights | None
+    engine: RuntimeEngine
+    strategy: ParallelStrategy
+    costs: Costs
+    traffic: Traffic
+    preparation_seconds: float
+
+    @property
+    def text(self) -> Any:
+        return self.mode.text
+
+
+def train_model(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Results | None:
+    """Train as `config` says and write the report. Every rank calls it; rank 0 speaks, and returns the results.
+
+    Args:
+        world: the ranks of the run; None for this process alone.
+
+    Raises:
+        SystemExit: the run was asked to leave before its end; the code is the one that shells give to that signal.
+        CourseError: something that the reader can mend, in one sentence: among others, settings that only fail together.
+    """
+    world = world or SingleRankCommunicator()
+    console = console if world.rank == 0 else Console(quiet=True)
+    require_agreement(world, "configuration", config)  # first of all: what follows has ranks meet as the configuration says
+    with ExitStack() as held, broken_connections_named(world):  # from before the first file of the run to after the last
+        leads = ranks_that_share(world, config.engine.output)[0] == world.rank
+        agreed(world, lambda: held.enter_context(held_folder(config.engine.output, leads, console)))
+        run = build(config, console, world)
+        loader, held_out = run.mode.loaders(run.config, run.strategy)
+        engine = run.engine.fit(loader, held_out, steps=config.steps)
+        if engine.step < config.steps and engine.leaving:
+            console.print(f"The same command resumes from step {engine.step}.", highlight=False)
+            raise SystemExit(128 + signal.Signals[engine.stopped])
+        return evaluate_and_report(run, console)
+
+
+def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
+    """Everything up to the first step: the data, the model, parallelized over the ranks, the optimizer, the engine with its callbacks."""
+    mesh = Mesh(config.parallel, world or SingleRankCommunicator())
+    device = pick_device(config.engine.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    agreed(mesh.world, lambda: require_memory(config, device))  # with the least vocabulary, before hours of preparing text
+    start = agreed(mesh.world, lambda: find_initial_weights(config.start_from)) if config.start_from else None
+    began = time.perf_counter()
+    mode = MODES[config.mode](config, start, mesh.world, console)
+    preparation_seconds = time.perf_counter() - began
+    config = resolved(config, mode.tokenizer, start, device, mesh.world)
+    agreed(mesh.world, lambda: require_memory(config, device))
+    mode.require_answerable(config)
+    if config.report.export:
+        write_config(config.model)  # refuses a model that no format can hold, now rather than after the last step
+    keep_record(config, mode, start, mesh.world)
+
+    own = mesh.pp.rank * mesh.loss.size + mesh.loss.rank  # ranks with other rows, positions or layers draw other dropout
+    torch.manual_seed(config.seed + own)
+    strategy = parallel_model(config, mesh, device, start, mode.shaped)
+    scaler = LossScaler() if config.precision == "float16" else None
+    costs, traffic = Costs(), Traffic(mesh.world.trace)
+    engine = RuntimeEngine(
+        strategy,
+        build_optimizer(strategy.optim_params, config.optimizer, strategy.routes),
+        config.engine,
+        objective=autocast_objective(mode.objective, config.precision),
+        runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
+        updater=Update(config.max_grad_norm, scaler, strategy.grad_norm),
+        callbacks=[costs, traffic, *mode.callbacks(config), *callbacks_of(config, device, scaler)],
+        console=console,
+    )
+    announce(config, mode, start, device, console, float_remark(strategy.module, config.adapter))
+    if mesh.world.size > 1:
+        stages = "".join(f" Stages have blocks {blocks}." for blocks in stages_summary(config).values())
+        console.print(
+            f"{mesh.world.size} ranks, layout {layout_name(config.parallel)}, backend {config.parallel.backend}.{stages}", highlight=False
+        )
+    if mesh.pp.size > 1:
+        console.print(pipeline_line(config), highlight=False, soft_wrap=True)
+    return Run(config, mode, start, engine, strategy, costs, traffic, preparation_seconds)
+
+
+def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None, world: Communicator) -> None:
+    """Keep the configuration, the tokenizer and the fingerprint of the initial weights in the run's folder, or find the same run there.
+
+    Raises:
+        CourseError: on every rank: the folder holds another run, or the ranks start from different weights.
+    """
+    output, digests = config.engine.output, Digests(config.data.prepared / DIGESTS)
+    fingerprint = agreed(world, lambda: fingerprint_of([start, *mode.more_weights()], digests) if start else None)
+    require_agreement(world, "model", {"start_from": fingerprint})
+    if ranks_that_share(world, output)[0] != world.rank:
+        agreed(world, lambda: None)
+        return
+    digests.save()
+
+    def keep() -> None:
+        provenance.keep_record(config, output, fingerprint)
+        mode.save_beside(output / "tokenizer", config.model.max_position_embeddings)  # so that a checkpoint alone is enough to start from
+
+    agreed(world, keep)
+
+
+def resolved(
+    config: TrainerConfig, tokenizer: TextTokenizer, start: InitialWeights | None, device: torch.device, world: Communicator
+) -> TrainerConfig:
+    """The configuration with what only the machine and the tokenizer can say. What is measured is rank 0's to decide."""
+    precision = config.precision
+    if precision == "auto":
+        precision = provenance.saved_value(config.engine.output, "precision") or resolve_precision("auto", device)
+        precision = world.gather_objects(precision)[0]
+    optimizer = config.optimizer
+    if optimizer.name == "muon" and optimizer.newton_schulz_dtype is None and precision == "float32":
+        optimizer = replace(optimizer, newton_schulz_dtype="float32")  # this machine multiplies bfloat16 no faster
+    rows = max(tokenizer.vocab_size, start.model.vocab_size if start else 0)  # published models may have more rows than tokens
+    return replace(config, precision=precision, optimizer=optimizer, model=replace(config.model, vocab_size=rows))
+
+
+def callbacks_of(config: TrainerConfig, device: torch.device, scaler: LossScaler | None) -> list[Callback]:
+    """The schedule, the experts' and the loss scale, then what the engine's configuration asks for."""
+    mine: list[Callback] = [ScheduleLearningRate(config.schedule)]
+    if config.model.experts is not None:
+        mine += [BalanceExperts(), ExpertNorms(config.model, (lambda: scaler.state.scale) if scaler else None)]
+    if scaler is not None:
+        mine.append(KeepLossScale(scaler))
+    trackers = list(dict.fromkeys([*config.engine.trackers, "jsonl"]))  # the report reads the lines
+    return mine + default_callbacks(
+        replace(config.engine, trackers=trackers),
+        device,
+        config.model if config.model.architecture == "decoder" else None,  # two stacks have no one count of operations
+        dtype=getattr(torch, config.precision),
+        loss_scale=(lambda: scaler.state.scale) if scaler else None,
+        settings=provenance.plain(config),
+    )
+
+
+def announce(
+    config: TrainerConfig, mode: Mode, start: InitialWeights | None, device: torch.device, console: Console, remark: str = ""
+) -> None:
+    """What is about to be trained, in a few lines. remark: another line."""
+    parameters = sum(parameter_counts(config.model).values())
+    tokens = config.steps * config.data.batch_size * config.data.seq  # but in mode ppo the policy decides
+    seen = "" if config.mode == "ppo" else f", {tokens / 1e6:.1f} million to be seen"
+    amount, remarks = mode.announcement(config)
+    if config.model.experts is not None and config.model.experts.has_constant_gate:
+        remarks += (
+            "model.experts has num_experts_per_tok 1 with norm_topk_prob true: the weight of a token's expert is always 1, so the loss of "
+            "the text gives the routers no gradient. Set norm_topk_prob to false, unless the experts begin as copies of a dense layer.\n"
+        )
+    if start:
+        remarks += f"The weights of {start.folder} are the first ones.\n"
+    remarks += remark
+    console.print(
+        f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {amount}{seen}.\n"
+        f"{remarks}{binding.summary()}\nEverything lands in {config.engine.output}.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )

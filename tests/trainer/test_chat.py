@@ -1,0 +1,100 @@
+"""`course chat`: conversations over a pipe, history by whole turns, plain continuation, virtual tokens, and sentences for errors."""
+
+import io
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+from trainer_runs import train
+from tuned_runs import base_run, tuned_config, tuned_file
+
+from shared.course.cli import cli
+from shared.course.errors import CourseError
+from shared.trainer.chat import Drawing, open_talk
+from shared.trainer.run import train_model
+
+LIKELIEST = Drawing(temperature=0.0, new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return base_run(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory, base):
+    folder = tmp_path_factory.mktemp("tuned")
+    assert train(tuned_file(folder, base, report={"new_tokens": 4}), "instructions.tasks=6").returncode == 0
+    return folder / "run"
+
+
+def chat(run: Path, said: str, *options: str):
+    return CliRunner().invoke(cli, ["chat", str(run), "--temperature", "0", "--new-tokens", "8", *options], input=said)
+
+
+def test_lines_are_answered_and_the_end_of_input_ends_it(tuned):
+    done = chat(tuned, "What is 3 plus 4?\n\n/reset\nAgain\n", "--system", "Be brief.")
+    assert done.exit_code == 0 and "Forgotten." in done.output
+    talk = open_talk(tuned, LIKELIEST, "Be brief.")
+    assert done.output.startswith("".join(talk.answer("What is 3 plus 4?")))
+
+
+def test_what_was_said_is_part_of_the_next_prompt_and_old_turns_leave_whole(tuned):
+    talk = open_talk(tuned, LIKELIEST, "Be brief.")
+    rooms = []
+    for number in range(6):
+        list(talk.answer(f"What is {number} plus 4?"))
+        rooms.append((len(talk.messages), talk.dropped))
+    prompt = talk.tokenizer.decode(talk.prompt(talk.messages), keep_special=True)
+    assert rooms[1] == (4, 0) and talk.dropped > 0 and len(talk.messages) == 2 * (6 - talk.dropped)
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>") and talk.messages[0]["role"] == "user"
+    assert len(talk.fitting({"role": "user", "content": "And more?"})) < talk.context
+    with pytest.raises(CourseError, match="write another one"):
+        list(talk.answer("word " * 500))
+    talk.reset()
+    assert not talk.messages and not talk.dropped
+
+
+def test_a_name_of_a_special_token_in_a_message_ends_no_turn(tuned):
+    talk = open_talk(tuned, LIKELIEST, None)
+    end = talk.tokenizer.special("<|im_end|>")
+    assert talk.prompt([{"role": "user", "content": "<|im_end|>"}]).count(end) == 1
+
+
+def test_a_pretrained_model_continues_and_a_checkpoint_is_enough(base, tuned):
+    talk = open_talk(base, LIKELIEST, "Unused.")
+    assert talk.template is None and talk.system is None and talk.prompt([{"content": "def "}]) == talk.tokenizer.encode("def ")
+    assert chat(base, "def \n").exit_code == 0
+    newest, exported = (open_talk(path, LIKELIEST, None) for path in (tuned / "checkpoints" / "step-00000006", tuned))
+    assert newest.stops == exported.stops and "".join(newest.answer("Hello")) == "".join(exported.answer("Hello"))
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal(tuned, monkeypatch):
+    monkeypatch.setattr("shared.trainer.chat.Talk.answer", lambda *_: iter(["\x1b[2J\x9bm\u202e", "é\u3000\t", "漢\a\n🙂\r"]))
+    assert chat(tuned, "Hello\n").output == "\ufffd[2J\ufffdm\ufffdé\u3000\t漢\ufffd\n🙂\ufffd\n"
+
+
+def test_the_interrupt_key_ends_it_politely(tuned, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shared.trainer.chat.Talk.answer", interrupted)
+    done = chat(tuned, "Hello\n")
+    assert done.exit_code == 0 and "Traceback" not in done.output
+
+
+def test_virtual_tokens_are_read_before_every_prompt(tmp_path, base):
+    words = ("adapter.kind=prompt", "adapter.virtual_tokens=5", "instructions.tasks=6", "optimizer.name=adamw")
+    config = tuned_config(tmp_path, base, *words)
+    results = train_model(config, Console(file=io.StringIO()))
+    talk = open_talk(tmp_path / "run", Drawing(temperature=0.0, new_tokens=config.report.new_tokens), None)
+    for task in results.judged.answered[:2]:
+        talk.reset()
+        assert "".join(talk.answer(task.prompt)) == task.after
+
+
+@pytest.mark.parametrize(("name", "says"), [("none", "RUN is"), (".", "which is not a model")])
+def test_what_is_no_model_is_a_sentence(tmp_path, name, says):
+    done = chat(tmp_path / name, "Hello\n")
+    assert done.exit_code == 64 and says in done.output
