@@ -1,0 +1,44 @@
+"""Chapter 12. Group-relative advantages: how much better an answer is than the other answers to the same prompt (Shao et al. 2024).
+
+PPO learns a value model to say what was to be expected of a prompt. GRPO asks the policy itself: the mean reward of several answers to that
+prompt is the expectation.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from shared.course.binding import exercise
+
+Scale = Literal["group", "batch", "none"]
+
+
+@exercise("12.group_advantages")
+def group_advantages(rewards: Tensor, group: int, scale: Scale = "group") -> Tensor:
+    """Group-relative advantages: each answer's reward less the mean of its group, in units of a deviation (Shao et al. 2024, section 4.1.2).
+
+        A = (r - mean of the group) / (deviation + 1e-4)
+
+    The deviation is the unbiased one, over n - 1: with `scale` "group" that of the group's rewards, with "batch" that of all rewards (Liu
+    et al. 2025 say why), and with "none" there is no division at all, not even by 1 + 1e-4. Where all answers of a group have the same
+    reward, whatever it is, nothing is learned from them: their advantages are exactly 0. That holds for a group of one answer as well, and
+    for rewards such as 0.1, whose sum is rounded.
+
+    Args:
+        rewards: [answers] finite, any floating dtype; the answers to one prompt are neighbours. Left unchanged.
+        group: answers to each prompt; it divides the answers.
+        scale: "group", "batch" or "none".
+
+    Returns:
+        [answers] in the dtype of `rewards`; computed in at least float32.
+
+    Raises:
+        ValueError: the group does not divide the answers, or is below 1; another scale.
+
+    >>> group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), group=2)
+    tensor([ 0.7070, -0.7070,  0.0000,  0.0000])
+    >>> group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), group=2, scale="none")
+    tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
+
+    The solution is in solutions/12_grpo.py; `course read shared.rl.advantages` shows it in place.
+    """
