@@ -1,4 +1,4 @@
-"""Chapter 12. Text generation with a KV cache: many prompts at once, from a queue, each answer drawn from a random stream of its own.
+"""Chapter 12. Text generation with a KV cache and continuous refill (continuous batching): answers to many prompts, each with a stream of its own.
 
     queue of prompts -> free rows are filled -> one token for each row -> rows whose answer is complete leave -> ...
 
@@ -23,7 +23,7 @@ REFILL = 4  # prompts are read when 1 / REFILL of the rows are free: a pass over
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the next token is drawn from logits: `draw_tokens`, after processors of the logits.
+    """How the next token is drawn from logits: min-p and repetition penalty change them first, then comes `draw_tokens`.
 
     Args:
         temperature: 0 takes the likeliest token.
