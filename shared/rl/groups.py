@@ -1,6 +1,6 @@
 """Chapter 12. Dynamic sampling: draw answers to further prompts while too few groups have answers of different reward (Yu et al. 2025).
 
-Answers that are all right, or all wrong, have no advantage over one another: a rollout of them costs as much as another, and teaches nothing.
+Answers that are all right, or all wrong, have no advantage over one another: a rollout of them costs as much as any, and teaches nothing.
 """
 
 import torch

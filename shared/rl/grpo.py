@@ -5,15 +5,15 @@
     loss of a token        `grpo_policy_loss`, + kl_coefficient * its KL estimate, with kl_in "loss"
     loss of a step         sum of weight * loss of a token / answers of the step
 
-The weights say what is averaged over, and are data, columns of the batch. So a step is divided once, by the number of its answers, and its
+The weights say what is averaged over, and are a column of the batch. So a step is divided once, by the number of its answers, and its
 gradient is the same however the answers are cut into micro-batches and ranks:
 
     token       1 / mean tokens of the rollout's answers          each token counts alike (DAPO, Yu et al. 2025)
     sequence    1 / tokens of the answer                          each answer counts alike (GRPO, Shao et al. 2024)
     constant    1 / new_tokens                                    as `token`, and no length is divided by (Dr. GRPO, Liu et al. 2025)
 
-In the first step after a rollout all ratios are 1, and the advantages of a group add up to 0. With `sequence` the loss is then exactly 0, and
-near to it otherwise; its gradient is that of the ratios, and not 0.
+In the first step after a rollout all ratios are 1, and the advantages of a group add up to 0. With `sequence` the loss is then 0, and near
+to it otherwise; its gradient is that of the ratios, and not 0.
 
 Left out on purpose: a bonus for entropy, and clipping from above of ratios with a negative advantage.
 """
@@ -55,8 +55,8 @@ class GRPOConfig(RolloutConfig):
         kl_coefficient: what moving away from the reference costs, for each nat; 0 needs no reference.
         kl_estimator: of the KL divergence to the reference.
         kl_in: loss, or reward. The gradient of the divergence over whole answers comes with reward and k1.
-        kl_times_ratio: multiply the estimate in the loss by the token's ratio. Its gradient is then that of each token's divergence; without
-            the ratio that of k1 is 0 on average, and that of k3 another one.
+        kl_times_ratio: multiply the estimate in the loss by the token's ratio. Its gradient is then that of each token's divergence;
+            without the ratio that of k1 is 0 on average, and that of k3 another one.
         mask_truncated: learn nothing from answers that were cut off. They count as answers of a mean all the same.
         overlong_tokens: in the last so many of new_tokens an answer loses more of its reward with each token (DAPO).
         overlong_penalty: what the longest answer loses.
@@ -118,8 +118,8 @@ class GRPOAdvantages:
     counted; and `reference`, its log-probabilities, where the loss has a term of it.
 
     Metrics: `zero_variance`, the share of groups whose answers all have the same score; `entropy`, estimated by -log pi of the tokens;
-    `sampler_ratio`, the mean of a token's probability under the trainer over that under the sampler. It is 1 where both are one policy. Where
-    the sampler cuts off a tail (top-k, top-p), and the trainer does not, it is the probability that was kept, less than 1.
+    `sampler_ratio`, the mean of a token's probability under the trainer over that under the sampler. It is 1 where both are one policy.
+    Where the sampler cuts off a tail (top-k, top-p), and the trainer does not, it is the probability that was kept, less than 1.
 
     Raises, when called:
         CourseError: the sampler drew from another distribution than the trainer scores, and there is no importance_limit.
@@ -172,10 +172,10 @@ class GRPOAdvantages:
 class GRPOObjective:
     """GRPO's loss over the tokens of answers; what is divided by is the number of answers.
 
-    The batch has `old_log_probs` and the columns of `GRPOAdvantages`, all [rows, seq], beside the packed rows. Metrics, each a mean over the
-    tokens of an answer, and then over answers: `approximate_kl` to the policy that drew the answers, `clip_fraction` (tokens whose ratio has
-    moved so far that their advantage gives no gradient any more), `entropy` as its estimate -log pi of the drawn tokens, and `kl` to the
-    reference, where the loss has it.
+    The batch has `old_log_probs` and the columns of `GRPOAdvantages`, all [rows, seq], beside the packed rows. Metrics, each a mean over
+    the tokens of an answer, and then over answers: `approximate_kl` to the policy that drew the answers, `clip_fraction` (tokens whose
+    ratio has moved so far that their advantage gives no gradient any more), `entropy` as its estimate -log pi of the drawn tokens, and
+    `kl` to the reference, where the loss has it.
     """
 
     def __init__(self, config: GRPOConfig):
@@ -220,6 +220,6 @@ def require_own_samples(moved: float) -> None:
     """Refuse answers of another policy. moved: log-probability under the trainer less that of the sampler, mean over tokens."""
     if not abs(moved) <= OWN_SAMPLES:
         raise CourseError(
-            f"The sampler's log-probabilities differ from the trainer's by {moved:+.3f} nats a token: it draws from another distribution, by "
-            "its temperature, top_k, top_p or precision. Let both be the same, or give importance_limit, which weighs the difference."
+            f"The sampler's log-probabilities differ from the trainer's by {moved:+.3f} nats a token: it draws from another distribution, "
+            "by its temperature, top_k, top_p or precision. Let both be the same, or give importance_limit, which weighs the difference."
         )
