@@ -69,8 +69,9 @@ def draw_tokens(
 
     In this order: logits are divided by the temperature; top-k keeps the k likeliest tokens and those that are as likely as the k-th; top-p
     keeps of these, renormalised, the fewest likeliest whose probabilities reach `top_p`, which is at least one token. Of equally likely
-    tokens those with the smaller ids count as likelier. What is kept is brought to a sum of 1. Then the kept tokens are laid side by side in
-    the order of their ids, each as wide as its probability, and the token at the place `uniform` is drawn: the first one whose cumulative probability exceeds it.
+    tokens those with the smaller ids count as likelier. What is kept is brought to a sum of 1. Then the kept tokens are laid side by side
+    in the order of their ids, each as wide as its probability, and the token at the place `uniform` is drawn: the first one whose
+    cumulative probability exceeds it.
 
     Args:
         logits: [rows, vocab], any floating dtype; -inf for a token that may not be drawn. Left unchanged.
@@ -123,7 +124,7 @@ def number_reward(answer: str, expected: str) -> float:
 
 
 # Group-relative advantages (15 min, difficulty 2 of 5)
-def group_advantages(rewards: Tensor, group: int, scale: Scale = "group") -> Tensor:
+def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:
     """Group-relative advantages: each answer's reward less the mean of its group, in units of a deviation (Shao et al. 2024, 4.1.2).
 
         A = (r - mean of the group) / (deviation + 1e-4)
@@ -160,7 +161,7 @@ def grpo_policy_loss(
     answers: Tensor,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
-    level: Level = "token",
+    level: str = "token",
 ) -> Tensor:
     """GRPO's clipped policy loss of each token, over packed rows in which several answers stand.
 
@@ -196,7 +197,7 @@ def grpo_policy_loss(
 
 
 # KL estimators (15 min, difficulty 2 of 5)
-def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: Estimator = "k3") -> Tensor:
+def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str = "k3") -> Tensor:
     """Estimators of the KL divergence KL(pi || reference) from tokens that pi drew (Schulman 2020, "Approximating KL divergence").
 
     With the log-ratio d = log reference - log pi of a drawn token:
