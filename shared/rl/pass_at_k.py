@@ -22,7 +22,7 @@ def pass_at_k(answers: int, right: int, k: int) -> float:
     (0.25, 0.5, 0.0)
     """
     if not (0 <= right <= answers and 1 <= k <= answers):
-        raise ValueError(f"pass@{k} of {answers} answers with {right} right: k must be 1 to the number of answers, and so many can be right.")
+        raise ValueError(f"pass@{k} of {answers} answers, {right} right: k must be 1 to the number of answers, of which so many are right.")
     return 1 - math.comb(answers - right, k) / math.comb(answers, k)
 
 

@@ -133,8 +133,10 @@ class RewardSet:
         reasons = [reason_against(each) for each in found]
         for reason, task, answer in zip(reasons, tasks, answers, strict=True):
             if reason:
-                self.report(f"The reward {name} failed on the prompt {task.prompt[:SHOWN]!r} and the answer {answer[:SHOWN]!r}: {reason}.", name)
-        return [self.failed if reason else value for value, reason in zip(found, reasons, strict=True)], [float(bool(each)) for each in reasons]
+                where = f"the prompt {task.prompt[:SHOWN]!r} and the answer {answer[:SHOWN]!r}"
+                self.report(f"The reward {name} failed on {where}: {reason}.", name)
+        values = [self.failed if reason else value for value, reason in zip(found, reasons, strict=True)]
+        return values, [float(bool(reason)) for reason in reasons]
 
     def run(self, answer: str, expected: str) -> float | str:
         try:

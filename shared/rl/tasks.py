@@ -172,6 +172,6 @@ def draw_tasks(made: MadeTasks, held_out: bool) -> Iterator[Task]:
             found = (MAKERS[kind](draw, made.digits) for _ in range(TRIES))
             task = next((each for each in found if each.held_out == held_out and not (held_out and each.prompt in seen)), None)
             if task is None:
-                raise CourseError(f"There are only {len(seen)} held-out tasks with digits {made.digits}: ask for fewer, or for more digits.")
+                raise CourseError(f"There are but {len(seen)} held-out tasks with digits {made.digits}: ask for fewer, or for more digits.")
             seen.add(task.prompt)
             yield task

@@ -5,8 +5,8 @@
     math        equal as mathematics: fractions, roots, sets, intervals, equations (math-verify)
     python, json, near, lines, function      those of chapters 10 and 11
 
-An answer that cannot be read is wrong. An expected answer that cannot be read is an error: whoever learned from a 0 there would learn to be
-wrong. Code is judged by running it, elsewhere (`shared.rl.code_reward`).
+An answer that cannot be read is wrong. An expected answer that cannot be read is an error, because a
+model would learn from a 0 there to be wrong. Code is judged by running it, elsewhere (`shared.rl.code_reward`).
 """
 
 import logging

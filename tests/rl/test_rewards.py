@@ -57,7 +57,8 @@ def rewards(*parts, **settings) -> RewardSet:
 
 def test_each_part_has_its_curve_and_the_sum_its_weights(own):
     made = rewards("task", RewardPart("format", 0.5, r"\d+"), RewardPart(own("brevity"), -2.0))
-    assert made([sample(0, "7"), sample(0, "is 7"), sample(1, " yes"), sample(2, "x")]) == pytest.approx([1.5 - 1.8, 1 - 1.2, 1 - 1.2, 0.25 - 1.8])
+    samples = [sample(0, "7"), sample(0, "is 7"), sample(1, " yes"), sample(2, "x")]
+    assert made(samples) == pytest.approx([1.5 - 1.8, 1 - 1.2, 1 - 1.2, 0.25 - 1.8])
     assert made.parts[0] == {"task": 1.0, "format": 1.0, own("brevity"): pytest.approx(0.9)} and made.parts[2]["format"] == 0
     assert [each["task"] for each in made.parts] == [1, 1, 1, 0.25]
 
@@ -88,7 +89,8 @@ def test_a_reward_model_scores_samples_and_must_give_one_number_for_each(tmp_pat
 
 FAILURES = {
     "known": "KeyError: 'Say yes.yes'", "nothing": "it returned None", "text": "could not convert string to float", "nan": "it gave nan",
-    "leaves": "SystemExit: 0", "ends": "it ended the process", "hangs": "it took more than 0.5 seconds", "power": "it took more than 0.5 seconds",
+    "leaves": "SystemExit: 0", "ends": "it ended the process",
+    "hangs": "it took more than 0.5 seconds", "power": "it took more than 0.5 seconds",
 }  # fmt: skip
 
 
