@@ -22,7 +22,7 @@ def start(*options, cwd, **how) -> subprocess.CompletedProcess:
 
 def test_a_run_leaves_figures_and_begins_again_from_its_start(tmp_path):
     first, second = start(cwd=tmp_path, fresh=True), start(cwd=tmp_path)
-    assert "after" in first.stdout and "pass@16" in first.stdout and "parts of" in first.stdout
+    assert "after" in first.stdout and "pass@16" in first.stdout and "parts are yours" in first.stdout
     assert "of held-out sums right after" in first.stdout and "of held-out sums right, from" in second.stdout
     figures = json.loads((tmp_path / "runs/12_grpo/figures.json").read_text())
     assert [step for step, _ in figures["held_out"]] == [0, 4] and len(figures["rollouts"]) == 2
