@@ -7,6 +7,7 @@ on it sees no answer but its own, each with a reward of 1 or 0.
 """
 
 import copy
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,9 +53,13 @@ class SumsConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("digits", "most_start_steps", "steps", "prompts", "answers", "passes"):
+        for name in ("digits", "most_start_steps", "steps", "prompts", "passes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1.")
+        if self.answers < 2:
+            raise ValueError(f"answers is {self.answers}: an answer is compared with others to its prompt, so give at least 2.")
+        if not 0 <= self.kl_coefficient < math.inf:
+            raise ValueError(f"kl_coefficient is {self.kl_coefficient}: give 0 or more.")
         if not 1 <= self.digits <= 6:
             raise ValueError(f"digits is {self.digits}: give 1 to 6.")
         if not 0 <= self.start_accuracy < 1:
