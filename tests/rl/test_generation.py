@@ -84,7 +84,12 @@ def test_an_encoder_decoder_writes_what_transformers_writes(name, tmp_path):
     theirs = oracle.generate(ids, attention_mask=(ids > 0).long(), max_new_tokens=NEW, **options)[:, 1:]
     found = answers_of(ours, prompts, NEW, drawing=drawing, start_id=5)
     assert found == theirs.tolist() and len({tuple(answer) for answer in found}) == len(prompts)
-    assert answers_of(ours, prompts, 30, drawing=drawing, start_id=5, rows=2) == theirs[:, :30].tolist()
+    stops = {answer[3 * place] for place, answer in enumerate(found)}
+    ends = [next(place for place, token in enumerate(answer) if token in stops) + 1 for answer in found]
+    cut = [answer[:end] for answer, end in zip(found, ends, strict=True)]
+    assert len(set(ends)) > 2, "rows leave at different times"
+    for rows in (5, 3):
+        assert answers_of(ours, prompts, NEW, drawing=drawing, start_id=5, rows=rows, stops=stops) == cut
 
 
 @pytest.mark.parametrize("name", ["LLaMA 2 (GQA)", "GPT-2", "BLOOM (ALiBi)", "Mistral (window 5)"])
@@ -149,6 +154,7 @@ def test_finished_rows_leave_and_others_take_their_places():
     assert shapes[0] == (4, 9) and [len(answer) for answer in found].count(15) < 12
     assert sum(rows for rows, _ in shapes) == sum(map(len, found)), "each pass of a row brings a token that belongs to its answer"
     assert {rows for rows, _ in shapes} == {1, 2, 3, 4}
+    assert sum(new > 1 for _, new in shapes) > 3, "and free rows are filled before all of them are free"
 
 
 def test_an_answer_ends_where_the_context_does():
