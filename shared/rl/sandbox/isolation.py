@@ -1,8 +1,8 @@
 """Chapter 12. Isolation of a program: an unprivileged user, Linux namespaces, a seccomp filter and resource limits.
 
-Namespaces (user, mount, process, network, IPC, host name) leave the program alone in its own world: the root of its file system is empty and
-read-only, `/tmp` is its own and small, there is no `/proc`, no other process, no network device. Containers often forbid them. Then the
-filter stands alone, and a program can open no file at all. The limits hold in both cases.
+Namespaces (user, mount, process, network, IPC, host name) leave the program alone: the root of its file system is empty and read-only,
+`/tmp` is its own and small, there is no `/proc`, no other process, no network device. Containers often forbid namespaces. Then the filter
+stands alone, and a program can open no file at all. The limits hold in both cases.
 """
 
 import ctypes

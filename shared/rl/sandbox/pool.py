@@ -256,9 +256,3 @@ class Pool:
         """End the workers. The pool may be used again."""
         while self.workers:
             self.workers.pop().end()
-
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

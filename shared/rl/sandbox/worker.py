@@ -24,13 +24,15 @@ from shared.rl.sandbox.isolation import Limits, become_nobody, confine, end_with
 from shared.rl.sandbox.values import decode, encode
 
 # What a program can import: later no file can be read. Those that look dangerous are no danger: the kernel refuses, not Python.
-MODULES = """abc array ast base64 binascii bisect builtins calendar cmath codecs collections.abc concurrent.futures.thread contextlib copy csv
-ctypes dataclasses datetime decimal difflib enum errno fcntl fractions functools gc graphlib hashlib heapq hmac html inspect io itertools json
-keyword linecache locale logging math mmap multiprocessing numbers operator os.path pickle pprint queue random re resource secrets select
-shutil signal socket statistics string struct subprocess tempfile textwrap threading time timeit token tokenize traceback types typing
-unicodedata uuid warnings weakref zlib _strptime encodings.ascii encodings.cp1252 encodings.hex_codec encodings.idna encodings.latin_1
-encodings.punycode encodings.raw_unicode_escape encodings.rot_13 encodings.unicode_escape encodings.utf_16 encodings.utf_16_be
-encodings.utf_16_le encodings.utf_32 encodings.utf_8_sig""".split()
+MODULES = """
+    abc array ast base64 binascii bisect builtins calendar cmath codecs collections.abc concurrent.futures.thread contextlib copy csv
+    ctypes dataclasses datetime decimal difflib enum errno fcntl fractions functools gc graphlib hashlib heapq hmac html inspect io
+    itertools json keyword linecache locale logging math mmap multiprocessing numbers operator os.path pickle pprint queue random re
+    resource secrets select shutil signal socket statistics string struct subprocess tempfile textwrap threading time timeit token
+    tokenize traceback types typing unicodedata uuid warnings weakref zlib _strptime encodings.ascii encodings.cp1252
+    encodings.hex_codec encodings.idna encodings.latin_1 encodings.punycode encodings.raw_unicode_escape encodings.rot_13
+    encodings.unicode_escape encodings.utf_16 encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8_sig
+""".split()
 RESULTS = 3  # the file descriptor that a program's results go to; 0, 1 and 2 are /dev/null
 TICK = 0.02  # seconds between two looks at a program's clock
 LONGEST = 200  # characters of an error
