@@ -1,4 +1,4 @@
-"""Chapter 12. A reward on code: the answer's function is called on inputs in the sandbox, and its results are compared with expected ones.
+"""Chapter 12. A reward from code execution: the function in an answer runs in the sandbox, and its results are compared.
 
 Expected values never enter the sandbox, so a program can neither read them nor decide its own verdict: it sends what its function
 returned, or claims to have returned, and the comparison happens here.
