@@ -17,8 +17,8 @@ class Alarm(NamedTuple):
 ALARMS = (
     Alarm(
         "zero_variance", lambda value: value > 0.9,
-        "In {value:.0%} of the groups all answers have the same reward and teach nothing: the tasks are too hard or too easy for the policy, or "
-        "groups too small. Change tasks, grpo.answers or grpo.rounds.",
+        "In {value:.0%} of the groups all answers have the same reward and teach nothing: the tasks are too hard or too easy for the policy, "
+        "or groups too small. Change tasks, grpo.answers or grpo.rounds.",
     ),
     Alarm(
         "ended", lambda value: value < 0.5,
@@ -33,6 +33,7 @@ ALARMS = (
 )  # fmt: skip
 
 
-def alarms(metrics: Metrics) -> list[str]:
-    """A sentence for each cause for alarm in the metrics of a rollout."""
-    return [each.sentence.format(value=metrics[each.metric]) for each in ALARMS if each.metric in metrics and each.rings(metrics[each.metric])]
+def alarms(metrics: Metrics) -> dict[str, str]:
+    """Metric -> a sentence about it, for each cause for alarm in the metrics of a rollout."""
+    present = [(each, metrics[each.metric]) for each in ALARMS if each.metric in metrics]
+    return {each.metric: each.sentence.format(value=value) for each, value in present if each.rings(value)}

@@ -6,6 +6,7 @@ it, or the policy without its adapter.
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,7 @@ class TaskPolicyOptimization(Rolling, Answering):
         ), None  # fmt: skip
 
     def callbacks(self, config: TrainerConfig) -> list[Callback]:
-        self.measured = Watched(self.console)
+        self.measured = Watched(self.console, self.close)
         return [self.measured]
 
     def announcement(self, config: TrainerConfig) -> tuple[str, str]:
@@ -115,16 +116,14 @@ class TaskPolicyOptimization(Rolling, Answering):
                 self.tasks, old, new, self.right(self.tasks, old), self.right(self.tasks, new), strict=True
             )
         ]
-        self.verdicts.close()
-        if self.code:
-            self.code.close()
+        self.close()
         summary: dict[str, Any] = {}
         for when in ("before", "after"):
             if answered:
                 summary[f"held-out tasks right {when}"] = sum(getattr(each, f"right_{when}") for each in answered) / len(answered)
         for k in sorted({1, len(were), *were} & were.keys()):
             summary |= {f"held-out pass@{k} before": were[k], f"held-out pass@{k} after": are[k]}
-        summary |= self.last_rollout(SHOWN) | {"alarms": " ".join(alarms(self.measured.loader.metrics)) or "none"}
+        summary |= self.last_rollout(SHOWN) | {"alarms": " ".join(alarms(self.measured.loader.metrics).values()) or "none"}
         summary |= {"why the loss says little": self.measured.explained(), "trained parameters": trained_parameters(model)}
         figures = {"pass_at_k": passes(were, are)} if were else {}
         return Judged(summary, answered=answered, figures=figures, unit="mean of advantages, weighed by ratios")
@@ -145,28 +144,46 @@ class TaskPolicyOptimization(Rolling, Answering):
         counts = right.sum(dim=1).tolist()
         return texts, {2**power: mean_pass_at_k(counts, count, 2**power) for power in range(count.bit_length())}
 
+    def close(self) -> None:
+        """End the processes that judge; a later answer starts others."""
+        for each in (self.verdicts, self.code):
+            if each is not None:
+                each.close()
+
     def right(self, tasks: list[Task], answers: list[str]) -> list[float]:
         """What each task's own check says of its answer."""
         return self.verdicts.judged(tasks, answers, TASK)[0]
 
 
 class Watched(RolloutMetrics):
-    """Logs the metrics of rollouts, and says once of each kind when they are a cause for alarm."""
+    """Logs the metrics of rollouts, and says once of each of them when it is a cause for alarm. close: called when the run ends.
 
-    def __init__(self, console: Console):
+    Attributes:
+        first: the loss and the gradient's norm of the first step.
+    """
+
+    def __init__(self, console: Console, close: Callable[[], None]):
         super().__init__(None)
-        self.console, self.said, self.first = console, set(), (0.0, 0.0)
+        self.console, self.close, self.said, self.first = console, close, set(), [0.0, 0.0]
 
-    def on_step_end(self, engine: Any) -> None:
+    def on_step(self, engine: Any) -> None:
         if engine.step == 1:
-            self.first = engine.loss, engine.grad_norm
+            self.first = [engine.loss, engine.grad_norm]
 
     def on_log(self, engine: Any, metrics: Metrics) -> None:
-        for sentence in alarms(self.loader.metrics):
-            kind = sentence.split("%")[0].rstrip("0123456789")
-            if kind not in self.said:
-                self.said.add(kind)
+        for name, sentence in alarms(self.loader.metrics).items():
+            if name not in self.said:
+                self.said.add(name)
                 self.console.print(f"Step {engine.step}: {sentence}", markup=False, highlight=False, soft_wrap=True)
+
+    def on_end(self, engine: Any) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "said": sorted(self.said)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first, self.said = state["first"], {*state["said"]}
 
     def explained(self) -> str:
         """A loss of 0 whose gradient is not."""
@@ -180,7 +197,7 @@ class Watched(RolloutMetrics):
 
 def prompting(config: TrainerConfig, start: InitialWeights, task: Task) -> Prompting:
     """The tokenizer and the template, and what ends an answer, by a task that is rendered with its own answer."""
-    tokenizer, template = chat_tokenizer(config.chats.template, config.chats.tokenizer or start.tokenizer_folder())
+    tokenizer, template = chat_tokenizer(config.chats.tokenizer or start.tokenizer_folder(), config.chats.template)
     messages = [{"role": "user", "content": task.prompt}, {"role": "assistant", "content": task.answer}]
     [example] = ChatExamples(tokenizer, template, config.data.seq)([Conversation("A task", messages).with_system(config.chats.system)])
     return Prompting(tokenizer, template, ChatReport(stops=example.stops))
