@@ -28,6 +28,7 @@ OF_PREFERENCES = {  # figure -> its lines by metric, and what they measure
     "rewards": ({"train/chosen_reward": "chosen", "train/rejected_reward": "rejected"}, "reward"),
     "reward": ({"rollout/reward": "what is trained for", "rollout/gold_reward": "hidden preference"}, "mean reward of an answer"),
     "kl": ({"rollout/kl_to_reference": "KL"}, "KL to the first model, nats per answer"),
+    "zero_variance": ({"rollout/zero_variance": "zero variance"}, "share of groups whose answers all have one reward"),
     "length": ({"rollout/answer_tokens": "length"}, "tokens of an answer"),
     "value_loss": ({"train/value_loss": "value loss"}, "value loss"),
     "clip_fraction": ({"train/clip_fraction": "clipped"}, "share of tokens whose ratio is clipped"),
