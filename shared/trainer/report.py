@@ -169,18 +169,20 @@ def drawn(results: Results) -> dict[str, Figure]:
         "throughput": curves(results, {"speed/tokens_per_second": "tokens per second"}, "tokens per second", zero=True),
         "utilisation": curves(results, {"speed/mfu": "model FLOPs utilisation"}, "share of the peak", zero=True),
         "norms": curves(results, {"norm/gradient": "gradient"}, "gradient norm", zero=True),
-        "learning_rate": curves(results, learning_rates(results), "learning rate", zero=True),
+        "learning_rate": curves(results, named(results, "learning_rate"), "learning rate", zero=True),
         "expert_load": expert_load(results),
         **{name: curves(results, lines, label) for name, (lines, label) in OF_PREFERENCES.items()},
+        "reward_parts": curves(results, named(results, "rollout/reward/"), "mean reward of an answer, without its weight"),
         "reward_over_kl": over_kl(results),
         **results.judged.figures,
     }
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
-def learning_rates(results: Results) -> dict[str, str]:
-    names = sorted({name for row in results.metrics.values() for name in row if name.startswith("learning_rate")})
-    return {name: name.removeprefix("learning_rate/") for name in names}
+def named(results: Results, beginning: str) -> dict[str, str]:
+    """The metrics whose names begin so, each with the last part of its name."""
+    names = sorted({name for row in results.metrics.values() for name in row if name.startswith(beginning)})
+    return {name: name.rpartition("/")[2] for name in names}
 
 
 def series(results: Results, name: str) -> Series:

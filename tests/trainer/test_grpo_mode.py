@@ -25,7 +25,8 @@ def base(tmp_path_factory):
 
 
 def test_a_run_reports_tasks_pass_at_k_curves_and_why_its_loss_is_0(tmp_path, base):
-    config = preferring_config(tmp_path, base, "grpo", "model.hidden_dropout=0.0", "grpo.aggregation=sequence", "grpo.minibatches=1")
+    config = preferring_config(tmp_path, base, "grpo", "model.hidden_dropout=0.0", "grpo.aggregation=sequence", "grpo.minibatches=1",
+                               "grpo.tasks.made.kinds=[sum,function]", "grpo.tasks.made.digits=2")  # fmt: skip
     results = train_model(config, QUIET)
     summary, first = results.judged.summary, results.metrics[1]
     assert {"held-out tasks right before", "held-out tasks right after", "held-out pass@1 before", "held-out pass@4 after"} <= summary.keys()
@@ -34,7 +35,7 @@ def test_a_run_reports_tasks_pass_at_k_curves_and_why_its_loss_is_0(tmp_path, ba
     assert f"gradient norm {first['norm/gradient']:.4f}" in summary["why the loss says little"]
     assert first["rollout/kl_to_reference"] == pytest.approx(0, abs=1e-5) and first["rollout/sampler_ratio"] == pytest.approx(1, abs=1e-3)
     drawn = {path.stem for path in (config.engine.output / "figures").iterdir()}
-    assert {"reward", "kl", "length", "clip_fraction", "entropy", "zero_variance", "pass_at_k"} <= drawn
+    assert {"reward", "kl", "length", "clip_fraction", "entropy", "zero_variance", "reward_parts", "pass_at_k"} <= drawn
     assert "why the loss says little" in results.report.read_text()
     assert "answered" in json.loads((config.engine.output / "results.json").read_text())
 
