@@ -127,13 +127,17 @@ class RolloutLoader:
         """Answer the next prompts. Every rank calls it, and has all answers afterwards."""
         device = next(self.strategy.module.parameters()).device
         with torch.no_grad(), evaluating(self.strategy.model), self.strategy.kept_whole():
-            with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
-                mine = self.own_answers()
-            samples, scores = self.share(mine)
+            samples, scores = self.answered(device)
             with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
                 rollout = self.scored(samples, scores, device)
         columns, metrics = self.advantages(rollout)
         return OpenRollout(samples, {"old_log_probs": rollout.log_probs} | columns, rollout.metrics() | metrics)
+
+    def answered(self, device: torch.device) -> tuple[list[Sample], list[float]]:
+        """The answers to the next prompts, and their scores, on every rank."""
+        with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
+            mine = self.own_answers()
+        return self.share(mine)
 
     def own_answers(self) -> list[Sample]:
         """Draw this data rank's share of the answers."""
