@@ -76,3 +76,26 @@ def grpo_policy_loss__by_maximum(log_probs, old_log_probs, advantages, answers, 
         raise ValueError("the level is token or sequence")
     ratio = moved.exp()
     return torch.max(weight * ratio, weight * torch.clamp(ratio, min=1 - clip_low, max=1 + clip_high)).to(log_probs.dtype)
+
+
+def kl_estimate__in_float64(log_probs, reference, estimator="k3"):
+    """In float64 a difference of exponentials keeps enough digits."""
+    d = reference.double().detach() - log_probs.double()
+    found = {"k1": lambda: d.neg(), "k2": lambda: 0.5 * d**2, "k3": lambda: d.exp() - 1 - d}
+    if estimator not in found:
+        raise ValueError("the estimator is k1, k2 or k3")
+    return found[estimator]().to(log_probs.dtype)
+
+
+def kl_estimate__by_k1(log_probs, reference, estimator="k3"):
+    """All of them from log pi - log reference."""
+    kind = torch.promote_types(torch.float32, log_probs.dtype)
+    k1 = torch.sub(log_probs.to(kind), reference.data.to(kind))
+    match estimator:
+        case "k1":
+            return k1.to(log_probs.dtype)
+        case "k2":
+            return k1.mul(k1).div(2).to(log_probs.dtype)
+        case "k3":
+            return (torch.special.expm1(-k1) + k1).to(log_probs.dtype)
+    raise ValueError("the estimator is k1, k2 or k3")

@@ -15,36 +15,10 @@ from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
 from .enumeration import EXPECTED, SAMPLED, enumerated, expected_advantage, far_away, new_advantage
+from .packed import NAMES, changed, drawn, far_apart, mixed, of, same_tensor
 from .pieces import ARITHMETIC, CONTRACT, as_leaves, left_behind, nothing, randn, refused, with_gradients
 
 ONE_SIDE = "answer by answer: the ratio has an upper edge where A is positive, a lower one where it is negative, none on the other side"
-NAMES = "log_probs", "old_log_probs", "advantages"
-
-
-def of(ratios, advantages, answers, dtype=torch.float64, old=-1.0, **more):
-    """One row of tokens whose probability was e^-1, and is now this many times as large."""
-    ratios = torch.tensor([ratios], dtype=torch.float64)
-    made = ratios.log() + old, torch.full_like(ratios, old), torch.tensor([advantages], dtype=torch.float64)
-    return lambda: {name: tensor.to(dtype) for name, tensor in zip(NAMES, made, strict=True)} | {"answers": torch.tensor([answers])} | more
-
-
-def drawn(lengths, prompt=1, seq=None, outside=(7.0, -5.0, 3.0), spread=0.5, scale=1.0, dtype=torch.float64, seed=1, **more):
-    """Rows of answers of these lengths (0: a number without tokens), a prompt before each, padding at the end. Ratios lie on both sides of
-    both edges; at tokens of no answer stand numbers that are large."""
-
-    def given():
-        width = max([seq or 0, *(sum(row) + prompt * len(row) for row in lengths)])
-        answers = torch.full((len(lengths), width), -1)
-        for row, own in enumerate(lengths):
-            for number, length in enumerate(own):
-                start = sum(own[:number]) + prompt * (number + 1)
-                answers[row, start : start + length] = number
-        old = -randn(*answers.shape, seed=seed).abs()
-        made = old + spread * randn(*answers.shape, seed=seed + 1), old, scale * randn(*answers.shape, seed=seed + 2)
-        made = [tensor.where(answers >= 0, left).to(dtype) for tensor, left in zip(made, outside, strict=True)]
-        return dict(zip(NAMES, made, strict=True)) | {"answers": answers} | more
-
-    return given
 
 
 def loss(function, **given):
@@ -98,18 +72,6 @@ def of_their_sum(function, log_probs, **given):
     return {"loss": found, "gradient of their sum": gradient}
 
 
-def changed(given, *changes):
-    """(name, row, column, number): what stands at some places instead."""
-
-    def made():
-        arguments = given()
-        for name, row, column, number in changes:
-            arguments[name][row, column] = number
-        return arguments
-
-    return made
-
-
 def first_update(function, log_probs, advantages, **more):
     """The policy is the one that drew the tokens: one tensor is given as both."""
     leaf = log_probs.clone().requires_grad_()
@@ -122,15 +84,6 @@ def policy_gradient(log_probs, advantages, answers, **_):
     inside = advantages.where(answers >= 0, 0)
     flow = randn(*log_probs.shape, seed=17, dtype=log_probs.dtype)
     return {"loss": -inside, "gradient of log_probs": -inside * flow, "log_probs still ask for gradients": True}
-
-
-def same_tensor(given):
-    def made():
-        arguments = given()
-        del arguments["old_log_probs"]
-        return arguments
-
-    return made
 
 
 def in_halves(function, cut, **given):
@@ -151,12 +104,6 @@ def turned(function, order, **given):
 
 def unmoved(order, **given):
     return only(one_sided)(**given)
-
-
-def far_apart():
-    return {"log_probs": torch.tensor([[-1.0, -1.0, -INF, -800.0]]).double(),
-            "old_log_probs": torch.tensor([[-31.0, -31.0, -1.0, -1.0]]).double(),
-            "advantages": torch.tensor([[1.0, -1.0, 1.0, -1.0]]).double(), "answers": torch.tensor([[0, 0, 0, 1]])}  # fmt: skip
 
 
 def strided():
@@ -283,6 +230,8 @@ CHECK = Check(
         case("property", "bfloat16, computed in float32", drawn([[17, 9], [20]], dtype=BF16), only(one_sided), ONE_SIDE, value, 0.0),
         case("property", "bfloat16, ratios of answers, added up in float32", drawn([[40, 30], [70]], dtype=BF16, **SEQUENCE),
              only(one_sided), ONE_SIDE, value, 0.0),
+        case("property", "bfloat16, and the others in float32", mixed(BF16, FP32), only(one_sided), ONE_SIDE, value, 0.0),
+        case("property", "float32, and the others in bfloat16", mixed(FP32, BF16), only(one_sided), ONE_SIDE, value, 1e-5),
         case("property", "float16, an answer whose differences add up to 80,000", changed(
             drawn([[20]], prompt=0, dtype=FP16, **SEQUENCE), *(("old_log_probs", 0, place, -4000.0) for place in range(20)),
             *(("log_probs", 0, place, -0.25) for place in range(20)), *(("log_probs", 0, place, -8000.0) for place in range(10))),
