@@ -1,4 +1,4 @@
-"""Chapter 12. Text generation with a KV cache and continuous refill (continuous batching): answers to many prompts, each with a stream of its own.
+"""Chapter 12. Text generation with a KV cache and continuous refill (continuous batching): each answer from a random stream of its own.
 
     queue of prompts -> free rows are filled -> one token for each row -> rows whose answer is complete leave -> ...
 
@@ -147,7 +147,7 @@ def generate_tokens(
             continue
         fresh = active[first:]
         uniform = torch.tensor([row.uniform[len(row.ids)] for row in fresh], dtype=torch.float64)
-        texts = [[*row.prompt, *row.ids] for row in fresh] if drawing.repetition_penalty != 1 else []
+        texts = [[*(row.prompt if start_id is None else [start_id]), *row.ids] for row in fresh] if drawing.repetition_penalty != 1 else []
         tokens, log_probs = drawing(logits, uniform, texts)
         complete = []
         for place, (row, token, log_prob) in enumerate(zip(fresh, tokens.tolist(), log_probs.tolist(), strict=True)):

@@ -5,9 +5,8 @@ Answers that are all right, or all wrong, have no advantage over one another: a 
 
 import torch
 
-from shared.preference.answer_rows import Sample
 from shared.preference.rollout import OpenRollout
-from shared.preference.rollouts import RolloutLoader
+from shared.preference.rollouts import Answered, RolloutLoader
 from shared.rl.grpo import GRPOConfig, differing
 
 
@@ -23,21 +22,21 @@ class GroupLoader(RolloutLoader):
 
     config: GRPOConfig
 
-    def answered(self, device: torch.device) -> tuple[list[Sample], list[float]]:
+    def answered(self, device: torch.device) -> Answered:
         size, wanted, kept, drawn = self.config.answers, self.config.prompts, [], 0
         for number in range(self.config.rounds):
             if number:
                 self.position += wanted
-            samples, scores = super().answered(device)
-            groups = [(samples[first : first + size], scores[first : first + size]) for first in range(0, len(samples), size)]
-            differ = differing(torch.tensor(scores, dtype=torch.float64), size).tolist()
+            answered = super().answered(device)
+            groups = [tuple(each[first : first + size] for each in answered) for first in range(0, len(answered[0]), size)]
+            differ = differing(torch.tensor(answered[1], dtype=torch.float64), size).tolist()
             drawn += sum(differ)
             kept += [group for group, varied in zip(groups, differ, strict=True) if varied]
             if len(kept) >= wanted:
                 break
         kept = [*kept, *(group for group, varied in zip(groups, differ, strict=True) if not varied)][:wanted]
         self.rounds = {"rounds": number + 1, "zero_variance": 1 - drawn / (wanted * (number + 1))}
-        return [sample for some, _ in kept for sample in some], [score for _, some in kept for score in some]
+        return tuple([each for group in kept for each in group[place]] for place in range(3))
 
     def roll_out(self) -> OpenRollout:
         opened = super().roll_out()
