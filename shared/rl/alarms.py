@@ -17,7 +17,7 @@ class Alarm(NamedTuple):
 ALARMS = (
     Alarm(
         "zero_variance", lambda value: value > 0.9,
-        "In {value:.0%} of the groups all answers have the same reward and teach nothing: the tasks are too hard or too easy for the policy, "
+        "In {value:.0%} of the groups all answers have the same reward and teach nothing: tasks are too hard or too easy for the policy, "
         "or groups too small. Change tasks, grpo.answers or grpo.rounds.",
     ),
     Alarm(
@@ -27,7 +27,7 @@ ALARMS = (
     ),
     Alarm(
         "entropy", lambda value: value < 0.02,
-        "The entropy is {value:.3f} nats a token: the policy gives almost the same answer each time, and has nothing left to compare. Lower "
+        "The entropy is {value:.3f} nats a token: the policy gives almost the same answer each time, with nothing left to compare. Lower "
         "optimizer.lr, or raise grpo.clip_high or grpo.kl_coefficient.",
     ),
 )  # fmt: skip

@@ -189,8 +189,8 @@ class Watched(RolloutMetrics):
         """A loss of 0 whose gradient is not."""
         loss, norm = self.first
         return (
-            "The advantages of a group add up to 0, and right after a rollout all ratios are 1: the loss of a rollout is then near 0, whatever "
-            "its answers are worth. The gradient is not, because it makes the better answers likelier "
+            "The advantages of a group add up to 0, and right after a rollout all ratios are 1: the loss of a rollout is then near 0, "
+            "whatever its answers are worth. The gradient is not, because it makes the better answers likelier "
             f"(step 1: loss {loss:.4f}, gradient norm {norm:.4f}). Look at the reward."
         )
 

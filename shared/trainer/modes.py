@@ -179,8 +179,8 @@ def wrong_with_answers(config: "TrainerConfig") -> list[tuple[bool, str]]:
         ),
         (
             mode in ROLLING and parallel.pipeline_schedule == "interleaved",
-            f"parallel.pipeline_schedule is interleaved, which takes a multiple of the stages as micro-batches; in mode {mode} the answers' "
-            "lengths decide how many there are: give another schedule.",
+            f"parallel.pipeline_schedule is interleaved, which takes a multiple of the stages as micro-batches; in mode {mode} the "
+            "answers' lengths decide how many there are: give another schedule.",
         ),
         *((True, f"{name} has no effect with mode {mode}{why}: leave it out.") for name, why in unused),
     ]

@@ -48,7 +48,13 @@ class Rolling:
         return [self.measured]
 
     def rollouts(
-        self, kind: type[RolloutLoader], config: TrainerConfig, strategy: ParallelStrategy, sizes: RolloutConfig, reference: bool, **parts: Any
+        self,
+        kind: type[RolloutLoader],
+        config: TrainerConfig,
+        strategy: ParallelStrategy,
+        sizes: RolloutConfig,
+        reference: bool,
+        **parts: Any,
     ) -> RolloutLoader:
         """The loader. sizes: the section of the mode. reference: whether the first model is asked. parts: what it takes besides."""
         self.measured.loader = kind(

@@ -29,7 +29,8 @@ def test_a_run_reports_tasks_pass_at_k_curves_and_why_its_loss_is_0(tmp_path, ba
                                "grpo.tasks.made.kinds=[sum,function]", "grpo.tasks.made.digits=2")  # fmt: skip
     results = train_model(config, QUIET)
     summary, first = results.judged.summary, results.metrics[1]
-    assert {"held-out tasks right before", "held-out tasks right after", "held-out pass@1 before", "held-out pass@4 after"} <= summary.keys()
+    for when in ("before", "after"):
+        assert {f"held-out tasks right {when}", f"held-out pass@1 {when}", f"held-out pass@4 {when}"} <= summary.keys()
     assert len(results.judged.answered) == 5 and "alarms" in summary
     assert first["train/loss"] == pytest.approx(0, abs=1e-5) and first["norm/gradient"] > 1e-3
     assert f"gradient norm {first['norm/gradient']:.4f}" in summary["why the loss says little"]
