@@ -44,8 +44,8 @@ def cached_attention(
         window: how many places a query looks at, itself included; None for all.
 
     Returns:
-        [rows, H, new, d] in the dtype of `values`, for all rows, heads and tokens at once. Places behind the longest row cost neither memory
-        nor time.
+        [rows, H, new, d] in the dtype of `values`, for all rows, heads and tokens at once. Places behind the longest row cost neither
+        memory nor time.
 
     Raises:
         ValueError: a row has no room for its new tokens. The cache is as it was.
@@ -71,8 +71,8 @@ def draw_tokens(
     In this order: logits are divided by the temperature; top-k keeps the k likeliest tokens and those that are as likely as the k-th; top-p
     keeps of these, renormalised, the fewest likeliest whose probabilities reach `top_p`, which is at least one token. Of equally likely
     tokens those with the smaller ids count as likelier. What is kept is brought to a sum of 1. Then the kept tokens are laid side by side
-    in the order of their ids, each as wide as its probability, and the token at the place `uniform` is drawn: the first one whose cumulative
-    probability exceeds it. A token that may not be drawn never is, however close to 0 or 1 the place.
+    in the order of their ids, each as wide as its probability, and the token at the place `uniform` is drawn: the first one whose
+    cumulative probability exceeds it. A token that may not be drawn never is, however close to 0 or 1 the place.
 
     Args:
         logits: [rows, vocab], any floating dtype; -inf for a token that may not be drawn. Left unchanged.

@@ -37,8 +37,8 @@ def cached_attention(
         window: how many places a query looks at, itself included; None for all.
 
     Returns:
-        [rows, H, new, d] in the dtype of `values`, for all rows, heads and tokens at once. Places behind the longest row cost neither memory
-        nor time.
+        [rows, H, new, d] in the dtype of `values`, for all rows, heads and tokens at once. Places behind the longest row cost neither
+        memory nor time.
 
     Raises:
         ValueError: a row has no room for its new tokens. The cache is as it was.
