@@ -38,7 +38,7 @@ def draw_tokens(
     logits: Tensor, uniform: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """What is cut off becomes -inf, so that the softmax of the rest adds up to 1. A token is kept by top-p where those before it have not
-    yet reached it. The largest logit is subtracted first: divided by a small temperature, the others may then overflow to -inf without harm."""
+    yet reached it. The largest logit is subtracted first: divided by a small temperature, the others may overflow to -inf without harm."""
     logits = logits.double()
     if temperature == 0:
         tokens = logits.argmax(dim=-1)

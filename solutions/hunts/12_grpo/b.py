@@ -54,7 +54,7 @@ def step(policy: Replicated, prompts: Tensor, words: Tensor, old: Tensor, advant
 
 
 def train(steps: int, answers: int, rate: float, seed: int) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """Losses and weights of each rank after some steps. A word's reward is its number, and each rank's advantages are over its own answers."""
+    """Losses and weights of each rank after some steps. A word's reward is its number; a rank's advantages are over its own answers."""
 
     def work(world: Communicator) -> tuple[list[float], dict[str, Tensor]]:
         policy, losses = Replicated(models[world.rank], world), []
