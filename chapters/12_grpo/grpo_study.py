@@ -183,8 +183,8 @@ def page(config: StudyConfig, results: dict[str, list[dict[str, float | None]]])
 on right sums of two numbers of up to {config.digits} digits until it answers {config.start_accuracy:.0%} of held-out ones right,
 greedily, and is then trained in several ways for {config.steps} steps of {config.prompts * config.answers} answers or sums each.
 
-- GRPO draws {config.answers} answers to each of {config.prompts} sums at temperature 1, and takes {config.passes} steps with them, with AdamW
-  at a learning rate of {config.learning_rate:g}. Nothing holds it near the start. A right answer is worth 1 and any other 0.
+- GRPO draws {config.answers} answers to each of {config.prompts} sums at temperature 1, and takes {config.passes} steps with them, with
+  AdamW at a learning rate of {config.learning_rate:g}. Nothing holds it near the start. A right answer is worth 1 and any other 0.
 - With the random reward a coin decides what an answer is worth.
 - Imitation goes on with the fine-tuning at its rate of {config.start_rate:g}. It sees right sums, which GRPO never does.
 
