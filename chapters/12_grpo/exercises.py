@@ -31,8 +31,8 @@ def cached_attention(
 
     Row b of the cache holds `lengths[b]` tokens at the places 0, 1, ... Its new token i comes to the place lengths[b] + i, and looks at
     itself and at every place before it; with a window, at the last `window` places of these alone. What stands behind a row's tokens is
-    left over from earlier rows: finite numbers of any size, which must have no effect. Query heads share key-value heads as in chapter 02's
-    `grouped_query_attention`: head h looks at key-value head h // (H / K).
+    left over from earlier rows: finite numbers, up to 1e30 in size, which must have no effect. Query heads share key-value heads as in
+    chapter 02's `grouped_query_attention`: head h looks at key-value head h // (H / K).
 
     Args:
         queries: [rows, H, new, d], one or more new tokens of each row.
@@ -44,7 +44,8 @@ def cached_attention(
         window: how many places a query looks at, itself included; None for all.
 
     Returns:
-        [rows, H, new, d] in the dtype of `values`.
+        [rows, H, new, d] in the dtype of `values`, for all rows, heads and tokens at once. Places behind the longest row cost neither
+        memory nor time.
 
     Raises:
         ValueError: a row has no room for its new tokens. The cache is as it was.
@@ -69,8 +70,9 @@ def draw_tokens(
 
     In this order: logits are divided by the temperature; top-k keeps the k likeliest tokens and those that are as likely as the k-th; top-p
     keeps of these, renormalised, the fewest likeliest whose probabilities reach `top_p`, which is at least one token. Of equally likely
-    tokens those with the smaller ids count as likelier. What is kept is brought to a sum of 1. Then the kept tokens are laid side by side in the order of their ids,
-    each as wide as its probability, and the token at the place `uniform` is drawn: the first one whose cumulative probability exceeds it.
+    tokens those with the smaller ids count as likelier. What is kept is brought to a sum of 1. Then the kept tokens are laid side by side
+    in the order of their ids, each as wide as its probability, and the token at the place `uniform` is drawn: the first one whose
+    cumulative probability exceeds it. A token that may not be drawn never is, however close to 0 or 1 the place.
 
     Args:
         logits: [rows, vocab], any floating dtype; -inf for a token that may not be drawn. Left unchanged.
@@ -81,7 +83,7 @@ def draw_tokens(
 
     Returns:
         The tokens [rows] int64 and their log-probabilities [rows] float64, under the distribution that they were drawn from. Everything is
-        computed in float64.
+        computed in float64, for all rows at once, without a tensor [rows, vocab, vocab].
 
     >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     >>> draw_tokens(logits, torch.tensor([0.6]))                        # 0.5 is passed, 0.5 + 0.3 is not: token 1, log 0.3
@@ -114,7 +116,8 @@ def number_reward(answer: str, expected: str) -> float:
         expected: one number, written as above; spaces around it do not matter. Something else equals no answer.
 
     Returns:
-        0.0 where the answer has no number, where the last one divides by zero, or where it has over 1,000 characters.
+        0.0 where the answer has no number, or where its last one or the expected one divides by zero or has over 1,000 characters. The time
+        grows with the length of the answer, not with its square.
 
     >>> number_reward("3 + 4 is 7.", "7"), number_reward("7 or 8", "7"), number_reward("x = 0.50", "1/2"), number_reward("seven", "7")
     (1.0, 0.0, 1.0, 0.0)
@@ -123,8 +126,8 @@ def number_reward(answer: str, expected: str) -> float:
 
 
 # Group-relative advantages (15 min, difficulty 2 of 5)
-def group_advantages(rewards: Tensor, group: int, scale: Scale = "group") -> Tensor:
-    """Group-relative advantages: each answer's reward less the mean of its group, in units of a deviation (Shao et al. 2024, section 4.1.2).
+def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:
+    """Group-relative advantages: each answer's reward less the mean of its group, in units of a deviation (Shao et al. 2024, 4.1.2).
 
         A = (r - mean of the group) / (deviation + 1e-4)
 
@@ -160,14 +163,15 @@ def grpo_policy_loss(
     answers: Tensor,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
-    level: Level = "token",
+    level: str = "token",
 ) -> Tensor:
     """GRPO's clipped policy loss of each token, over packed rows in which several answers stand.
 
-    As in chapter 11's `ppo_policy_loss` the loss is -min(ratio * A, clipped ratio * A), and the ratio is clipped to between 1 - clip_low and
-    1 + clip_high: the two differ, because a token of probability 0.01 can rise to 0.0128 under 0.28, and one of 0.5 to 0.64 (Yu et al.
-    2025, section 3.1). At level "token" the ratio is the token's own. At level "sequence" all tokens of an answer share one ratio, the exponential
-    of the mean of log pi - log old over that answer's tokens, and its gradient reaches each of them (Zheng et al. 2025, equation 7).
+    As in chapter 11's `ppo_policy_loss` the loss is -min(ratio * A, clipped ratio * A), and the ratio is clipped to between 1 - clip_low
+    and 1 + clip_high: the two differ, because a token of probability 0.01 can rise to 0.0128 under 0.28, and one of 0.5 to 0.64 (Yu et al.
+    2025, section 3.1). At level "token" the ratio is the token's own. At level "sequence" all tokens of an answer share one ratio, the
+    exponential of the mean of log pi - log old over that answer's tokens, and its gradient reaches each of them (Zheng et al. 2025,
+    equation 7).
 
     Args:
         log_probs: [rows, seq], each token's log-probability under the policy that is trained.
@@ -179,8 +183,8 @@ def grpo_policy_loss(
         level: "token" or "sequence".
 
     Returns:
-        [rows, seq], the losses of the tokens, 0 where there is none, in the dtype of `log_probs`, neither summed nor averaged. Computed in at
-        least float32. Gradients at tokens of no answer are 0.
+        [rows, seq], the losses of the tokens, 0 where there is none, in the dtype of `log_probs`, neither summed nor averaged. Computed in
+        at least float32. Gradients at tokens of no answer are 0.
 
     Raises:
         ValueError: another level.
@@ -195,7 +199,7 @@ def grpo_policy_loss(
 
 
 # KL estimators (15 min, difficulty 2 of 5)
-def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: Estimator = "k3") -> Tensor:
+def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str = "k3") -> Tensor:
     """Estimators of the KL divergence KL(pi || reference) from tokens that pi drew (Schulman 2020, "Approximating KL divergence").
 
     With the log-ratio d = log reference - log pi of a drawn token:
@@ -212,8 +216,8 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: Estimator = "k3
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        The estimates, of the same shape, and of the dtype of `log_probs`. They are computed in at least float32, and k3 is right also where d is small: to
-        1e-3 of itself at d = 1e-3 in float32.
+        The estimates, of the same shape, and of the dtype of `log_probs`. They are computed in at least float32, and k3 is right also where
+        d is small: to 1e-3 of itself at d = 1e-3 in float32.
 
     Raises:
         ValueError: another estimator.

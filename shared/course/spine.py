@@ -55,7 +55,6 @@ SPINE = (
     Stop("shared/parallel/mesh.py", 10, "the grid of ranks and its axes"),
     Stop("shared/parallel/sharding.py", 40, "how a parameter is cut over ranks"),
     Stop("shared/parallel/data/ddp.py", 30, "gradient buckets overlapped with backward"),
-    Stop("shared/parallel/data/zero.py", 40, "ZeRO-1 and 2: each rank updates its shards"),
     Stop("shared/parallel/data/flat.py", 45, "the flat parameter of an FSDP unit"),
     Stop("shared/parallel/data/fsdp.py", 45, "all-gather weights, reduce-scatter gradients"),
     Stop("shared/parallel/strategy.py", 30, "norms, decisions and state over many ranks"),
@@ -66,6 +65,7 @@ SPINE = (
     Stop("shared/moe/layer.py", 20, "each token through the experts that a router chose"),
     Stop("shared/finetune/lora.py", 20, "a frozen matrix with a trained low-rank addition"),
     Stop("shared/preference/objective.py", 20, "a policy trained on pairs: DPO and its relatives"),
+    Stop("shared/rl/grpo.py", 25, "a policy trained on its own tries: advantages, weights, loss"),
     Stop("shared/trainer/run.py", 40, "from a configuration to a report"),
 )
 

@@ -5,7 +5,8 @@ every number to its last bit.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +62,7 @@ class Rollout:
     sampled: the same, as the sampler recorded them.
     reference: the same under the reference; equal to log_probs where there is none.
     values: [answers, time], of the state before each token; zeros without a value head.
+    parts: for each answer what its score is made of, by name.
     """
 
     samples: list[Sample]
@@ -72,6 +74,7 @@ class Rollout:
     sampled: Tensor
     reference: Tensor
     values: Tensor
+    parts: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def mask(self) -> Tensor:
@@ -81,8 +84,10 @@ class Rollout:
     def metrics(self) -> Metrics:
         """Means over answers; `sampler_difference` is the largest over all tokens."""
         kl = (self.log_probs - self.reference).sum(dim=1)
+        names = self.parts[0] if self.parts else ()
         return {
             "reward": self.scores.mean().item(),
+            **{f"reward/{name}": fmean(each[name] for each in self.parts) for name in names},
             "reward_deviation": self.scores.std(correction=0).item(),
             "kl_to_reference": kl.mean().item(),
             "answer_tokens": self.lengths.double().mean().item(),

@@ -42,6 +42,8 @@ from shared.preference.value_head import token_scores
 from shared.sampling import evaluating
 from shared.totals import Batch
 
+Answered = tuple[list[Sample], list[float], list[dict[str, float]]]  # answers, their scores, and the rewards that these are made of
+
 
 @dataclass
 class RolloutLoader:
@@ -53,7 +55,8 @@ class RolloutLoader:
         strategy: of the policy. Its `model` draws and scores.
         prompts: ids, one or more each. They are taken in an order that `seed` decides, epoch after epoch.
         sampler: draws the answers.
-        reward: scores them. Every rank calls it with its share; the numbers of the first rank of each share count.
+        reward: scores them. Every rank calls it with its share; the numbers of the first rank of each share count. One that has `parts`, a
+            dictionary for each answer of the last call, gets a metric for each of them.
         config: sizes.
         advantages: what is learned from a rollout.
         seq: positions in a row.
@@ -127,13 +130,18 @@ class RolloutLoader:
         """Answer the next prompts. Every rank calls it, and has all answers afterwards."""
         device = next(self.strategy.module.parameters()).device
         with torch.no_grad(), evaluating(self.strategy.model), self.strategy.kept_whole():
-            with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
-                mine = self.own_answers()
-            samples, scores = self.share(mine)
+            samples, scores, parts = self.answered(device)
             with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
                 rollout = self.scored(samples, scores, device)
+        rollout.parts = parts
         columns, metrics = self.advantages(rollout)
         return OpenRollout(samples, {"old_log_probs": rollout.log_probs} | columns, rollout.metrics() | metrics)
+
+    def answered(self, device: torch.device) -> Answered:
+        """The answers to the next prompts, their scores, and what these are made of, on every rank."""
+        with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
+            mine = self.own_answers()
+        return self.share(mine)
 
     def own_answers(self) -> list[Sample]:
         """Draw this data rank's share of the answers."""
@@ -158,13 +166,15 @@ class RolloutLoader:
         self.mesh.data.all_reduce(flag, op="max")
         return bool(flag)
 
-    def share(self, mine: list[Sample]) -> tuple[list[Sample], list[float]]:
+    def share(self, mine: list[Sample]) -> Answered:
         """The answers and scores of all data ranks, in the order of their prompts."""
         scores = agreed(self.mesh.world, partial(reward_all, self.reward, mine))
+        parts = getattr(self.reward, "parts", [{} for _ in mine])
         leads = self.mesh.tp.rank == self.mesh.pp.rank == 0
-        gathered = self.mesh.world.gather_objects([self.mesh.data.rank, mine, scores] if leads else None)
-        parts = sorted((each for each in gathered if each is not None), key=lambda each: each[0])
-        return [sample_of(each) for _, samples, _ in parts for each in samples], [score for *_, some in parts for score in some]
+        gathered = self.mesh.world.gather_objects([self.mesh.data.rank, mine, scores, parts] if leads else None)
+        shares = sorted((each for each in gathered if each is not None), key=lambda each: each[0])
+        samples, scores, parts = ([each for share in shares for each in share[place]] for place in (1, 2, 3))
+        return [sample_of(each) for each in samples], scores, parts
 
     def scored(self, samples: list[Sample], scores: list[float], device: torch.device) -> Rollout:
         """The rollout, with what policy and reference say of each token. Every data rank passes its share of the rows."""

@@ -68,20 +68,21 @@ def with_value_head(model: TransformerModel) -> TransformerModel:
     return model
 
 
-def token_scores(model: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, ...]:
+def token_scores(model: nn.Module, batch: Batch, temperature: float = 1.0, shares: Tensor | None = None) -> tuple[Tensor, ...]:
     """One pass over packed rows: the log-probability of each target, and, of a model with a value head, the value of each position.
 
     Args:
         model: a decoder, or what stands for it on a rank.
         batch: `input_ids` and `targets`, with `documents` and `positions`.
         temperature: that the logits are divided by.
+        shares: [rows, seq], what each target weighs in a router's losses (`token_shares`); None for 1.
 
     Returns:
         [rows, seq] each, in float32 at least; log-probabilities are 0 where there is no target.
     """
     targets = batch["targets"]
     head_fn = partial(both_heads, targets=targets, temperature=temperature)
-    return model(batch["input_ids"], head_fn=head_fn, valid=targets != IGNORED, **apart(batch))
+    return model(batch["input_ids"], head_fn=head_fn, valid=targets != IGNORED if shares is None else shares, **apart(batch))
 
 
 def both_heads(head: nn.Module, hidden_states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:

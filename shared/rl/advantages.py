@@ -14,8 +14,8 @@ Scale = Literal["group", "batch", "none"]
 
 
 @exercise("12.group_advantages")
-def group_advantages(rewards: Tensor, group: int, scale: Scale = "group") -> Tensor:
-    """Group-relative advantages: each answer's reward less the mean of its group, in units of a deviation (Shao et al. 2024, section 4.1.2).
+def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:
+    """Group-relative advantages: each answer's reward less the mean of its group, in units of a deviation (Shao et al. 2024, 4.1.2).
 
         A = (r - mean of the group) / (deviation + 1e-4)
 

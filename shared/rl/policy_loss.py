@@ -22,14 +22,15 @@ def grpo_policy_loss(
     answers: Tensor,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
-    level: Level = "token",
+    level: str = "token",
 ) -> Tensor:
     """GRPO's clipped policy loss of each token, over packed rows in which several answers stand.
 
-    As in chapter 11's `ppo_policy_loss` the loss is -min(ratio * A, clipped ratio * A), and the ratio is clipped to between 1 - clip_low and
-    1 + clip_high: the two differ, because a token of probability 0.01 can rise to 0.0128 under 0.28, and one of 0.5 to 0.64 (Yu et al.
-    2025, section 3.1). At level "token" the ratio is the token's own. At level "sequence" all tokens of an answer share one ratio, the exponential
-    of the mean of log pi - log old over that answer's tokens, and its gradient reaches each of them (Zheng et al. 2025, equation 7).
+    As in chapter 11's `ppo_policy_loss` the loss is -min(ratio * A, clipped ratio * A), and the ratio is clipped to between 1 - clip_low
+    and 1 + clip_high: the two differ, because a token of probability 0.01 can rise to 0.0128 under 0.28, and one of 0.5 to 0.64 (Yu et al.
+    2025, section 3.1). At level "token" the ratio is the token's own. At level "sequence" all tokens of an answer share one ratio, the
+    exponential of the mean of log pi - log old over that answer's tokens, and its gradient reaches each of them (Zheng et al. 2025,
+    equation 7).
 
     Args:
         log_probs: [rows, seq], each token's log-probability under the policy that is trained.
@@ -41,8 +42,8 @@ def grpo_policy_loss(
         level: "token" or "sequence".
 
     Returns:
-        [rows, seq], the losses of the tokens, 0 where there is none, in the dtype of `log_probs`, neither summed nor averaged. Computed in at
-        least float32. Gradients at tokens of no answer are 0.
+        [rows, seq], the losses of the tokens, 0 where there is none, in the dtype of `log_probs`, neither summed nor averaged. Computed in
+        at least float32. Gradients at tokens of no answer are 0.
 
     Raises:
         ValueError: another level.
@@ -58,7 +59,7 @@ def grpo_policy_loss(
 
 
 @exercise("12.kl_estimate")
-def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: Estimator = "k3") -> Tensor:
+def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str = "k3") -> Tensor:
     """Estimators of the KL divergence KL(pi || reference) from tokens that pi drew (Schulman 2020, "Approximating KL divergence").
 
     With the log-ratio d = log reference - log pi of a drawn token:
@@ -75,8 +76,8 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: Estimator = "k3
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        The estimates, of the same shape, and of the dtype of `log_probs`. They are computed in at least float32, and k3 is right also where d is small: to
-        1e-3 of itself at d = 1e-3 in float32.
+        The estimates, of the same shape, and of the dtype of `log_probs`. They are computed in at least float32, and k3 is right also where
+        d is small: to 1e-3 of itself at d = 1e-3 in float32.
 
     Raises:
         ValueError: another estimator.

@@ -1,8 +1,10 @@
 """Three steps of PPO on a small policy with a value head and a reference beside it, on a layout, in float64."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
+import pytest
 import torch
 from lora_runs import DENSE, layout_of, with_biases
 from mixture_runs import MODEL as MIXTURE
@@ -18,6 +20,7 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.preference.answer_rows import Sample
 from shared.preference.ppo import PPOAdvantages, PPOConfig, PPOObjective
+from shared.preference.rollout import Rollout
 from shared.preference.rollouts import RolloutLoader
 from shared.preference.sampler import Completion, PlainSampler
 from shared.preference.value_head import token_scores, with_value_head
@@ -54,8 +57,12 @@ def with_values(model: TransformerModel) -> TransformerModel:
 class PPORun(MixtureRun):
     """One rank of a run. answers: the tokens of each answer so far, which every rank knows."""
 
+    kinds = PPOObjective, PPOAdvantages, RolloutLoader
+    prepare = staticmethod(with_values)
+
     def __init__(self, world, layout, model: str = "dense", optimizer: str = "adamw", sampler=None, ppo: PPOConfig = PPO, **settings):
-        super().__init__(world, layout, optimizer, MODELS[model], objective=PPOObjective(ppo), prepare=with_values, **settings)
+        objective, advantages, loader = self.kinds
+        super().__init__(world, layout, optimizer, MODELS[model], objective=objective(ppo), prepare=self.prepare, **settings)
         plain = with_biases(build(self.config, builders=BUILDERS, dtype=settings.get("dtype", torch.float64)))
         with torch.no_grad():  # another policy than the one that is trained
             for parameter in plain.parameters():
@@ -63,9 +70,9 @@ class PPORun(MixtureRun):
         reference = apply_parallel(plain, Mesh(layout, world), None, settings.get("computed_in"), axes=RUN_AXES)
         reference.model.eval()
         plain_sampler = PlainSampler(NEW_TOKENS, STOPS, ppo.temperature, rows=3, multiple=layout.tensor_parallel)
-        self.loader = RolloutLoader(
+        self.loader = loader(
             self.parallel, PROMPTS, sampler=sampler or plain_sampler, reward=reward, config=ppo,
-            advantages=PPOAdvantages(ppo), seq=SEQ, micro_batch_size=2, seed=3,
+            advantages=advantages(ppo), seq=SEQ, micro_batch_size=2, seed=3,
             reference=lambda batch: token_scores(reference.model, batch, ppo.temperature)[0],
         )  # fmt: skip
         self.source, self.answers, self.seen, self.first = iter(self.loader), [], [], {}
@@ -98,3 +105,14 @@ def on_ranks(word: str, model: str = "dense", optimizer: str = "adamw", sampler=
 @cache
 def alone(model: str = "dense", optimizer: str = "adamw", sampler=None) -> dict:
     return on_ranks("one", model, optimizer, sampler)[0]
+
+
+def require_same_rollouts(found: list[dict], one: dict) -> None:
+    for each in found:
+        assert each["answers"] == one["answers"]
+        for here, there in zip(each["metrics"], one["metrics"], strict=True):
+            assert here == pytest.approx(there, rel=1e-9, abs=1e-12)
+
+
+def part_of(rollout: Rollout, part: int) -> Rollout:
+    return replace(rollout, **{name: value.chunk(2)[part] for name, value in vars(rollout).items() if isinstance(value, torch.Tensor)})

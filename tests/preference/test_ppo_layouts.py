@@ -1,14 +1,11 @@
 """PPO in every layout: answers, rewards, losses, every gradient, norms and weights of three steps equal one process's, in float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from mixture_runs import require_same
-from ppo_runs import alone, on_ranks, scripted
+from ppo_runs import alone, on_ranks, part_of, require_same_rollouts, scripted
 
 from shared.preference.ppo import PPOAdvantages
-from shared.preference.rollout import Rollout
 from shared.preference.value_head import ScalarProjection, token_scores
 
 SLOW = pytest.mark.slow
@@ -28,13 +25,6 @@ CASES = [  # each with given answers and with drawn ones; in `make test` with on
 
 def cases(answers: str) -> list:
     return [pytest.param(*case, marks=() if always in ("both", answers) else SLOW) for *case, always in CASES]
-
-
-def require_same_rollouts(found: list[dict], one: dict) -> None:
-    for each in found:
-        assert each["answers"] == one["answers"]
-        for here, there in zip(each["metrics"], one["metrics"], strict=True):
-            assert here == pytest.approx(there, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(("word", "model", "more"), cases("given"))
@@ -59,10 +49,6 @@ def whitened_by_rank(monkeypatch):
         return {name: torch.cat([columns[name] for columns, _ in parts]) for name in parts[0][0]}, parts[0][1]
 
     monkeypatch.setattr(PPOAdvantages, "__call__", wrong)
-
-
-def part_of(rollout: Rollout, part: int) -> Rollout:
-    return replace(rollout, **{name: value.chunk(2)[part] for name, value in vars(rollout).items() if isinstance(value, torch.Tensor)})
 
 
 def values_not_shared(monkeypatch):

@@ -1,0 +1,58 @@
+"""Chapter 12. `CachedSampler`: answers for reinforcement learning, drawn with a KV cache: what chapter 11's `PlainSampler` draws."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shared.preference.sampler import Completion
+from shared.rl.generation import Drawing, generate_tokens
+
+
+@dataclass(frozen=True)
+class CachedSampler:
+    """Draws answers with a pass over one token of each row for each token (`shared.preference.sampler.Sampler`).
+
+    Args:
+        new_tokens: of an answer at most.
+        stops: tokens that end an answer.
+        temperature: positive.
+        top_k, top_p: how much of the tail is cut off; None for nothing. Log-probabilities are those of what is left.
+        rows: answers that are drawn at a time.
+        multiple: of which the number of tokens is that the model is given: with sequence parallelism, the tensor-parallel ranks.
+
+    Raises:
+        ValueError: a temperature of 0, or what `Drawing` refuses; a size below 1.
+    """
+
+    new_tokens: int
+    stops: Collection[int]
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    rows: int = 64
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0:
+            raise ValueError("temperature is 0: answers that are learned from must be drawn, so give a positive number.")
+        if min(self.new_tokens, self.rows, self.multiple) < 1:
+            raise ValueError(f"new_tokens is {self.new_tokens}, rows {self.rows}, multiple {self.multiple}: give at least 1 of each.")
+        self.drawing()
+
+    def drawing(self) -> Drawing:
+        return Drawing(self.temperature, self.top_k, self.top_p)
+
+    def __call__(
+        self, model: nn.Module, prompts: Sequence[Sequence[int]], seeds: Sequence[int], anyone: Callable[[bool], bool]
+    ) -> list[Completion]:
+        found = [Completion([], [], False) for _ in prompts]
+        for drawn in generate_tokens(
+            model, prompts, self.new_tokens, drawing=self.drawing(), seeds=seeds, stops=self.stops,
+            rows=self.rows, multiple=self.multiple, anyone=anyone,
+        ):  # fmt: skip
+            answer = found[drawn.number]
+            answer.ids.append(drawn.token)
+            answer.log_probs.append(drawn.log_prob)
+            found[drawn.number] = answer._replace(ended=drawn.ended)
+        return found

@@ -1,0 +1,248 @@
+"""Chapter 12. KV cache for decoding: preallocated, with rows of several lengths, which come and go while the others stay.
+
+    read     prompts -> the next free rows of the cache, one pass over all of them
+    step     the last token of each row -> the row's next place
+    drop     a row's answer is complete: the last row takes its place
+
+Rows 0, 1, ... are in use, so that a pass looks at views of the cache and copies nothing. While the cache serves a model, each attention
+layer of its decoder hands new keys and values to `cached_attention`. The model is otherwise called as ever, so tensor parallelism, full
+sharding, experts and a pipeline's stages work unchanged: each rank's cache holds the heads and layers that the rank has.
+
+Left out on purpose: a ring for sliding windows, which would save memory but not time, and blocks of a cache that rows share.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared.model.attention import Attention
+from shared.model.context import KeyValueCache
+from shared.model.masks import Padding
+from shared.model.transformer import TransformerModel
+from shared.preference.sampler import logits_at
+from shared.rl import cached_attention
+
+
+class DecodingCache(KeyValueCache):
+    """Keys and values of the rows that a model continues.
+
+    Args:
+        model: what objectives call: a `TransformerModel` with a decoder, or what stands for it on a rank. In evaluation mode, without
+            gradients.
+        rows: that are continued at a time, at most.
+        places: tokens of a row, at most.
+        read_places: the same of what an encoder reads.
+        multiple: the number of tokens in a pass is a multiple of this (sequence parallelism).
+
+    Attributes:
+        used: rows in use.
+        lengths: [rows] int64, the tokens of each that the cache holds.
+
+    Raises:
+        ValueError: the cache cannot serve this model.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, places: int, read_places: int = 0, multiple: int = 1):
+        self.model, self.multiple, self.used = model, multiple, 0
+        self.decoder = decoder_of(model)
+        self.places = places + -places % multiple + multiple - 1  # a row's last token may be followed by padding
+        require_room(self.decoder, self.places)
+        device = next(model.parameters()).device
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.read_lengths, self.read_places = torch.zeros_like(self.lengths), read_places
+        self.part = slice(0, 0)  # the rows of the running pass
+        self.kept: dict[Attention, list[Tensor]] = {}  # keys and values, [rows, K, places, d] each, from a layer's first pass on
+        self.biases: dict[str, Tensor] = {}
+
+    # What the model asks of its cache.
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """New keys and values as they are: `attend` takes them in, together with the queries."""
+        return keys, values
+
+    def keys(self, layer_type: str, queries: Tensor) -> Tensor:
+        """Of no use here, since rows have places of their own; as short as can be, because the stack makes a mask of it."""
+        return queries[:1]
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Within it, the model's attention looks at this cache."""
+        blocks = self.decoder.stack.blocks.values()
+        pairs = [(block.attention, self.attend) for block in blocks]
+        pairs += [(block.cross_attention, self.attend_to_read) for block in blocks if block.cross_attention is not None]
+        before = [attention.attend for attention, _ in pairs]
+        try:
+            for attention, attend in pairs:
+                attention.attend = partial(attend, attention)
+            yield
+        finally:
+            for (attention, _), attend in zip(pairs, before, strict=True):
+                attention.attend = attend
+
+    def attend(
+        self, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, scale: float, dropout: float
+    ) -> Tensor:
+        """`attention.attend` of a decoder's layer: over this layer's part of the cache."""
+        cached_keys, cached_values = self.views(attention, (keys, values), self.places)
+        lengths = self.lengths[self.part]
+        window = self.decoder.config.sliding_window if attention.layer_type == "sliding_attention" else None
+        if self.decoder.config.position not in ("alibi", "relative"):
+            return cached_attention.cached_attention(queries, keys, values, cached_keys, cached_values, lengths, scale, window)
+        bias = self.bias(attention.layer_type, window, queries.shape[2]).to(queries.dtype)
+        rows, places = torch.arange(len(queries), device=queries.device)[:, None], self.new_places(queries.shape[2])
+        for cached, new in ((cached_keys, keys), (cached_values, values)):
+            cached[rows, :, places] = new.transpose(1, 2)
+        seen = bias.shape[-1]
+        keys, values = cached_keys[:, :, :seen], cached_values[:, :, :seen]
+        return F.scaled_dot_product_attention(queries, keys, values, bias, scale=scale, enable_gqa=True)
+
+    def attend_to_read(
+        self, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, scale: float, dropout: float
+    ) -> Tensor:
+        """`attention.attend` of cross-attention. The keys and values of what the encoder has read come in the first pass, later ones bring
+        none."""
+        kept = self.views(attention, (keys, values), self.read_places)
+        for cached, new in zip(kept, (keys, values), strict=True):
+            cached[:, :, : new.shape[2]] = new
+        allowed = torch.arange(self.read_places, device=queries.device) < self.read_lengths[self.part, None]
+        return F.scaled_dot_product_attention(queries, *kept, allowed[:, None, None], scale=scale, enable_gqa=True)
+
+    def views(self, attention: Attention, new: tuple[Tensor, Tensor], places: int) -> list[Tensor]:
+        """A layer's keys and values of the running pass's rows, made as large and of the dtype that its first ones say."""
+        if attention not in self.kept:
+            self.kept[attention] = [each.new_zeros(len(self.lengths), each.shape[1], places, each.shape[3]) for each in new]
+        return [each[self.part] for each in self.kept[attention]]
+
+    def new_places(self, new: int) -> Tensor:
+        """[rows, new] int64: where the running pass's tokens stand in their rows."""
+        return self.lengths[self.part, None] + torch.arange(new, device=self.lengths.device)
+
+    def bias(self, layer_type: str, window: int | None, new: int) -> Tensor:
+        """[rows, heads, new, T]: the position bias of each row, -inf where it may not look. Layers of a type share it in a pass."""
+        if layer_type not in self.biases:
+            places = self.new_places(new)
+            seen = torch.arange(int(places.max()) + 1, device=places.device)
+            bias = self.decoder.stack.position_bias(places.flatten(), seen).squeeze(0).unflatten(1, places.shape).transpose(0, 1)
+            hidden = seen > places[..., None]
+            if window is not None:
+                hidden |= seen <= places[..., None] - window
+            self.biases[layer_type] = bias.masked_fill(hidden[:, None], -torch.inf)
+        return self.biases[layer_type]
+
+    # Passes.
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Take in prompts as the rows behind those in use: [prompts, vocab], the logits behind each. Equal ones are computed once."""
+        unique = list(dict.fromkeys(map(tuple, prompts)))
+        ids, lengths = padded(unique, self.multiple, self.lengths.device)
+        self.part = slice(self.used, self.used + len(unique))
+        self.lengths[self.part] = 0
+        logits = self.forward(ids, lengths - 1)
+        self.lengths[self.part] = lengths
+        if len(unique) < len(prompts):
+            numbers = {prompt: number for number, prompt in enumerate(unique)}
+            logits = self.copy_rows(logits, [numbers[tuple(prompt)] for prompt in prompts])
+        self.used += len(prompts)
+        return logits
+
+    def read_pairs(self, prompts: Sequence[Sequence[int]], start_id: int) -> Tensor:
+        """The same of an encoder-decoder, whose encoder reads the prompts, and whose decoder begins with `start_id`."""
+        ids, lengths = padded(prompts, 1, self.lengths.device)
+        memory = self.decoder.encode(ids, Padding(torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]))
+        self.part = slice(self.used, self.used + len(prompts))
+        self.lengths[self.part], self.read_lengths[self.part] = 0, lengths
+        logits = self.forward(torch.full_like(ids[:, :1], start_id), torch.zeros_like(lengths), memory)
+        self.lengths[self.part] = 1
+        self.used += len(prompts)
+        return logits
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Take in one more token of each row in use, in order: [used, vocab], the logits of the token behind it."""
+        ids, lengths = padded([[token] for token in tokens], self.multiple, self.lengths.device)
+        self.part = slice(0, self.used)
+        logits = self.forward(ids, lengths - 1)
+        self.lengths[self.part] += 1
+        return logits
+
+    def idle(self) -> None:
+        """A pass over nothing that counts, while no row is in use: ranks with parts of the weights run the model equally often."""
+        self.read([[0]])
+        self.used = 0
+
+    def forward(self, ids: Tensor, wanted: Tensor, memory: Tensor | None = None) -> Tensor:
+        """One pass over new tokens, [rows, new], of the rows of `part`: the logits at one of them in each row, [rows, vocab]."""
+        positions, head_fn = self.new_places(ids.shape[1]), partial(logits_at, places=wanted)
+        self.length = int(self.lengths[self.part].max())
+        self.biases.clear()
+        with self.serving():
+            if self.decoder.encoder is None:
+                return self.model(ids, positions=positions, cache=self, head_fn=head_fn)
+            if memory is None:  # its keys and values are here already
+                memory = torch.empty(len(ids), 0, self.decoder.config.hidden_size, device=ids.device, dtype=self.memory_dtype)
+            self.memory_dtype = memory.dtype
+            x = self.decoder.embed(ids, positions, None, self)
+            return head_fn(self.decoder.head, self.decoder.stack(x, positions, cache=self, memory=memory))
+
+    # Rows.
+
+    def copy_rows(self, logits: Tensor, numbers: Sequence[int]) -> Tensor:
+        """Give each prompt a row of its own, from those of the last pass."""
+        index = torch.tensor(numbers, device=self.lengths.device)
+        behind = slice(self.used, self.used + len(numbers))
+        longest = int(self.lengths[self.part].max())
+        for kept in self.kept.values():
+            for each in kept:
+                each[behind, :, :longest] = each[self.part, :, :longest][index]
+        self.lengths[behind] = self.lengths[self.part][index]
+        return logits[index]
+
+    def drop(self, row: int) -> None:
+        """Free a row. The last row in use becomes this one."""
+        self.used -= 1
+        if row != self.used:
+            for each in (*(each for kept in self.kept.values() for each in kept), self.lengths, self.read_lengths):
+                each[row] = each[self.used]
+
+
+def decoder_of(model: nn.Module) -> TransformerModel:
+    """The `TransformerModel` with a decoder within a model.
+
+    Raises:
+        ValueError: there is none, or one whose attention is not chapter 02's.
+    """
+    found = next((module for module in model.modules() if isinstance(module, TransformerModel)), None)
+    if found is None or found.config.architecture == "encoder":
+        raise ValueError(f"A {type(model).__name__} without a decoder writes no text: give a decoder or an encoder-decoder.")
+    odd = [type(block.attention).__name__ for block in found.stack.blocks.values() if not isinstance(block.attention, Attention)]
+    if odd:
+        raise ValueError(f"A KV cache serves chapter 02's Attention, and this model has {odd[0]}: draw with PlainSampler.")
+    return found
+
+
+def require_room(decoder: TransformerModel, places: int) -> None:
+    """Refuse texts that a model cannot continue with a cache.
+
+    Raises:
+        ValueError: more learned positions than there are; more than dynamic RoPE scaling leaves the frequencies of the first keys for.
+    """
+    config = decoder.config
+    dynamic = config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"
+    if (config.position == "learned" or dynamic) and places > config.max_position_embeddings:
+        why = "keys that are kept would have other frequencies under dynamic RoPE scaling" if dynamic else "no more are learned"
+        raise ValueError(
+            f"Prompt and answer have up to {places} positions, and max_position_embeddings is {config.max_position_embeddings}: {why}. "
+            "Give shorter prompts or fewer new tokens."
+        )
+
+
+def padded(rows: Sequence[Sequence[int]], multiple: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of ids as [rows, longest], padded with 0 on the right to a multiple, and their lengths [rows], both int64."""
+    longest = max(map(len, rows))
+    longest += -longest % multiple
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    return ids, torch.tensor([len(row) for row in rows], device=device)

@@ -1,0 +1,225 @@
+"""Chapter 12. Text generation with a KV cache and continuous refill (continuous batching): each answer from a random stream of its own.
+
+    queue of prompts -> free rows are filled -> one token for each row -> rows whose answer is complete leave -> ...
+
+An answer depends on its prompt, its seed and the model alone, not on the answers beside it, on the order of the queue or on the ranks that
+draw them. Only rounding differs, where other rows stand in a matrix product.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shared.finetune.soft_prompts import virtual_ids
+from shared.model.transformer import TransformerModel
+from shared.rl import sampling
+from shared.rl.decoding_cache import DecodingCache
+from shared.sampling import evaluating, require_drawing
+
+REFILL = 4  # prompts are read when 1 / REFILL of the rows are free: a pass over few prompts costs about as much as one over many
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the next token is drawn from logits: min-p and repetition penalty change them first, then comes `draw_tokens`.
+
+    Args:
+        temperature: 0 takes the likeliest token.
+        top_k, top_p: how much of the tail is cut off; None for nothing.
+        min_p: tokens below this share of the likeliest one's probability, at this temperature, are cut off first; None for none.
+        repetition_penalty: logits of tokens that stand in the text so far are divided by it where positive, multiplied where negative
+            (Keskar et al. 2019, section 4.1); 1 changes nothing.
+
+    Raises:
+        ValueError: names the setting.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_drawing(self.temperature, self.top_k)
+        for name in ("top_p", "min_p"):
+            if (share := getattr(self, name)) is not None and not 0 < share <= 1:
+                raise ValueError(f"{name} is {share}: give a share above 0 and at most 1, or null to cut nothing off.")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give a number above 0; 1 changes nothing.")
+
+    def __call__(self, logits: Tensor, uniform: Tensor, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities, [rows] each (`draw_tokens`). texts: the ids of each row so far."""
+        if self.repetition_penalty != 1:
+            logits = penalise_repetition(logits, texts, self.repetition_penalty)
+        if self.min_p is not None and self.temperature > 0:
+            least = logits.amax(dim=-1, keepdim=True) + self.temperature * math.log(self.min_p)
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        return sampling.draw_tokens(logits, uniform, self.temperature, self.top_k, self.top_p)
+
+
+def penalise_repetition(logits: Tensor, texts: Sequence[Sequence[int]], penalty: float) -> Tensor:
+    """Repetition penalty (Keskar et al. 2019): [rows, vocab] logits, those of the ids in each row's text made smaller. A copy."""
+    logits = logits.clone()
+    for row, text in zip(logits, texts, strict=True):
+        ids = torch.tensor(sorted({token for token in text if token < len(row)}), device=row.device)  # virtual tokens have no logits
+        row[ids] = torch.where(row[ids] > 0, row[ids] / penalty, row[ids] * penalty)
+    return logits
+
+
+class Drawn(NamedTuple):
+    """A token of the answer to prompt `number`. ended: it, or the string that it completes, ends an answer. last: no more tokens come."""
+
+    number: int
+    token: int
+    log_prob: float
+    ended: bool
+    last: bool
+
+
+@dataclass
+class OpenRow:
+    """An answer that is being drawn. uniform: its random numbers. room: tokens at most."""
+
+    number: int
+    prompt: Sequence[int]
+    uniform: list[float]
+    room: int
+    ids: list[int] = field(default_factory=list)
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    drawing: Drawing = Drawing(),  # noqa: B008 (frozen)
+    seeds: Sequence[int] | None = None,
+    stops: Collection[int] = (),
+    stop_here: Callable[[list[int]], bool] | None = None,
+    context: int | None = None,
+    start_id: int | None = None,
+    rows: int = 64,
+    multiple: int = 1,
+    anyone: Callable[[bool], bool] = bool,
+) -> Iterator[Drawn]:
+    """Tokens of the answers to all prompts, each as soon as it is drawn; those of one answer come in order.
+
+    Args:
+        model: in evaluation mode: a decoder or an encoder-decoder, or what stands for it on a rank.
+        prompts: ids, at least one each.
+        new_tokens: of an answer, at most.
+        seeds: of the answers' random streams, one for each prompt; None for 0, 1, ...
+        stops: tokens that end an answer.
+        stop_here: whether an answer's ids so far are a complete one (`stop_strings`).
+        context: positions that the model reads at most, prompt and answer; None for no limit. An answer that reaches it ends there.
+        start_id: what the decoder of an encoder-decoder begins with; None for a decoder.
+        rows: answers that are drawn at a time.
+        multiple: of which the number of tokens in a pass is; with sequence parallelism, the tensor-parallel ranks.
+        anyone: see `shared.preference.sampler.Sampler`.
+
+    Raises:
+        ValueError: a prompt is empty, or longer than the context; a size below 1; the cache cannot serve this model.
+    """
+    begins = [len(prompt) if start_id is None else 1 for prompt in prompts]
+    require_prompts(prompts, begins, context, min(new_tokens, rows, multiple))
+    room = [new_tokens if context is None else min(new_tokens, context - begin + 1) for begin in begins]
+    places = max((begin + most - 1 for begin, most in zip(begins, room, strict=True)), default=1)
+    longest = max(map(len, prompts), default=1)
+    cache = DecodingCache(model, max(1, min(rows, len(prompts))), places, 0 if start_id is None else longest, multiple)
+    queue = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # neighbours are about equally long
+    active: list[OpenRow] = []
+    while anyone(bool(queue or active)):
+        free = len(cache.lengths) - len(active)
+        if queue and free >= min(len(queue), math.ceil(len(cache.lengths) / REFILL)):
+            numbers, queue = queue[:free], queue[free:]
+            new = [OpenRow(each, prompts[each], stream(new_tokens, seeds[each] if seeds else each), room[each]) for each in numbers]
+            read = [row.prompt for row in new]
+            logits = cache.read(read) if start_id is None else cache.read_pairs(read, start_id)
+            first, active = len(active), active + new
+        elif active:
+            first, logits = 0, cache.step([row.ids[-1] for row in active])
+        else:
+            cache.idle()
+            continue
+        fresh = active[first:]
+        uniform = torch.tensor([row.uniform[len(row.ids)] for row in fresh], dtype=torch.float64)
+        texts = [[*(row.prompt if start_id is None else [start_id]), *row.ids] for row in fresh] if drawing.repetition_penalty != 1 else []
+        tokens, log_probs = drawing(logits, uniform, texts)
+        complete = []
+        for place, (row, token, log_prob) in enumerate(zip(fresh, tokens.tolist(), log_probs.tolist(), strict=True)):
+            row.ids.append(token)
+            ended = token in stops or (stop_here is not None and stop_here(row.ids))
+            last = ended or len(row.ids) == row.room
+            if last:
+                complete.append(first + place)
+            yield Drawn(row.number, token, log_prob, ended, last)
+        for place in reversed(complete):
+            cache.drop(place)
+            active[place] = active[-1]
+            active.pop()
+
+
+def stream_answer(model: TransformerModel, prompt: Sequence[int], new_tokens: int, *, context: int, **settings: Any) -> Iterator[int]:
+    """Ids of the answer to one prompt, as soon as they are drawn, without a token that ends it. Takes what `generate_tokens` takes."""
+    with evaluating(model):
+        for drawn in generate_tokens(model, [[*virtual_ids(model), *prompt]], new_tokens, context=context, **settings):
+            if not drawn.ended:
+                yield drawn.token
+
+
+def answer_all(
+    model: TransformerModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    context: int,
+    stops: Collection[int],
+    start_id: int | None = None,
+) -> list[list[int]]:
+    """The likeliest answer to each prompt, without the token that ends it: as chapter 10's `answer_all`, but an answer ends where the
+    context does."""
+    before, found = virtual_ids(model), [[] for _ in prompts]
+    settings = {"drawing": Drawing(temperature=0.0), "context": context, "stops": stops, "start_id": start_id}
+    with evaluating(model):
+        for drawn in generate_tokens(model, [[*before, *prompt] for prompt in prompts], new_tokens, **settings):
+            if not drawn.ended:
+                found[drawn.number].append(drawn.token)
+    return found
+
+
+def stream(new_tokens: int, seed: int) -> list[float]:
+    """The random numbers of one answer, as chapter 11's `PlainSampler` draws them."""
+    return torch.rand(new_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+
+
+def stop_strings(decode: Callable[[list[int]], str], strings: Collection[str]) -> Callable[[list[int]], bool]:
+    """A rule for `stop_here`: the text of the ids contains one of the strings.
+
+    Raises:
+        ValueError: an empty string, which stands in every text.
+    """
+    if "" in strings:
+        raise ValueError("A stop string is empty: every answer would end at once. Leave it out.")
+
+    def stop_here(ids: list[int]) -> bool:
+        text = decode(ids)
+        return any(string in text for string in strings)
+
+    return stop_here
+
+
+def require_prompts(prompts: Sequence[Sequence[int]], begins: Sequence[int], context: int | None, smallest: int) -> None:
+    """See `generate_tokens`."""
+    if smallest < 1:
+        raise ValueError("new_tokens, rows and multiple: give at least 1 of each.")
+    for number, (prompt, begin) in enumerate(zip(prompts, begins, strict=True)):
+        if not len(prompt):
+            raise ValueError(f"Prompt {number} is empty: give at least one token to continue from.")
+        if context is not None and begin > context:
+            raise ValueError(f"Prompt {number} has {begin} tokens, and the model reads {context}: shorten it.")

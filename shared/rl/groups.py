@@ -1,0 +1,46 @@
+"""Chapter 12. Dynamic sampling: draw answers to further prompts while too few groups have answers of different reward (Yu et al. 2025).
+
+Answers that are all right, or all wrong, have no advantage over one another: a rollout of them costs as much as any, and teaches nothing.
+"""
+
+import torch
+
+from shared.preference.rollout import OpenRollout
+from shared.preference.rollouts import Answered, RolloutLoader
+from shared.rl.grpo import GRPOConfig, differing
+
+
+class GroupLoader(RolloutLoader):
+    """The loader of a `GRPOConfig`'s rollouts: up to `rounds` times it draws answers to as many prompts as a rollout has.
+
+    Groups whose scores differ are kept, in the order of their prompts; those that no place is left for are thrown away. Where they are too
+    few in the end, groups of the last round fill the rollout, and count as what they are. Which prompts come next is in the position, so a
+    saved run continues as any other.
+
+    Metrics beside those of the rollout: `rounds`, and `zero_variance`, of all groups that were drawn.
+    """
+
+    config: GRPOConfig
+
+    def answered(self, device: torch.device) -> Answered:
+        size, wanted, kept, drawn = self.config.answers, self.config.prompts, [], 0
+        for number in range(self.config.rounds):
+            if number:
+                self.position += wanted
+            answered = super().answered(device)
+            groups = [tuple(each[first : first + size] for each in answered) for first in range(0, len(answered[0]), size)]
+            differ = differing(torch.tensor(answered[1], dtype=torch.float64), size).tolist()
+            drawn += sum(differ)
+            kept += [group for group, varied in zip(groups, differ, strict=True) if varied]
+            if len(kept) >= wanted:
+                break
+        kept = [*kept, *(group for group, varied in zip(groups, differ, strict=True) if not varied)][:wanted]
+        self.rounds = {"rounds": number + 1, "zero_variance": 1 - drawn / (wanted * (number + 1))}
+        return tuple([each for group in kept for each in group[place]] for place in range(3))
+
+    def roll_out(self) -> OpenRollout:
+        opened = super().roll_out()
+        opened.metrics |= self.rounds
+        if self.reference is None:
+            del opened.metrics["kl_to_reference"]  # 0, and nobody has measured it
+        return opened

@@ -1,0 +1,89 @@
+"""Chapter 12. The process that computes rewards of texts, apart from training: one that hangs or breaks it costs no training.
+
+    python -m shared.rl.reward_worker        asked by `shared.rl.reward_process`, over its standard input and output, in lines of JSON
+
+The first line names the functions, and each later one holds calls, which are answered one by one: a number, or {"error": why not}.
+"""
+
+import importlib.util
+import inspect
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from shared.rl.verifiers import VERIFIERS
+
+Function = Callable[[str, str, str], Any]  # prompt, answer, expected answer -> a number
+
+
+def function_of(name: str, pattern: str | None) -> Function:
+    """A verifier; the format with its pattern; or `file.py:name`.
+
+    Raises:
+        ValueError, OSError, ImportError: there is no such function, or it takes something else.
+    """
+    if pattern is not None:
+        return partial(matches, re.compile(pattern))
+    if name in VERIFIERS:
+        return partial(verified, VERIFIERS[name])
+    file, _, called = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("my_rewards", file)
+    if spec is None:
+        raise ValueError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+    spec.loader.exec_module(module)
+    function = getattr(module, called, None)
+    if not callable(function):
+        raise ValueError(f"{file} has no function {called!r}")
+    inspect.signature(function).bind("prompt", "answer", "expected")
+    return function
+
+
+def matches(pattern: re.Pattern, prompt: str, answer: str, expected: str) -> bool:
+    return pattern.fullmatch(answer) is not None
+
+
+def verified(verify: Callable[[str, str], float], prompt: str, answer: str, expected: str) -> float:
+    return verify(answer, expected)
+
+
+def attempt(function: Callable, *arguments: Any) -> Any:
+    """What a function gives, or in words why it gives nothing."""
+    try:
+        return function(*arguments)
+    except (Exception, SystemExit) as error:
+        return {"error": f"{type(error).__name__}: {error}".rstrip(".: ")}
+
+
+def number(function: Function, *texts: str) -> float:
+    found = function(*texts)
+    if found is None:
+        raise TypeError("it returned None, and a number is needed")
+    return float(found)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks; when that one ends, so does the input here
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a reward prints is no answer
+
+    def answer(value: Any) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    functions: dict[str, Any] = {}
+    for name, pattern in json.loads(sys.stdin.readline()).items():
+        functions[name] = attempt(function_of, name, pattern)
+    answer({name: made["error"] for name, made in functions.items() if isinstance(made, dict)})
+    for line in sys.stdin:
+        for name, *texts in json.loads(line):
+            answer(attempt(number, functions[name], *texts))
+
+
+if __name__ == "__main__":
+    main()

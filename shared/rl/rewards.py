@@ -1,0 +1,169 @@
+"""Chapter 12. Rewards by name and their weighted sum: verifiers, formats, code, a reward model, and a learner's own functions.
+
+    rewards: [{name: number}, {name: format, weight: 0.2}, {name: my_rewards.py:brevity, weight: 0.1}]
+
+Each part has its own curve. A reward that raises, gives no finite number or takes too long is named with its prompt and answer, and ends
+the run, or counts as a number that was chosen for that: a silent 0 would teach something.
+"""
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.course.errors import CourseError
+from shared.finetune.instructions import Task
+from shared.preference.answer_rows import Sample
+from shared.preference.rewards import SHOWN, Reward, describe, reward_all
+from shared.rl.code_reward import CodeReward
+from shared.rl.reward_process import Call, RewardProcess
+from shared.rl.verifiers import CODE, REASONED, VERIFIERS
+
+TASK, FORMAT, MODEL = "task", "format", "model"
+NAMES = (TASK, FORMAT, MODEL, CODE, *VERIFIERS)
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """One of the rewards that are added up.
+
+    Args:
+        name: task for each task's own check; number, exact, math, code, json or python for all tasks; format; model; or a function of your
+            own as file.py:name, which is given a prompt, an answer and the expected answer.
+        weight: what it is multiplied by.
+        pattern: with format, the regular expression that a whole answer must match; null for thoughts and answer in tags.
+        folder: with model, of a run with mode reward, or of transformers' sequence classification.
+    """
+
+    name: str = TASK
+    weight: float = 1.0
+    pattern: str | None = None
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES and not re.fullmatch(r".+\.py:\w+", self.name):
+            raise ValueError(f"rewards names {self.name!r}: choose {', '.join(NAMES)}, or a function of your own as file.py:name.")
+        if not math.isfinite(self.weight) or self.weight == 0:
+            raise ValueError(f"The weight of the reward {self.name} is {self.weight}: give a number other than 0, or leave the reward out.")
+        if (self.folder is not None) != (self.name == MODEL):
+            raise ValueError(f"The reward {self.name} has the folder {self.folder}: give one to the reward model, and to no other.")
+        if self.pattern is not None and self.name != FORMAT:
+            raise ValueError(f"The reward {self.name} has a pattern: give one to the reward format, and to no other.")
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            raise ValueError(f"The pattern {self.pattern!r} is no regular expression ({error}): mend it.") from None
+
+
+class RewardSet:
+    """The weighted sum of some rewards, as `RolloutLoader` calls it.
+
+    Args:
+        parts: one or more, each name once.
+        tasks: by the numbers of the prompts.
+        decode: the ids of an answer, without the token that ended it, to text.
+        model: with the part model, its scores.
+        code: with the part or check code, what runs answers, under limits of its own.
+        seconds: that a reward of one answer may take.
+        failed: what a reward counts as that failed; None to end the run.
+
+    Attributes:
+        parts: for each answer of the last call, name -> reward without its weight; and with a number for `failed`, whether one failed.
+
+    Raises:
+        CourseError: a name stands twice; a function of one's own cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[RewardPart],
+        tasks: Sequence[Task],
+        decode: Callable[[list[int]], str],
+        model: Reward | None = None,
+        code: CodeReward | None = None,
+        seconds: float = 5.0,
+        failed: float | None = None,
+    ):
+        self.weights = {part.name: part.weight for part in parts}
+        if not parts or len(self.weights) < len(parts):
+            raise CourseError(f"rewards names {', '.join(part.name for part in parts) or 'nothing'}: give at least one, and each once.")
+        self.tasks, self.decode, self.model, self.code, self.failed = tasks, decode, model, code, failed
+        mine = {part.name: part.pattern for part in parts if part.name not in (TASK, MODEL, CODE)}
+        if FORMAT in mine:
+            mine[FORMAT] = mine[FORMAT] or REASONED
+        checks = {*self.weights} | ({task.check for task in tasks} if TASK in self.weights else set())
+        if CODE in checks and code is None or MODEL in checks and model is None:
+            raise ValueError("The rewards need what runs code, or a reward model, and were given none.")
+        self.process = RewardProcess(dict.fromkeys(VERIFIERS) | mine, seconds)
+        self.parts: list[dict[str, float]] = []
+        self.warned: set[str] = set()
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        answers = [self.decode(each.completion.ids[:-1] if each.completion.ended else each.completion.ids) for each in samples]
+        tasks = [self.tasks[each.prompt] for each in samples]
+        columns, failures = {}, [0.0] * len(samples)
+        for name in self.weights:
+            if name == MODEL:
+                columns[name] = reward_all(self.model, samples)
+            else:
+                columns[name], failed = self.judged(tasks, answers, name)
+                failures = [*map(max, failures, failed)]
+        if self.failed is not None:
+            columns["failed"] = failures
+        self.parts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return [sum(weight * each[name] for name, weight in self.weights.items()) for each in self.parts]
+
+    def judged(self, tasks: Sequence[Task], answers: Sequence[str], name: str = TASK) -> tuple[list[float], list[float]]:
+        """One reward of answers to tasks, which may be any; and 1.0 where it failed and counts as what was chosen for that.
+
+        Raises:
+            CourseError: it failed, and nothing was chosen.
+        """
+        found: list[float | str] = [0.0] * len(answers)
+        calls: dict[int, Call] = {}
+        programs: dict[int, tuple[str, str]] = {}
+        for place, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
+            of = task.check if name == TASK else name
+            if of == CODE:
+                programs[place] = (answer, task.answer)
+            else:
+                calls[place] = (of, task.prompt, answer, task.answer)
+        values = [*self.process([*calls.values()]), *self.run([*programs.values()])]
+        for place, value in zip([*calls, *programs], values, strict=True):
+            found[place] = value
+        reasons = [reason_against(each) for each in found]
+        for reason, task, answer in zip(reasons, tasks, answers, strict=True):
+            if reason:
+                where = f"the prompt {task.prompt[:SHOWN]!r} and the answer {answer[:SHOWN]!r}"
+                self.report(f"The reward {name} failed on {where}: {reason}.", name)
+        values = [self.failed if reason else value for value, reason in zip(found, reasons, strict=True)]
+        return values, [float(bool(reason)) for reason in reasons]
+
+    def run(self, programs: Sequence[tuple[str, str]]) -> list[float | str]:
+        """Rewards of programs, all at once; one by one where a task is none, to name it."""
+        if not programs:
+            return []
+        try:
+            return [*self.code.judge(*zip(*programs, strict=True))]
+        except ValueError as error:
+            return [describe(error)] if len(programs) == 1 else [value for each in programs for value in self.run([each])]
+
+    def report(self, said: str, name: str) -> None:
+        """Name what failed: in an error, or once in a warning."""
+        if self.failed is None:
+            raise CourseError(f"{said} Mend it, or say with reward_failed what such an answer counts as.")
+        if name not in self.warned:
+            self.warned.add(name)
+            warnings.warn(f"{said} It counts as {self.failed}, and so do later ones.", stacklevel=2)
+
+    def close(self) -> None:
+        self.process.close()
+
+
+def reason_against(value: float | str) -> str:
+    """Why a reward is none; empty where it is one."""
+    if isinstance(value, str):
+        return value
+    return "" if math.isfinite(value) else f"it gave {value}, and a finite number is needed"

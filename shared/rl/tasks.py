@@ -1,0 +1,178 @@
+"""Chapter 12. Tasks whose answers a program verifies, for reinforcement learning: made by code, or from files and the hub.
+
+    sum          What is 31 plus 58?                                            89
+    count        How many words are there in: door, lamp, key?                  3
+    function     Write a Python function area that returns the product of x and y.         judged by running it
+
+Sums and functions are asked as chapter 10's instruction set asks them, so a model that was fine-tuned on it solves some. Which tasks there
+are depends on the seed alone, and a prompt decides by its hash whether it is held out (`shared.finetune.instructions.Task`).
+"""
+
+import json
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from shared.course.errors import CourseError
+from shared.finetune.chat.datasets import ChatSource, records, refuse_record
+from shared.finetune.instructions import NOUNS, Task, function
+from shared.rl.code_reward import CodeTask
+from shared.rl.verifiers import CHECKS, CODE, VERIFIERS
+
+CASES = 5  # that a function is called with
+TRIES = 10_000  # in a row without a new held-out prompt
+MARK = "####"  # GSM8K writes the number behind it
+RUNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+Kind = Literal["sum", "count", "function"]
+
+
+@dataclass(frozen=True)
+class MadeTasks:
+    """Tasks that code makes.
+
+    Args:
+        kinds: sum, count and function; in turn.
+        digits: of a sum's numbers at most.
+        training: how many there are to learn from.
+        seed: of the set.
+    """
+
+    kinds: tuple[Kind, ...] = ("sum", "count", "function")
+    digits: int = 2
+    training: int = 2000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.kinds or not 1 <= self.digits <= 100 or self.training < 1:
+            raise ValueError(f"made has kinds {list(self.kinds)}, digits {self.digits}, training {self.training}: give at least one kind, "
+                             "1 to 100 digits, and at least 1 task.")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """Prompts to answer, with what verifies the answers.
+
+    Args:
+        sources: files or hub datasets with a prompt and an answer in each record; the set is made where there are none.
+        prompt_field, answer_field: how these are named there; of an answer with ####, as GSM8K has them, what stands behind it counts.
+        check: number, exact, math, json, python or code, for records without a field `check`.
+        held_out: prompts that are answered before training and after, and never trained on; 0 for none.
+        made: the set that is made.
+    """
+
+    sources: tuple[ChatSource, ...] = ()
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    check: str = "number"
+    held_out: int = 120
+    made: MadeTasks = field(default_factory=MadeTasks)
+
+    def __post_init__(self) -> None:
+        if self.check not in CHECKS:
+            raise ValueError(f"check is {self.check}: choose {', '.join(CHECKS)}.")
+        if self.held_out < 0:
+            raise ValueError(f"held_out is {self.held_out}: give 0 or more.")
+
+
+class TaskSet(NamedTuple):
+    training: list[Task]
+    held_out: list[Task]
+
+
+def open_tasks(config: TasksConfig) -> TaskSet:
+    """The tasks of a configuration. No prompt is on both sides.
+
+    Raises:
+        CourseError: a source cannot be read, a record is no task, or there are too few.
+    """
+    if not config.sources:
+        return TaskSet(list(islice(draw_tasks(config.made, False), config.made.training)),
+                       list(islice(draw_tasks(config.made, True), config.held_out)))  # fmt: skip
+    found = [task for source in config.sources for task in read_source(source, config)]
+    held_out = list({task.prompt: task for task in found if task.held_out}.values())[: config.held_out]
+    training = [task for task in found if not (task.held_out and config.held_out)]
+    names = ", ".join(str(Path(source.path)) for source in config.sources)
+    if not training:
+        raise CourseError(f"{names} holds no tasks to train on: give records with {config.prompt_field} and {config.answer_field}.")
+    if config.held_out and not held_out:
+        raise CourseError(f"None of the {len(found)} tasks of {names} is held out, about one in twelve is: give more tasks, or held_out 0.")
+    return TaskSet(training, held_out)
+
+
+def read_source(source: ChatSource, config: TasksConfig) -> Iterator[Task]:
+    for number, (place, record) in enumerate(records(source)):
+        if number == source.limit:
+            return
+        yield task_of(record, place, config)
+
+
+def task_of(record: Any, place: str, config: TasksConfig) -> Task:
+    """A record as a task. Its own answer must pass its own check: nothing that a model writes could pass otherwise.
+
+    Raises:
+        CourseError: names the place and what is missing there.
+    """
+    if not isinstance(record, dict):
+        refuse_record(place, "is not a record with fields")
+    for name in (config.prompt_field, config.answer_field):
+        value = record.get(name)
+        if not isinstance(value, str | int | float) or not str(value).strip():
+            refuse_record(place, f"has no text {name!r} (its fields are {', '.join(map(repr, record)) or 'none'})")
+    kind, check = (str(record.get(name) or other) for name, other in (("kind", "task"), ("check", config.check)))
+    if check not in CHECKS:
+        refuse_record(place, f"has the check {check!r}, which is none of {', '.join(CHECKS)}")
+    task = Task(kind, str(record[config.prompt_field]), str(record[config.answer_field]).rpartition(MARK)[2].strip(), check)
+    try:
+        passed = CodeTask.parse(task.answer) if check == CODE else VERIFIERS[check](task.answer, task.answer) == 1
+    except Exception:
+        passed = False
+    if not passed:
+        refuse_record(place, f"has an answer that does not pass its own check, {check}: {task.answer[:60]!r}")
+    return task
+
+
+# Tasks made by code.
+
+
+def sum_task(draw: random.Random, digits: int) -> Task:
+    one, other = (draw.randrange(10 ** draw.randint(1, digits)) for _ in range(2))
+    return Task("sum", f"What is {one} plus {other}?", str(one + other), "number")
+
+
+def count_task(draw: random.Random, digits: int) -> Task:
+    words = draw.choices(NOUNS, k=draw.randint(2, 9))
+    return Task("count", f"How many words are there in: {', '.join(words)}?", str(len(words)), "number")
+
+
+def function_task(draw: random.Random, digits: int) -> Task:
+    """Chapter 10's task, whose answer any function passes that computes the same."""
+    task = function(draw)
+    name, sign = re.match(r"def (\w+)\(", task.answer)[1], task.answer.split()[-2]
+    inputs = [[draw.randrange(-99, 100) for _ in range(2)] for _ in range(CASES)]
+    return replace(task, kind="function", answer=json.dumps({"function": name, "cases": [[each, RUNS[sign](*each)] for each in inputs]}),
+                   check=CODE)  # fmt: skip
+
+
+MAKERS: dict[str, Callable[[random.Random, int], Task]] = {"sum": sum_task, "count": count_task, "function": function_task}
+
+
+def draw_tasks(made: MadeTasks, held_out: bool) -> Iterator[Task]:
+    """Tasks of one side without end, each kind in its turn. What is held out is drawn once.
+
+    Raises:
+        CourseError: there are no more held-out ones.
+    """
+    draw, seen = random.Random(f"tasks/{made.seed}/{held_out}"), set()
+    while True:
+        for kind in made.kinds:
+            found = (MAKERS[kind](draw, made.digits) for _ in range(TRIES))
+            task = next((each for each in found if each.held_out == held_out and not (held_out and each.prompt in seen)), None)
+            if task is None:
+                raise CourseError(f"There are but {len(seen)} held-out tasks with digits {made.digits}: ask for fewer, or for more digits.")
+            seen.add(task.prompt)
+            yield task

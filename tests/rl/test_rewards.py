@@ -1,0 +1,167 @@
+"""Rewards by name, their sum, and rewards that fail: named, never silently 0, and over within their time."""
+
+import json
+import math
+import re
+from contextlib import closing
+
+import pytest
+
+from shared.course.errors import CourseError
+from shared.finetune.instructions import Task
+from shared.preference.answer_rows import Sample
+from shared.preference.sampler import Completion
+from shared.rl.code_reward import CodeReward
+from shared.rl.rewards import RewardPart, RewardSet
+from shared.rl.tasks import MadeTasks, TasksConfig, open_tasks
+
+TASKS = [Task("sum", "3 + 4?", "7", "number"), Task("word", "Say yes.", "yes", "exact"), Task("code", "f?", "{}", "code")]
+OWN = """
+import sys, time
+
+def brevity(prompt, answer, expected):
+    print("rewards may print")
+    return 1 - len(answer) / 10
+
+def known(prompt, answer, expected):
+    return {"3 + 4?7": 2}[prompt + expected]
+
+def hangs(prompt, answer, expected):
+    while answer == "hang":
+        pass
+    return True
+
+def power(prompt, answer, expected):
+    return len(str(9 ** 9 ** 9)) if answer == "hang" else 0.5
+
+def nothing(prompt, answer, expected): return None
+def text(prompt, answer, expected): return "good"
+def nan(prompt, answer, expected): return float("nan")
+def leaves(prompt, answer, expected): sys.exit(0)
+def ends(prompt, answer, expected): __import__("os")._exit(0)
+def two(prompt, answer): return 1.0
+"""
+
+
+class Runner:
+    """Stands for the sandbox."""
+
+    def judge(self, answers, tasks):
+        if "broken" in answers:
+            raise ValueError("no cases")
+        return [0.25 for _ in answers]
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(OWN)
+    return lambda name: f"{file}:{name}"
+
+
+def sample(prompt: int, answer: str) -> Sample:
+    return Sample(prompt, [1], Completion([*map(ord, answer), 0], [0.0] * (len(answer) + 1), True))
+
+
+def rewards(*parts, **settings) -> RewardSet:
+    parts = [part if isinstance(part, RewardPart) else RewardPart(part) for part in parts]
+    return RewardSet(parts, TASKS, lambda ids: "".join(map(chr, ids)), **{"code": Runner()} | settings)
+
+
+def test_each_part_has_its_curve_and_the_sum_its_weights(own):
+    made = rewards("task", RewardPart("format", 0.5, r"\d+"), RewardPart(own("brevity"), -2.0))
+    samples = [sample(0, "7"), sample(0, "is 7"), sample(1, " yes"), sample(2, "x")]
+    assert made(samples) == pytest.approx([1.5 - 1.8, 1 - 1.2, 1 - 1.2, 0.25 - 1.8])
+    assert made.parts[0] == {"task": 1.0, "format": 1.0, own("brevity"): pytest.approx(0.9)} and made.parts[2]["format"] == 0
+    assert [each["task"] for each in made.parts] == [1, 1, 1, 0.25]
+
+
+def test_a_function_of_ones_own_is_given_prompt_and_expected_answer(own):
+    assert rewards(own("known"))([sample(0, "")]) == [2.0]
+
+
+def test_the_default_format_is_thoughts_and_an_answer():
+    made = rewards("format")
+    texts = ["<think>3 + 4\n= 7</think>\n<answer>7</answer>", "<think>7</think> 7", "<answer>7</answer>", ""]
+    assert made([sample(0, text) for text in texts]) == [1, 0, 0, 0]
+
+
+def test_an_answer_that_was_cut_off_keeps_its_last_token():
+    cut = Sample(0, [1], Completion([ord("1"), ord("7")], [0.0] * 2, False))
+    assert rewards("number")([cut, sample(0, "7")]) == [0.0, 1.0]
+
+
+def test_a_reward_model_scores_samples_and_must_give_one_number_for_each(tmp_path):
+    part = RewardPart("model", 2.0, folder=tmp_path)
+    assert rewards("number", part, model=lambda samples: [3.0, -1.0])([sample(0, "7"), sample(0, "8")]) == [7.0, -2.0]
+    with pytest.raises(CourseError, match="gave 1 numbers for 2 answers"):
+        rewards(part, model=lambda samples: [3.0])([sample(0, "7"), sample(0, "8")])
+    with pytest.raises(ValueError, match="were given none"):
+        rewards(part)
+
+
+FAILURES = {
+    "known": "KeyError: 'Say yes.yes'", "nothing": "it returned None", "text": "could not convert string to float", "nan": "it gave nan",
+    "leaves": "SystemExit: 0", "ends": "it ended the process",
+    "hangs": "it took more than 0.5 seconds", "power": "it took more than 0.5 seconds",
+}  # fmt: skip
+
+
+def test_rewards_that_fail_count_as_what_was_chosen_or_end_the_run(own):
+    made = rewards("number", *map(own, FAILURES), seconds=0.5, failed=-1.0)
+    with pytest.warns(UserWarning, match="counts as -1.0, and so do later ones") as warned:
+        assert made([sample(1, "hang"), sample(0, "7")])[0] == -1.0 * len(FAILURES)
+    for name, said in FAILURES.items():
+        sentence = f"reward .*:{name} failed on the prompt 'Say yes.' and the answer 'hang': .*{said}"
+        assert [bool(re.search(sentence, str(each.message))) for each in warned].count(True) == 1, name
+    assert made.parts[0]["failed"] == made.parts[1]["failed"] == made.parts[1]["number"] == 1
+    assert [made.parts[1][own(name)] for name in ("known", "nothing", "hangs", "power")] == [2.0, -1.0, 1.0, 0.5]
+    made.failed = None
+    for name in ("nan", "hangs"):
+        with pytest.raises(CourseError, match=f"reward .*:{name} failed on the prompt .*: {FAILURES[name]}.*\\. Mend it"):
+            made.judged(TASKS[:1], ["hang"], own(name))
+
+
+def test_a_failing_verifier_and_failing_code_are_named():
+    tasks = [Task("t", "p", "$$", "math")]
+    made = RewardSet([RewardPart()], tasks, lambda ids: "".join(map(chr, ids)))
+    with pytest.raises(CourseError, match="expected answer '.*' is nothing that math-verify reads"):
+        made([sample(0, "3")])
+
+    with pytest.raises(CourseError, match="reward task failed on the prompt 'f.' and the answer 'broken': ValueError: no cases"):
+        rewards("task")([sample(2, "x"), sample(2, "broken")])
+
+
+def test_made_functions_are_judged_by_running_them():
+    tasks = open_tasks(TasksConfig(held_out=0, made=MadeTasks(kinds=("function", "sum"), training=4))).training
+    name, sign = json.loads(tasks[0].answer)["function"], {"sum": "+", "product": "*", "difference": "-"}[tasks[0].prompt.split()[-5]]
+    answers = [f"def {name}(x, y):\n    found = x {sign} y\n    return found", f"```python\n{name} = lambda x, y: y {sign} x + 1\n```"]
+    with closing(CodeReward()) as code:
+        made = RewardSet([RewardPart()], tasks, str, code=code)
+        assert made.judged([tasks[0], tasks[0], tasks[1]], [*answers, tasks[1].answer])[0] == [1, 0, 1]
+
+
+def test_other_tasks_are_judged_by_the_same_checks():
+    assert rewards("format").judged([Task("t", "p", "1/2", "math"), TASKS[0]], ["0.5", "8"])[0] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [("missing", "has no function 'missing'"), ("two", "too many positional arguments"), ("brevity", "No such file")],
+)
+def test_a_function_that_cannot_be_used_is_refused_before_work(own, tmp_path, function, said):
+    name = own(function) if function != "brevity" else str(tmp_path / "other.py:brevity")
+    with pytest.raises(CourseError, match=f"cannot be loaded: .*{said}"):
+        rewards(name)
+
+
+def test_settings_that_make_no_sense_are_refused(tmp_path):
+    for settings, said in [
+        ({"name": "luck"}, "rewards names 'luck': choose task, format"), ({"weight": 0.0}, "weight of the reward task is 0.0"),
+        ({"weight": math.nan}, "weight of the reward task is nan"), ({"name": "model"}, "give one to the reward model"),
+        ({"pattern": "a"}, "has a pattern"), ({"name": "format", "pattern": "("}, "is no regular expression"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            RewardPart(**settings)
+    with pytest.raises(CourseError, match="rewards names number, number: give at least one, and each once"):
+        rewards("number", "number")

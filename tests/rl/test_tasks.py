@@ -1,0 +1,115 @@
+"""Tasks with exact verifiers: what is made is right and held out, and what a reader brings is checked line by line."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from shared.course.errors import CourseError
+from shared.finetune.chat.datasets import ChatSource
+from shared.rl.tasks import MadeTasks, TasksConfig, draw_tasks, open_tasks
+from shared.rl.verifiers import VERIFIERS
+
+
+def written(tmp_path, *records) -> TasksConfig:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return TasksConfig(sources=(ChatSource(str(file)),), held_out=0)
+
+
+def test_made_tasks_are_right():
+    for task in open_tasks(TasksConfig(made=MadeTasks(training=300, digits=4))).training:
+        if task.kind == "sum":
+            one, other = map(int, re.findall(r"\d+", task.prompt))
+            assert task.answer == str(one + other)
+        elif task.kind == "count":
+            assert task.answer == str(len(task.prompt.split(":")[1].split(",")))
+        else:
+            wanted = json.loads(task.answer)
+            sign = {"sum": "+", "product": "*", "difference": "-"}[re.search(r"the (\w+) of", task.prompt)[1]]
+            assert task.check == "code" and f"function {wanted['function']} " in task.prompt and len(wanted["cases"]) == 5
+            assert all(value == eval(f"({one}) {sign} ({other})") for (one, other), value in wanted["cases"])
+
+
+def test_a_set_depends_on_its_seed_and_its_sides_share_no_prompt():
+    config = TasksConfig(held_out=60, made=MadeTasks(training=900))
+    training, held_out = open_tasks(config)
+    assert len(training) == 900 and len({task.prompt for task in held_out}) == len(held_out) == 60
+    assert not {task.prompt for task in training} & {task.prompt for task in held_out}
+    assert {task.kind for task in training} == {task.kind for task in held_out} == {"sum", "count", "function"}
+    assert open_tasks(config) == (training, held_out) != open_tasks(replace(config, made=MadeTasks(training=900, seed=1)))
+
+
+def test_more_held_out_tasks_than_there_are_is_said():
+    with pytest.raises(CourseError, match="but .* held-out tasks with digits 1: ask for fewer"):
+        list(islice(draw_tasks(MadeTasks(kinds=("sum",), digits=1), True), 60))
+
+
+def test_tasks_of_ones_own(tmp_path):
+    config = written(tmp_path, {"prompt": "6 times 7?", "answer": 42}, {"prompt": "Spell it.", "answer": "a b", "check": "exact"})
+    first, second = open_tasks(config).training
+    assert (first.answer, first.check, second.check) == ("42", "number", "exact")
+    named = replace(written(tmp_path, {"question": "How many?", "answer": "Half of 144.\n#### 72"}), prompt_field="question")
+    assert open_tasks(named).training[0].answer == "72"
+    many = replace(written(tmp_path, *({"prompt": f"{n}?", "answer": str(n)} for n in range(200) for _ in range(2))), held_out=5)
+    training, held_out = open_tasks(many)
+    assert len(held_out) == 5 and not {task.prompt for task in training} & {task.prompt for task in held_out}
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"prompt": "p"}, "mine.jsonl:2 has no text 'answer' .its fields are 'prompt'."),
+        ({"prompt": " ", "answer": "1"}, "mine.jsonl:2 has no text 'prompt'"),
+        ({"prompt": "p", "answer": None}, "mine.jsonl:2 has no text 'answer'"),
+        ({"prompt": "p", "answer": "seven"}, "mine.jsonl:2 has an answer that does not pass its own check, number: 'seven'"),
+        ({"prompt": "p", "answer": "7", "check": "luck"}, "mine.jsonl:2 has the check 'luck'"),
+        ({"prompt": "p", "answer": "{", "check": "json"}, "does not pass its own check, json"),
+        ({"prompt": "p", "answer": "{}", "check": "code"}, "does not pass its own check, code"),
+        ([1], "mine.jsonl:2 is not a record with fields"),
+    ],
+)
+def test_bad_records_are_named_by_their_place(tmp_path, record, said):
+    with pytest.raises(CourseError, match=said):
+        open_tasks(written(tmp_path, {"prompt": "p", "answer": "1"}, record))
+
+
+def test_sets_without_tasks_are_refused(tmp_path):
+    with pytest.raises(CourseError, match="holds no tasks to train on"):
+        open_tasks(written(tmp_path))
+    with pytest.raises(CourseError, match="is held out, about one in twelve is"):
+        open_tasks(replace(written(tmp_path, {"prompt": "3?", "answer": "3"}), held_out=1))
+    with pytest.raises(ValueError, match="check is luck: choose"):
+        TasksConfig(check="luck")
+    with pytest.raises(ValueError, match="at least one kind"):
+        MadeTasks(kinds=())
+
+
+# What math-verify says, its traps included: expected, answer, verdict.
+PAIRS = [
+    ("1/2", "0.5", 1), ("\\frac{1}{2}", "The answer is 1/2.", 1), ("\\sqrt{2}/2", "$\\frac{1}{\\sqrt{2}}$", 1), ("1000", "1,000", 1),
+    ("{1,2,3}", "$\\{3,1,2\\}$", 1), ("x=3", "3", 1), ("72", "#### 72", 1), ("72", "\\boxed{72}", 1), ("72", "It is 72 km.", 1),
+    ("72", "71", 0), ("72", "", 0), ("72", "seven", 0), ("1/3", "0.333", 0), ("0.5", "50%", 1), ("50", "50%", 1),
+    ("[0,1)", "$0\\le x<1$", 0),
+    ("2x+1", "$1+2x$", 1), ("2x+1", "$2x$", 0), ("\\pi", "$3.14159$", 0), ("(1,2)", "$(1,2)$", 1), ("-3", "$-3$", 1), ("-3", "3", 0),
+    ("A", "A", 1), ("A", "B", 0), ("10", "\\boxed{1} and \\boxed{10}", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("expected", "answer", "verdict"), PAIRS)
+def test_mathematical_answers(expected, answer, verdict):
+    assert VERIFIERS["math"](answer, expected) == verdict
+
+
+def test_math_and_number_agree_on_plain_numbers():
+    numbers = ["0", "7", "-7", "3/4", "0.75", "1,234", "1234", "-0.5", "-1/2", "12.50", "25/2"]
+    for one in numbers:
+        for other in numbers:
+            assert VERIFIERS["math"](one, other) == VERIFIERS["number"](one, other), (one, other)
+
+
+def test_an_expected_answer_that_cannot_be_read_is_an_error():
+    with pytest.raises(ValueError, match="is nothing that math-verify reads"):
+        VERIFIERS["math"]("3", "$$")
