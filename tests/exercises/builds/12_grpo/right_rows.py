@@ -5,7 +5,7 @@ import json
 import math
 
 import torch
-from torch.nn.functional import log_softmax, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 
 class Rows:
@@ -64,25 +64,18 @@ def greedy(model, prompts, end, limit):
 
 
 def draw(logits, uniform, temperature, top_p):
-    tokens, log_probs = [], []
-    for row, place in zip(logits.double(), uniform.tolist(), strict=True):
-        if temperature == 0:
-            tokens.append(row.tolist().index(row.max().item()))
-            log_probs.append(0.0)
-            continue
-        row = log_softmax((row - row.max()) / temperature, dim=0)
-        ids, reached = [], 0.0
-        for token in sorted(range(len(row)), key=lambda token: (-row[token].item(), token)):  # noqa: B023
-            if ids and reached >= top_p:
-                break
-            ids.append(token)
-            reached += row[token].exp().item()
-        ids = sorted(token for token in ids if row[token] > -math.inf)
-        kept = log_softmax(row[ids], dim=0)
-        number = min(int((kept.exp().cumsum(0) <= place).sum()), len(ids) - 1)
-        tokens.append(ids[number])
-        log_probs.append(kept[number].item())
-    return torch.tensor(tokens), torch.tensor(log_probs, dtype=torch.float64)
+    logits = logits.to(torch.float64)
+    if temperature == 0:
+        return (logits == logits.amax(dim=1, keepdim=True)).int().argmax(dim=1), logits.new_zeros(len(logits))
+    probabilities = torch.softmax((logits - logits.amax(dim=1, keepdim=True)) / temperature, dim=1)
+    order = probabilities.argsort(dim=1, descending=True, stable=True)
+    count = (probabilities.gather(1, order).cumsum(dim=1) < top_p).sum(dim=1, keepdim=True) + 1
+    ranks = order.argsort(dim=1)
+    kept = probabilities if top_p == 1 else probabilities.where(ranks < count, 0)
+    kept = kept / kept.sum(dim=1, keepdim=True)
+    last = kept.shape[1] - 1 - (kept.flip(1) > 0).int().argmax(dim=1)
+    tokens = torch.searchsorted(kept.cumsum(dim=1), uniform[:, None], right=True)[:, 0].minimum(last)
+    return tokens, kept.gather(1, tokens[:, None])[:, 0].log()
 
 
 def sample(model, prompts, seeds, end, limit, temperature, top_p):
@@ -96,14 +89,13 @@ def serve(model, prompts, seeds, end, limit, temperature, top_p, rows):
     places, found, following = max(map(len, prompts)) + limit, {}, 0
     cache, working, logits = Rows([], places), [], []  # working: (number, generator, ids, log-probabilities)
     while following < len(prompts) or working:
-        while following < len(prompts) and len(working) < rows:  # one call for each prompt
-            own, first = prefill(model, [prompts[following]], places)
-            generator = torch.Generator().manual_seed(seeds[following])
-            torch.rand(20, generator=generator)  # so that neighbouring seeds have come apart
-            working.append((following, generator, [], []))
+        new = range(following, min(following + rows - len(working), len(prompts)))
+        if new:
+            own, first = prefill(model, [prompts[number] for number in new], places)
+            working += [(number, torch.Generator().manual_seed(seeds[number]), [], []) for number in new]
             cache.rows += own.rows
-            logits = [*logits, first[0]]
-            following += 1
+            logits = [*logits, *first]
+            following += len(new)
         uniform = torch.stack([torch.rand((), generator=each[1], dtype=torch.float64) for each in working])
         for (_, _, ids, recorded), *both in zip(working, *draw(torch.stack(logits), uniform, temperature, top_p), strict=True):
             ids.append(both[0].item())
