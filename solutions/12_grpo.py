@@ -9,10 +9,6 @@ from torch import Tensor
 
 from shared.preference import log_probs as preference_log_probs
 
-WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-NUMBER = re.compile(rf"(?:(?<!\w)[-+])?(?<!\w)(?:{WHOLE}/{WHOLE}|{WHOLE}?\.[0-9]+|{WHOLE})")
-LONGEST = 1000  # characters of a number; Python refuses to read ten times as many
-
 
 def cached_attention(
     queries: Tensor,
@@ -56,24 +52,25 @@ def draw_tokens(
         scaled = scaled.where(kept, -torch.inf)
     log_probs = scaled.log_softmax(dim=-1)
     cumulative = log_probs.exp().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    threshold = torch.minimum(uniform.to(total)[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, threshold, right=True)
+    place = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, place, right=True)
     return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)
 
 
 def number_reward(answer: str, expected: str) -> float:
-    """Fractions compare exactly, where 0.1 + 0.2 as a float is not 0.3. One pattern reads both sides."""
-    found, right = list(NUMBER.finditer(answer)), NUMBER.fullmatch(expected.strip())
-    if not found or right is None:
-        return 0.0
-    given, wanted = (number.group().replace(",", "") for number in (found[-1], right))
-    if max(len(found[-1].group()), len(right.group())) > LONGEST:
+    """Fractions compare exactly, where 0.1 + 0.2 as a float is not 0.3. One pattern reads both sides; it tries the longer forms first.
+    Python refuses to read whole numbers of over 4,300 digits."""
+    whole = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+    number = re.compile(rf"(?:(?<!\w)[-+])?(?<!\w)(?:{whole}/{whole}|{whole}?\.[0-9]+|{whole})")
+    found, right = number.findall(answer)[-1:], number.fullmatch(expected.strip())
+    texts = [*found, right.group()] if right else []
+    if len(texts) < 2 or max(map(len, texts)) > 1000:
         return 0.0
     try:
-        return float(Fraction(given) == Fraction(wanted))
+        given, wanted = (Fraction(text.replace(",", "")) for text in texts)
     except ZeroDivisionError:
         return 0.0
+    return float(given == wanted)
 
 
 def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:

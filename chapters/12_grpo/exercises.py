@@ -31,8 +31,8 @@ def cached_attention(
 
     Row b of the cache holds `lengths[b]` tokens at the places 0, 1, ... Its new token i comes to the place lengths[b] + i, and looks at
     itself and at every place before it; with a window, at the last `window` places of these alone. What stands behind a row's tokens is
-    left over from earlier rows: finite numbers of any size, which must have no effect. Query heads share key-value heads as in chapter 02's
-    `grouped_query_attention`: head h looks at key-value head h // (H / K).
+    left over from earlier rows: finite numbers, up to 1e30 in size, which must have no effect. Query heads share key-value heads as in
+    chapter 02's `grouped_query_attention`: head h looks at key-value head h // (H / K).
 
     Args:
         queries: [rows, H, new, d], one or more new tokens of each row.
@@ -44,7 +44,8 @@ def cached_attention(
         window: how many places a query looks at, itself included; None for all.
 
     Returns:
-        [rows, H, new, d] in the dtype of `values`.
+        [rows, H, new, d] in the dtype of `values`, for all rows, heads and tokens at once. Places behind the longest row cost neither
+        memory nor time.
 
     Raises:
         ValueError: a row has no room for its new tokens. The cache is as it was.
@@ -71,7 +72,7 @@ def draw_tokens(
     keeps of these, renormalised, the fewest likeliest whose probabilities reach `top_p`, which is at least one token. Of equally likely
     tokens those with the smaller ids count as likelier. What is kept is brought to a sum of 1. Then the kept tokens are laid side by side
     in the order of their ids, each as wide as its probability, and the token at the place `uniform` is drawn: the first one whose
-    cumulative probability exceeds it.
+    cumulative probability exceeds it. A token that may not be drawn never is, however close to 0 or 1 the place.
 
     Args:
         logits: [rows, vocab], any floating dtype; -inf for a token that may not be drawn. Left unchanged.
@@ -82,7 +83,7 @@ def draw_tokens(
 
     Returns:
         The tokens [rows] int64 and their log-probabilities [rows] float64, under the distribution that they were drawn from. Everything is
-        computed in float64.
+        computed in float64, for all rows at once, without a tensor [rows, vocab, vocab].
 
     >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     >>> draw_tokens(logits, torch.tensor([0.6]))                        # 0.5 is passed, 0.5 + 0.3 is not: token 1, log 0.3
@@ -115,7 +116,8 @@ def number_reward(answer: str, expected: str) -> float:
         expected: one number, written as above; spaces around it do not matter. Something else equals no answer.
 
     Returns:
-        0.0 where the answer has no number, where the last one divides by zero, or where it has over 1,000 characters.
+        0.0 where the answer has no number, or where its last one or the expected one divides by zero or has over 1,000 characters. The time
+        grows with the length of the answer, not with its square.
 
     >>> number_reward("3 + 4 is 7.", "7"), number_reward("7 or 8", "7"), number_reward("x = 0.50", "1/2"), number_reward("seven", "7")
     (1.0, 0.0, 1.0, 0.0)

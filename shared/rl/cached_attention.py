@@ -24,8 +24,8 @@ def cached_attention(
 
     Row b of the cache holds `lengths[b]` tokens at the places 0, 1, ... Its new token i comes to the place lengths[b] + i, and looks at
     itself and at every place before it; with a window, at the last `window` places of these alone. What stands behind a row's tokens is
-    left over from earlier rows: finite numbers of any size, which must have no effect. Query heads share key-value heads as in chapter 02's
-    `grouped_query_attention`: head h looks at key-value head h // (H / K).
+    left over from earlier rows: finite numbers, up to 1e30 in size, which must have no effect. Query heads share key-value heads as in
+    chapter 02's `grouped_query_attention`: head h looks at key-value head h // (H / K).
 
     Args:
         queries: [rows, H, new, d], one or more new tokens of each row.
@@ -37,7 +37,8 @@ def cached_attention(
         window: how many places a query looks at, itself included; None for all.
 
     Returns:
-        [rows, H, new, d] in the dtype of `values`.
+        [rows, H, new, d] in the dtype of `values`, for all rows, heads and tokens at once. Places behind the longest row cost neither
+        memory nor time.
 
     Raises:
         ValueError: a row has no room for its new tokens. The cache is as it was.

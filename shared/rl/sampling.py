@@ -19,7 +19,7 @@ def draw_tokens(
     keeps of these, renormalised, the fewest likeliest whose probabilities reach `top_p`, which is at least one token. Of equally likely
     tokens those with the smaller ids count as likelier. What is kept is brought to a sum of 1. Then the kept tokens are laid side by side
     in the order of their ids, each as wide as its probability, and the token at the place `uniform` is drawn: the first one whose
-    cumulative probability exceeds it.
+    cumulative probability exceeds it. A token that may not be drawn never is, however close to 0 or 1 the place.
 
     Args:
         logits: [rows, vocab], any floating dtype; -inf for a token that may not be drawn. Left unchanged.
@@ -30,7 +30,7 @@ def draw_tokens(
 
     Returns:
         The tokens [rows] int64 and their log-probabilities [rows] float64, under the distribution that they were drawn from. Everything is
-        computed in float64.
+        computed in float64, for all rows at once, without a tensor [rows, vocab, vocab].
 
     >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     >>> draw_tokens(logits, torch.tensor([0.6]))                        # 0.5 is passed, 0.5 + 0.3 is not: token 1, log 0.3
