@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from shared.course.errors import CourseError
 from shared.finetune.chat.datasets import ChatSource, records, refuse_record
 from shared.finetune.instructions import NOUNS, Task, function
+from shared.rl.code_reward import CodeTask
 from shared.rl.verifiers import CHECKS, CODE, VERIFIERS
 
 CASES = 5  # that a function is called with
@@ -127,7 +128,7 @@ def task_of(record: Any, place: str, config: TasksConfig) -> Task:
         refuse_record(place, f"has the check {check!r}, which is none of {', '.join(CHECKS)}")
     task = Task(kind, str(record[config.prompt_field]), str(record[config.answer_field]).rpartition(MARK)[2].strip(), check)
     try:
-        passed = CODE == check or VERIFIERS[check](task.answer, task.answer) == 1
+        passed = CodeTask.parse(task.answer) if check == CODE else VERIFIERS[check](task.answer, task.answer) == 1
     except Exception:
         passed = False
     if not passed:

@@ -67,6 +67,7 @@ def test_tasks_of_ones_own(tmp_path):
         ({"prompt": "p", "answer": "seven"}, "mine.jsonl:2 has an answer that does not pass its own check, number: 'seven'"),
         ({"prompt": "p", "answer": "7", "check": "luck"}, "mine.jsonl:2 has the check 'luck'"),
         ({"prompt": "p", "answer": "{", "check": "json"}, "does not pass its own check, json"),
+        ({"prompt": "p", "answer": "{}", "check": "code"}, "does not pass its own check, code"),
         ([1], "mine.jsonl:2 is not a record with fields"),
     ],
 )
