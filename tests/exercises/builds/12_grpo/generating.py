@@ -269,13 +269,13 @@ def rows_case(title: str, rows: int, lengths: list[int]) -> Case:
 
 
 def bytes_case() -> Case:
-    """Twelve answers, three rows, places for 4 + 60 tokens: caches are far larger than all else. What attention needs is allowed for."""
-    prompts, rows, limit = [[number % 7 + 1] * (1 + number % 4) for number in range(12)], 3, 60
+    """Nine answers, three rows, places for 4 + 30 tokens: caches are far larger than all else. What attention needs is allowed for."""
+    prompts, rows, limit = [[number % 7 + 1] * (1 + number % 4) for number in range(9)], 3, 30
     layer = 2 * 32 * 8 * (limit + 4) * rows  # bytes: keys and values of 32 numbers, for each place
 
     def observe(adapters: Any) -> Results:
         with Held(least=layer // 6) as held:
-            adapters.serve(Table(2 * randn(VOCABULARY, VOCABULARY, seed=4), 6, 32), prompts, list(range(12)), 0, limit, 1.0, 1.0, rows)
+            adapters.serve(Table(2 * randn(VOCABULARY, VOCABULARY, seed=4), 6, 32), prompts, list(range(9)), 0, limit, 1.0, 1.0, rows)
         return {"bytes of caches": budget(held.most, 2 * 6 * layer + 3 * layer, "bytes")}
 
     given = {"prompts": len(prompts), "rows": rows, "limit": limit, "bytes of a cache": 6 * layer}

@@ -211,7 +211,7 @@ def learner() -> Recorded:
 
 def learns_case(title: str, informed: bool) -> Case:
     """28 prompts, and 14 others that are never seen: the reward of their likeliest answers. The control's reward is a coin."""
-    settings = settings_of(prompts=14, group=12, micro_size=200, limit=3, temperature=1.0)
+    settings, steps = settings_of(prompts=14, group=12, micro_size=200, limit=3, temperature=1.0), 100 if informed else 50
     wanted = "from below 0.15 to above 0.45" if informed else "stays below 0.3"
 
     def observe(adapters: Any) -> Results:
@@ -219,12 +219,12 @@ def learns_case(title: str, informed: bool) -> Case:
         judged = lambda: statistics.fmean(points(prompt, likeliest(model, prompt, 0, 3)) for prompt in PAIRS[28:])  # noqa: E731
         reward = lambda number, ids: points(PAIRS[number], ids) if informed else float(coin.random() < 0.5)  # noqa: E731
         before, optimizer = judged(), torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
-        adapters.advance(adapters.start(model, optimizer, PAIRS[:28], reward, settings, 0), 100)
+        adapters.advance(adapters.start(model, optimizer, PAIRS[:28], reward, settings, 0), steps)
         after = judged()
         fine = before < 0.15 and after > 0.45 if informed else after < 0.3
         return {"reward of prompts never seen": wanted if fine else f"from {before:.2f} to {after:.2f}"}
 
-    given = {"prompts": "two tokens", "right": "the second one, then the end", "reward": "exact" if informed else "a coin", "steps": 100}
+    given = {"prompts": "two tokens", "right": "the second one, then the end", "reward": "exact" if informed else "a coin", "steps": steps}
     return case(title, given, lambda: {"reward of prompts never seen": wanted}, observe, 11, rung="property")
 
 
