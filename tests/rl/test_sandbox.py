@@ -141,11 +141,12 @@ def test_a_sandbox_that_does_not_hold_is_not_used(monkeypatch):
 
 
 REFUSING = """
-import ctypes, os
+import ctypes, os, signal
 from shared.rl.sandbox.filter import ALLOW, JUMP_EQUAL, LOAD, REFUSE, RETURN, Instruction, Program
 from shared.rl.sandbox.isolation import libc
 from shared.rl.sandbox.pool import Call, Pool
-number = {"x86_64": 272, "aarch64": 97}[os.uname().machine]     # unshare
+number = {"x86_64": NUMBERS[0], "aarch64": NUMBERS[1]}[os.uname().machine]
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 lines = [(LOAD, 0, 0, 0), (JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
 program = Program(len(lines), (Instruction * len(lines))(*(Instruction(*line) for line in lines)))
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
@@ -156,11 +157,15 @@ pool.close()
 """
 
 
-def test_where_namespaces_are_forbidden_the_filter_stands_alone():
-    """As in a container: a process, with all its children, that may not call unshare."""
-    done = subprocess.run([sys.executable, "-c", REFUSING], cwd=CHECKOUT, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("call", "numbers"), [("unshare", (272, 97)), ("mount /", (165, 40)), ("pivot_root", (155, 41)), ("umount", (166, 39))]
+)
+def test_where_namespaces_are_forbidden_the_filter_stands_alone(call, numbers):
+    """As in a container: a process, with all its children, whose kernel refuses a call. It also ignores that its children end."""
+    script = REFUSING.replace("NUMBERS[0]", str(numbers[0])).replace("NUMBERS[1]", str(numbers[1]))
+    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True)
     described, outcome = done.stdout.splitlines()
-    assert "without namespaces, since this machine refuses (unshare: Operation not permitted); no file at all" in described
+    assert f"without namespaces, since this machine refuses ({call}: Operation not permitted); no file at all" in described
     assert outcome == str([Outcome("finished", (("value", 7),))])
 
 

@@ -261,7 +261,7 @@ class Pool:
         else:
             why = f", since this machine refuses ({said['refused']})" if "refused" in said else ""
             held = f"a system-call filter alone, without namespaces{why}; no file at all"
-        return f"Code sandbox: {self.size} workers; programs run as user {said['user']} behind {held}; {self.limits}."
+        return f"{self.size} workers run programs as user {said['user']} behind {held}; {self.limits}."
 
     def close(self) -> None:
         """End the workers. The pool may be used again."""
