@@ -1,5 +1,5 @@
-"""The sentences of chapter 12's contracts of generation and reward, one by one, on what hypothesis makes up; oracles are torch's attention of
-one query at a time, exact fractions and numbers that are written in every form."""
+"""The sentences of chapter 12's contracts of generation and reward, one by one, on what hypothesis makes up; oracles are torch's attention
+of one query at a time, exact fractions and numbers that are written in every form."""
 
 from fractions import Fraction
 
@@ -144,7 +144,8 @@ def test_the_ends_of_the_line_belong_to_tokens_that_may_be_drawn(drawn, seed):
 
 @often
 @given(seed=SEEDS, rows=st.integers(1, 5), vocab=st.integers(1, 40), kind=KINDS,
-       temperature=st.sampled_from([0.0, 1e-320, 0.01, 0.7, 1.0, 50.0]), top_k=st.none() | st.integers(1, 8), top_p=st.none() | st.floats(0.01, 1))  # fmt: skip
+       temperature=st.sampled_from([0.0, 1e-320, 0.01, 0.7, 1.0, 50.0]), top_k=st.none() | st.integers(1, 8),
+       top_p=st.none() | st.floats(0.01, 1))  # fmt: skip
 def test_rows_are_drawn_on_their_own_in_float64_and_the_logits_are_left(seed, rows, vocab, kind, temperature, top_k, top_p):
     logits, uniform = 3 * randn(rows, vocab, seed=seed, dtype=kind), randn(rows, seed=seed + 1).sigmoid()
     before = logits.clone()
@@ -201,7 +202,8 @@ def test_a_reward_is_0_or_1_for_anything_and_never_raises(answer, expected):
 
 
 @often
-@given(length=st.integers(996, 1005), sign=st.sampled_from(["", "-"]), other=st.sampled_from(["7", "0" * 1005 + "7"]), tail=st.integers(0, 999))
+@given(length=st.integers(996, 1005), sign=st.sampled_from(["", "-"]), other=st.sampled_from(["7", "0" * 1005 + "7"]),
+       tail=st.integers(0, 999))  # fmt: skip
 def test_a_number_of_over_1000_characters_equals_nothing(length, sign, other, tail):
     text, other = sign + "7".zfill(length - len(sign)), sign + other
     fits = len(text) <= 1000 and len(other) <= 1000
