@@ -182,6 +182,7 @@ def test_whatever_a_program_writes_is_read_or_refused(output, ended, results):
         ("```python\nx\n```", "x\n"),
         ("a\n```\ny\n```\nb\n```py\nz\n```", "z\n"),
         ("```python\nx\ny", "x\ny"),
+        ("```python3\r\nx\r\n```", "x\r\n"),
         ("  ```Python\nx\n  ```", "x\n"),
         ("use `x`", "use `x`"),
         ("```python\nprint('```')\n```", "print('```')\n"),
@@ -190,6 +191,12 @@ def test_whatever_a_program_writes_is_read_or_refused(output, ended, results):
 )
 def test_the_program_in_an_answer(answer, program):
     assert program_of(answer) == program
+
+
+@pytest.mark.parametrize("answer", ["```" + " " * 10**6 + "x", ("```" + " " * 1000 + "\n") * 1000, "\n" * 10**6, "```python\n" * 10**5])
+def test_an_answer_cannot_hold_up_the_search_for_its_program(answer):
+    """A pattern that backtracks would need hours for the first."""
+    assert len(program_of(answer)) <= len(answer)
 
 
 @pytest.mark.parametrize(
