@@ -1,4 +1,4 @@
-"""Chapter 10. Answers of a fine-tuned model: greedy or sampled generation behind prompts, up to a token that ends an answer.
+"""Chapter 10. Answers of a fine-tuned model: greedy generation behind prompts, up to a token that ends an answer.
 
 Many prompts are answered at once where they are equally long: rows of one length need no padding, so no position and no mask differs from
 a prompt alone.
@@ -9,7 +9,7 @@ Left out on purpose: keeping keys and values between tokens (chapter 12), and ba
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from shared.finetune.soft_prompts import virtual_ids
 from shared.model.transformer import TransformerModel
@@ -42,26 +42,6 @@ def last_logits(head: nn.Module, hidden_states: Tensor) -> Tensor:
     return head.whole_logits(head(hidden_states[:, -1:]))
 
 
-def stream_answer(
-    model: TransformerModel,
-    prompt: Sequence[int],
-    new_tokens: int,
-    *,
-    context: int,
-    stops: Collection[int],
-    start_id: int | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    generator: Generator | None = None,
-) -> Iterator[list[int]]:
-    """Ids of the answer to one prompt, as soon as they are drawn: [1] at a time, without the one that ends it. As for `answer_all`."""
-    rows = answer_rows(model, [list(prompt)], new_tokens, context, start_id, temperature, top_k, generator)
-    for drawn in rows:
-        if drawn[0] in stops:
-            return
-        yield drawn
-
-
 def answer_all(
     model: TransformerModel,
     prompts: Sequence[Sequence[int]],
@@ -86,7 +66,7 @@ def answer_all(
         for first in range(0, len(same), ROWS):
             some = same[first : first + ROWS]
             open_rows = set(some)
-            for drawn in answer_rows(model, [list(prompts[number]) for number in some], new_tokens, context, start_id, 0.0, None, None):
+            for drawn in answer_rows(model, [list(prompts[number]) for number in some], new_tokens, context, start_id):
                 for number, token in zip(some, drawn, strict=True):
                     if number in open_rows and token in stops:
                         open_rows.remove(number)
@@ -98,26 +78,16 @@ def answer_all(
 
 
 def answer_rows(
-    model: TransformerModel,
-    prompts: list[list[int]],
-    new_tokens: int,
-    context: int,
-    start_id: int | None,
-    temperature: float,
-    top_k: int | None,
-    generator: Generator | None,
+    model: TransformerModel, prompts: list[list[int]], new_tokens: int, context: int, start_id: int | None
 ) -> Iterator[list[int]]:
-    """The next token of each of some prompts of one length, again and again."""
+    """The likeliest next token of each of some prompts of one length, again and again."""
     ids = torch.tensor(prompts, device=next(model.parameters()).device)
     answering = AnsweringModel(model, None if start_id is None else ids)
     begin = ids if start_id is None else torch.full_like(ids[:, :1], start_id)
     was_training = model.training
     answering.train(was_training)
     try:
-        drawn = generate(
-            answering, begin, new_tokens, context=context - len(answering.before), temperature=temperature, top_k=top_k, generator=generator
-        )
-        for tokens in drawn:
+        for tokens in generate(answering, begin, new_tokens, context=context - len(answering.before), temperature=0.0):
             yield tokens.tolist()
     finally:
         model.train(was_training)

@@ -9,14 +9,16 @@ draw them. Only rounding differs, where other rows stand in a matrix product.
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shared.finetune.soft_prompts import virtual_ids
+from shared.model.transformer import TransformerModel
 from shared.rl import sampling
 from shared.rl.decoding_cache import DecodingCache
-from shared.sampling import require_drawing
+from shared.sampling import evaluating, require_drawing
 
 REFILL = 4  # prompts are read when 1 / REFILL of the rows are free: a pass over few prompts costs about as much as one over many
 
@@ -161,6 +163,34 @@ def generate_tokens(
             cache.drop(place)
             active[place] = active[-1]
             active.pop()
+
+
+def stream_answer(model: TransformerModel, prompt: Sequence[int], new_tokens: int, *, context: int, **settings: Any) -> Iterator[int]:
+    """Ids of the answer to one prompt, as soon as they are drawn, without a token that ends it. Takes what `generate_tokens` takes."""
+    with evaluating(model):
+        for drawn in generate_tokens(model, [[*virtual_ids(model), *prompt]], new_tokens, context=context, **settings):
+            if not drawn.ended:
+                yield drawn.token
+
+
+def answer_all(
+    model: TransformerModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    context: int,
+    stops: Collection[int],
+    start_id: int | None = None,
+) -> list[list[int]]:
+    """The likeliest answer to each prompt, without the token that ends it: as chapter 10's `answer_all`, but an answer ends where the
+    context does."""
+    before, found = virtual_ids(model), [[] for _ in prompts]
+    settings = {"drawing": Drawing(temperature=0.0), "context": context, "stops": stops, "start_id": start_id}
+    with evaluating(model):
+        for drawn in generate_tokens(model, [[*before, *prompt] for prompt in prompts], new_tokens, **settings):
+            if not drawn.ended:
+                found[drawn.number].append(drawn.token)
+    return found
 
 
 def stream(new_tokens: int, seed: int) -> list[float]:

@@ -8,13 +8,13 @@ from shared.course.errors import SettingError
 from shared.data.loader import EvaluationLoader, StatefulLoader
 from shared.data.tokenizer import TextTokenizer
 from shared.engine.callbacks import Callback
-from shared.finetune.answering import answer_all
 from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.template import call_of
 from shared.finetune.instructions import Task
 from shared.model.transformer import TransformerModel
 from shared.parallel.mesh import Mesh
 from shared.parallel.strategy import ParallelStrategy
+from shared.rl.generation import answer_all
 from shared.trainer.config import TrainerConfig
 from shared.trainer.initial_weights import InitialWeights
 from shared.trainer.loaders import require_rows

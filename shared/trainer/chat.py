@@ -20,7 +20,6 @@ from rich.console import Console
 from shared.course import terminal
 from shared.course.errors import CourseError
 from shared.data.tokenizer import TextTokenizer
-from shared.finetune.answering import stream_answer
 from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.template import FILE, ChatTemplate, Message
 from shared.finetune.peft_format import load_adapter
@@ -29,6 +28,8 @@ from shared.model.hf.files import read_json
 from shared.model.hf.generation import START
 from shared.model.transformer import TransformerModel
 from shared.moe.config import MixtureModelConfig
+from shared.rl.generation import Drawing as TokenDrawing
+from shared.rl.generation import stream_answer
 from shared.trainer import provenance
 from shared.trainer.initial_weights import find_initial_weights
 
@@ -81,11 +82,12 @@ class Talk:
         prompt = self.fitting(turn)
         ids: list[int] = []
         shown = ""
-        for drawn in stream_answer(
-            self.model, prompt, min(self.drawing.new_tokens, self.context), context=self.context, stops=self.stops,
-            start_id=self.start_id(), temperature=self.drawing.temperature, top_k=self.drawing.top_k, generator=self.generator,
+        seed = int(torch.randint(2**62, (), generator=self.generator))  # another one for each answer
+        for token in stream_answer(
+            self.model, prompt, self.drawing.new_tokens, context=self.model.config.max_position_embeddings, stops=self.stops,
+            start_id=self.start_id(), drawing=TokenDrawing(self.drawing.temperature, self.drawing.top_k), seeds=[seed],
         ):  # fmt: skip
-            ids += drawn
+            ids.append(token)
             said = self.tokenizer.decode(ids)
             if not said.endswith(UNFINISHED):
                 yield said[len(shown) :]

@@ -34,6 +34,7 @@ from shared.preference.config import PreferenceConfig
 from shared.preference.dpo_config import DPOConfig
 from shared.preference.ppo import PPOConfig
 from shared.preference.reward_model import RewardConfig
+from shared.rl.config import TaskPolicyConfig
 from shared.trainer.axes import BROUGHT
 from shared.trainer.modes import require_mode
 
@@ -48,7 +49,7 @@ class DataConfig:
         prepare: sources, cleaning, tokenizer.
         prepared: the folder in which prepared text is kept, for every run that asks for the same.
         seq: tokens that a row predicts.
-        batch_size: the global batch size: rows in a step, over all micro-batches and ranks. In mode ppo ppo.minibatches decides, not this.
+        batch_size: the global batch size: rows in a step, over all micro-batches and ranks. Rollouts have their own (ppo.minibatches).
         micro_batch_size: rows in one forward and backward of a rank; where its share of the batch is smaller, the share.
         fim: how often a document's middle is moved to its end.
         strategy: how documents are packed into rows.
@@ -163,7 +164,7 @@ class TrainerConfig:
     Args:
         mode: what is trained for. pretrain predicts the next token of text. The others begin with the weights of start_from: sft answers in
             conversations; reward makes a model of which answers are preferred, and dpo one that gives them, both from pairs; ppo makes one
-            that a reward model likes.
+            that a reward model likes; grpo one whose answers a program finds right.
         start_from: weights to start from: a folder of Hugging Face's format, a run's folder, or a checkpoint. It decides the model (the
             section may change attention, dropout and RoPE's length alone) and, where none is given, the tokenizer; null for random weights.
         start_config: a configuration beside this file, of a smaller model that is trained first where start_from is not there yet; null to
@@ -172,12 +173,13 @@ class TrainerConfig:
         steps: training steps.
         seed: of the initial weights, the order of the data, dropout and the samples.
         data: the text, and how it becomes batches. With other modes than pretrain, prepare and fim mean nothing.
-        chats: with mode sft, the conversations.
+        chats: with mode sft, the conversations; with mode grpo, their template and system prompt.
         instructions: with mode sft, conversations made on the spot where there are no others, and held-out tasks.
         preferences: with modes reward, dpo and ppo, pairs of answers and held-out prompts.
         reward: with mode reward, the loss.
         dpo: with mode dpo, the loss.
         ppo: with mode ppo, the rollouts, the loss and the reward.
+        grpo: with mode grpo, the tasks, the rollouts, the loss and the rewards.
         adapter: with other modes than pretrain, what is trained in place of the weights; null to train all of them.
         model: the model; the vocabulary's size is the tokenizer's.
         optimizer: which optimizer, with what.
@@ -189,7 +191,7 @@ class TrainerConfig:
         report: what the report shows.
     """
 
-    mode: Literal["pretrain", "sft", "reward", "dpo", "ppo"] = "pretrain"
+    mode: Literal["pretrain", "sft", "reward", "dpo", "ppo", "grpo"] = "pretrain"
     start_from: Path | None = None
     start_config: Path | None = None
     impl: Literal["reference", "mine", "mixed"] = "reference"
@@ -202,6 +204,7 @@ class TrainerConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     ppo: PolicyConfig = field(default_factory=PolicyConfig)
+    grpo: TaskPolicyConfig = field(default_factory=TaskPolicyConfig)
     adapter: AdapterConfig | None = None
     model: MixtureModelConfig = field(default_factory=MixtureModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -59,10 +59,13 @@ def kept_beside(config: TrainerConfig) -> float:
     """Bytes on one rank of the models that a run keeps frozen beside its own, a reference and a reward model, and of a value head with its
     gradient and state."""
     frozen: list[MixtureModelConfig] = []
-    if config.adapter is None and (config.mode == "ppo" or (config.mode == "dpo" and config.dpo.reference == "beside")):
+    compared = {"ppo": True, "dpo": config.dpo.reference == "beside", "grpo": config.grpo.reference}
+    if config.adapter is None and compared.get(config.mode):
         frozen.append(config.model)
     if config.mode == "ppo" and config.ppo.reward == "model":
-        frozen.append(find_reward_model(config.ppo.reward_model).model)
+        frozen.append(find_reward_model(config.ppo.reward_model, "ppo.reward_model").model)
+    if config.mode == "grpo" and config.grpo.reward_model:
+        frozen.append(find_reward_model(config.grpo.reward_model, "grpo.rewards").model)
     parallel = config.parallel
     numbers = sum(sum(parameter_counts(model_of_rank(model, parallel)).values()) for model in frozen)
     return 4 * numbers / parallel.fully_sharded / parallel.pipeline_parallel + 16 * config.model.hidden_size * (config.mode == "ppo")

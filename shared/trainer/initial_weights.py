@@ -200,21 +200,21 @@ def find_initial_weights(path: Path, setting: str = "start_from") -> InitialWeig
     )
 
 
-def find_reward_model(path: Path) -> InitialWeights:
-    """What `ppo.reward_model` names: a run with mode reward, or a folder of transformers' sequence classification.
+def find_reward_model(path: Path, setting: str) -> InitialWeights:
+    """What a setting such as ppo.reward_model names: a run with mode reward, or a folder of transformers' sequence classification.
 
     Raises:
         SettingError: it is none.
     """
     folder = path / "model" if (path / "model" / "config.json").is_file() else path
     if not (folder / "config.json").is_file():
-        raise SettingError(f"ppo.reward_model is {path}, which holds no model: give the folder of a run with mode reward that has ended.")
+        raise SettingError(f"{setting} is {path}, which holds no model: give the folder of a run with mode reward that has ended.")
     try:
         if not is_reward_model(folder):
-            raise SettingError(f"ppo.reward_model is {path}, which is a language model: give a reward model, as mode reward makes them.")
+            raise SettingError(f"{setting} is {path}, which is a language model: give a reward model, as mode reward makes them.")
         model = open_reward_model(folder, builders=MIXTURE).config
     except (PretrainedError, OSError, SafetensorError) as error:
-        raise SettingError(f"ppo.reward_model: {error}") from None
+        raise SettingError(f"{setting}: {error}") from None
     return InitialWeights(folder, model, folder if (folder / "tokenizer.json").is_file() else None)
 
 

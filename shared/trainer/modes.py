@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from shared.trainer.run import Run
 
 PREFERRING = ("reward", "dpo", "ppo")
-SECTIONS = {"preferences": PREFERRING, "reward": ("reward",), "dpo": ("dpo",), "ppo": ("ppo",)}  # which modes read them
+ROLLING = ("ppo", "grpo")  # whose rows are rollouts
+SECTIONS = {"preferences": PREFERRING} | {name: (name,) for name in ("reward", "dpo", "ppo", "grpo")}  # which modes read them
 FIM_SLACK = 8  # positions that a row keeps free for each piece: three special tokens, and tokens that a cut splits in two
 
 
@@ -104,11 +105,11 @@ def require_mode(config: "TrainerConfig") -> None:
         ),
         (
             config.adapter is not None and pretraining,
-            "adapter is for mode sft and the modes on preferences: give mode sft, reward, dpo or ppo, or leave adapter out.",
+            "adapter is for the modes that fine-tune: give mode sft, reward, dpo, ppo or grpo, or leave adapter out.",
         ),
         (bool(config.chats.sources) and pretraining, "chats is for mode sft: give mode sft, or text in data.prepare.sources."),
         *unused_sections(config),
-        *(wrong_with_preferences(config) if mode in PREFERRING else []),
+        *(wrong_with_answers(config) if mode in (*PREFERRING, *ROLLING) else []),
         (
             virtual >= config.data.seq,
             f"adapter.virtual_tokens is {virtual} and data.seq {config.data.seq}: a row has no room for anything else.",
@@ -128,18 +129,20 @@ def unused_sections(config: "TrainerConfig") -> list[tuple[bool, str]]:
         for name, modes in SECTIONS.items()
     ] + [
         (
-            config.mode in PREFERRING and (section := getattr(config, name)) != type(section)(),
-            f"mode is {config.mode} and the section {name} is for mode sft: give preferences, or mode sft.",
+            config.mode in modes and (section := getattr(config, name)) != type(section)(),
+            f"mode is {config.mode} and the section {name} is for mode sft: give {instead}, or mode sft.",
         )
-        for name in ("chats", "instructions")
-    ]
+        for name, modes, instead in (
+            ("chats", PREFERRING, "preferences"), ("instructions", PREFERRING, "preferences"), ("instructions", ("grpo",), "grpo.tasks")
+        )
+    ]  # fmt: skip
 
 
-def wrong_with_preferences(config: "TrainerConfig") -> list[tuple[bool, str]]:
-    """What modes that learn from preferences refuse; each with a sentence about it."""
-    mode, architecture, parallel = config.mode, config.model.architecture, config.parallel
+def wrong_with_answers(config: "TrainerConfig") -> list[tuple[bool, str]]:
+    """What modes refuse that learn from preferences or rewards; each with a sentence about it."""
+    mode, architecture, parallel, grpo = config.mode, config.model.architecture, config.parallel, config.grpo
     of_model, judged = config.ppo.reward == "model", not config.preferences.sources
-    unused = unused_with_ppo(config) if mode == "ppo" else []
+    unused = unused_with_rollouts(config) if mode in ROLLING else []
     return [
         (
             mode == "ppo" and of_model and config.ppo.reward_model is None,
@@ -148,6 +151,18 @@ def wrong_with_preferences(config: "TrainerConfig") -> list[tuple[bool, str]]:
         (
             mode == "ppo" and not of_model and not judged,
             "ppo.reward is gold, and no hidden preference is known for prompts of your own (preferences.sources): give a reward model.",
+        ),
+        (
+            mode == "grpo" and bool(config.chats.sources),
+            "mode is grpo and chats.sources are conversations, for mode sft: give grpo.tasks, or mode sft.",
+        ),
+        (
+            mode == "grpo" and config.chats.template == PAIRS,
+            f"mode is grpo and chats.template is {PAIRS}, which is for an encoder-decoder: give chatml, a file or folder, or null.",
+        ),
+        (
+            mode == "grpo" and grpo.kl_coefficient > 0 and (grpo.kl_in, grpo.kl_estimator, grpo.kl_times_ratio) == ("loss", "k1", False),
+            "grpo.kl_estimator is k1, whose gradient in the loss is 0 on average: give grpo.kl_in reward, grpo.kl_times_ratio true, or k3.",
         ),
         (architecture != "decoder", f"mode is {mode} and the model of start_from is of the kind {architecture}: give a decoder."),
         (
@@ -163,16 +178,16 @@ def wrong_with_preferences(config: "TrainerConfig") -> list[tuple[bool, str]]:
             f"data.strategy is {config.data.strategy}, and mode {mode} packs whole answers: leave it out.",
         ),
         (
-            mode == "ppo" and parallel.pipeline_schedule == "interleaved",
-            "parallel.pipeline_schedule is interleaved, which takes a multiple of the stages as micro-batches; in mode ppo the answers' "
-            "lengths decide how many there are: give another schedule.",
+            mode in ROLLING and parallel.pipeline_schedule == "interleaved",
+            f"parallel.pipeline_schedule is interleaved, which takes a multiple of the stages as micro-batches; in mode {mode} the "
+            "answers' lengths decide how many there are: give another schedule.",
         ),
-        *((True, f"{name} has no effect with mode ppo{why}: leave it out.") for name, why in unused),
+        *((True, f"{name} has no effect with mode {mode}{why}: leave it out.") for name, why in unused),
     ]
 
 
-def unused_with_ppo(config: "TrainerConfig") -> list[tuple[str, str]]:
-    """What is given and would do nothing in mode ppo, which has prompts without an end, and no held-out loss; each with the reason."""
+def unused_with_rollouts(config: "TrainerConfig") -> list[tuple[str, str]]:
+    """What is given and would do nothing in a mode that has prompts without an end, and no held-out loss; each with the reason."""
     data, engine, no_loss = type(config.data)(), type(config.engine)(), ", which has no held-out loss"
     evaluated = config.engine.evaluate_every not in (0, engine.evaluate_every)
     found = [

@@ -28,6 +28,7 @@ OF_PREFERENCES = {  # figure -> its lines by metric, and what they measure
     "rewards": ({"train/chosen_reward": "chosen", "train/rejected_reward": "rejected"}, "reward"),
     "reward": ({"rollout/reward": "what is trained for", "rollout/gold_reward": "hidden preference"}, "mean reward of an answer"),
     "kl": ({"rollout/kl_to_reference": "KL"}, "KL to the first model, nats per answer"),
+    "zero_variance": ({"rollout/zero_variance": "zero variance"}, "share of groups whose answers all have one reward"),
     "length": ({"rollout/answer_tokens": "length"}, "tokens of an answer"),
     "value_loss": ({"train/value_loss": "value loss"}, "value loss"),
     "clip_fraction": ({"train/clip_fraction": "clipped"}, "share of tokens whose ratio is clipped"),
@@ -168,18 +169,20 @@ def drawn(results: Results) -> dict[str, Figure]:
         "throughput": curves(results, {"speed/tokens_per_second": "tokens per second"}, "tokens per second", zero=True),
         "utilisation": curves(results, {"speed/mfu": "model FLOPs utilisation"}, "share of the peak", zero=True),
         "norms": curves(results, {"norm/gradient": "gradient"}, "gradient norm", zero=True),
-        "learning_rate": curves(results, learning_rates(results), "learning rate", zero=True),
+        "learning_rate": curves(results, named(results, "learning_rate"), "learning rate", zero=True),
         "expert_load": expert_load(results),
         **{name: curves(results, lines, label) for name, (lines, label) in OF_PREFERENCES.items()},
+        "reward_parts": curves(results, named(results, "rollout/reward/"), "mean reward of an answer, without its weight"),
         "reward_over_kl": over_kl(results),
         **results.judged.figures,
     }
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
-def learning_rates(results: Results) -> dict[str, str]:
-    names = sorted({name for row in results.metrics.values() for name in row if name.startswith("learning_rate")})
-    return {name: name.removeprefix("learning_rate/") for name in names}
+def named(results: Results, beginning: str) -> dict[str, str]:
+    """The metrics whose names begin so, each with the last part of its name."""
+    names = sorted({name for row in results.metrics.values() for name in row if name.startswith(beginning)})
+    return {name: name.rpartition("/")[2] for name in names}
 
 
 def series(results: Results, name: str) -> Series:

@@ -45,9 +45,10 @@ from shared.trainer.callbacks import Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.dpo import PreferenceTuning
 from shared.trainer.fitting import require_memory
+from shared.trainer.grpo import TaskPolicyOptimization
 from shared.trainer.initial_weights import InitialWeights, find_initial_weights, fingerprint_of, float_remark
 from shared.trainer.models import parallel_model
-from shared.trainer.modes import Mode
+from shared.trainer.modes import ROLLING, Mode
 from shared.trainer.ppo import PolicyOptimization
 from shared.trainer.pretrain import Pretraining
 from shared.trainer.report import Results
@@ -62,6 +63,7 @@ MODES: dict[str, Callable[..., Mode]] = {
     "reward": RewardModelling,
     "dpo": PreferenceTuning,
     "ppo": PolicyOptimization,
+    "grpo": TaskPolicyOptimization,
 }
 
 
@@ -211,8 +213,8 @@ def announce(
 ) -> None:
     """What is about to be trained, in a few lines. remark: another line."""
     parameters = sum(parameter_counts(config.model).values())
-    tokens = config.steps * config.data.batch_size * config.data.seq  # but in mode ppo the policy decides
-    seen = "" if config.mode == "ppo" else f", {tokens / 1e6:.1f} million to be seen"
+    tokens = config.steps * config.data.batch_size * config.data.seq  # but with rollouts the policy decides
+    seen = "" if config.mode in ROLLING else f", {tokens / 1e6:.1f} million to be seen"
     amount, remarks = mode.announcement(config)
     if config.model.experts is not None and config.model.experts.has_constant_gate:
         remarks += (

@@ -8,12 +8,15 @@ import transformers
 from families import FAMILIES, LLAMA, VOCAB, Family, make_oracle
 from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
+from shared.finetune.answering import answer_all as slow_answer_all
+from shared.finetune.config import AdapterConfig
+from shared.finetune.soft_prompts import attach_soft_prompt
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE as BUILDERS
 from shared.rl.decoding_cache import DecodingCache
-from shared.rl.generation import Drawing, generate_tokens, stop_strings
+from shared.rl.generation import Drawing, answer_all, generate_tokens, stop_strings, stream_answer
 from shared.sampling import generate
 
 MIXTURE = {name: value for name, value in LLAMA.items() if name != "rms_norm_eps"} | {"num_experts_per_tok": 2}
@@ -243,3 +246,19 @@ def test_settings_that_draw_nothing_are_refused(settings, said):
 
 def test_transformers_is_the_version_of_the_tables():
     assert transformers.__version__.split(".")[0] == "5"
+
+
+@pytest.mark.parametrize("kind", [None, "prompt", "prefix"])
+def test_reports_get_the_answers_that_chapter_10_gives(kind):
+    """Also behind virtual tokens, and in front of a context's end."""
+    model = small_model(num_key_value_heads=1, max_position_embeddings=64)
+    if kind:
+        attach_soft_prompt(model, AdapterConfig(kind=kind, virtual_tokens=3))
+        model.double()
+    model.train()
+    settings = {"context": 60, "stops": range(9)}
+    expected = slow_answer_all(model, prompts_of(), 30, **settings)
+    assert len({len(answer) for answer in expected}) > 2
+    assert answer_all(model, prompts_of(), 30, **settings) == expected and model.training
+    streamed = stream_answer(model, prompts_of()[0], 30, **settings, drawing=GREEDY)
+    assert list(streamed) == expected[0] and model.training

@@ -24,7 +24,14 @@ OF_MODES = {
     "steps": 6,
     "engine": {"log_every": 1, "checkpoint": {"every": 2, "keep_last": 9}},
 }
-PPO = {"reward": "gold", "prompts": 8, "new_tokens": 6, "passes": 2, "minibatches": 2}
+ROLLING = {
+    "ppo": {"reward": "gold", "prompts": 8, "new_tokens": 6, "passes": 2, "minibatches": 2},
+    "grpo": {
+        "prompts": 4, "answers": 2, "new_tokens": 6, "passes": 2, "minibatches": 2, "held_out_answers": 4,
+        "tasks": {"made": {"kinds": ["sum"], "digits": 1, "training": 40}, "held_out": 5},
+        "rewards": [{"name": "task"}, {"name": "format", "pattern": "(?s).*[aeiou].*", "weight": 0.5}],
+    },
+}  # fmt: skip
 STILL = (
     "model.hidden_dropout=0.0", "optimizer.name=sgd", "optimizer.lr=0.2", "schedule.warmup_steps=0", "schedule.decay_steps=0", "steps=3",
 )  # fmt: skip
@@ -33,8 +40,10 @@ STILL = (
 def preferring_file(folder: Path, base: Path, mode: str, **changes) -> Path:
     """The settings of a run of this mode from `base`, in `folder`/run."""
     folder.mkdir(exist_ok=True, parents=True)
-    settings = merged({name: TINY[name] for name in KEPT}, OF_MODES | {"mode": mode} | ({"ppo": PPO} if mode == "ppo" else {}))
-    if mode == "ppo":  # which refuses what only a held-out loss needs
+    settings = merged({name: TINY[name] for name in KEPT}, OF_MODES | {"mode": mode} | ({mode: ROLLING[mode]} if mode in ROLLING else {}))
+    if mode == "grpo":
+        del settings["preferences"]
+    if mode in ROLLING:  # they refuse what only a held-out loss needs
         settings = settings | {"data": {name: value for name, value in settings["data"].items() if name != "held_out_rows"}}
         settings["engine"] = settings["engine"] | {"evaluate_every": 0}
     where = {"start_from": str(base), "data": {"prepared": str(base.parent / "pairs")}, "engine": {"output": str(folder / "run")}}

@@ -17,6 +17,7 @@ from shared.preference.reward_model import load_reward_model, score
 from shared.preference.sampler import Completion
 from shared.trainer.fitting import memory_needed
 from shared.trainer.initial_weights import find_initial_weights
+from shared.trainer.rolling import reward_by
 from shared.trainer.run import build, train_model
 
 QUIET = Console(quiet=True)
@@ -56,7 +57,7 @@ def test_a_policy_is_rewarded_for_prompt_and_answer_as_transformers_scores_them_
     end, folder = run.mode.end_ids[0], reward_run[0].engine.output / "model"
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     answers = [([5, 9, 33], [7, 12, end], True), ([8], [21, end], True), ([5, 9], [33, 7], False)]
-    found = run.mode.reward(run.config, run.strategy)(
+    found = reward_by(run.mode.rewards, run.config, run.strategy)(
         [Sample(0, prompt, Completion(ids, [0.0] * len(ids), ended)) for prompt, ids, ended in answers]
     )
     texts = [[*prompt, *ids] for prompt, ids, _ in answers]

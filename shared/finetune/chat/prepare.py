@@ -144,13 +144,10 @@ def prepared_folder(config: ChatConfig, output: Path, seq: int, console: Console
     if config.tokenizer is None:
         raise CourseError(f"There is no tokenizer: give the folder of the model's in {section}.tokenizer.")
     console = console or Console(quiet=True)
-    tokenizer, template = TextTokenizer.load(config.tokenizer), None
-    if config.template != PAIRS:
-        tokenizer.require_lossless()
-        beside = folder_of(Path(config.tokenizer).expanduser())
-        template = ChatTemplate.load(config.template or beside, beside)
-        template.variables.setdefault("eos_token", tokenizer.end)
-        tokenizer = tokenizer.with_special(template.special_names)
+    if config.template == PAIRS:
+        tokenizer, template = TextTokenizer.load(config.tokenizer), None
+    else:
+        tokenizer, template = chat_tokenizer(config.tokenizer, config.template)
     digests = Digests(output / DIGESTS)
     folder = output / f"{section}-{fingerprint(config, seq, tokenizer, template, digests.of)}"
     if not folder.is_dir():
@@ -166,6 +163,16 @@ def prepared_folder(config: ChatConfig, output: Path, seq: int, console: Console
             write_beside(folder, tokenizer, template)
             write_atomically(folder / "report.json", json.dumps(asdict(report)).encode())
     return folder
+
+
+def chat_tokenizer(folder: Path, template: str | None) -> tuple[TextTokenizer, ChatTemplate]:
+    """The tokenizer of a folder or file with the special tokens of a template, and the template; `ChatConfig` says what may name it."""
+    tokenizer = TextTokenizer.load(folder)
+    tokenizer.require_lossless()
+    beside = folder_of(Path(folder).expanduser())
+    found = ChatTemplate.load(template or beside, beside)
+    found.variables.setdefault("eos_token", tokenizer.end)
+    return tokenizer.with_special(found.special_names), found
 
 
 def write_chats(

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -100,9 +101,15 @@ class Worker:
         self.try_it()
 
     def try_it(self) -> None:
-        """Run the program that tries what is forbidden."""
-        self.send(0, Call(ATTEMPTS, "succeeded", [(sys.executable, os.getpid())]))
-        outcome = self.receive()[1]
+        """Run the program that tries what is forbidden; again if a busy machine does not come to it."""
+        try:
+            for _ in range(3):
+                self.send(0, Call(ATTEMPTS, "succeeded", [(sys.executable, os.getpid())]))
+                outcome = self.receive()[1]
+                if outcome.results:
+                    break
+        except WorkerLost:
+            outcome = Outcome("worker lost")
         if outcome.results != (("value", ["list"]),):
             self.end()
             raise CourseError(f"The code sandbox does not hold on this machine, so no program is run. A trial ended thus: {outcome}.")
@@ -133,12 +140,10 @@ class Worker:
 
     def end(self) -> None:
         """End the worker and all its children."""
-        try:
+        self.process.stdin.close()  # which ends it too, where it may not be killed
+        with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
-        self.process.stdin.close()
         self.process.stdout.close()
 
 
@@ -183,6 +188,7 @@ class Pool:
             raise ValueError(f"A sandbox needs at least 1 worker, not {workers}.")
         self.limits, self.size, self.namespaces = limits or Limits(), workers, namespaces
         self.workers: list[Worker] = []
+        self.owner = 0  # the process that started them: one forked from it has workers of its own
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """The outcomes of some programs, in their order.
@@ -207,8 +213,7 @@ class Pool:
 
         try:
             while waiting or self.busy():
-                while len(self.workers) < min(self.size, len(waiting) + len(self.busy())):
-                    self.workers.append(Worker(self.limits, self.namespaces))
+                self.start(min(self.size, len(waiting) + len(self.busy())))
                 for worker in [worker for worker in self.workers if worker.number is None][: len(waiting)]:
                     number = waiting.popleft()
                     try:
@@ -226,6 +231,13 @@ class Pool:
             raise
         return outcomes
 
+    def start(self, workers: int) -> None:
+        """Have at least so many workers."""
+        if self.owner != os.getpid():
+            self.workers, self.owner = [], os.getpid()
+        while len(self.workers) < workers:
+            self.workers.append(Worker(self.limits, self.namespaces))
+
     def busy(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.number is not None]
 
@@ -242,17 +254,16 @@ class Pool:
 
     def describe(self) -> str:
         """One line for a run's start: which isolation holds here, as tried, and the limits. Starts a worker where there is none."""
-        if not self.workers:
-            self.workers.append(Worker(self.limits, self.namespaces))
+        self.start(1)
         said = self.workers[0].said
         if said["namespaces"]:
             held = "user, mount, process, network, IPC and host-name namespaces and a system-call filter; no file but those in its own /tmp"
         else:
             why = f", since this machine refuses ({said['refused']})" if "refused" in said else ""
             held = f"a system-call filter alone, without namespaces{why}; no file at all"
-        return f"Code sandbox: {self.size} workers; programs run as user {said['user']} behind {held}; {self.limits}."
+        return f"{self.size} workers run programs as user {said['user']} behind {held}; {self.limits}."
 
     def close(self) -> None:
         """End the workers. The pool may be used again."""
-        while self.workers:
+        while self.workers and self.owner == os.getpid():
             self.workers.pop().end()

@@ -180,6 +180,8 @@ TYPES = [
 
 PPO = ("mode=ppo", "start_from=run", "model={}", "data.held_out_rows=128", "engine.evaluate_every=0")  # the defaults, which it lets be
 
+GRPO = ("mode=grpo", "start_from=run", "model={}", "data.held_out_rows=128", "engine.evaluate_every=0")
+
 STARTS = [
     Row("weights that are not there", trainer("start_from=none"), ("start_from is none", "does not exist")),
     Row("weights in an empty folder", trainer("start_from=empty"), ("start_from is empty", "not a model"), make=emptied),
@@ -214,6 +216,25 @@ STARTS = [
         "data.held_out_rows has no effect with mode ppo", trained=True),
     Row("epochs of PPO", trainer("mode=ppo", "start_from=run", "model={}", "ppo.reward=gold", "data.epochs=2"),
         "data.epochs has no effect with mode ppo", trained=True),
+    Row("GRPO's settings in pretraining", trainer("grpo.clip_low=0.3"), "the section grpo is for mode grpo"),
+    Row("a group of one", trainer("grpo.answers=1"), "answers is 1: an answer is compared with others"),
+    Row("an unknown level", trainer("grpo.level=word"), "grpo.level is 'word'"),
+    Row("a clip of 0", trainer("grpo.clip_low=0"), "clip_low is 0"),
+    Row("a KL term without its reference", trainer("grpo.kl_coefficient=0.1", "grpo.reference=false"), "give reference true"),
+    Row("a KL term whose gradient is 0", trainer(*GRPO, "grpo.kl_coefficient=0.1", "grpo.kl_estimator=k1"), "is k1, whose gradient",
+        trained=True),
+    Row("an overlong penalty without a length", trainer("grpo.overlong_penalty=1"), "belong together"),
+    Row("no reward", trainer("grpo.rewards=[]"), "rewards is empty"),
+    Row("a reward that nobody knows", trainer("grpo.rewards=[{name: applause}]"), "rewards names 'applause'"),
+    Row("a reward twice", trainer("grpo.rewards=[{name: task}, {name: task}]"), "names one reward twice"),
+    Row("a reward that counts nothing", trainer("grpo.rewards=[{name: task, weight: 0}]"), "The weight of the reward task is 0"),
+    Row("an importance limit below 1", trainer("grpo.importance_limit=0.5"), "importance_limit is 0.5"),
+    Row("conversations of GRPO", trainer(*GRPO, "chats.sources=[{path: a.jsonl}]"), "chats.sources are conversations", trained=True),
+    Row("tasks in no file", trainer(*GRPO, "grpo.tasks.sources=[{path: no.jsonl}]", "engine.output=a"), "no.jsonl", code=1, trained=True),
+    Row("a reward in no file", trainer(*GRPO, "grpo.rewards=[{name: 'no.py:mine'}]", "grpo.tasks.made.kinds=[sum]", "engine.output=a"),
+        ("no.py:mine", "cannot be loaded"), code=1, trained=True),
+    Row("a reward model that writes, in GRPO", trainer(*GRPO, "grpo.rewards=[{name: model, folder: run}]", "engine.output=a"),
+        ("grpo.rewards is run", "is a language model"), code=1, trained=True),
     Row("a reference that the loss lacks", trainer("dpo.loss=simpo", "dpo.reference=beside"), "reference has no effect with loss simpo"),
     Row("pairs in no file", trainer("mode=dpo", "start_from=run", "model={}", "preferences.sources=[{path: no.jsonl}]", "engine.output=a"),
         "no.jsonl", code=1, trained=True),

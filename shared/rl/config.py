@@ -1,0 +1,59 @@
+"""Chapter 12. Configuration of GRPO on tasks: the rollouts and the loss, the tasks that are answered, and what rewards the answers.
+
+    grpo: {tasks: {made: {kinds: [sum], digits: 2}}, rewards: [{name: task}]}                          made by code
+    grpo: {tasks: {sources: [{path: tasks.jsonl}]}, rewards: [{name: my_rewards.py:brevity}]}          your own
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.rl.grpo import GRPOConfig
+from shared.rl.rewards import MODEL, RewardPart
+from shared.rl.tasks import TasksConfig
+
+
+@dataclass(frozen=True)
+class TaskPolicyConfig(GRPOConfig):
+    """GRPO: rollouts, losses, tasks and rewards. The first fields are those of `shared.rl.grpo`.
+
+    Args:
+        reference: keep the first model beside the trained one, or use the policy without its adapter, to measure how far the policy moves
+            from it. It costs a pass over each rollout, and kl_coefficient needs it.
+        tasks: what is answered.
+        rewards: what is added up for an answer.
+        reward_seconds: that the reward of one answer may take.
+        reward_failed: what a reward counts as that raises, hangs or gives no finite number; null to end the run.
+        held_out_answers: that are drawn to each held-out task before training and after, for pass@k; 0 for none.
+    """
+
+    reference: bool = True
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    rewards: tuple[RewardPart, ...] = (RewardPart(),)
+    reward_seconds: float = 5.0
+    reward_failed: float | None = None
+    held_out_answers: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = [
+            (
+                self.kl_coefficient > 0 and not self.reference,
+                f"kl_coefficient is {self.kl_coefficient} and reference is false: give reference true, or kl_coefficient 0.",
+            ),
+            (not self.rewards, "rewards is empty: give at least one, such as [{name: task}]."),
+            (len({part.name for part in self.rewards}) < len(self.rewards), "rewards names one reward twice: give each once."),
+            (not 0 < self.reward_seconds < math.inf, f"reward_seconds is {self.reward_seconds}: give a positive number."),
+            (
+                self.reward_failed is not None and not math.isfinite(self.reward_failed),
+                f"reward_failed is {self.reward_failed}: give a finite number, or null.",
+            ),
+            (self.held_out_answers < 0, f"held_out_answers is {self.held_out_answers}: give 0 or more."),
+        ]
+        for is_wrong, reason in wrong:
+            if is_wrong:
+                raise ValueError(reason)
+
+    @property
+    def reward_model(self) -> Path | None:
+        return next((part.folder for part in self.rewards if part.name == MODEL), None)
