@@ -154,24 +154,27 @@ def outcome_of(ended: str, output: bytes, calls: int) -> Outcome:
         lines = [json.loads(line, object_pairs_hook=refuse, parse_constant=refuse) for line in complete[: calls + 1]]
     except (ValueError, RecursionError):
         return Outcome("malformed")
-    if not all(type(line) is list and len(line) == 2 for line in lines) or len(lines) > calls:
-        return Outcome("malformed")
-    if [kind for kind, _ in lines] == ["failed"]:
+    if len(lines) == 1 and is_line(lines[0], "failed"):
         return Outcome("failed", words=shown(lines[0][1]))
-    if not all(kind in ("value", "raised") for kind, _ in lines):
+    if len(lines) > calls or not all(is_line(line, "value", "raised") for line in lines):
         return Outcome("malformed")
     if ended == "finished" and len(lines) < calls:
         ended = "quit"
     return Outcome(ended, tuple((kind, found if kind == "value" else shown(found)) for kind, found in lines))
 
 
+def is_line(line: Any, *kinds: str) -> bool:
+    """Whether this is [kind, words], or ["value", anything]."""
+    return type(line) is list and len(line) == 2 and line[0] in kinds and (line[0] == "value" or type(line[1]) is str)
+
+
 def refuse(found: Any) -> None:
     raise ValueError(f"{type(found).__name__} is no part of a result")
 
 
-def shown(words: Any) -> str:
+def shown(words: str) -> str:
     """A stranger's words, fit for a log: ASCII, one line, no control characters, not long."""
-    return ascii(str(words)[:200])[1:-1][:200]
+    return ascii(words[:200])[1:-1][:200]
 
 
 class Pool:
