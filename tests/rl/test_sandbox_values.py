@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from shared.rl.code_reward import CodeTask, program_of
+from shared.rl.code_reward import CodeTask, passed, program_of
 from shared.rl.sandbox.filter import ALLOWED, FCNTL, FILES, seccomp_program
 from shared.rl.sandbox.isolation import Limits
 from shared.rl.sandbox.pool import Pool, outcome_of
@@ -163,7 +163,11 @@ OUTPUTS = [
     (b"\n\n", "malformed", 0),
     (b'"value"\n', "malformed", 0),
     (b'["failed", "a\\nb\\u001b[31m\\ud800"]\n', "failed", 0),
-    (b'["raised", ["x"]]\n["raised", null]\n', "finished", 2),
+    (b'["raised", "x"]\n["raised", ""]\n', "finished", 2),
+    (b'["raised", ["x"]]\n["raised", null]\n', "malformed", 0),
+    (b'["failed", ["x"]]\n', "malformed", 0),
+    (b'["raised", ' + b"[" * 900 + b"]" * 900 + b"]\n", "malformed", 0),
+    (b'["value", 1e999]\n["value", -0]\n', "finished", 2),
 ]
 
 
@@ -172,7 +176,25 @@ def test_whatever_a_program_writes_is_read_or_refused(output, ended, results):
     outcome = outcome_of("finished", output, calls=2)
     assert (outcome.ended, len(outcome.results)) == (ended, results)
     assert outcome.words.isascii() and outcome.words.isprintable()
-    json.dumps(outcome.results, allow_nan=False)
+
+
+def test_no_bytes_that_a_program_writes_stop_the_trainer():
+    """Pieces of results in any order, with bytes changed: each is read, compared and shown, or refused, and nothing is raised."""
+    draw, task = random.Random(0), CodeTask("f", (((1,), 2.5), ((2,), [1, {"a": (2,)}])))
+    pieces = [
+        b'["value", ', b'["raised", "', b'["failed", "', b'"]\n', b"]\n", b"[", b"1", b"2.5", b'["list", 1, ["dict", ["a", ["tuple", 2]]]]',
+        b"null", b"1" * 400, b"1e400", b'"\\ud800"', b'{"a": 1}', b"\r", b"\xff", b"[" * 990, b", ",
+    ]  # fmt: skip
+    ended = set()
+    for _ in range(5000):
+        output = bytearray(b"".join(draw.choices(pieces, k=draw.randint(1, 8))))
+        for _ in range(draw.randint(0, 2)):
+            output[draw.randrange(len(output))] = draw.randrange(256)
+        outcome = outcome_of(draw.choice(["finished", "CPU time"]), bytes(output), calls=2)
+        passed(outcome, task)
+        ended.add(outcome.ended)
+        assert outcome.words.isprintable() and outcome.words.isascii()
+    assert ended >= {"quit", "CPU time", "failed", "malformed"}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +204,7 @@ def test_whatever_a_program_writes_is_read_or_refused(output, ended, results):
         ("```python\nx\n```", "x\n"),
         ("a\n```\ny\n```\nb\n```py\nz\n```", "z\n"),
         ("```python\nx\ny", "x\ny"),
+        ("```python3\r\nx\r\n```", "x\r\n"),
         ("  ```Python\nx\n  ```", "x\n"),
         ("use `x`", "use `x`"),
         ("```python\nprint('```')\n```", "print('```')\n"),
@@ -190,6 +213,12 @@ def test_whatever_a_program_writes_is_read_or_refused(output, ended, results):
 )
 def test_the_program_in_an_answer(answer, program):
     assert program_of(answer) == program
+
+
+@pytest.mark.parametrize("answer", ["```" + " " * 10**6 + "x", ("```" + " " * 1000 + "\n") * 1000, "\n" * 10**6, "```python\n" * 10**5])
+def test_an_answer_cannot_hold_up_the_search_for_its_program(answer):
+    """A pattern that backtracks would need hours for the first."""
+    assert len(program_of(answer)) <= len(answer)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ def main() -> None:
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by a parent, it would be ignored here, and no child could be waited for
     for name in MODULES:
         importlib.import_module(name)
     sys.path.clear()
