@@ -2,8 +2,8 @@
 
     123+456=        wants        579.        and nothing else
 
-Digits and signs are token ids of their own. The model is fine-tuned on right sums until it answers a part of them, and no further; from there
-on it sees no answer but its own, each with a reward of 1 or 0.
+Digits and signs are token ids of their own. The model is fine-tuned on right sums until it answers a part of them, and no further; from
+there on it sees no answer but its own, each with a reward of 1 or 0.
 """
 
 import copy
@@ -16,10 +16,6 @@ from typing import Any
 ZERO, PLUS, EQUALS, END = 1, 11, 12, 13  # token ids: a digit is ZERO and its value; 0 is padding
 VOCAB_SIZE = 14
 SIGNS = {PLUS: "+", EQUALS: "=", END: "."}
-MODEL = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 384,
-    "max_position_embeddings": 32, "initializer_range": 0.05,
-}  # fmt: skip
 HELD_OUT = 500  # prompts that nothing is trained on
 
 
@@ -37,6 +33,7 @@ class SumsConfig:
         passes: over the answers of a rollout.
         learning_rate: AdamW's, of GRPO.
         kl_coefficient: what moving away from the start costs.
+        width, layers: of the model.
         seed: of weights, sums and answers.
     """
 
@@ -50,16 +47,20 @@ class SumsConfig:
     passes: int = 2
     learning_rate: float = 1e-4
     kl_coefficient: float = 0.0
+    width: int = 128
+    layers: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("digits", "most_start_steps", "steps", "prompts", "passes"):
+        for name in ("digits", "most_start_steps", "steps", "prompts", "passes", "layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1.")
         if self.answers < 2:
             raise ValueError(f"answers is {self.answers}: an answer is compared with others to its prompt, so give at least 2.")
         if not 0 <= self.kl_coefficient < math.inf:
             raise ValueError(f"kl_coefficient is {self.kl_coefficient}: give 0 or more.")
+        if self.width < 8 or self.width % 8:
+            raise ValueError(f"width is {self.width}: give a multiple of 8, which four heads share.")
         if not 1 <= self.digits <= 6:
             raise ValueError(f"digits is {self.digits}: give 1 to 6.")
         if not 0 <= self.start_accuracy < 1:
@@ -128,6 +129,24 @@ def reward_of_sums(pairs: Sequence[tuple[int, int]]) -> Callable[[Sequence[Any]]
 # The start.
 
 
+def model_settings(config: SumsConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB_SIZE, "hidden_size": config.width, "num_hidden_layers": config.layers, "num_attention_heads": 4,
+        "intermediate_size": 3 * config.width, "max_position_embeddings": 32, "initializer_range": 0.05,
+    }  # fmt: skip
+
+
+def demonstrations(config: SumsConfig, pairs: Iterator[tuple[int, int]], count: int) -> Iterator[list[Any]]:
+    """Batches of `count` right sums, without end."""
+    from shared.preference.answer_rows import AnswerRows, Sample
+    from shared.preference.sampler import Completion
+
+    while True:
+        drawn = [next(pairs) for _ in range(count)]
+        samples = [Sample(0, prompt_of(each), Completion([*ids_of(str(sum(each))), END], [], True)) for each in drawn]
+        yield [AnswerRows(samples, 3 * (3 * config.digits + 5), 1).batch]
+
+
 def start_of(config: SumsConfig, say: Callable[[str], None]) -> Any:
     """A model that has learned from right sums until it answers `start_accuracy` of the held-out ones.
 
@@ -142,21 +161,12 @@ def start_of(config: SumsConfig, say: Callable[[str], None]) -> Any:
     from shared.optim.build import build_optimizer
     from shared.optim.config import OptimizerConfig
     from shared.optim.updater import Update
-    from shared.preference.answer_rows import AnswerRows, Sample
-    from shared.preference.sampler import Completion
 
     held_out, others = sums_of(config)
-    model = TransformerModel(ModelConfig(**MODEL), seed=config.seed)
-
-    def batches():
-        while True:
-            pairs = [next(others) for _ in range(128)]
-            samples = [Sample(0, prompt_of(each), Completion([*ids_of(str(sum(each))), END], [], True)) for each in pairs]
-            yield [AnswerRows(samples, 3 * (3 * config.digits + 5), 1).batch]
-
+    model = TransformerModel(ModelConfig(**model_settings(config)), seed=config.seed)
+    data, found = demonstrations(config, others, 128), 0.0
     optimizer = build_optimizer(model, OptimizerConfig("adamw", lr=config.start_rate))
-    found = 0.0
-    for step, _ in train(model, optimizer, batches(), packed_next_token_objective, steps=config.most_start_steps, updater=Update(1.0)):
+    for step, _ in train(model, optimizer, data, packed_next_token_objective, steps=config.most_start_steps, updater=Update(1.0)):
         if step % 20 == 0:
             found = accuracy(model, held_out[:200], config)
             if found >= config.start_accuracy:
@@ -199,7 +209,11 @@ def samples_of(model: Any, pairs: Sequence[tuple[int, int]], each: int, config: 
 
 
 def learn(
-    start: Any, config: SumsConfig, every: int = 50, reward: Callable[[Sequence[Any]], list[float]] | None = None, curve: Curve | None = None
+    start: Any,
+    config: SumsConfig,
+    every: int = 50,
+    reward: Callable[[Sequence[Any]], list[float]] | None = None,
+    curve: Curve | None = None,
 ) -> Iterator[tuple[int, Any, Curve]]:
     """Train a copy of the start; (steps done, model, curve) after each rollout's steps.
 

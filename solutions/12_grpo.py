@@ -42,7 +42,7 @@ def draw_tokens(
     logits = logits.double()
     if temperature == 0:
         tokens = logits.argmax(dim=-1)
-        return tokens, torch.zeros(len(tokens), dtype=torch.float64, device=logits.device)
+        return tokens, logits.new_zeros(len(logits))
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     if top_k is not None and top_k < scaled.shape[-1]:
         scaled = scaled.where(scaled >= scaled.topk(top_k).values[:, -1:], -torch.inf)
@@ -52,7 +52,7 @@ def draw_tokens(
         scaled = scaled.where(kept, -torch.inf)
     log_probs = scaled.log_softmax(dim=-1)
     cumulative = log_probs.exp().cumsum(dim=-1)
-    place = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
+    place = uniform[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, place, right=True)
     return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)
 

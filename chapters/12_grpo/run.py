@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from chapters.sums_run import MODEL, SumsConfig
+from chapters.sums_run import SumsConfig
 from shared.course.launch import launch
 
 TRIES, ASKED = (1, 2, 4, 8, 16), 200  # k of pass@k, and how many held-out sums are answered so often
-START = ("digits", "start_accuracy", "start_rate", "most_start_steps", "seed")  # the settings that decide it
+START = ("digits", "start_accuracy", "start_rate", "most_start_steps", "width", "layers", "seed")  # the settings that decide it
 
 
 @dataclass
@@ -75,10 +75,10 @@ def kept_start(config: RunConfig, console: Any) -> Any:
     from shared.output_files import write_atomically
 
     say = lambda line: console.print(line, highlight=False)
-    key = json.dumps([[getattr(config, name) for name in START], MODEL])
+    key = json.dumps([getattr(config, name) for name in START])
     kept = config.output / f"start-{hashlib.sha256(key.encode()).hexdigest()[:12]}.safetensors"
     if kept.exists():
-        model = TransformerModel(ModelConfig(**MODEL))
+        model = TransformerModel(ModelConfig(**sums_run.model_settings(config)))
         model.load_state_dict(load(kept.read_bytes()))
         say(f"Start: {sums_run.accuracy(model, sums_run.sums_of(config)[0], config):.0%} of held-out sums right, from {kept}.")
         return model.eval()

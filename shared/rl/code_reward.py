@@ -14,7 +14,8 @@ from shared.rl.sandbox.isolation import Limits
 from shared.rl.sandbox.pool import Call, Outcome, Pool
 from shared.rl.sandbox.values import encode, same
 
-BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+# One way to match each text: an answer is a stranger's, and a pattern that backtracks could hold up the trainer.
+BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:(?:python3?|py)[ \t]*)?\r?\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True)

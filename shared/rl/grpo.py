@@ -162,7 +162,7 @@ class GRPOAdvantages:
         """[answers, time]; 0 for a token that teaches nothing. Where none of a rollout does, all are 0."""
         config, counted = self.config, rollout.mask & (rollout.ended[:, None] | (not self.config.mask_truncated))
         lengths = {
-            "token": counted.sum() / len(counted),
+            "token": counted.sum().to(rollout.scores.dtype) / len(counted),
             "sequence": rollout.lengths[:, None],
             "constant": torch.tensor(config.new_tokens),
         }[config.aggregation]

@@ -17,6 +17,7 @@ from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
 from shared.preference.answer_rows import Sample
 from shared.preference.rewards import SHOWN, Reward, describe, reward_all
+from shared.rl.code_reward import CodeReward
 from shared.rl.reward_process import Call, RewardProcess
 from shared.rl.verifiers import CODE, REASONED, VERIFIERS
 
@@ -64,7 +65,7 @@ class RewardSet:
         tasks: by the numbers of the prompts.
         decode: the ids of an answer, without the token that ended it, to text.
         model: with the part model, its scores.
-        code: with the part or check code, code(answer, expected) -> reward, which has limits of its own.
+        code: with the part or check code, what runs answers, under limits of its own.
         seconds: that a reward of one answer may take.
         failed: what a reward counts as that failed; None to end the run.
 
@@ -81,7 +82,7 @@ class RewardSet:
         tasks: Sequence[Task],
         decode: Callable[[list[int]], str],
         model: Reward | None = None,
-        code: Callable[[str, str], float] | None = None,
+        code: CodeReward | None = None,
         seconds: float = 5.0,
         failed: float | None = None,
     ):
@@ -122,13 +123,15 @@ class RewardSet:
         """
         found: list[float | str] = [0.0] * len(answers)
         calls: dict[int, Call] = {}
+        programs: dict[int, tuple[str, str]] = {}
         for place, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
             of = task.check if name == TASK else name
             if of == CODE:
-                found[place] = self.run(answer, task.answer)
+                programs[place] = (answer, task.answer)
             else:
                 calls[place] = (of, task.prompt, answer, task.answer)
-        for place, value in zip(calls, self.process([*calls.values()]), strict=True):
+        values = [*self.process([*calls.values()]), *self.run([*programs.values()])]
+        for place, value in zip([*calls, *programs], values, strict=True):
             found[place] = value
         reasons = [reason_against(each) for each in found]
         for reason, task, answer in zip(reasons, tasks, answers, strict=True):
@@ -138,11 +141,14 @@ class RewardSet:
         values = [self.failed if reason else value for value, reason in zip(found, reasons, strict=True)]
         return values, [float(bool(reason)) for reason in reasons]
 
-    def run(self, answer: str, expected: str) -> float | str:
+    def run(self, programs: Sequence[tuple[str, str]]) -> list[float | str]:
+        """Rewards of programs, all at once; one by one where a task is none, to name it."""
+        if not programs:
+            return []
         try:
-            return float(self.code(answer, expected))
-        except Exception as error:
-            return describe(error)
+            return [*self.code.judge(*zip(*programs, strict=True))]
+        except ValueError as error:
+            return [describe(error)] if len(programs) == 1 else [value for each in programs for value in self.run([each])]
 
     def report(self, said: str, name: str) -> None:
         """Name what failed: in an error, or once in a warning."""

@@ -3,6 +3,8 @@
     sum          What is 31 plus 58?                                            89
     count        How many words are there in: door, lamp, key?                  3
     function     Write a Python function area that returns the product of x and y.         judged by running it
+    list         Write as a list with dashes: lamp, door.                       - lamp, - door
+    upper_case, json, signature                                                 chapter 10's instructions, as `list`
 
 Sums and functions are asked as chapter 10's instruction set asks them, so a model that was fine-tuned on it solves some. Which tasks there
 are depends on the seed alone, and a prompt decides by its hash whether it is held out (`shared.finetune.instructions.Task`).
@@ -20,14 +22,15 @@ from typing import Any, Literal, NamedTuple
 
 from shared.course.errors import CourseError
 from shared.finetune.chat.datasets import ChatSource, records, refuse_record
-from shared.finetune.instructions import NOUNS, Task, function
+from shared.finetune.instructions import NOUNS, Task, dashes, function, header, json_object, upper_case
+from shared.rl.code_reward import CodeTask
 from shared.rl.verifiers import CHECKS, CODE, VERIFIERS
 
 CASES = 5  # that a function is called with
 TRIES = 10_000  # in a row without a new held-out prompt
 MARK = "####"  # GSM8K writes the number behind it
 RUNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-Kind = Literal["sum", "count", "function"]
+Kind = Literal["sum", "count", "function", "list", "upper_case", "json", "signature"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class MadeTasks:
     """Tasks that code makes.
 
     Args:
-        kinds: sum, count and function; in turn.
+        kinds: sum, count, function, list, upper_case, json and signature, or some of them; in turn.
         digits: of a sum's numbers at most.
         training: how many there are to learn from.
         seed: of the set.
@@ -127,7 +130,7 @@ def task_of(record: Any, place: str, config: TasksConfig) -> Task:
         refuse_record(place, f"has the check {check!r}, which is none of {', '.join(CHECKS)}")
     task = Task(kind, str(record[config.prompt_field]), str(record[config.answer_field]).rpartition(MARK)[2].strip(), check)
     try:
-        passed = CODE == check or VERIFIERS[check](task.answer, task.answer) == 1
+        passed = CodeTask.parse(task.answer) if check == CODE else VERIFIERS[check](task.answer, task.answer) == 1
     except Exception:
         passed = False
     if not passed:
@@ -157,7 +160,9 @@ def function_task(draw: random.Random, digits: int) -> Task:
                    check=CODE)  # fmt: skip
 
 
+INSTRUCTIONS = {"list": dashes, "upper_case": upper_case, "json": json_object, "signature": header}
 MAKERS: dict[str, Callable[[random.Random, int], Task]] = {"sum": sum_task, "count": count_task, "function": function_task}
+MAKERS |= {kind: lambda draw, digits, make=make: make(draw) for kind, make in INSTRUCTIONS.items()}
 
 
 def draw_tasks(made: MadeTasks, held_out: bool) -> Iterator[Task]:

@@ -1,7 +1,9 @@
 """Rewards by name, their sum, and rewards that fail: named, never silently 0, and over within their time."""
 
+import json
 import math
 import re
+from contextlib import closing
 
 import pytest
 
@@ -9,7 +11,9 @@ from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
 from shared.preference.answer_rows import Sample
 from shared.preference.sampler import Completion
+from shared.rl.code_reward import CodeReward
 from shared.rl.rewards import RewardPart, RewardSet
+from shared.rl.tasks import MadeTasks, TasksConfig, open_tasks
 
 TASKS = [Task("sum", "3 + 4?", "7", "number"), Task("word", "Say yes.", "yes", "exact"), Task("code", "f?", "{}", "code")]
 OWN = """
@@ -39,6 +43,15 @@ def two(prompt, answer): return 1.0
 """
 
 
+class Runner:
+    """Stands for the sandbox."""
+
+    def judge(self, answers, tasks):
+        if "broken" in answers:
+            raise ValueError("no cases")
+        return [0.25 for _ in answers]
+
+
 @pytest.fixture
 def own(tmp_path):
     file = tmp_path / "my_rewards.py"
@@ -52,7 +65,7 @@ def sample(prompt: int, answer: str) -> Sample:
 
 def rewards(*parts, **settings) -> RewardSet:
     parts = [part if isinstance(part, RewardPart) else RewardPart(part) for part in parts]
-    return RewardSet(parts, TASKS, lambda ids: "".join(map(chr, ids)), **{"code": lambda answer, expected: 0.25} | settings)
+    return RewardSet(parts, TASKS, lambda ids: "".join(map(chr, ids)), **{"code": Runner()} | settings)
 
 
 def test_each_part_has_its_curve_and_the_sum_its_weights(own):
@@ -115,11 +128,17 @@ def test_a_failing_verifier_and_failing_code_are_named():
     with pytest.raises(CourseError, match="expected answer '.*' is nothing that math-verify reads"):
         made([sample(0, "3")])
 
-    def broken(answer: str, expected: str) -> float:
-        raise ValueError("no cases")
+    with pytest.raises(CourseError, match="reward task failed on the prompt 'f.' and the answer 'broken': ValueError: no cases"):
+        rewards("task")([sample(2, "x"), sample(2, "broken")])
 
-    with pytest.raises(CourseError, match="reward task failed on the prompt 'f.' and the answer 'x': ValueError: no cases"):
-        rewards("task", code=broken)([sample(2, "x")])
+
+def test_made_functions_are_judged_by_running_them():
+    tasks = open_tasks(TasksConfig(held_out=0, made=MadeTasks(kinds=("function", "sum"), training=4))).training
+    name, sign = json.loads(tasks[0].answer)["function"], {"sum": "+", "product": "*", "difference": "-"}[tasks[0].prompt.split()[-5]]
+    answers = [f"def {name}(x, y):\n    found = x {sign} y\n    return found", f"```python\n{name} = lambda x, y: y {sign} x + 1\n```"]
+    with closing(CodeReward()) as code:
+        made = RewardSet([RewardPart()], tasks, str, code=code)
+        assert made.judged([tasks[0], tasks[0], tasks[1]], [*answers, tasks[1].answer])[0] == [1, 0, 1]
 
 
 def test_other_tasks_are_judged_by_the_same_checks():

@@ -140,6 +140,76 @@ def test_a_sandbox_that_does_not_hold_is_not_used(monkeypatch):
         pool.describe()
 
 
+REFUSING = """
+import ctypes, os, signal
+from shared.rl.sandbox.filter import ALLOW, JUMP_EQUAL, LOAD, REFUSE, RETURN, Instruction, Program
+from shared.rl.sandbox.isolation import libc
+from shared.rl.sandbox.pool import Call, Pool
+number = {"x86_64": NUMBERS[0], "aarch64": NUMBERS[1]}[os.uname().machine]
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+lines = [(LOAD, 0, 0, 0), (JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+program = Program(len(lines), (Instruction * len(lines))(*(Instruction(*line) for line in lines)))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
+pool = Pool(workers=1)
+print(pool.describe())
+print(pool.run([Call("def f(a):\\n    return a", "f", [(7,)])]))
+pool.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "numbers"), [("unshare", (272, 97)), ("mount /", (165, 40)), ("pivot_root", (155, 41)), ("umount", (166, 39))]
+)
+def test_where_namespaces_are_forbidden_the_filter_stands_alone(call, numbers):
+    """As in a container: a process, with all its children, whose kernel refuses a call. It also ignores that its children end."""
+    script = REFUSING.replace("NUMBERS[0]", str(numbers[0])).replace("NUMBERS[1]", str(numbers[1]))
+    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True)
+    described, outcome = done.stdout.splitlines()
+    assert f"without namespaces, since this machine refuses ({call}: Operation not permitted); no file at all" in described
+    assert outcome == str([Outcome("finished", (("value", 7),))])
+
+
+def test_a_forked_process_has_workers_of_its_own():
+    """Two processes at the pipes of one worker would read each other's results."""
+    call = Call(RIGHT, "add", [(1, 2)])
+    with closing(Pool(workers=1)) as pool:
+        pool.run([call])
+        first = pool.workers[0].process.pid
+        child = os.fork()
+        if child == 0:
+            try:
+                pool.close()
+                own = pool.run([call])[0].ended == "finished" and pool.workers[0].process.pid != first
+                pool.close()
+                os._exit(0 if own else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert pool.run([call])[0].ended == "finished" and pool.workers[0].process.pid == first
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "words"),
+    [
+        (
+            "import platform; platform.system = lambda: 'Darwin'",
+            "needs Linux on x86_64 or aarch64.*no filter for Darwin on .*tasks without code",
+        ),
+        ("import platform; platform.machine = lambda: 'riscv64'", "no filter for Linux on riscv64"),
+        (
+            "import ctypes; ctypes.CDLL(None).prctl(22, 1, 0, 0, 0)",
+            "does not start",
+        ),  # the old, strict filter: not even a file can be opened
+    ],
+    ids=["macOS", "another processor", "a strict container"],
+)
+def test_a_machine_without_the_sandbox_is_refused_in_a_sentence(elsewhere, words, monkeypatch):
+    monkeypatch.setattr(pools, "COMMAND", [elsewhere + "; " + word if word == pools.START else word for word in pools.COMMAND])
+    with pytest.raises(CourseError, match=words), closing(Pool()) as pool:
+        pool.describe()
+    assert not pool.workers
+
+
 def test_an_interrupted_run_leaves_no_answer_behind(monkeypatch):
     with closing(Pool(workers=1)) as pool:
         pool.run([Call(RIGHT, "add", [(1, 2)])])
@@ -151,7 +221,7 @@ def test_an_interrupted_run_leaves_no_answer_behind(monkeypatch):
 
 
 def test_nothing_outlives_a_pool():
-    """Neither one that is closed nor one whose trainer is killed."""
+    """Neither one that is closed while a program runs, nor one whose trainer is killed."""
     script = "import os, signal, sys; from shared.rl.sandbox.pool import *; p = Pool(Limits(wall_seconds=1), workers=1); p.describe()\n"
     script += (
         "print(p.workers[0].process.pid, flush=True); p.workers[0].send(0, Call('import time\\ndef f(): time.sleep(99)', 'f', [()]))\n"
@@ -160,7 +230,13 @@ def test_nothing_outlives_a_pool():
     with closing(Pool(workers=1)) as pool:
         pool.run([Call(RIGHT, "add", [(1, 2)])])
         closed = pool.workers[0].process.pid
-    assert not psutil.pid_exists(closed)
+        pool.workers[0].send(0, Call("import time\ndef f(): time.sleep(99)", "f", [()]))
+        while not (below := psutil.Process(closed).children(recursive=True))[1:]:
+            time.sleep(0.01)
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(closed) or any(process.is_running() for process in below):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, stdout=subprocess.PIPE, text=True)
     worker, deadline = int(done.stdout), time.monotonic() + 60
     while psutil.pid_exists(worker):

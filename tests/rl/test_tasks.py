@@ -33,6 +33,15 @@ def test_made_tasks_are_right():
             assert all(value == eval(f"({one}) {sign} ({other})") for (one, other), value in wanted["cases"])
 
 
+def test_formats_are_verified_exactly():
+    for kind, check in (("list", "exact"), ("upper_case", "exact"), ("json", "json"), ("signature", "python")):
+        training, held_out = open_tasks(TasksConfig(held_out=20, made=MadeTasks(kinds=(kind,), training=30)))
+        assert {task.check for task in training} == {check}
+        assert not {task.prompt for task in training} & {task.prompt for task in held_out}
+        for one, other in zip(held_out, held_out[1:], strict=False):
+            assert VERIFIERS[check](one.answer, one.answer) == 1 > VERIFIERS[check](other.answer, one.answer)
+
+
 def test_a_set_depends_on_its_seed_and_its_sides_share_no_prompt():
     config = TasksConfig(held_out=60, made=MadeTasks(training=900))
     training, held_out = open_tasks(config)
@@ -67,6 +76,7 @@ def test_tasks_of_ones_own(tmp_path):
         ({"prompt": "p", "answer": "seven"}, "mine.jsonl:2 has an answer that does not pass its own check, number: 'seven'"),
         ({"prompt": "p", "answer": "7", "check": "luck"}, "mine.jsonl:2 has the check 'luck'"),
         ({"prompt": "p", "answer": "{", "check": "json"}, "does not pass its own check, json"),
+        ({"prompt": "p", "answer": "{}", "check": "code"}, "does not pass its own check, code"),
         ([1], "mine.jsonl:2 is not a record with fields"),
     ],
 )

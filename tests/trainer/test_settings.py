@@ -99,7 +99,7 @@ def test_help_explains_every_field(capsys):
 
 def test_the_shipped_configurations_can_be_read(tmp_path):
     """A run that starts from a model that is not there yet gets another one."""
-    files = sorted(TRAIN.parent.glob("*.yaml"))
+    files = sorted([*TRAIN.parent.glob("laptop*.yaml"), *TRAIN.parent.glob("two_3090s*.yaml")])  # run.yaml belongs to run.py
     assert files
     save_pretrained(TransformerModel(ModelConfig(hidden_size=32, num_hidden_layers=2, max_position_embeddings=2048)), tmp_path)
     for path in files:

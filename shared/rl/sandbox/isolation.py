@@ -41,8 +41,8 @@ class Limits:
         open_files: at a time, the four that it has from the start included.
     """
 
-    cpu_seconds: float = 2.0
-    wall_seconds: float = 10.0
+    cpu_seconds: float = 1.0
+    wall_seconds: float = 4.0
     memory_mib: int = 256
     folder_mib: int = 16
     output_kib: int = 256

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,14 +96,20 @@ class Worker:
             self.end()
             raise CourseError(
                 f"The code sandbox needs Linux on x86_64 or aarch64 with seccomp: {self.said['error']}. Train on such a machine, in the "
-                "course's Docker image for instance, or leave the reward on code out."
+                "course's Docker image for instance, or on tasks without code: grpo.tasks.made.kinds=[sum]."
             )
         self.try_it()
 
     def try_it(self) -> None:
-        """Run the program that tries what is forbidden."""
-        self.send(0, Call(ATTEMPTS, "succeeded", [(sys.executable, os.getpid())]))
-        outcome = self.receive()[1]
+        """Run the program that tries what is forbidden; again if a busy machine does not come to it."""
+        try:
+            for _ in range(3):
+                self.send(0, Call(ATTEMPTS, "succeeded", [(sys.executable, os.getpid())]))
+                outcome = self.receive()[1]
+                if outcome.results:
+                    break
+        except WorkerLost:
+            outcome = Outcome("worker lost")
         if outcome.results != (("value", ["list"]),):
             self.end()
             raise CourseError(f"The code sandbox does not hold on this machine, so no program is run. A trial ended thus: {outcome}.")
@@ -133,12 +140,10 @@ class Worker:
 
     def end(self) -> None:
         """End the worker and all its children."""
-        try:
+        self.process.stdin.close()  # which ends it too, where it may not be killed
+        with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
-        self.process.stdin.close()
         self.process.stdout.close()
 
 
@@ -149,24 +154,27 @@ def outcome_of(ended: str, output: bytes, calls: int) -> Outcome:
         lines = [json.loads(line, object_pairs_hook=refuse, parse_constant=refuse) for line in complete[: calls + 1]]
     except (ValueError, RecursionError):
         return Outcome("malformed")
-    if not all(type(line) is list and len(line) == 2 for line in lines) or len(lines) > calls:
-        return Outcome("malformed")
-    if [kind for kind, _ in lines] == ["failed"]:
+    if len(lines) == 1 and is_line(lines[0], "failed"):
         return Outcome("failed", words=shown(lines[0][1]))
-    if not all(kind in ("value", "raised") for kind, _ in lines):
+    if len(lines) > calls or not all(is_line(line, "value", "raised") for line in lines):
         return Outcome("malformed")
     if ended == "finished" and len(lines) < calls:
         ended = "quit"
     return Outcome(ended, tuple((kind, found if kind == "value" else shown(found)) for kind, found in lines))
 
 
+def is_line(line: Any, *kinds: str) -> bool:
+    """Whether this is [kind, words], or ["value", anything]."""
+    return type(line) is list and len(line) == 2 and line[0] in kinds and (line[0] == "value" or type(line[1]) is str)
+
+
 def refuse(found: Any) -> None:
     raise ValueError(f"{type(found).__name__} is no part of a result")
 
 
-def shown(words: Any) -> str:
+def shown(words: str) -> str:
     """A stranger's words, fit for a log: ASCII, one line, no control characters, not long."""
-    return ascii(str(words)[:200])[1:-1][:200]
+    return ascii(words[:200])[1:-1][:200]
 
 
 class Pool:
@@ -183,6 +191,7 @@ class Pool:
             raise ValueError(f"A sandbox needs at least 1 worker, not {workers}.")
         self.limits, self.size, self.namespaces = limits or Limits(), workers, namespaces
         self.workers: list[Worker] = []
+        self.owner = 0  # the process that started them: one forked from it has workers of its own
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """The outcomes of some programs, in their order.
@@ -207,8 +216,7 @@ class Pool:
 
         try:
             while waiting or self.busy():
-                while len(self.workers) < min(self.size, len(waiting) + len(self.busy())):
-                    self.workers.append(Worker(self.limits, self.namespaces))
+                self.start(min(self.size, len(waiting) + len(self.busy())))
                 for worker in [worker for worker in self.workers if worker.number is None][: len(waiting)]:
                     number = waiting.popleft()
                     try:
@@ -226,6 +234,13 @@ class Pool:
             raise
         return outcomes
 
+    def start(self, workers: int) -> None:
+        """Have at least so many workers."""
+        if self.owner != os.getpid():
+            self.workers, self.owner = [], os.getpid()
+        while len(self.workers) < workers:
+            self.workers.append(Worker(self.limits, self.namespaces))
+
     def busy(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.number is not None]
 
@@ -242,17 +257,16 @@ class Pool:
 
     def describe(self) -> str:
         """One line for a run's start: which isolation holds here, as tried, and the limits. Starts a worker where there is none."""
-        if not self.workers:
-            self.workers.append(Worker(self.limits, self.namespaces))
+        self.start(1)
         said = self.workers[0].said
         if said["namespaces"]:
             held = "user, mount, process, network, IPC and host-name namespaces and a system-call filter; no file but those in its own /tmp"
         else:
             why = f", since this machine refuses ({said['refused']})" if "refused" in said else ""
             held = f"a system-call filter alone, without namespaces{why}; no file at all"
-        return f"Code sandbox: {self.size} workers; programs run as user {said['user']} behind {held}; {self.limits}."
+        return f"{self.size} workers run programs as user {said['user']} behind {held}; {self.limits}."
 
     def close(self) -> None:
         """End the workers. The pool may be used again."""
-        while self.workers:
+        while self.workers and self.owner == os.getpid():
             self.workers.pop().end()

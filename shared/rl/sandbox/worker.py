@@ -27,7 +27,7 @@ from shared.rl.sandbox.values import decode, encode
 MODULES = """
     abc array ast base64 binascii bisect builtins calendar cmath codecs collections.abc concurrent.futures.thread contextlib copy csv
     ctypes dataclasses datetime decimal difflib enum errno fcntl fractions functools gc graphlib hashlib heapq hmac html inspect io
-    itertools json keyword linecache locale logging math mmap multiprocessing numbers operator os.path pickle pprint queue random re
+    itertools json keyword linecache locale logging math mmap numbers operator os.path pickle pprint queue random re
     resource secrets select shutil signal socket statistics string struct subprocess tempfile textwrap threading time timeit token
     tokenize traceback types typing unicodedata uuid warnings weakref zlib _strptime encodings.ascii encodings.cp1252
     encodings.hex_codec encodings.idna encodings.latin_1 encodings.punycode encodings.raw_unicode_escape encodings.rot_13
@@ -153,6 +153,7 @@ def main() -> None:
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by a parent, it would be ignored here, and no child could be waited for
     for name in MODULES:
         importlib.import_module(name)
     sys.path.clear()

@@ -217,8 +217,8 @@ CHECK = Check(
         case("property", "temperature 0.001", of([[1.0, 1.0005, 0.999], [0.0, -9.0, 0.0001]], [0.3, 0.5], temperature=0.001)),
         case("property", "temperature 1e-307, at which a logit of 90 overflows, and a difference does not",
              of([[90.0, 89.0, 90.0]], [0.7], temperature=1e-307), answer([2], [0.5]), CONTRACT),
-        case("property", "... at which differences overflow as well", of([[9000.0, -9000.0, 9000.0]], [0.7], temperature=1e-307),
-             answer([2], [0.5]), CONTRACT),
+        case("property", "... at which differences overflow as well", of(
+            [[9000.0, -9000.0, 9000.0], [-9000.0, -9000.0, 5.0]], [0.7, 0.7], temperature=1e-307), answer([2, 2], [0.5, 1.0]), CONTRACT),
         case("property", "a temperature of 100", drawn(7, 11, temperature=100.0)),
         case("property", "logits of thousands, and of minus thousands", of(
             [[5000.0, 5001.0, 4990.0], [-5000.0, -5001.0, -5003.0]], [0.4, 0.8])),
