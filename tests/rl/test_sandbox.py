@@ -188,6 +188,28 @@ def test_a_forked_process_has_workers_of_its_own():
         assert pool.run([call])[0].ended == "finished" and pool.workers[0].process.pid == first
 
 
+@pytest.mark.parametrize(
+    ("elsewhere", "words"),
+    [
+        (
+            "import platform; platform.system = lambda: 'Darwin'",
+            "needs Linux on x86_64 or aarch64.*no filter for Darwin on .*tasks without code",
+        ),
+        ("import platform; platform.machine = lambda: 'riscv64'", "no filter for Linux on riscv64"),
+        (
+            "import ctypes; ctypes.CDLL(None).prctl(22, 1, 0, 0, 0)",
+            "does not start",
+        ),  # the old, strict filter: not even a file can be opened
+    ],
+    ids=["macOS", "another processor", "a strict container"],
+)
+def test_a_machine_without_the_sandbox_is_refused_in_a_sentence(elsewhere, words, monkeypatch):
+    monkeypatch.setattr(pools, "COMMAND", [elsewhere + "; " + word if word == pools.START else word for word in pools.COMMAND])
+    with pytest.raises(CourseError, match=words), closing(Pool()) as pool:
+        pool.describe()
+    assert not pool.workers
+
+
 def test_an_interrupted_run_leaves_no_answer_behind(monkeypatch):
     with closing(Pool(workers=1)) as pool:
         pool.run([Call(RIGHT, "add", [(1, 2)])])

@@ -57,11 +57,11 @@ def seccomp_program(files: bool, machine: str | None = None) -> Program:
         machine: "x86_64" or "aarch64"; None for this one.
 
     Raises:
-        OSError: another machine.
+        OSError: another machine, or another system than Linux.
     """
     machine = machine or platform.machine()
-    if machine not in MACHINES:
-        raise OSError(f"the filter has no system-call numbers for {machine}")
+    if machine not in MACHINES or platform.system() != "Linux":
+        raise OSError(f"there is no filter for {platform.system()} on {machine}")
     column, architecture = MACHINES[machine]
     lines = [(LOAD, 0, 0, ARCHITECTURE), (JUMP_EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     lines += [(JUMP_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]

@@ -96,7 +96,7 @@ class Worker:
             self.end()
             raise CourseError(
                 f"The code sandbox needs Linux on x86_64 or aarch64 with seccomp: {self.said['error']}. Train on such a machine, in the "
-                "course's Docker image for instance, or leave the reward on code out."
+                "course's Docker image for instance, or on tasks without code: grpo.tasks.made.kinds=[sum]."
             )
         self.try_it()
 
