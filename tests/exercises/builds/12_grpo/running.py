@@ -13,14 +13,17 @@ from shared.course.checking import Case
 from .pieces import (
     ALONE,
     PROMPTS,
+    VOCABULARY,
     Attention,
     Recorded,
     Results,
     Rotary,
+    Table,
     alone,
     case,
     likeliest,
     made,
+    randn,
     settings_of,
     weights_of,
 )
@@ -74,7 +77,7 @@ def rollouts_in(journal: list[Any]) -> list[tuple[Rollout, int]]:
 def rolled(
     adapters: Any, steps: tuple[int, ...], seed: int = 0, noise: int = 0, lr: float = 0.1, **changes: Any
 ) -> list[tuple[Rollout, int]]:
-    model = made(Attention)
+    model = Table(randn(VOCABULARY, VOCABULARY, seed=1))
     torch.manual_seed(noise)
     random.seed(noise)
     run = adapters.start(model, Noted(model, lr), [list(each) for each in SEVEN], noting(model), settings_of(**changes), seed)
@@ -117,13 +120,13 @@ def order_case() -> Case:
         first = order(adapters, 14, seed=5)
         return {
             "first epoch": sorted(first[:7]), "second epoch": sorted(first[7:]), "two orders": first[:7] != first[7:],
-            "shuffled": first[:7] != list(range(7)), "the same in parts": order(adapters, 3, 1, 10, seed=5, noise=9) == first,
-            "the same of another learning rate": order(adapters, 14, seed=5, lr=0.3) == first,
+            "shuffled": first[:7] != list(range(7)),
+            "the same in parts, at another learning rate": order(adapters, 3, 1, 10, seed=5, noise=9, lr=0.3) == first,
             "the same of seed 6": order(adapters, 14, seed=6) == first,
         }  # fmt: skip
 
     def expected() -> Results:
-        same = {"the same in parts": True, "the same of another learning rate": True, "the same of seed 6": False}
+        same = {"the same in parts, at another learning rate": True, "the same of seed 6": False}
         return {"first epoch": [*range(7)], "second epoch": [*range(7)], "two orders": True, "shuffled": True} | same
 
     given = {"prompts": 7, "prompts of a rollout": 1, "updates": 1, "steps": 14, "seed": 5}
@@ -168,7 +171,7 @@ def rollout_by_hand(model: Recorded, optimizer: torch.optim.Optimizer, answers: 
 
 def whole_case(title: str, steps: int, optimizer: str = "SGD", kind: Callable[[], Recorded] = Attention, **changes: Any) -> Case:
     """The answers that the reward saw, and from them everything else by hand."""
-    settings = settings_of(prompts=7, **changes)
+    settings = settings_of(prompts=4, **changes)
 
     def observe(adapters: Any) -> Results:
         model, other = made(kind), made(kind)
@@ -176,19 +179,19 @@ def whole_case(title: str, steps: int, optimizer: str = "SGD", kind: Callable[[]
         rollouts: list[Rollout] = []
 
         def reward(number: int, ids: list[int]) -> float:
-            if not rollouts or len(rollouts[-1]) == 7 * settings["group"]:
+            if not rollouts or len(rollouts[-1]) == 4 * settings["group"]:
                 rollouts.append([])
             rollouts[-1].append((int(number), list(map(int, ids))))
             return judge(number, ids)
 
-        found = adapters.advance(adapters.start(model, own, SEVEN, reward, dict(settings), 2), steps)
+        found = adapters.advance(adapters.start(model, own, SEVEN[:4], reward, dict(settings), 2), steps)
         wanted = [step for answers in rollouts for step in rollout_by_hand(other, theirs, answers, settings)]
         far = {name: max(abs(float(a[name]) - b[name]) for a, b in zip(found, wanted, strict=True)) for name in ("loss", "reward", "flat")}
         far["weights"] = max((weight - weights_of(other)[name]).abs().max().item() for name, weight in weights_of(model).items())
         return {name: "as they should be" if each < 1e-9 else f"off by {each:.3g}" for name, each in far.items()}
 
     expected = lambda: dict.fromkeys(("loss", "reward", "flat", "weights"), "as they should be")  # noqa: E731
-    given = {"model": kind.__name__, "prompts": SEVEN, "steps": steps, "optimizer": optimizer, **settings}
+    given = {"model": kind.__name__, "prompts": SEVEN[:4], "steps": steps, "optimizer": optimizer} | settings
     return case(title, given, expected, observe, ALONE)
 
 
