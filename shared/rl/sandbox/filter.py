@@ -1,8 +1,8 @@
 """Chapter 12. A seccomp filter: the system calls that a program may make, as a list of what is allowed; the others fail with EACCES.
 
 Python takes that error, unlike EPERM, for a kernel without the call, and tries another. Not on the list are, among others, clone, fork and
-execve (so one process with one thread), socket, kill, ptrace, prctl, mount and prlimit. Files may be opened only where namespaces hold, that
-is where none is in sight but the program's own. The filter is classic BPF: it sees numbers of calls and of arguments, never a path that a
+execve (so one process with one thread), socket, kill, ptrace, prctl, mount and prlimit. Files may be opened only where namespaces hold,
+so where none is in sight but the program's own. The filter is classic BPF: it sees numbers of calls and of arguments, never a path that a
 pointer leads to.
 """
 
