@@ -20,7 +20,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], [5, 3, 5, 8, 9, 7, 9]]
 LIMIT, END, FILLING = 40, 0, 1
 
 
-@pytest.fixture(scope="module", params=[BUILD.solution_file, BUILD.folder / "right_rows.py"], ids=["padded", "rows"])
+@pytest.fixture(scope="module", params=[BUILD.solution_file, BUILD.folder / "right_slots.py"], ids=["padded", "slots"])
 def build(request):
     return build_check.load(BodyFile.read(request.param), BUILD.adapters)
 

@@ -75,12 +75,12 @@ def rollouts_in(journal: list[Any]) -> list[tuple[Rollout, int]]:
 
 
 def rolled(
-    adapters: Any, steps: tuple[int, ...], seed: int = 0, noise: int = 0, lr: float = 0.1, **changes: Any
+    adapters: Any, steps: tuple[int, ...], seed: int = 0, noise: int = 0, lr: float = 0.1, count: int = 7, **changes: Any
 ) -> list[tuple[Rollout, int]]:
     model = Table(randn(VOCABULARY, VOCABULARY, seed=1))
     torch.manual_seed(noise)
     random.seed(noise)
-    run = adapters.start(model, Noted(model, lr), [list(each) for each in SEVEN], noting(model), settings_of(**changes), seed)
+    run = adapters.start(model, Noted(model, lr), [list(each) for each in SEVEN[:count]], noting(model), settings_of(**changes), seed)
     for each in steps:
         adapters.advance(run, each)
     return rollouts_in(model.journal)
@@ -143,11 +143,13 @@ def answers_case() -> Case:
         alike = sum(len(set(map(tuple, group))) == 1 for group in groups)
         sets = [sorted(map(str, answers)) for answers, _ in first]
         others = [sorted(map(str, answers)) for answers, _ in other]
+        one = {str(answers) for answers, _ in rolled(adapters, (3,), count=1, **more | {"prompts": 1})}
         found = {"groups of equal answers": alike, "rollouts that are equal": 3 - len(set(map(str, sets)))}
-        return found | {"the same seed draws the same": first == again, "another seed does": sets == others}
+        found |= {"the same seed draws the same": first == again, "another seed does": sets == others}
+        return found | {"rollouts of one prompt that are equal": 3 - len(one)}
 
     def expected() -> Results:
-        found = {"groups of equal answers": 0, "rollouts that are equal": 0}
+        found = {"groups of equal answers": 0, "rollouts that are equal": 0, "rollouts of one prompt that are equal": 0}
         return found | {"the same seed draws the same": True, "another seed does": False}
 
     given = {"prompts": 7, "group": 4, "rollouts": 3, "learning rate": 0}
