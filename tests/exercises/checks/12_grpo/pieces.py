@@ -43,9 +43,12 @@ def left_behind(function: Callable, **given: Any) -> dict[str, Any]:
         drawn = torch.default_generator.get_state().tolist()
         return asks | {"default dtype": torch.get_default_dtype(), "gradients": torch.is_grad_enabled(), "random numbers": drawn}
 
-    before = settings()
-    function(**given)
-    return {"changed by the call": [name for name, value in settings().items() if value != before[name]]}
+    torch.set_default_dtype(torch.float32)  # an earlier case may have left another one, and the seed of 0 that it was given
+    torch.rand(1)
+    with torch.enable_grad():
+        before = settings()
+        function(**given)
+        return {"changed by the call": [name for name, value in settings().items() if value != before[name]]}
 
 
 def nothing(**_: Any) -> dict[str, Any]:
