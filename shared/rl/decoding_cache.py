@@ -26,6 +26,7 @@ from shared.model.masks import Padding
 from shared.model.transformer import TransformerModel
 from shared.preference.sampler import logits_at
 from shared.rl import cached_attention
+from shared.rl.fused_step import FusedStep
 
 
 class DecodingCache(KeyValueCache):
@@ -58,6 +59,7 @@ class DecodingCache(KeyValueCache):
         self.part = slice(0, 0)  # the rows of the running pass
         self.kept: dict[Attention, list[Tensor]] = {}  # keys and values, [rows, K, places, d] each, from a layer's first pass on
         self.biases: dict[str, Tensor] = {}
+        self.fused = FusedStep(model, self.places, self.attend) if FusedStep.fits(model) else None
 
     # What the model asks of its cache.
 
@@ -85,21 +87,21 @@ class DecodingCache(KeyValueCache):
                 attention.attend = attend
 
     def attend(
-        self, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, scale: float, dropout: float
+        self, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, mask: Any = None, scale: float = 0, dropout: float = 0
     ) -> Tensor:
         """`attention.attend` of a decoder's layer: over this layer's part of the cache."""
         cached_keys, cached_values = self.views(attention, (keys, values), self.places)
         lengths = self.lengths[self.part]
         window = self.decoder.config.sliding_window if attention.layer_type == "sliding_attention" else None
         if self.decoder.config.position not in ("alibi", "relative"):
-            return cached_attention.cached_attention(queries, keys, values, cached_keys, cached_values, lengths, scale, window)
+            return cached_attention.cached_attention(queries, keys, values, cached_keys, cached_values, lengths, attention.scale, window)
         bias = self.bias(attention.layer_type, window, queries.shape[2]).to(queries.dtype)
         rows, places = torch.arange(len(queries), device=queries.device)[:, None], self.new_places(queries.shape[2])
         for cached, new in ((cached_keys, keys), (cached_values, values)):
             cached[rows, :, places] = new.transpose(1, 2)
         seen = bias.shape[-1]
         keys, values = cached_keys[:, :, :seen], cached_values[:, :, :seen]
-        return F.scaled_dot_product_attention(queries, keys, values, bias, scale=scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(queries, keys, values, bias, scale=attention.scale, enable_gqa=True)
 
     def attend_to_read(
         self, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, scale: float, dropout: float
@@ -163,9 +165,13 @@ class DecodingCache(KeyValueCache):
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Take in one more token of each row in use, in order: [used, vocab], the logits of the token behind it."""
-        ids, lengths = padded([[token] for token in tokens], self.multiple, self.lengths.device)
         self.part = slice(0, self.used)
-        logits = self.forward(ids, lengths - 1)
+        if self.fused is not None:
+            self.biases.clear()
+            logits = self.fused(torch.tensor(tokens, device=self.lengths.device), self.lengths[self.part])
+        else:
+            ids, lengths = padded([[token] for token in tokens], self.multiple, self.lengths.device)
+            logits = self.forward(ids, lengths - 1)
         self.lengths[self.part] += 1
         return logits
 

@@ -51,7 +51,7 @@ def test_groups_without_a_difference_are_drawn_again():
     assert [each.prompt for each in samples[::2]] == [each.prompt for each in samples[1::2]]
     first = [sample.completion.ids for sample in once]
     differ = [place for place in range(4) if rare(once)[2 * place] != rare(once)[2 * place + 1]]
-    assert [sample.completion.ids for sample in samples[: 2 * len(differ)]] == [first[2 * place + each] for place in differ for each in (0, 1)]
+    assert [each.completion.ids for each in samples[: 2 * len(differ)]] == [first[2 * place + part] for place in differ for part in (0, 1)]
 
 
 def test_where_no_group_ever_differs_the_rollout_is_full_all_the_same():
@@ -132,7 +132,9 @@ def test_a_sampler_at_another_temperature_is_refused():
         run_of(PLAIN, sampler=CachedSampler(NEW_TOKENS, STOPS, 1.3)).loader.roll_out()
 
 
-@pytest.mark.parametrize("more", [{}, {"aggregation": "sequence", "level": "sequence", "mask_truncated": True}, {"aggregation": "constant"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"aggregation": "sequence", "level": "sequence", "mask_truncated": True}, {"aggregation": "constant"}]
+)
 def test_the_size_of_micro_batches_does_not_matter(more):
     found = []
     for rows in (1, 2, 5):

@@ -172,7 +172,9 @@ def permuted(rollout: Rollout, order: Tensor) -> Rollout:
     return replace(rollout, samples=[rollout.samples[number] for number in order], **changed)
 
 
-@pytest.mark.parametrize("more", [{}, {"aggregation": "sequence", "scale": "batch", **KL, "kl_in": "reward"}, {"mask_truncated": True, **KL}])
+@pytest.mark.parametrize(
+    "more", [{}, {"aggregation": "sequence", "scale": "batch", **KL, "kl_in": "reward"}, {"mask_truncated": True, **KL}]
+)
 def test_permuting_prompts_and_answers_within_a_group_permutes_what_is_learned(more):
     config, rollout = GRPOConfig(prompts=3, answers=4, new_tokens=6, minibatches=1, **more), some_rollout()
     order = torch.tensor([6, 7, 5, 4, 0, 3, 2, 1, 8, 10, 9, 11])

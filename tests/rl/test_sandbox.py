@@ -71,6 +71,29 @@ def test_a_run_says_what_holds(pool):
 
 
 @BOTH
+def test_the_namespaces_that_are_said_to_hold_do(pool):
+    """The filter hides them from the table of hostile programs, which would be refused without them too."""
+    number = pool.run([Call("import os\ndef f(): return os.getpid()", "f", [()])])[0].results[0][1]
+    assert (number == 1) is pool.workers[0].said["namespaces"]
+    if os.geteuid() == 0:  # only root may look
+        places = [f"/proc/{process}/ns/" for process in (os.getpid(), pool.workers[0].process.pid)]
+        for kind in ("user", "mnt", "net", "ipc", "uts"):
+            here, there = (os.readlink(place + kind) for place in places)
+            assert (here != there) is pool.workers[0].said["namespaces"], kind
+
+
+@BOTH
+def test_a_program_has_a_folder_of_its_own_where_namespaces_hold(pool):
+    program = "import tempfile\ndef f(size):\n    with tempfile.TemporaryFile() as file:\n        return file.write(bytes(size))\n"
+    results = pool.run([Call(program, "f", [(10**6,), (pool.limits.folder_mib << 21,)])])[0].results
+    assert results[1][0] == "raised"  # twice what fits
+    if pool.workers[0].said["namespaces"]:
+        assert results[0] == ("value", 10**6)
+    else:
+        assert results[0][0] == "raised" and "No usable temporary directory" in results[0][1]
+
+
+@BOTH
 def test_a_program_finds_nothing_of_an_earlier_one(pool):
     leave = "import builtins, json\nbuiltins.left = json.left = 1\n"
     leave += "try:\n    open('/tmp/left', 'w').write('x')\nexcept OSError:\n    pass\ndef f(): 0"
@@ -165,7 +188,7 @@ def test_where_namespaces_are_forbidden_the_filter_stands_alone(call, numbers):
     script = REFUSING.replace("NUMBERS[0]", str(numbers[0])).replace("NUMBERS[1]", str(numbers[1]))
     done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True)
     described, outcome = done.stdout.splitlines()
-    assert f"without namespaces, since this machine refuses ({call}: Operation not permitted); no file at all" in described
+    assert f"without namespaces, since this machine refuses ({call}: Permission denied); no file at all" in described
     assert outcome == str([Outcome("finished", (("value", 7),))])
 
 

@@ -10,6 +10,7 @@ from tuned_runs import base_run
 
 from shared.course.errors import CourseError
 from shared.model.counting import parameter_counts
+from shared.rl import advantages as group_relative
 from shared.trainer.fitting import memory_needed
 from shared.trainer.run import train_model
 
@@ -39,6 +40,29 @@ def test_a_run_reports_tasks_pass_at_k_curves_and_why_its_loss_is_0(tmp_path, ba
     assert {"reward", "kl", "length", "clip_fraction", "entropy", "zero_variance", "reward_parts", "pass_at_k"} <= drawn
     assert "why the loss says little" in results.report.read_text()
     assert "answered" in json.loads((config.engine.output / "results.json").read_text())
+
+
+LEARNING = [
+    "model.hidden_dropout=0.0", "grpo.prompts=8", "grpo.answers=6", "grpo.passes=1", "steps=16", "schedule.warmup_steps=0",
+    "schedule.decay_steps=0", "optimizer.name=adamw", "optimizer.lr=0.005", "grpo.tasks.held_out=0", "report.export=false",
+    "engine.checkpoint.every=99", "grpo.rewards=[{name: format, pattern: '[^e]*'}]",
+]  # fmt: skip
+
+
+def rewards_of(folder, base, seed: int) -> list[float]:
+    metrics = train_model(preferring_config(folder, base, "grpo", *LEARNING, f"seed={seed}"), QUIET).metrics
+    return [metrics[step]["rollout/reward"] for step in range(1, 17, 2)]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_its_reward_rises_and_not_with_the_advantages_of_other_answers(tmp_path, base, seed, monkeypatch):
+    """Answers without an e, which are a third at first."""
+    rewards = rewards_of(tmp_path / "right", base, seed)
+    assert rewards[-1] > rewards[0] + 0.4
+    right = group_relative.group_advantages
+    monkeypatch.setattr(group_relative, "group_advantages", lambda *given: right(*given).reshape(-1, 6).roll(1, dims=1).flatten())
+    shuffled = rewards_of(tmp_path / "wrong", base, seed)
+    assert shuffled[0] == rewards[0] and shuffled[-1] < rewards[0] + 0.25
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,8 @@ CHECK = Check(
         example("within the range: minus ratio * A", of([1.1, 0.9, 1.0], [3.0, -5.0, 7.0], [0, 0, 0]), -3.3, 4.5, -7.0),
         example("clip_low 0.5 and clip_high 3", of([8.0, 8.0, 0.25, 0.25], [2.0, -2.0, 2.0, -2.0], [0, 1, 2, 3], clip_low=0.5,
                 clip_high=3.0), -8.0, 16.0, -0.5, 1.0),
+        example("clip_low 1.5 and clip_high 20", of([30.0, 0.01, 0.01], [1.0, -1.0, 1.0], [0, 0, 0], clip_low=1.5,
+                clip_high=20.0), -21.0, 0.01, -0.01),
         example("an advantage of 0", of([4.0, 1.0, 0.25], [0.0, 0.0, 0.0], [0, 0, 0]), 0.0, 0.0, 0.0),
         example("ratios of answers: the root of 1.21 for two tokens, 0.9 for one", of(
             [1.21, 1.0, 7.0, 0.9], [1.0, 10.0, 1.0, 100.0], [0, 0, -1, 1], **SEQUENCE), -1.1, -11.0, 0.0, -90.0),
@@ -187,6 +189,8 @@ CHECK = Check(
         case("property", "edges of 0.95 and 1.1", drawn([[40, 40]], clip_low=0.05, clip_high=0.1, level="TOKEN".lower())),
         case("property", "edges of 0.5 and 1.1, ratios of answers", drawn([[2] * 20], clip_low=0.5, clip_high=0.1, **SEQUENCE)),
         case("property", "edges at 1: nothing can be gained", drawn([[17]], clip_low=0.0, clip_high=0.0)),
+        case("property", "an upper edge at 1, a lower one at 0.5", drawn([[17]], clip_low=0.5, clip_high=0.0)),
+        case("property", "an upper edge at 1.5, a lower one at 1", drawn([[17]], clip_low=0.0, clip_high=0.5)),
         case("property", "edges at 1, ratios of answers", drawn([[2] * 9], clip_low=0.0, clip_high=0.0, **SEQUENCE)),
         case("property", "a lower edge of -0.5, which no ratio reaches", drawn([[17]], spread=1.5, clip_low=1.5, clip_high=0.5)),
         case("property", "edges of 0.9997 and 1.0004, ratios of answers", drawn([[9] * 9], spread=1e-3, clip_low=3e-4, clip_high=4e-4,
@@ -207,7 +211,7 @@ CHECK = Check(
              "REINFORCE: minus A times the gradient", first_update),
         case("property", "... in bfloat16", same_tensor(drawn(ROWS, dtype=BF16)), policy_gradient, "REINFORCE: minus A times the gradient",
              first_update, 0.0),
-        case("property", "a token that became e^30 times as likely, and one that became impossible", far_apart),
+        case("property", "a token that became e^90 times as likely, and one that became impossible", far_apart),
         case("property", "an answer that became impossible, and its neighbours as they were", changed(
             drawn(ROWS, **SEQUENCE), ("log_probs", 0, 6, -INF), ("log_probs", 3, 5, -900.0))),
         case("property", "an answer that became e^100 times as likely, in float32: its prompt still has a loss of 0", changed(

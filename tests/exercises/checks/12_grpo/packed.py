@@ -60,7 +60,7 @@ def same_tensor(given):
 
 def far_apart():
     return {"log_probs": torch.tensor([[-1.0, -1.0, -torch.inf, -800.0]]).double(),
-            "old_log_probs": torch.tensor([[-31.0, -31.0, -1.0, -1.0]]).double(),
+            "old_log_probs": torch.tensor([[-91.0, -91.0, -1.0, -1.0]]).double(),
             "advantages": torch.tensor([[1.0, -1.0, 1.0, -1.0]]).double(), "answers": torch.tensor([[0, 0, 0, 1]])}  # fmt: skip
 
 

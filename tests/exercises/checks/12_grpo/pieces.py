@@ -36,19 +36,19 @@ def refused(**_: Any) -> dict[str, str]:
 
 
 def left_behind(function: Callable, **given: Any) -> dict[str, Any]:
-    """Which of torch's settings a call leaves changed, whether it drew random numbers, and which arguments ask for other gradients."""
+    """Which of torch's settings are others than before any call, whether one drew random numbers, and which arguments ask for other
+    gradients."""
 
     def settings() -> dict[str, Any]:
         asks = {name: value.requires_grad for name, value in given.items() if isinstance(value, Tensor)}
-        drawn = torch.default_generator.get_state().tolist()
-        return asks | {"default dtype": torch.get_default_dtype(), "gradients": torch.is_grad_enabled(), "random numbers": drawn}
+        return asks | {"random numbers": torch.default_generator.get_state().tolist()}
 
-    torch.set_default_dtype(torch.float32)  # an earlier case may have left another one, and the seed of 0 that it was given
     torch.rand(1)
-    with torch.enable_grad():
-        before = settings()
-        function(**given)
-        return {"changed by the call": [name for name, value in settings().items() if value != before[name]]}
+    before = settings()
+    function(**given)
+    changed = [name for name, value in settings().items() if value != before[name]]
+    fixed = {"default dtype": torch.get_default_dtype() == torch.float32, "gradients": torch.is_grad_enabled()}
+    return {"changed by the call": changed + [name for name, kept in fixed.items() if not kept]}
 
 
 def nothing(**_: Any) -> dict[str, Any]:
