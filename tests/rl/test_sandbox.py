@@ -188,7 +188,7 @@ def test_where_namespaces_are_forbidden_the_filter_stands_alone(call, numbers):
     script = REFUSING.replace("NUMBERS[0]", str(numbers[0])).replace("NUMBERS[1]", str(numbers[1]))
     done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True)
     described, outcome = done.stdout.splitlines()
-    assert f"without namespaces, since this machine refuses ({call}: Operation not permitted); no file at all" in described
+    assert f"without namespaces, since this machine refuses ({call}: Permission denied); no file at all" in described
     assert outcome == str([Outcome("finished", (("value", 7),))])
 
 

@@ -106,7 +106,7 @@ def bpf(program, number: int, *arguments: int, architecture: int) -> int:
             place += step.true if {0x15: loaded == step.value, 0x35: loaded >= step.value}[step.code] else step.false
 
 
-KILLED, REFUSED, ALLOWED_CALL = 0x80000000, 0x00050001, 0x7FFF0000
+KILLED, REFUSED, ALLOWED_CALL = 0x80000000, 0x0005000D, 0x7FFF0000
 
 
 @pytest.mark.parametrize(("machine", "column", "audit"), [("x86_64", 0, 0xC000003E), ("aarch64", 1, 0xC00000B7)])

@@ -1,8 +1,9 @@
-"""Chapter 12. A seccomp filter: the system calls that a program may make, as a list of what is allowed; every other one fails with EPERM.
+"""Chapter 12. A seccomp filter: the system calls that a program may make, as a list of what is allowed; the others fail with EACCES.
 
-Not on the list are, among others, clone, fork and execve (so one process with one thread), socket, kill, ptrace, prctl, mount and prlimit.
-Files may be opened only where namespaces hold, that is where none is in sight but the program's own. The filter is classic BPF: it sees
-numbers of calls and of arguments, never a path that a pointer leads to.
+Python takes that error, unlike EPERM, for a kernel without the call, and tries another. Not on the list are, among others, clone, fork and
+execve (so one process with one thread), socket, kill, ptrace, prctl, mount and prlimit. Files may be opened only where namespaces hold,
+so where none is in sight but the program's own. The filter is classic BPF: it sees numbers of calls and of arguments, never a path that a
+pointer leads to.
 """
 
 import ctypes
@@ -33,7 +34,7 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column abo
 X32 = 0x40000000  # on x86_64 a second numbering of the calls begins here
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
-KILL, REFUSE, ALLOW = 0x80000000, 0x00050000 | 1, 0x7FFF0000  # SECCOMP_RET_KILL_PROCESS, _ERRNO | EPERM, _ALLOW
+KILL, REFUSE, ALLOW = 0x80000000, 0x00050000 | 13, 0x7FFF0000  # SECCOMP_RET_KILL_PROCESS, _ERRNO | EACCES, _ALLOW
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data, little endian
 
 

@@ -5,6 +5,7 @@ Tolerances. Tokens are compared exactly; no place is within 1e-9 of an edge, but
 1e-12 of numbers up to 50.
 """
 
+import math
 from fractions import Fraction
 from itertools import accumulate
 
@@ -180,14 +181,17 @@ CHECK = Check(
         exact("all but one may not be drawn", [0, 0, 5, 0], [0.0, 0.5, ALMOST], top_k=3, top_p=0.9),
         exact("just below 1, of 1,000 tokens whose sum is rounded", [3] * 1000, [0.0, 0.4995, ALMOST]),
         exact("just below 1, of 999 odds", list(range(1, 1000)), [ALMOST]),
+        exact("... where the last two ids may not be drawn", [*range(1, 1000), 0, 0], [ALMOST]),
         exact("top-k just below 1: the last kept token is in the middle", [1, 7, 3, 2], [ALMOST, 0.0], {1, 2}, top_k=2),
         exact("top-k of 1", MIXED, PLACES, {2}, top_k=1),
         exact("top-k of 2", MIXED, PLACES, {2, 4}, top_k=2),
         exact("top-k of 4", MIXED, PLACES, {2, 4, 0, 5}, top_k=4),
         exact("top-k of 5: the fifth and sixth are as likely", MIXED, PLACES, {0, 1, 2, 3, 4, 5}, top_k=5),
         exact("top-k of 2, and four are as likely as the second", [4, 4, 1, 4, 9, 4], PLACES, {0, 1, 3, 4, 5}, top_k=2),
-        exact("top-k of all there are", MIXED, PLACES, top_k=6),
+        exact("top-k of all there are", [3, 1, 8, 4, 5, 2], PLACES, top_k=6),
         exact("top-k of more than there are", MIXED, PLACES, top_k=50),
+        case("property", "top-k of 2, where the third differs in the tenth digit", of([[5.0, 0.0, -1e-9]], [0.3], top_k=2),
+             answer([0], [1 / (1 + math.exp(-5))]), ARITHMETIC),
         exact("top-k of more than may be drawn", [3, 0, 1, 0], [0.0, 0.7, 0.8], top_k=3),
         exact("a tiny top-p keeps the likeliest", MIXED, PLACES, {2}, top_p=1e-9),
         exact("... of equally likely ones the first", [2, 5, 5, 5], PLACES, {1}, top_p=1e-9),
@@ -198,8 +202,11 @@ CHECK = Check(
         exact("top-p of 0.99", MIXED, PLACES, top_p=0.99),
         exact("top-p of 1", MIXED, PLACES, top_p=1.0),
         exact("top-p of 1/2, which 1 of 2 reaches exactly", [1, 1], [0.0, 0.7], {0}, top_p=0.5),
+        exact("... and by a billionth does not", [1, 1], [0.3, 0.7], top_p=0.5 + 1e-9),
         exact("top-p of 3/4, which 3 of 4 reach exactly", [1, 1, 1, 1], PLACES, {0, 1, 2}, top_p=0.75),
         exact("top-p of 0.4 among 100 that are equally likely", [1] * 100, PLACES, set(range(40)), top_p=0.3999),
+        exact("top-k of 1, which keeps two, then top-p of 0.4, which keeps the first", [2, 5, 5], PLACES, {1}, top_k=1, top_p=0.4),
+        exact("top-p of 0.99995, which 0.99999 reaches", [99999, 1], [ALMOST], {0}, top_p=0.99995),
         exact("top-k of 3, then top-p of 0.9 of what is left, 8 + 5 + 3", MIXED, PLACES, {0, 2, 4}, top_k=3, top_p=0.9),
         exact("top-k of 3, then top-p of 0.8: 13/16 reaches it, where 13/20 would not", MIXED, PLACES, {2, 4}, top_k=3, top_p=0.8),
         case("property", "top-p of 1 keeps tokens of probability 1e-18", of([TAIL] * 2, [2.42e-17, 0.5], top_p=1.0),
@@ -219,6 +226,8 @@ CHECK = Check(
              of([[90.0, 89.0, 90.0]], [0.7], temperature=1e-307), answer([2], [0.5]), CONTRACT),
         case("property", "... at which differences overflow as well", of(
             [[9000.0, -9000.0, 9000.0], [-9000.0, -9000.0, 5.0]], [0.7, 0.7], temperature=1e-307), answer([2, 2], [0.5, 1.0]), CONTRACT),
+        case("property", "a temperature of 10,000, and a token that may not be drawn", of([[0.0, -INF]], [ALMOST], temperature=1e4),
+             answer([0], [1.0]), CONTRACT),
         case("property", "a temperature of 100", drawn(7, 11, temperature=100.0)),
         case("property", "logits of thousands, and of minus thousands", of(
             [[5000.0, 5001.0, 4990.0], [-5000.0, -5001.0, -5003.0]], [0.4, 0.8])),
@@ -231,7 +240,8 @@ CHECK = Check(
         case("oracle", "200 rows of 97 tokens, a temperature", drawn(200, 97, temperature=1.3)),
         case("oracle", "... top-k", drawn(200, 97, top_k=12)),
         case("oracle", "... top-p", drawn(200, 97, top_p=0.85)),
-        case("oracle", "... all three, in float32", drawn(200, 97, torch.float32, temperature=0.6, top_k=30, top_p=0.95)),
+        case("oracle", "3 rows of 5,000 tokens", drawn(3, 5000, loud=0.1)),
+        case("oracle", "200 rows of 97, all three, in float32", drawn(200, 97, torch.float32, temperature=0.6, top_k=30, top_p=0.95)),
         case("oracle", "how often each token is drawn at 20,000 places", lambda: {
             "logits": randn(1, 9, seed=4), "count": 20_000, "temperature": 0.8, "top_k": 7, "top_p": 0.9}, shares_by_transformers,
             observe=shares, tolerance=1e-4),
