@@ -6,7 +6,6 @@
 #   make run LAYOUT=dp2        ... on two processes: dp2, fsdp2, dp2_zero1, tp2, pp2, ... (pp2_dp2: four) BACKEND=torch on PyTorch's own
 #   make run MODE=sft          fine-tune that model on conversations; ARGS="adapter.rank=16" trains an adapter (course chat RUN talks to it)
 #   make run MODE=dpo          ... then learn from pairs which answers are preferred; MODE=reward trains a reward model, MODE=ppo against it
-#   make run MODE=grpo         ... or from tasks whose answers a program checks
 #   make run MODE=grpo         ... then let it teach itself: it tries tasks that a program checks
 #   make run CHAPTER=01        a chapter's own run script; its options are ARGS="--steps 500 --data my_texts", ARGS=--help
 #   make lab                   JupyterLab on the first chapter; make lab CHAPTER=02 on that one
