@@ -1,4 +1,4 @@
-"""Teach a small model to add by GRPO: it starts with about one sum in five right, and then learns from a verifier and its own answers alone.
+"""Teach a small model to add by GRPO: it starts with about one sum in five right, and learns from a verifier and its own answers alone.
 
 python chapters/12_grpo/run.py                              sums of numbers of up to three digits, four minutes
 python chapters/12_grpo/run.py --digits 2 --steps 100       smaller ones, within a minute
