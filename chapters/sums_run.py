@@ -24,7 +24,7 @@ class SumsConfig:
     """A start that knows a part of the sums, and GRPO from there.
 
     Args:
-        digits: of each of the two numbers.
+        digits: of each of the two numbers, at most.
         start_accuracy: held-out share that the fine-tuned start answers right, greedily, before it is left alone.
         start_rate: AdamW's learning rate of the fine-tuning, on batches of 128 sums.
         most_start_steps: after which the fine-tuning gives up.
@@ -209,17 +209,13 @@ def samples_of(model: Any, pairs: Sequence[tuple[int, int]], each: int, config: 
 
 
 def learn(
-    start: Any,
-    config: SumsConfig,
-    every: int = 50,
-    reward: Callable[[Sequence[Any]], list[float]] | None = None,
-    curve: Curve | None = None,
+    start: Any, config: SumsConfig, every: int = 50, reward: Callable[[Sequence[Any]], list[float]] | None = None
 ) -> Iterator[tuple[int, Any, Curve]]:
     """Train a copy of the start; (steps done, model, curve) after each rollout's steps.
 
     Args:
         every: steps between evaluations on held-out sums.
-        reward: of samples whose prompt is a number of `prompts_of(config)`; None for the verifier.
+        reward: of samples whose prompt is a number of `training_sums(config)`; None for the verifier.
     """
     from shared.loop import train
     from shared.optim.build import build_optimizer
@@ -234,7 +230,7 @@ def learn(
     from shared.rl.cached_sampler import CachedSampler
     from shared.rl.grpo import GRPOAdvantages, GRPOConfig, GRPOObjective
 
-    curve = curve or Curve()
+    curve = Curve()
     grpo = GRPOConfig(
         prompts=config.prompts, answers=config.answers, new_tokens=config.new_tokens, passes=config.passes, minibatches=1,
         kl_coefficient=config.kl_coefficient,

@@ -1,6 +1,6 @@
-"""Teach a small model to add by GRPO: it starts with one sum in four right, and then learns from a verifier and its own answers alone.
+"""Teach a small model to add by GRPO: it starts with about one sum in five right, and learns from a verifier and its own answers alone.
 
-python chapters/12_grpo/run.py                              sums of two numbers of three digits, four minutes
+python chapters/12_grpo/run.py                              sums of numbers of up to three digits, four minutes
 python chapters/12_grpo/run.py --digits 2 --steps 100       smaller ones, within a minute
 python chapters/12_grpo/run.py --kl_coefficient 0.04        held near to its start
 python chapters/12_grpo/run.py --impl mine                  with your own exercises

@@ -17,7 +17,7 @@ class Alarm(NamedTuple):
 ALARMS = (
     Alarm(
         "zero_variance", lambda value: value > 0.9,
-        "In {value:.0%} of the groups all answers have the same reward and teach nothing: tasks are too hard or too easy for the policy, "
+        "In {value:.0%} of the groups all answers have the same score and teach nothing: tasks are too hard or too easy for the policy, "
         "or groups too small. Change tasks, grpo.answers or grpo.rounds.",
     ),
     Alarm(

@@ -148,7 +148,7 @@ def generate_tokens(
             cache.idle()
             continue
         fresh = active[first:]
-        uniform = torch.tensor([row.uniform[len(row.ids)] for row in fresh], dtype=torch.float64)
+        uniform = torch.tensor([row.uniform[len(row.ids)] for row in fresh], dtype=torch.float64, device=logits.device)
         texts = [[*(row.prompt if start_id is None else [start_id]), *row.ids] for row in fresh] if drawing.repetition_penalty != 1 else []
         tokens, log_probs = drawing(logits, uniform, texts)
         complete = []

@@ -211,7 +211,8 @@ class GRPOObjective:
 
 
 def differing(scores: Tensor, group: int) -> Tensor:
-    """[groups] bool: whether the answers to a prompt differ in their scores, without which nothing is learned from them."""
+    """[groups] bool: whether the answers to a prompt differ in their scores. Otherwise only an overlong penalty, or KL in the reward, tells
+    one from another."""
     groups = scores.reshape(-1, group)
     return (groups != groups[:, :1]).any(dim=1)
 

@@ -39,7 +39,7 @@ class RewardProcess:
         command = [sys.executable, "-m", reward_worker.__name__]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.unread = b""
-        self.send(self.functions)
+        self.send({"functions": self.functions, "seconds": self.seconds})
         failed = self.receive(START)
         if failed != {}:
             self.close()

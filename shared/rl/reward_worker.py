@@ -2,9 +2,11 @@
 
     python -m shared.rl.reward_worker        asked by `shared.rl.reward_process`, over its standard input and output, in lines of JSON
 
-The first line names the functions, and each later one holds calls, which are answered one by one: a number, or {"error": why not}.
+The first line names the functions and how long a call may take, and each later one holds calls, which are answered one by one: a number,
+or {"error": why not}.
 """
 
+import faulthandler
 import importlib.util
 import inspect
 import json
@@ -77,12 +79,17 @@ def main() -> None:
         print(json.dumps(value), file=answers, flush=True)
 
     functions: dict[str, Any] = {}
-    for name, pattern in json.loads(sys.stdin.readline()).items():
+    given = json.loads(sys.stdin.readline())
+    for name, pattern in given["functions"].items():
         functions[name] = attempt(function_of, name, pattern)
     answer({name: made["error"] for name, made in functions.items() if isinstance(made, dict)})
     for line in sys.stdin:
         for name, *texts in json.loads(line):
-            answer(attempt(number, functions[name], *texts))
+            # Who asks ends a process that hangs. Where that one has been killed, this ends by itself, somewhat later.
+            faulthandler.dump_traceback_later(2 * given["seconds"] + 5, exit=True)
+            found = attempt(number, functions[name], *texts)
+            faulthandler.cancel_dump_traceback_later()
+            answer(found)
 
 
 if __name__ == "__main__":

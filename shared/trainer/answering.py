@@ -110,9 +110,11 @@ class Answering:
             found += [each.ids for each in encoder.encode([each.text for each in rendered])]
         return found
 
-    def answers(self, prompts: list[list[int]], model: TransformerModel, config: TrainerConfig) -> list[str]:
-        """What a model answers to prompts, given as ids: the likeliest token each time."""
-        new_tokens, context = config.report.new_tokens, config.data.seq
+    def answers(
+        self, prompts: list[list[int]], model: TransformerModel, config: TrainerConfig, new_tokens: int | None = None
+    ) -> list[str]:
+        """What a model answers to prompts, given as ids: the likeliest token each time. new_tokens: at most; None for the report's."""
+        new_tokens, context = new_tokens or config.report.new_tokens, config.data.seq
         found = answer_all(model, prompts, new_tokens, context=context, stops=self.stops, start_id=self.start_id)
         return [self.tokenizer.decode(ids) for ids in found]
 

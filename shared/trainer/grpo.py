@@ -27,7 +27,7 @@ from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.health.agreement import agreed, require_agreement
 from shared.parallel.strategy import ParallelStrategy
-from shared.preference.rollouts import RolloutMetrics
+from shared.preference.rollouts import RolloutMetrics, require_prompts
 from shared.rl.alarms import alarms
 from shared.rl.cached_sampler import CachedSampler
 from shared.rl.code_reward import CodeReward
@@ -86,6 +86,8 @@ class TaskPolicyOptimization(Rolling, Answering):
 
     def require_answerable(self, config: TrainerConfig) -> None:
         self.require_room(config, self.tasks, "grpo.tasks")
+        if self.tasks:
+            require_prompts(self.prompts_of(self.tasks), config.grpo.new_tokens, config.data.seq)
 
     def loaders(self, config: TrainerConfig, strategy: ParallelStrategy) -> tuple[GroupLoader, None]:
         grpo = config.grpo
@@ -109,19 +111,21 @@ class TaskPolicyOptimization(Rolling, Answering):
 
     def judge(self, run: "Run", model: TransformerModel, totals: Totals | None) -> Judged:
         first = self.start.load(run.config.model, run.engine.device)
-        (old, were), (new, are) = (self.examined(each, run.config) for each in (first, model))
-        answered = [
-            Answered(task.kind, task.prompt, task.answer, one, other, right_one == 1, right_other == 1)
-            for task, one, other, right_one, right_other in zip(
-                self.tasks, old, new, self.right(self.tasks, old), self.right(self.tasks, new), strict=True
-            )
-        ]
-        self.close()
+        try:
+            (old, were), (new, are) = (self.examined(each, run.config) for each in (first, model))
+            answered = [
+                Answered(task.kind, task.prompt, task.answer, one, other, right_one == 1, right_other == 1)
+                for task, one, other, right_one, right_other in zip(
+                    self.tasks, old, new, self.right(self.tasks, old), self.right(self.tasks, new), strict=True
+                )
+            ]
+        finally:
+            self.close()
         summary: dict[str, Any] = {}
         for when in ("before", "after"):
             if answered:
                 summary[f"held-out tasks right {when}"] = sum(getattr(each, f"right_{when}") for each in answered) / len(answered)
-        for k in sorted({1, len(were), *were} & were.keys()):
+        for k in were:
             summary |= {f"held-out pass@{k} before": were[k], f"held-out pass@{k} after": are[k]}
         summary |= self.last_rollout(SHOWN) | {"alarms": " ".join(alarms(self.measured.loader.metrics).values()) or "none"}
         summary |= {"why the loss says little": self.measured.explained(), "trained parameters": trained_parameters(model)}
@@ -132,7 +136,7 @@ class TaskPolicyOptimization(Rolling, Answering):
         """A model's likeliest answers to the held-out tasks, and pass@k of its drawn ones, by k."""
         grpo, prompts = config.grpo, self.prompts_of(self.tasks)
         count = grpo.held_out_answers if prompts else 0
-        texts = self.answers(prompts, model, config)
+        texts = self.answers(prompts, model, config, grpo.new_tokens)
         if not count:
             return texts, {}
         sampler = CachedSampler(grpo.new_tokens, self.stops, grpo.temperature)
@@ -151,7 +155,9 @@ class TaskPolicyOptimization(Rolling, Answering):
                 each.close()
 
     def right(self, tasks: list[Task], answers: list[str]) -> list[float]:
-        """What each task's own check says of its answer."""
+        """What each task's own check says of its answer; 0 where it fails, since training is over by now."""
+        if self.verdicts.failed is None:
+            self.verdicts.failed = 0.0
         return self.verdicts.judged(tasks, answers, TASK)[0]
 
 

@@ -57,9 +57,10 @@ class Rolling:
         **parts: Any,
     ) -> RolloutLoader:
         """The loader. sizes: the section of the mode. reference: whether the first model is asked. parts: what it takes besides."""
+        multiple = strategy.mesh.tp.size if config.parallel.sequence_parallel else 1
         self.measured.loader = kind(
             strategy,
-            sampler=CachedSampler(sizes.new_tokens, self.stops, sizes.temperature, multiple=strategy.mesh.tp.size),
+            sampler=CachedSampler(sizes.new_tokens, self.stops, sizes.temperature, multiple=multiple),
             config=sizes,
             seq=config.data.seq,
             micro_batch_size=config.data.micro_batch_size,
