@@ -39,7 +39,7 @@ def cached_attention(
         keys, values: [rows, K, new, d] of the same tokens; K divides H. They, the queries and `lengths` are not changed.
         cached_keys, cached_values: [rows, K, places, d], the cache, perhaps views into a larger one. Changed in place, at the places of the
             new tokens alone. No gradient is asked of anything here.
-        lengths: [rows] int64, the tokens that each row of the cache holds already; at least 0. Nobody raises them here.
+        lengths: [rows] int64, the tokens that each row of the cache holds already; at least 0. The caller advances them.
         scale: what the scores are multiplied by.
         window: how many places a query looks at, itself included; None for all.
 
@@ -77,7 +77,7 @@ def draw_tokens(
     Args:
         logits: [rows, vocab], any floating dtype; -inf for a token that may not be drawn. Left unchanged.
         uniform: [rows], random numbers in [0, 1).
-        temperature: positive, or 0: the likeliest token (of equal ones the first), whose probability is then 1.
+        temperature: positive, however small, or 0: the likeliest token (of equal ones the first), whose probability is then 1.
         top_k: at least 1; None, or more than there are, for all tokens.
         top_p: above 0 and at most 1; None or 1 for all tokens.
 
@@ -109,7 +109,8 @@ def number_reward(answer: str, expected: str) -> float:
     and a minus or plus directly before it belongs to it. A number, with its sign where it has one, does not begin directly behind a letter,
     a digit or an underscore of any script: there is no number in `v2`, and no sign in `10-7`, whose last number is 7. What follows a number
     ends it: the full stop of a sentence, the unit in `72km`, the comma in `5, 6`. A text is read from left to right, each number as long as
-    it can be: `1.2.3` holds 1.2 and 3, and `1,23` holds 1 and 23.
+    it can be: `1.2.3` holds 1.2 and 3, `1,23` holds 1 and 23, and `1,2345` holds 1 and 2345, because exactly three digits stand behind a
+    comma.
 
     Args:
         answer: what a model wrote, anything at all: empty, very long, in another script.

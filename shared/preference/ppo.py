@@ -67,7 +67,8 @@ class PPOConfig(RolloutConfig):
         clip: how far a token's ratio may move before nothing more is gained.
         value_clip: how far a value may move from the rollout's before nothing more is gained.
         value_coefficient: what the value loss counts beside the policy loss; 0 leaves the value head as it is.
-        gamma, lam: of generalized advantage estimation.
+        gamma: of generalized advantage estimation.
+        lam: of the same, how much of later differences an advantage takes in.
         kl_coefficient: what moving away from the reference costs, for each nat.
         target_kl: nats for each answer, to which the coefficient adapts (Ziegler et al. 2019, section 2.2); None to keep it.
         kl_horizon: answers in which an adaptive coefficient moves by at most 20 %.

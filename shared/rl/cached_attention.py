@@ -32,7 +32,7 @@ def cached_attention(
         keys, values: [rows, K, new, d] of the same tokens; K divides H. They, the queries and `lengths` are not changed.
         cached_keys, cached_values: [rows, K, places, d], the cache, perhaps views into a larger one. Changed in place, at the places of the
             new tokens alone. No gradient is asked of anything here.
-        lengths: [rows] int64, the tokens that each row of the cache holds already; at least 0. Nobody raises them here.
+        lengths: [rows] int64, the tokens that each row of the cache holds already; at least 0. The caller advances them.
         scale: what the scores are multiplied by.
         window: how many places a query looks at, itself included; None for all.
 

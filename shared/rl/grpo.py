@@ -47,8 +47,9 @@ class GRPOConfig(RolloutConfig):
     """GRPO on answers: the fields of a rollout, of which `answers` is the size of a group, and these.
 
     Args:
-        clip_low, clip_high: how far a ratio may fall below 1, or rise above it, before nothing more is gained. Ratios of whole answers move
-            far less than those of tokens: 0.0003 and 0.0004 for level sequence (Zheng et al. 2025).
+        clip_low: how far a ratio may fall below 1 before nothing more is gained. Ratios of whole answers move far less than those of
+            tokens: 0.0003 for level sequence (Zheng et al. 2025).
+        clip_high: how far it may rise above 1; 0.0004 for level sequence.
         level: whose ratio is clipped, a token's or a whole answer's (GSPO).
         scale: what advantages are divided by, the deviation of the group or of the batch, or none.
         aggregation: what the loss is a mean over.

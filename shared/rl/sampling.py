@@ -24,7 +24,7 @@ def draw_tokens(
     Args:
         logits: [rows, vocab], any floating dtype; -inf for a token that may not be drawn. Left unchanged.
         uniform: [rows], random numbers in [0, 1).
-        temperature: positive, or 0: the likeliest token (of equal ones the first), whose probability is then 1.
+        temperature: positive, however small, or 0: the likeliest token (of equal ones the first), whose probability is then 1.
         top_k: at least 1; None, or more than there are, for all tokens.
         top_p: above 0 and at most 1; None or 1 for all tokens.
 

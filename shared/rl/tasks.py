@@ -61,7 +61,8 @@ class TasksConfig:
 
     Args:
         sources: files or hub datasets with a prompt and an answer in each record; the set is made where there are none.
-        prompt_field, answer_field: how these are named there; of an answer with ####, as GSM8K has them, what stands behind it counts.
+        prompt_field: what the prompt is named there.
+        answer_field: what the answer is named; of one with ####, as GSM8K has them, what stands behind it counts.
         check: number, exact, math, json, python or code, for records without a field `check`.
         held_out: prompts that are answered before training and after, and never trained on; 0 for none.
         made: the set that is made.

@@ -49,7 +49,10 @@ class Text(str):
     __hash__ = str.__hash__
 
 
-@pytest.mark.parametrize("value", [Text("a"), iter([]), print, object, 1j, [Text("a")], {1: {2}.__iter__()}], ids=lambda value: type(value).__name__)
+NO_FORM = [Text("a"), iter([]), print, object, 1j, [Text("a")], {1: {2}.__iter__()}]
+
+
+@pytest.mark.parametrize("value", NO_FORM, ids=lambda value: type(value).__name__)
 def test_values_without_a_form_are_refused(value):
     with pytest.raises(TypeError, match="has no form"):
         encode(value)

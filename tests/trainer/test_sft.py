@@ -118,7 +118,7 @@ def test_moved_middles_limit_only_pretraining(tmp_path, base, capsys, words):
         (["instructions.examples=0"], "instructions.examples is 0"),
         (["adapter.rank=0"], "adapter.rank is 0"),
         (["adapter.kind=prompt", "adapter.virtual_tokens=128"], "a row has no room"),
-        (["mode=pretrain", "adapter.rank=4"], "adapter is for mode sft"),
+        (["mode=pretrain", "adapter.rank=4"], "adapter is for the modes that fine-tune"),
         (["chats.held_out_share=0"], "held_out_share is 0"),
     ],
 )

@@ -189,7 +189,7 @@ STARTS = [
     Row("a model without its weights", trainer("start_from=half"), ("start_from: half", "no weights"), make=half_a_model),
     Row("a config.json that is a list", trainer("start_from=odd"), ("start_from: odd/config.json", "no JSON object"), make=no_config),
     Row("fine-tuning without weights", trainer("mode=sft"), "mode is sft and start_from is null"),
-    Row("an adapter in pretraining", trainer("adapter.rank=4"), "adapter is for mode sft"),
+    Row("an adapter in pretraining", trainer("adapter.rank=4"), "adapter is for the modes that fine-tune"),
     Row("conversations in pretraining", trainer("chats.sources=[{path: a.jsonl}]"), "chats is for mode sft"),
     Row("preferences without weights", trainer("mode=dpo"), "mode is dpo and start_from is null"),
     Row("pairs in pretraining", trainer("preferences.sources=[{path: a.jsonl}]"), "preferences is for mode reward or dpo or ppo"),
