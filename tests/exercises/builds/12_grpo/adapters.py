@@ -19,7 +19,7 @@ vocabulary], of which those at a place predict the token after it:
 In the second form each layer calls `attend(layer, queries, keys, values)` once. `layer` is the layer's name. Queries are
 [rows, H, columns, d], keys and values [rows, K, columns, d], where H, K and d may be others in each layer and K divides H: query head h
 looks at key-value head h // (H / K). The result is [rows, H, columns, d]; scores are divided by the square root of d. Positions are in
-the queries and keys already. A model may have no room for positions that no token of a prompt or an answer has.
+the queries and keys already. A model may have no positions beyond those that tokens have, not even for what fills up a row.
 
 A prompt is a list of at least one token id. An answer is (ids, log_probs): what was drawn after a prompt, with the end token where it was
 drawn, and the log-probability of each, two lists of equal lengths. An answer ends with the end token, or after `limit` tokens without one.
