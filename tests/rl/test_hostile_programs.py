@@ -14,7 +14,8 @@ def tried(request):
 
 
 def test_each_program_has_its_verdict(tried):
-    pairs = zip(PROGRAMS, tried, strict=True)
+    """Any verdict will do where a program breaks its own interpreter: its reward and its harm are judged below all the same."""
+    pairs = [(hostile, result) for hostile, result in zip(PROGRAMS, tried, strict=True) if "any" not in hostile.verdicts]
     assert not {hostile.name: result for hostile, result in pairs if result.verdict not in hostile.verdicts}
 
 
