@@ -3,7 +3,7 @@
     python chapters/12_grpo/grpo_study.py                       four kinds of runs from each of three seeds
     python chapters/12_grpo/grpo_study.py --seeds 1 --steps 4          ends within a minute or two and shows only that it runs
 
-The task and the training are those of the chapter's run (`chapters/sums_run.py`), with smaller numbers and a smaller model. Interrupt it
+Task and training are the same as in the chapter's run (`chapters/sums_run.py`), with smaller numbers and a smaller model. Interrupt it
 and start it again: it continues. At the end it writes its tables as LEARNING.md, and draws the plots, into its folder.
 """
 
@@ -201,7 +201,7 @@ Change of pass@1 from the start, mean and each seed:
 ## What else moved
 
 KL is to the start, and per answer; entropy per token, both of drawn answers to held-out sums. Groups of equal rewards teach nothing: their
-share is the mean of the last {SMOOTHED} rollouts. Seconds are those of training, on one thread of a machine that did other work as well.
+share is the mean of the last {SMOOTHED} rollouts. Seconds count the training alone, on one thread of a machine that did other work as well.
 
 {others}
 """

@@ -2,7 +2,7 @@
 
 python chapters/12_grpo/run.py                              sums of numbers of up to three digits, four minutes
 python chapters/12_grpo/run.py --digits 2 --steps 100       smaller ones, within a minute
-python chapters/12_grpo/run.py --kl_coefficient 0.04        held near to its start
+python chapters/12_grpo/run.py --kl_coefficient 0.04        kept close to its start
 python chapters/12_grpo/run.py --impl mine                  with your own exercises
 """
 

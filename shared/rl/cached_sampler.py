@@ -17,7 +17,7 @@ class CachedSampler:
         new_tokens: of an answer at most.
         stops: tokens that end an answer.
         temperature: positive.
-        top_k, top_p: how much of the tail is cut off; None for nothing. Log-probabilities are those of what is left.
+        top_k, top_p: how much of the tail is cut off; None for nothing. Log-probabilities are taken after that.
         rows: answers that are drawn at a time.
         multiple: of which the number of tokens is that the model is given: with sequence parallelism, the tensor-parallel ranks.
 

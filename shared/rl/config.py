@@ -15,7 +15,7 @@ from shared.rl.tasks import TasksConfig
 
 @dataclass(frozen=True)
 class TaskPolicyConfig(GRPOConfig):
-    """GRPO: rollouts, losses, tasks and rewards. The first fields are those of `shared.rl.grpo`.
+    """GRPO: rollouts, losses, tasks and rewards. It has the fields of `shared.rl.grpo.GRPOConfig`, and these.
 
     Args:
         reference: keep the first model beside the trained one, or use the policy without its adapter, to measure how far the policy moves

@@ -197,7 +197,7 @@ class DecodingCache(KeyValueCache):
     # Rows.
 
     def copy_rows(self, logits: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Give each prompt a row of its own, from those of the last pass."""
+        """Give each prompt a row of its own, from the rows of the last pass."""
         index = torch.tensor(numbers, device=self.lengths.device)
         behind = slice(self.used, self.used + len(numbers))
         longest = int(self.lengths[self.part].max())

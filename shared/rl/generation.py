@@ -63,7 +63,7 @@ class Drawing:
 
 
 def penalise_repetition(logits: Tensor, texts: Sequence[Sequence[int]], penalty: float) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019): [rows, vocab] logits, those of the ids in each row's text made smaller. A copy."""
+    """Repetition penalty (Keskar et al. 2019): [rows, vocab] logits, smaller for the ids in each row's text. A copy."""
     logits = logits.clone()
     for row, text in zip(logits, texts, strict=True):
         ids = torch.tensor(sorted({token for token in text if token < len(row)}), device=row.device)  # virtual tokens have no logits
@@ -108,7 +108,7 @@ def generate_tokens(
     multiple: int = 1,
     anyone: Callable[[bool], bool] = bool,
 ) -> Iterator[Drawn]:
-    """Tokens of the answers to all prompts, each as soon as it is drawn; those of one answer come in order.
+    """Tokens of the answers to all prompts, each as soon as it is drawn; the tokens of one answer come in order.
 
     Args:
         model: in evaluation mode: a decoder or an encoder-decoder, or what stands for it on a rank.

@@ -17,7 +17,7 @@ class GroupLoader(RolloutLoader):
     few in the end, groups of the last round fill the rollout, and count as what they are. Which prompts come next is in the position, so a
     saved run continues as any other.
 
-    Metrics beside those of the rollout: `rounds`, and `zero_variance`, of all groups that were drawn.
+    Metrics in addition to the rollout's: `rounds`, and `zero_variance`, of all groups that were drawn.
     """
 
     config: GRPOConfig

@@ -3,7 +3,7 @@
     number      the last number equals the expected one, as an exact rational (exercise `number_reward`)
     exact       the same text, but for spaces around it
     math        equal as mathematics: fractions, roots, sets, intervals, equations (math-verify)
-    python, json, near, lines, function      those of chapters 10 and 11
+    python, json, near, lines, function      as in chapters 10 and 11
 
 An answer that cannot be read is wrong. An expected answer that cannot be read is an error, because a
 model would learn from a 0 there to be wrong. Code is judged by running it, elsewhere (`shared.rl.code_reward`).

@@ -1,7 +1,7 @@
 """Chapter 12. RLHF with PPO as a mode of the trainer: reinforcement learning from a reward model, with rollouts as the loader.
 
 The policy begins as the model of start_from with a value head, answers the prompts of the pairs, and is rewarded by a reward model, or by
-the hidden preference itself. What it is held near to is that first model, kept beside it, or the policy without its adapter.
+the hidden preference itself. The reference that it stays close to is that first model, kept beside it, or the policy without its adapter.
 """
 
 from collections.abc import Callable

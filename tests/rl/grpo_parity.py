@@ -78,7 +78,7 @@ where there is no answer. Eight answers of 1 to 5 tokens, two of them cut off. `
 Where TRL and this chapter differ on purpose: a step with a part of a rollout's answers is divided by their number, with weights that the
 whole rollout decides, so that no split into micro-batches or ranks changes it; TRL's grpo and dr_grpo take a mean over each micro-batch.
 Times the ratio, the KL estimate takes the token's own at level sequence too, where TRL takes the answer's. `tests/rl/test_grpo.py` compares
-expected gradients with those of a policy over three tokens whose answers are enumerated.
+expected gradients with the exact ones of a policy over three tokens whose answers are enumerated.
 
 ## In every layout
 
