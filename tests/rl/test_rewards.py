@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -11,6 +13,7 @@ from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
 from shared.preference.answer_rows import Sample
 from shared.preference.sampler import Completion
+from shared.rl import reward_worker
 from shared.rl.code_reward import CodeReward
 from shared.rl.rewards import RewardPart, RewardSet
 from shared.rl.tasks import MadeTasks, TasksConfig, open_tasks
@@ -153,6 +156,15 @@ def test_a_function_that_cannot_be_used_is_refused_before_work(own, tmp_path, fu
     name = own(function) if function != "brevity" else str(tmp_path / "other.py:brevity")
     with pytest.raises(CourseError, match=f"cannot be loaded: .*{said}"):
         rewards(name)
+
+
+def test_a_reward_that_hangs_ends_without_the_process_that_asked(tmp_path):
+    """As after a SIGKILL of the trainer, which cannot end it any more."""
+    (tmp_path / "mine.py").write_text("def hang(prompt, answer, expected):\n    while True: pass\n")
+    name = f"{tmp_path / 'mine.py'}:hang"
+    lines = [json.dumps({"functions": {name: None}, "seconds": 0}), json.dumps([[name, "", "", ""]])]
+    done = subprocess.run([sys.executable, "-m", reward_worker.__name__], input="\n".join(lines) + "\n", capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "{}\n" and "in hang" in done.stderr
 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path):
