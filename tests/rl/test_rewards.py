@@ -163,7 +163,8 @@ def test_a_reward_that_hangs_ends_without_the_process_that_asked(tmp_path):
     (tmp_path / "mine.py").write_text("def hang(prompt, answer, expected):\n    while True: pass\n")
     name = f"{tmp_path / 'mine.py'}:hang"
     lines = [json.dumps({"functions": {name: None}, "seconds": 0}), json.dumps([[name, "", "", ""]])]
-    done = subprocess.run([sys.executable, "-m", reward_worker.__name__], input="\n".join(lines) + "\n", capture_output=True, text=True)
+    words = {"input": "\n".join(lines) + "\n", "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, "-m", reward_worker.__name__], **words)
     assert done.returncode == 1 and done.stdout == "{}\n" and "in hang" in done.stderr
 
 
