@@ -11,6 +11,7 @@ import sys
 import click
 
 from shared.course import build_command, builds, catalogue, hints, hunts, maintainer_commands, reading, reset, spine, status, terminal
+from shared.course import trainer_commands
 from shared.course.click_group import CourseGroup, examples
 from shared.course.errors import CourseError
 from shared.course.paths import find_workspace, shown
@@ -197,23 +198,6 @@ def read(module: str, implementation: str, reveal: bool) -> None:
     terminal.print_python(terminal.open_console(), reading.with_bodies(path, body_file))
 
 
-@cli.command(epilog=examples("course chat runs/laptop_sft", "course chat runs/laptop --temperature 0", "course chat FOLDER"))
-@click.argument("run", metavar="RUN")
-@click.option("--system", help="A system prompt, before everything else.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0 takes the likeliest token.")
-@click.option("--top-k", type=click.IntRange(min=1), default=40, show_default=True, help="Draw among so many of the likeliest tokens.")
-@click.option("--new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="At most, in an answer.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is drawn.")
-def chat(run: str, system: str | None, temperature: float, top_k: int, new_tokens: int, seed: int) -> None:
-    """Talk to the model of a run, or in any folder of Hugging Face's format. A model without a chat template continues your text.
-
-    /reset forgets what was said. Ctrl-D or Ctrl-C ends the conversation.
-    """
-    from shared.trainer import chat as talking
-
-    talking.talk(terminal.open_console(), run, system, talking.Drawing(temperature, top_k, new_tokens, seed))
-
-
 @cli.command(epilog=examples("course doctor"))
 def doctor() -> None:
     """Say what is wrong with the set-up, and what to do about it."""
@@ -222,6 +206,7 @@ def doctor() -> None:
     sys.exit(examining.print_examination(terminal.open_console(), find_workspace()))
 
 
+trainer_commands.add_to(cli)
 maintainer_commands.add_to(cli)
 
 

@@ -1,4 +1,4 @@
-"""Floor 0. The click group of the command line: help in two sections, the nearest name for an unknown one, errors as sentences."""
+"""Floor 0. The click group of the command line: help in three sections, the nearest name for an unknown one, errors as sentences."""
 
 import difflib
 import sys
@@ -10,7 +10,8 @@ from shared.course.errors import CourseError
 
 CANNOT = 64  # the command cannot be carried out as given; 2, click's own code, means NOT ATTEMPTED here
 INTERRUPTED = 130
-MAINTAINERS = "maintainers"  # the section of a command: `command.section`
+TRAINER = "trainer"  # sections of commands: `command.section`
+MAINTAINERS = "maintainers"
 
 
 class CourseCommand(click.Command):
@@ -30,7 +31,8 @@ class CourseGroup(click.Group):
         return list(self.commands)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        for section, heading in (("learners", "Commands"), (MAINTAINERS, "Commands for maintainers of the course")):
+        headings = {"learners": "Commands", TRAINER: "Commands of the trainer", MAINTAINERS: "Commands for maintainers of the course"}
+        for section, heading in headings.items():
             rows = [(name, command.get_short_help_str(100)) for name, command in self.commands.items() if command.section == section]
             with formatter.section(heading):
                 formatter.write_dl(rows)

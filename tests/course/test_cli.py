@@ -13,12 +13,11 @@ from workspace import COMMAND, Learner
 
 from shared.course import check_command, catalogue, released, report, running
 from shared.course.cli import cli
-from shared.course.click_group import MAINTAINERS
 from shared.course.mutants import mutants_of
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 
 FIRST = "01.cross_entropy"
-LEARNERS = ["next", "check", "hunt", "watch", "hint", "solution", "reset", "status", "map", "read", "chat", "doctor"]
+LEARNERS = ["next", "check", "hunt", "watch", "hint", "solution", "reset", "status", "map", "read", "doctor"]
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def test_a_command_answers_without_loading_torch():
 def test_every_command_of_the_learner_is_there_and_shows_examples(learner):
     told = learner.course("--help")
     assert told.exit_code == 0
-    assert [name for name, command in cli.commands.items() if command.section != MAINTAINERS] == LEARNERS
+    assert [name for name, command in cli.commands.items() if command.section == "learners"] == LEARNERS
     for name in cli.commands:
         assert name in told.stdout
         help_text = learner.course(name, "--help").stdout

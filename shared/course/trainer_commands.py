@@ -1,0 +1,32 @@
+"""Floor 0. Commands of the trainer: what a user does with a configuration before it runs, and with a run afterwards."""
+
+import click
+
+from shared.course import terminal
+from shared.course.click_group import TRAINER, CourseCommand, examples
+
+
+def add_to(group: click.Group) -> None:
+    for command in (chat,):
+        group.add_command(command)
+
+
+@click.command(
+    cls=CourseCommand,
+    section=TRAINER,
+    epilog=examples("course chat runs/laptop_sft", "course chat runs/laptop --temperature 0", "course chat FOLDER"),
+)
+@click.argument("run", metavar="RUN")
+@click.option("--system", help="A system prompt, before everything else.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=click.IntRange(min=1), default=40, show_default=True, help="Draw among so many of the likeliest tokens.")
+@click.option("--new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="At most, in an answer.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is drawn.")
+def chat(run: str, system: str | None, temperature: float, top_k: int, new_tokens: int, seed: int) -> None:
+    """Talk to the model of a run, or in any folder of Hugging Face's format. A model without a chat template continues your text.
+
+    /reset forgets what was said. Ctrl-D or Ctrl-C ends the conversation.
+    """
+    from shared.trainer import chat as talking
+
+    talking.talk(terminal.open_console(), run, system, talking.Drawing(temperature, top_k, new_tokens, seed))
