@@ -1,1 +1,1 @@
-"""Chapter 12. What a run needs and reaches, computed before it starts."""
+"""Chapter 12. The planner: what a run holds, sends, computes and takes, before anything runs."""
