@@ -173,7 +173,8 @@ def table() -> Iterator[str]:
 
 
 NAMES = {
-    "weights": "weights", "gathered": "gathered", "gradients": "gradients", "state": "optimizer", "activations": "activations", "sum": "sum",
+    "weights": "weights", "gathered": "gathered", "gradients": "gradients", "state": "optimizer", "activations": "activations",
+    "sum": "sum",
 }  # fmt: skip
 TEXT = """\
 # What a rank holds, predicted and measured
