@@ -1,5 +1,6 @@
-"""Chapter 12. Training pipeline by one command, `make run PIPELINE=laptop`: stages that are skipped where finished and resumed where stopped.
+"""Chapter 12. Training pipeline by one command: stages that are skipped where finished and resumed where stopped.
 
+    make run PIPELINE=laptop                the same as this:
     python -m shared.trainer.pipeline.chain chapters/12_grpo/pipelines/laptop.yaml
     ... layout=dp2                          every stage on two processes, but for those that the file gives a layout
     ... output=runs/mine steps=100          a setting for all stages

@@ -1,4 +1,4 @@
-"""Chapter 12. Report of a training pipeline: one page over all stages, with a table of abilities by stage, curves, and answers side by side.
+"""Chapter 12. Report of a training pipeline: one page over all stages, with abilities by stage, curves, and answers side by side.
 
 All of it is read from the stages' folders, so it can be written at any time.
 """
@@ -24,7 +24,8 @@ from shared.trainer.report import by_kind, code_of, png, rendered
 FILE = "report.html"
 SHOWN = 2  # prompts of each kind, with the answers of all stages
 CURVES = (  # of the figures that a run leaves
-    "loss", "bits_per_byte", "ranked_right", "margins", "reward", "reward_parts", "zero_variance", "kl", "length", "pass_at_k", "throughput",
+    "loss", "bits_per_byte", "ranked_right", "margins", "reward", "reward_parts", "zero_variance", "kl", "length", "pass_at_k",
+    "throughput",
 )  # fmt: skip
 PLAIN = ("bits per byte", "mean reward")  # how rows begin that are no shares
 WON = "win rate over the stage before"
@@ -133,7 +134,8 @@ def stage_entry(stage: Stage, summary: dict[str, Any], output: Path) -> dict[str
     steps = Checkpoints(stage.folder / "checkpoints").steps()
     state = "finished" if (stage.folder / RECORD).is_file() else f"stopped at step {steps[-1]}" if steps else "not begun"
     trained = summary.get("trained parameters", summary.get("parameters"))
-    found = [stage.config.mode, state, f"{stage.config.steps:,}", *(f"{each:,}" if each else "–" for each in (summary.get("training tokens"), trained))]
+    found = [stage.config.mode, state, f"{stage.config.steps:,}"]
+    found += [f"{each:,}" if each else "–" for each in (summary.get("training tokens"), trained)]
     found += [f"{minutes_of(summary):.1f}", f"{summary['peak memory, GiB']:.2f}"] if summary else ["–", "–"]
     files = {name: stage.folder / "figures" / f"{name}.png" for name in CURVES}
     report = stage.folder / FILE
@@ -153,16 +155,21 @@ def side_by_side(pipeline: Pipeline) -> Iterator[tuple[str, list[dict[str, Any]]
         answers = next(iter(said.values()), [])
         if not answers:
             continue
-        verdict = (lambda score: f"{score:.2f}") if stage.config.mode in ("dpo", "ppo") else (lambda score: "right" if score == 1 else "wrong")
+        judged = stage.config.mode in ("dpo", "ppo")
         numbers = [answers.index(each) for kind, some in by_kind(answers).items() if kind != ALL for each in some[:SHOWN]]
         yield TITLES[stage.config.mode].format(stage.name), [
             {
                 "prompt": answers[number].prompt,
                 "wanted": answers[number].wanted,
-                "said": [(name, each[number].text, verdict(each[number].score)) for name, each in said.items()],
+                "said": [(name, each[number].text, verdict_of(each[number].score, judged)) for name, each in said.items()],
             }
             for number in numbers
         ]
+
+
+def verdict_of(score: float, judged: bool) -> str:
+    """A score as a person reads it. judged: by the hidden preference."""
+    return f"{score:.2f}" if judged else "right" if score == 1 else "wrong"
 
 
 def drawn(table: AbilityTable, names: list[str]) -> Figure:

@@ -7,7 +7,7 @@
         words: {steps: 500}              settings over that file, dotted as on the command line
         layout: dp2                      if it is to run on several processes
 
-A stage starts from the model of the nearest stage before it that is no reward model; a stage of PPO asks the nearest reward model before it.
+A stage starts from the model of the nearest stage before it that is no reward model; PPO asks the nearest reward model before it.
 """
 
 import json
@@ -221,7 +221,7 @@ def planned(entry: StageEntry, asked: dict[str, str], layout: str | None, path: 
     if pipeline.stages and start is None:
         raise SettingError("it starts from nothing, because only reward models come before it: put a stage with a language model first.")
     if start and start.config.virtual_tokens:
-        raise SettingError(f"stage {start.name} trains virtual tokens, which are in no weights to start from: give adapter.kind lora there.")
+        raise SettingError(f"stage {start.name} trains virtual tokens, which no weights hold to start from: give adapter.kind lora there.")
     words = asked | {"engine.output": str(pipeline.output / entry.name)} | ({"start_from": str(start.folder)} if start else {})
     judge = next((stage for stage in reversed(pipeline.stages) if stage.config.mode == "reward"), None)
     judge = judge if asked.get("mode", settings.get("mode")) == "ppo" else None
