@@ -36,9 +36,9 @@ class Parameters:
 class Plan:
     """Everything that is known before a run.
 
-    memory, traffic: of each stage of a pipeline, or of every rank. usable: bytes that a rank may have. tokens: positions of a step, over all
-    ranks; of rollouts, where all answers are as long as they may be. flops: that a step needs, over all ranks, without recomputation.
-    peak: FLOP/s of all ranks together.
+    memory, traffic: of each stage of a pipeline, or of every rank. usable: bytes that a rank may have. tokens: positions of a step,
+    over all ranks; of rollouts, where all answers are as long as they may be. flops: that a step needs, over all ranks, without
+    recomputation. peak: FLOP/s of all ranks together.
     """
 
     mode: str
@@ -101,7 +101,7 @@ def plan_run(config: TrainerConfig, hardware: Hardware, rewards: ModelConfig | N
         ValueError: a model for which there are no formulas of traffic or FLOPs: anything but a decoder.
     """
     if config.model.architecture != "decoder":
-        raise ValueError(f"The model is an {config.model.architecture}, and the planner's formulas are those of a decoder: run a few steps.")
+        raise ValueError(f"The model is an {config.model.architecture}, and the formulas are those of a decoder: run a few steps instead.")
     layout, model = config.parallel, config.model.resolved()
     own = hardware.shared_by(layout.ranks)
     config = replace(config, precision=precision_on(config, own))

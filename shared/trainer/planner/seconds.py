@@ -169,7 +169,9 @@ def rollout_seconds(config: TrainerConfig, hardware: Hardware, step: StepSizes) 
     share = sizes.prompts * sizes.answers / layout.data_ranks
     rows, prompt = min(ROWS_DRAWN, share), max(config.data.seq - sizes.new_tokens, 1)
     counts = parameter_counts(own)
-    kept = NF4_BITS[True] / 8 if config.adapter and config.adapter.base == "nf4" else WIDTH[step.precision] if layout.fully_sharded > 1 else 4
+    kept = WIDTH[step.precision] if layout.fully_sharded > 1 else 4
+    if config.adapter and config.adapter.base == "nf4":
+        kept = NF4_BITS[True] / 8
     weights = kept * counts["matrix"] + 4 * counts["expert"] + 4 * own.vocab_size * own.hidden_size
     each = 2 * own.num_key_value_heads * own.head_dim * own.num_hidden_layers * WIDTH[step.precision]
     cache = rows * (prompt + sizes.new_tokens / 2) * each
