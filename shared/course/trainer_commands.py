@@ -12,7 +12,7 @@ from shared.course.click_group import TRAINER, CourseCommand, examples
 
 
 def add_to(group: click.Group) -> None:
-    for command in (chat, sample):
+    for command in (chat, sample, runs, report):
         group.add_command(command)
 
 
@@ -22,7 +22,7 @@ def answer_options(command: Callable) -> Callable:
     options = (
         click.option("--system", help="A system prompt, before everything else."),
         click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0 takes the likeliest token."),
-        click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True, help="Draw among so many likeliest tokens; 0: all."),
+        click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True, help="Draw among so many tokens; 0: all."),
         click.option("--top-p", type=share, help="Draw among the likeliest tokens that together have this probability."),
         click.option("--min-p", type=share, help="Leave out tokens below this share of the likeliest one's probability."),
         click.option("--repetition-penalty", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
@@ -85,3 +85,27 @@ def sample(run: str, prompt: str, number: int, system: str | None, **drawn: Any)
 
     settings = answer_settings(drawn)
     talking.sample(run, sys.stdin.read() if prompt == "-" else prompt, number, system, settings)
+
+
+@click.command(cls=CourseCommand, section=TRAINER, epilog=examples("course runs", "course runs FOLDER"))
+@click.argument("folder", metavar="[FOLDER]", default="runs", type=click.Path(path_type=Path))
+def runs(folder: Path) -> None:
+    """List the runs in and below a folder, `runs` unless another one is given: state, step, loss, speed, memory, layout."""
+    from shared.trainer.records.listing import list_runs
+
+    list_runs(terminal.open_console(), folder.expanduser())
+
+
+@click.command(
+    cls=CourseCommand,
+    section=TRAINER,
+    epilog=examples("course report runs/laptop runs/laptop-dp2", "course report runs/a runs/b runs/c --output page.html"),
+)
+@click.argument("folders", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="The page; comparison.html beside the first run unless given.")
+def report(folders: tuple[Path, ...], output: Path | None) -> None:
+    """Set several runs side by side: results and settings that differ here, and a page with their curves over each other."""
+    from shared.trainer.records.side_by_side import report_runs
+
+    folders = tuple(folder.expanduser() for folder in folders)
+    report_runs(terminal.open_console(), folders, output or folders[0].resolve().parent / "comparison.html")

@@ -1,4 +1,4 @@
-"""The chat page in a real browser: `python tests/browser/chat_page.py RUN FOLDER` writes screenshots to FOLDER, and fails where a claim does.
+"""The chat page in a real browser: `python tests/browser/chat_page.py RUN FOLDER` writes screenshots to FOLDER, fails where a claim does.
 
 RUN is any run with a chat template. What a hostile model would write is put into its mouth.
 """

@@ -45,10 +45,11 @@ def server(talk):
 
 
 def request(server, method="POST", path="/answer", body=ASK, **headers):
-    """Status, headers and body of the answer to a request, which is the page's own but for the headers that are given; None leaves one out."""
+    """Status, headers and body of the answer to the page's own request, but for the headers that are given; None leaves one out."""
     host = f"127.0.0.1:{server.server_port}"
     own = {"Host": host, web.KEY: server.key} | ({"Origin": f"http://{host}"} if method == "POST" else {})
-    sent = {name: value for name, value in (own | {name.replace("_", "-"): value for name, value in headers.items()}).items() if value is not None}
+    changed = {name.replace("_", "-"): value for name, value in headers.items()}
+    sent = {name: value for name, value in (own | changed).items() if value is not None}
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     if method == "POST":
         sent.setdefault("Content-Length", str(len(content)))
@@ -118,7 +119,8 @@ def test_the_models_description_needs_the_key_and_the_page_does_not(server):
         status, headers, body = request(server, "GET", path, **{"X_Key": None})
         policy = headers["Content-Security-Policy"]
         assert status == 200 and server.key.encode() not in body
-        assert "default-src 'none'; script-src 'self';" in policy and "unsafe" not in policy and headers["X-Content-Type-Options"] == "nosniff"
+        assert "default-src 'none'; script-src 'self';" in policy and "unsafe" not in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
         assert request(server, "GET", path, Host=f"evil.example:{server.server_port}")[0] == 403
     assert request(server, "GET", "/../server.py")[0] == 404 and server.url.endswith(f"/#{server.key}")
 
@@ -174,7 +176,8 @@ def test_a_page_that_leaves_ends_its_answer_and_the_next_one_begins(server, monk
         patch.setattr(Talk, "answer", endless)
         body = json.dumps(ASK).encode()
         host = f"127.0.0.1:{server.server_port}"
-        head = f"POST /answer HTTP/1.1\r\nHost: {host}\r\nOrigin: http://{host}\r\n{web.KEY}: {server.key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        headers = {"Host": host, "Origin": f"http://{host}", web.KEY: server.key, "Content-Length": len(body)}
+        head = "".join(["POST /answer HTTP/1.1\r\n", *(f"{name}: {value}\r\n" for name, value in headers.items()), "\r\n"])
         with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
             connection.sendall(head.encode() + body)
             assert connection.recv(100).startswith(b"HTTP/1.0 200")

@@ -9,7 +9,8 @@ a time; a page that closes its connection ends its answer.
 
 Who may ask: the server listens on 127.0.0.1. A web site that the user visits could still send requests there, or give its own name this
 address (DNS rebinding), and other users of the machine could. So each request must name this machine as its Host, a POST must come from
-the page's own Origin, and both paths of the model need the key that only the printed address has, behind its #, which browsers send nowhere.
+the page's own Origin, and both paths of the model need the key that only the printed address has, behind its #: browsers send that
+nowhere.
 What a model writes is text in the page, never HTML, and the Content-Security-Policy allows no script but the page's own.
 """
 
