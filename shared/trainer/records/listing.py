@@ -32,18 +32,19 @@ def list_runs(console: Console, folder: Path) -> None:
         raise CourseError(f"{folder} holds no runs: give the folder that they are in. `make run` writes to runs/.")
     if not console.is_terminal:
         console.width = PIPED
-    console.print(table_of(runs, folder))
+    console.print(table_of(runs, folder, COLUMNS if console.width >= 100 else COLUMNS[:-2]))
     for run in runs:
         for problem in run.problems:
             terminal.say(console, f"{run.folder}: {problem}.", "yellow")
 
 
-def table_of(runs: Sequence[RunRecord], folder: Path) -> Table:
+def table_of(runs: Sequence[RunRecord], folder: Path, columns: Sequence[str]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in COLUMNS:
+    for column in columns:
         table.add_column(column, justify="right" if column in RIGHT else "left", overflow="fold", no_wrap=column not in WRAPPED)
     for run in runs:
-        table.add_row(*(Text(value, STYLES[run.state] if column == "state" else "") for column, value in row_of(run, folder).items()))
+        row = row_of(run, folder)
+        table.add_row(*(Text(row[column], STYLES[run.state] if column == "state" else "") for column in columns))
     return table
 
 
