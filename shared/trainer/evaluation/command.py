@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -21,7 +22,6 @@ from shared.engine.checkpoint.folder import STATE
 from shared.output_files import require_writable, write_atomically
 from shared.trainer.evaluation.built_in import BUILT_IN, built_in
 from shared.trainer.evaluation.evaluate import Evaluation, evaluate_run
-from shared.trainer.evaluation.statistics import Measured
 from shared.trainer.evaluation.subject import open_subject
 from shared.trainer.evaluation.tasks import EvalTask, Loaded, load_task, open_task
 
@@ -51,7 +51,7 @@ def tasks_of(names: Sequence[str], data: Sequence[str], limit: int | None, sampl
     Raises:
         CourseError: one of them cannot be had, or two have the same name.
     """
-    found = [open_task(text, EvalTask("text", Source(path=text), limit=limit)) for text in data]
+    found = [open_task(Path(text).name, EvalTask("text", Source(path=text), limit=limit)) for text in data]
     for name in names or ([] if data else BUILT_IN):
         path = Path(name).expanduser()
         found.append(load_task(path, limit) if path.suffix in (".yaml", ".yml") else built_in(name))
@@ -71,25 +71,32 @@ def output_beside(path: Path) -> Path:
 
 def table_of(found: Evaluation, other: Evaluation | None = None) -> Table:
     """Each figure with its standard error; beside another model's, the paired difference with its 95 % interval."""
-    table = Table(title=str(found.path) if other is None else f"{found.path} beside {other.path}")
-    table.add_column("task")
-    table.add_column("metric")
-    for heading in ("items", found.path.name, *((other.path.name, "difference", "95 % interval") if other else ())):
-        table.add_column(heading, justify="right")
-    for number, each in enumerate(found.results):
+    if other is not None:
+        table = table_with(f"{found.path} beside {other.path}", "first", "second", "difference", "95 % interval")
+        for mine, theirs in zip(found.results, other.results, strict=True):
+            for name, metric in mine.metrics.items():
+                difference = metric.minus(theirs.metrics[name])
+                interval = " to ".join(f"{end:+.4f}" for end in difference.interval)
+                figures = (f"{metric.mean:.4f}", f"{theirs.metrics[name].mean:.4f}", f"{difference.mean:+.4f}")
+                table.add_row(mine.loaded.name, name, *figures, "" if math.isnan(difference.error) else interval)
+        return table
+    table = table_with(str(found.path), "items", "value")
+    for each in found.results:
         for name, metric in each.metrics.items():
-            row = [each.loaded.name, name, f"{len(each.loaded.items):,}", with_error(metric)]
-            if other is not None:
-                theirs = other.results[number].metrics[name]
-                difference = metric.minus(theirs)
-                low, high = difference.interval
-                row += [with_error(theirs), f"{difference.mean:+.4f}", "" if math.isnan(low) else f"{low:+.4f} to {high:+.4f}"]
-            table.add_row(*row)
+            table.add_row(each.loaded.name, name, f"{len(each.loaded.items):,}", with_error(metric.mean, metric.error))
     return table
 
 
-def with_error(metric: Measured) -> str:
-    return f"{metric.mean:.4f}" + ("" if math.isnan(metric.error) else f" ± {metric.error:.4f}")
+def table_with(title: str, *numbers: str) -> Table:
+    table = Table("task", "metric", title=title, box=box.SIMPLE)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def with_error(value: float, error: object) -> str:
+    """lm-eval writes "N/A" where there is no standard error."""
+    return f"{value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) and not math.isnan(error) else "")
 
 
 def run_harness(
@@ -114,15 +121,13 @@ def run_harness(
         raise CourseError(f"lm-eval is not installed ({error}): pip install lm_eval==0.4.13") from None
     subject = open_subject(path, **opened)
     found = lm_eval_adapter.run_tasks(subject, [name.strip() for name in names], include_path, limit, shots, chat)
-    table = Table(title=f"{path}, by lm-eval")
-    for heading in ("task", "metric", "value"):
-        table.add_column(heading, justify="right" if heading == "value" else "left")
+    table = table_with(f"{path}, by lm-eval", "value")
     for task, metrics in found["results"].items():
         for name, value in metrics.items():
             metric, _, selected = name.partition(",")
             error = metrics.get(f"{metric}_stderr,{selected}")
             if isinstance(value, int | float) and selected and not metric.endswith("_stderr"):
-                table.add_row(task, metric, f"{value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else ""))
+                table.add_row(task, metric, with_error(value, error))
     console.print(table)
     output = output or output_beside(path).with_stem("lm_eval")
     kept = {name: found[name] for name in ("results", "configs", "versions", "n-shot", "n-samples") if name in found}
