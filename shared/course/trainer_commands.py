@@ -54,12 +54,24 @@ def chat(run: str, system: str | None, temperature: float, top_k: int, new_token
 @click.option("--include-path", help="A folder with tasks of your own for lm-eval.")
 @click.option("--shots", type=click.IntRange(min=0), help="With --lm-eval, few-shot examples; else the task's file says how many.")
 @click.option("--chat", is_flag=True, help="With --lm-eval, prompts are turns of a chat.")
-@click.option("--output", help="The JSON file of the results; usually RUN/eval.json.")
+@click.option("--output", help="The JSON file of the results; RUN/eval.json where it is not given.")
 @click.option("--batch-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Positions that are computed at a time.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True)
 @click.option("--precision", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Of the weights.")
-def evaluate(run: str, tasks: tuple[str, ...], data: tuple[str, ...], limit: int | None, samples: int | None, compare: str | None,
-             harness: str | None, include_path: str | None, shots: int | None, chat: bool, output: str | None, **opened: object) -> None:  # fmt: skip
+def evaluate(
+    run: str,
+    tasks: tuple[str, ...],
+    data: tuple[str, ...],
+    limit: int | None,
+    samples: int | None,
+    compare: str | None,
+    harness: str | None,
+    include_path: str | None,
+    shots: int | None,
+    chat: bool,
+    output: str | None,
+    **opened: object,
+) -> None:
     """Evaluate a run, or a model in any folder of Hugging Face's format: bits per byte, multiple choice, exact match and pass@k.
 
     Without --task or --data it takes the built-in tasks, which need no download: held-out Python, its next line, and made instructions.

@@ -19,7 +19,8 @@ from shared.trainer.evaluation.statistics import Measured
 from shared.trainer.evaluation.subject import open_subject
 from shared.trainer.evaluation.tasks import load_task
 
-CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn_end|>{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 CHOICE = "kind: choice\nprompt: '{{ q }}'\nchoices: options\nanswer: label\n"
 FRUIT = {"q": "the quick", "options": ["brown fox", "lazy dog"], "label": 0}
 
@@ -133,7 +134,7 @@ def test_drawn_answers_of_a_chat_model_are_judged_and_kept(model, tmp_path):
         (CHOICE, [FRUIT | {"label": -1}], "none of its 2 choices"),
         (CHOICE, [FRUIT | {"q": "\ud800"}], "half a surrogate"),
         (CHOICE, [3], "is not a record"),
-        (CHOICE + "shots: 2\n", [FRUIT, FRUIT], "there are 2 records to draw them from"),
+        (CHOICE + "shots: 2\n", [FRUIT, FRUIT], "there are 2 records to draw from"),
         ("kind: generate\nprompt: '{{ q }}'\nanswer: none\n", [FRUIT], "has the answer 'None'"),
         ("kind: generate\nprompt: '{{ q '\nanswer: q\n", [FRUIT], "prompt cannot be read as jinja2"),
         ("kind: generate\nprompt: '{{ q.__class__.mro() }}'\nanswer: q\n", [FRUIT], "gives no prompt"),

@@ -1,4 +1,4 @@
-"""Evaluation beside lm-eval's own class for transformers: the same weights, tasks and files give the same likelihoods, strings and figures."""
+"""Evaluation beside lm-eval's own class for transformers: same weights, tasks and files, same likelihoods, strings and figures."""
 
 import os
 

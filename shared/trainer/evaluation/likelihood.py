@@ -127,9 +127,8 @@ class LikelihoodScorer:
         read = [[*self.before, *row[:-1]] for row in rows]
         device = next(self.model.parameters()).device
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in read], device=device)
-        places = torch.cat([
-            number * longest + torch.arange(len(row) - count, len(row)) for number, (row, count) in enumerate(zip(read, counts, strict=True))
-        ]).to(device)  # fmt: skip
+        ends = [number * longest + len(row) for number, row in enumerate(read)]
+        places = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]).to(device)
         targets = torch.tensor([token for row, count in zip(rows, counts, strict=True) for token in row[-count:]], device=device)
         log_probs, likeliest = self.model(ids, head_fn=lambda head, hidden: scores_of(head, hidden.flatten(0, -2)[places], targets))
         found = []

@@ -4,8 +4,8 @@
     error^2    n / (n - 1) * sum (v - mean * w)^2 / (sum w)^2
 
 With w = 1 it is the sample deviation over sqrt(n), as lm-eval has it. Documents are drawn, not bytes: a ratio's error is that of its
-linearization (the delta method; Cochran 1977, section 2.11). Two models answer the same items, so their difference is computed by item: what
-is hard for both cancels out (Miller 2024, "Adding Error Bars to Evals", section 4.2).
+linearization (the delta method; Cochran 1977, section 2.11). Two models answer the same items, so their difference is computed by item:
+what is hard for both cancels out (Miller 2024, "Adding Error Bars to Evals", section 4.2).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Chapter 12. The model that is evaluated: a run, a checkpoint or a folder of Hugging Face's format, with its tokenizer and its template."""
+"""Chapter 12. The model that is evaluated: a run, a checkpoint or a folder of Hugging Face's format, with tokenizer and template."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

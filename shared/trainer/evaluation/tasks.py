@@ -159,7 +159,7 @@ def open_task(name: str, task: EvalTask) -> Loaded:
         return Loaded(name, task, items)
     pool = items if task.shots_from is None else reader.read(task.shots_from)
     if len(pool) - (pool is items) < task.shots:
-        raise SettingError(f"{name}.shots is {task.shots}, and there are {len(pool)} records to draw them from: give fewer, or more records.")
+        raise SettingError(f"{name}.shots is {task.shots}, and there are {len(pool)} records to draw from: give fewer, or more records.")
     shown = []
     for number, item in enumerate(items):
         others = [each for place, each in enumerate(pool) if pool is not items or place != number]
