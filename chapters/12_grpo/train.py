@@ -33,14 +33,17 @@ def main(words: list[str]) -> None:
         refuse(error)
     from shared.parallel.comm.processes import from_torchrun
     from shared.trainer.config import TrainerConfig
+    from shared.trainer.elastic import layout_for_those_there
     from shared.trainer.run import train_model
     from shared.trainer.settings import parse_words
     from shared.trainer.start import with_start
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config = parse_words(TrainerConfig, words if "LOCAL_RANK" in os.environ else with_start(words))
-    parallel = config.parallel
-    world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
+    config = layout_for_those_there(config) if config.elastic else config
+    parallel, ranks = config.parallel, config.parallel.ranks if config.elastic else None
+    times = parallel.collective_timeout, parallel.init_timeout
+    world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, *times, ranks)
     train_model(config, Console(markup=False, emoji=False), world)
 
 

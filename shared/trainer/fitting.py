@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from shared.course.errors import SettingError
+from shared.data.loader import equal_microbatches
 from shared.finetune.config import ALL_LINEAR
 from shared.model.counting import parameter_counts
 from shared.moe.config import MixtureModelConfig
@@ -39,7 +40,7 @@ def require_memory(config: TrainerConfig, device: torch.device) -> None:
 def memory_needed(config: TrainerConfig) -> float:
     """Bytes on one rank, with experts that all have the same load. Of a model without a formula for its activations, the weights, gradients
     and state of one replica alone."""
-    share = config.data.batch_size // config.parallel.data_ranks
+    share = -(-config.data.batch_size // config.parallel.data_ranks)
     beside = kept_beside(config)
     if config.model.architecture == "encoder-decoder":  # the least: weights, gradients and state
         counts = parameter_counts(config.model.resolved())
@@ -92,10 +93,9 @@ def adapted_memory(config: TrainerConfig) -> float:
 
 def step_sizes(config: TrainerConfig) -> StepSizes:
     """A rank's step, as the formulas of `shared.parallel.planning` take it."""
-    share = config.data.batch_size // config.parallel.data_ranks
-    rows = min(config.data.micro_batch_size, share)
+    microbatches, rows = equal_microbatches(config.data.batch_size, config.data.micro_batch_size, config.parallel.data_ranks)
     precision = "float32" if config.precision == "auto" else config.precision
-    return StepSizes(rows, config.data.seq, share // rows, precision)
+    return StepSizes(rows, config.data.seq, microbatches, precision)
 
 
 def memory_of(device: torch.device) -> int:
