@@ -41,9 +41,8 @@ def main(words: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config = parse_words(TrainerConfig, words if "LOCAL_RANK" in os.environ else with_start(words))
     config = layout_for_those_there(config) if config.elastic else config
-    parallel, ranks = config.parallel, config.parallel.ranks if config.elastic else None
-    times = parallel.collective_timeout, parallel.init_timeout
-    world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, *times, ranks)
+    parallel = config.parallel
+    world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
     train_model(config, Console(markup=False, emoji=False), world)
 
 

@@ -93,9 +93,11 @@ def require_shared_rollouts(config: TrainerConfig) -> None:
 def layout_for_those_there(config: TrainerConfig) -> TrainerConfig:
     """The configuration for the ranks that torchrun has started. A rank that has no part in it waits, and never returns."""
     rank, ranks = whole_number("RANK", "0"), whole_number("WORLD_SIZE", "1")
-    threading.Thread(target=end_with_agent, args=(os.getppid(),), daemon=True).start()
+    if "LOCAL_RANK" in os.environ:  # torchrun's own variable
+        threading.Thread(target=end_with_agent, args=(os.getppid(),), daemon=True).start()
     fit = fitted(config, ranks)
     if fit is not None and rank < fit.parallel.ranks:
+        os.environ["WORLD_SIZE"] = str(fit.parallel.ranks)  # of the ranks that meet
         return fit
     if rank == 0:
         print(f"Layout {layout_name(config.parallel)} has no replica on {ranks} ranks: waiting for more.", flush=True)
@@ -161,7 +163,7 @@ class History(Callback):
     def on_start(self, engine: "RuntimeEngine") -> None:
         there = self.world.gather_objects(f"{platform.node()} (process {os.getppid()})")
         if self.world.rank == 0:
-            idle = whole_number("WORLD_SIZE", "1") - self.world.size
+            idle = whole_number("GROUP_WORLD_SIZE", "1") * whole_number("LOCAL_WORLD_SIZE", "1") - self.world.size
             layout = {"layout": layout_name(self.config.parallel), "ranks": self.world.size, "idle": idle, "there": Counter(there)}
             append(self.path, {"event": "start", "step": engine.step} | layout)
 

@@ -264,11 +264,7 @@ def master() -> tuple[str, int]:
 
 
 def from_torchrun(
-    heartbeat_timeout: float = 30.0,
-    device: str = "auto",
-    collective_timeout: float = 1800.0,
-    init_timeout: float = 300.0,
-    ranks: int | None = None,
+    heartbeat_timeout: float = 30.0, device: str = "auto", collective_timeout: float = 1800.0, init_timeout: float = 300.0
 ) -> tuple[Communicator, torch.device]:
     """Join the world of torchrun, as `init_process_group` does, and choose this rank's device; one rank where torchrun was not used.
 
@@ -280,15 +276,13 @@ def from_torchrun(
         collective_timeout: seconds that a rank waits in one operation for a rank that is alive.
         init_timeout: seconds until all ranks have connected.
         device: cpu, cuda, or auto, which takes a GPU where there is one; a rank's GPU is the one of its LOCAL_RANK.
-        ranks: how many of them join, the first ones; None for all that torchrun has started.
 
     Raises:
         RanksDisagree: ranks run different code, packages or kinds of device.
         CourseError: the machine has fewer GPUs than ranks, an environment variable is malformed, or no address leads to the others.
         CommunicationError: not all ranks connected.
     """
-    rank, local_rank = whole_number("RANK", "0"), whole_number("LOCAL_RANK", "0")
-    ranks = ranks or whole_number("WORLD_SIZE", "1")
+    rank, ranks, local_rank = whole_number("RANK", "0"), whole_number("WORLD_SIZE", "1"), whole_number("LOCAL_RANK", "0")
     if rank >= ranks:
         raise CourseError(f"The environment variable RANK is {rank}, and WORLD_SIZE {ranks}: ranks count from 0. Start them with torchrun.")
     chosen = torch.device("cpu")
