@@ -39,7 +39,8 @@ def main(words: list[str]) -> None:
     from shared.trainer.start import with_start
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    config = parse_words(TrainerConfig, words if "LOCAL_RANK" in os.environ else with_start(words))
+    say = print if os.environ.get("RANK", "0") == "0" else lambda line: None  # torchrun's own variable
+    config = parse_words(TrainerConfig, words if "LOCAL_RANK" in os.environ else with_start(words), say)
     config = layout_for_those_there(config) if config.elastic else config
     parallel = config.parallel
     world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)

@@ -112,7 +112,7 @@ def by_kind(entries: Sequence[Any]) -> dict[str, list[Any]]:
 
 @dataclass
 class Results:
-    """All that the report shows. metrics: step -> name -> value, as the run logged them. eras: of an elastic run, each start of its ranks."""
+    """All that the report shows. metrics: step -> name -> value, as the run logged them. eras: the starts of an elastic run."""
 
     metrics: dict[int, dict[str, float]]
     judged: Judged

@@ -132,7 +132,8 @@ def main(words: list[str]) -> None:
     from shared.trainer.config import TrainerConfig
     from shared.trainer.elastic import keep_running
 
-    config = parse_words(TrainerConfig, command[command.index(str(TRAIN)) + 1 :])  # or each rank would refuse the same, and torchrun add a page
+    # Refused here, or each rank would refuse the same, and torchrun add a page.
+    config = parse_words(TrainerConfig, command[command.index(str(TRAIN)) + 1 :])
     # torchrun gives each process one thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     if config.elastic:
