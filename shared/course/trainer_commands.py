@@ -7,7 +7,7 @@ from shared.course.click_group import TRAINER, CourseCommand, examples
 
 
 def add_to(group: click.Group) -> None:
-    for command in (chat,):
+    for command in (chat, rendezvous):
         group.add_command(command)
 
 
@@ -30,3 +30,21 @@ def chat(run: str, system: str | None, temperature: float, top_k: int, new_token
     from shared.trainer import chat as talking
 
     talking.talk(terminal.open_console(), run, system, talking.Drawing(temperature, top_k, new_tokens, seed))
+
+
+@click.command(
+    cls=CourseCommand,
+    section=TRAINER,
+    epilog=examples("course rendezvous", "course rendezvous --address 192.168.1.10 --port 29400"),
+)
+@click.option("--address", default="127.0.0.1", show_default=True, help="Of this machine, by which the others reach it.")
+@click.option("--port", type=click.IntRange(1, 65535), default=29400, show_default=True, help="What --rdzv-endpoint of torchrun ends in.")
+def rendezvous(address: str, port: int) -> None:
+    """Hold the place where the machines of an elastic run meet, until Ctrl-C. Run it on a machine that stays.
+
+    Every machine that reaches the address can join the run: give one of a network that is yours alone.
+    """
+    from shared.trainer.elastic import hold_rendezvous
+
+    terminal.open_console().print(f"Machines meet at {address}:{port}: torchrun --rdzv-endpoint {address}:{port} --rdzv-conf is_host=0")
+    hold_rendezvous(address, port)
