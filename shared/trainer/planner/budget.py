@@ -1,8 +1,8 @@
 """Chapter 12. A compute budget in hours: the size and the tokens with the lowest loss that a scaling law expects of them.
 
 Models on a ladder, each about a quarter wider and deeper than the one before, are planned in their best layouts. Their tokens are what the
-hours hold at that speed, and the law says the loss. So the speed of each size on this hardware counts, where a budget in FLOPs would take it as given. The loss has
-one minimum along the ladder.
+hours hold at that speed, and the law says the loss. So the speed of each size on this hardware counts, where a budget in FLOPs would take
+it as given. The loss has one minimum along the ladder.
 
 Left out on purpose: heads other than 64 wide, and the learning rate of each size.
 """
