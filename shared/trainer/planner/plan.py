@@ -155,6 +155,9 @@ def notes(config: TrainerConfig, memory: tuple[RankMemory, ...]) -> list[str]:
         found.append("There is no formula for all memory of this model, adapter or layout: what is shown is the least.")
     if config.mode in ROLLING:
         found.append("Prompts and answers are taken to be as long as they may be: a row for each answer.")
+        found.append("The time to start kernels is left out, which rules where one token of each answer is computed at a time.")
+    if config.mode == "dpo" and config.dpo.needs_reference and config.dpo.reference == "cached":
+        found.append("The reference's pass is counted for the pairs that the steps see; it runs over all pairs, before the first step.")
     if config.model.experts is not None:
         found.append("Experts are taken to get equally many rows.")
     if layout.backend == "torch":
