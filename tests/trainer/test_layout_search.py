@@ -121,6 +121,16 @@ def test_the_command_lists_layouts_and_says_how_to_run_the_best():
     assert none.exit_code == 1 and "need more than the 22.5 GB of a card, by at least" in none.output
 
 
+def test_layouts_whose_memory_has_no_formula_are_not_listed():
+    """Adapters in a pipeline or over a cut context; and tensor parallelism with sequence parallelism over a frozen base is planned."""
+    config = open_planned(FILE.with_name("two_3090s_qlora.yaml"), (), "one")
+    found = search_layouts(config, parse_hardware("2x3090"), 2)
+    assert {each.plan.layout for each in found.best} == {"dp2", "dp2_zero1", "dp2_zero2", "fsdp2", "tp2", "tp2_sp"} and found.unknown == 2
+    assert len({each.plan.parameters.trained for each in found.best}) == 1
+    shown = CliRunner().invoke(cli, ["plan", str(FILE.with_name("two_3090s_qlora.yaml")), "--hardware", "2x3090", "--search"]).output
+    assert "For 2 there is no formula" in shown and "short-lived buffers are not counted" in shown
+
+
 @pytest.mark.parametrize("words, says", [
     (("--search", "--layout", "dp2"), "choose the layout"), (("--budget", "soon"), "give a time such as 90m, 8h or 3d"),
     (("--search", "model.num_attention_heads=7"), "num_attention_heads"),

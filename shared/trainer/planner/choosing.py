@@ -14,11 +14,12 @@ from shared.course.errors import CourseError, SettingError
 from shared.trainer.config import TrainerConfig
 from shared.trainer.planner.budget import propose
 from shared.trainer.planner.hardware import Hardware, hardware_here, parse_hardware
-from shared.trainer.planner.opening import open_planned
-from shared.trainer.planner.report import LIMITS, amount, plain_table, say
+from shared.trainer.planner.opening import open_planned, reward_shape
+from shared.trainer.planner.report import NAMES, amount, plain_table, say
 from shared.trainer.planner.search import Candidate, Search, search_layouts
 
 SHOWN = 10
+TIGHT = 0.1  # of a card's memory
 UNITS = {"m": 60, "h": 3600, "d": 86400}
 
 
@@ -31,7 +32,7 @@ def run_search(console: Console, file: Path, words: Sequence[str], hardware: str
     config, machine = open_planned(file, words, "one", model), parse_hardware(hardware) if hardware else hardware_here()
     try:
         with console.status(f"planning every layout of {ranks_of(machine)} ranks"):
-            found = search_layouts(config, machine, ranks_of(machine))
+            found = search_layouts(config, machine, ranks_of(machine), reward_shape(config))
     except CourseError:
         raise
     except ValueError as error:
@@ -51,25 +52,31 @@ def ranks_of(hardware: Hardware) -> int:
 def show_search(console: Console, found: Search, config: TrainerConfig, file: Path, words: Sequence[str], hardware: Hardware) -> None:
     say(console, f"{file.name} on {hardware.name}: {found.layouts} layouts of {ranks_of(hardware)} ranks, {len(found.best)} fit.")
     if found.best:
-        names = ("layout", "step, s", "tokens/s", "MFU", "GB a rank", "most of the step is", "beside the file's settings")
+        names = ("layout", "step, s", "tokens/s", "MFU", "GB a rank", "most of the step is", "rows", "recomputation", "schedule")
         table = plain_table(*names, right=True)
-        table.columns[-1].overflow = "fold"
         for each in found.best[:SHOWN]:
             plan = each.plan
             numbers = f"{each.seconds:.3g}", f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}", f"{plan.held.peak / 1e9:.1f}"
-            table.add_row(plan.layout, *numbers, LIMITS[plan.limit], "\n".join(each.words(config)))
+            parallel, rows = each.config.parallel, str(each.config.data.micro_batch_size)
+            schedule = parallel.pipeline_schedule if parallel.pipeline_parallel > 1 else ""
+            table.add_row(plan.layout, *numbers, NAMES.get(plan.limit, plan.limit), rows, plan.recompute, schedule)
         console.print()
         console.print(table)
         console.print()
     if found.too_large:
         least = min(found.too_large) / 1e9
         say(console, f"{len(found.too_large)} need more than the {found.usable / 1e9:.1f} GB of a card, by at least {least:.1f} GB.")
+    if found.unknown:
+        say(console, f"For {found.unknown} there is no formula for all of their memory, so they are not listed.")
     for sentences in sorted(found.refused.values(), key=len, reverse=True):
         say(console, f"{len(sentences)} {'is' if len(sentences) == 1 else 'are'} refused: {sentences[0]}")
     if found.best:
         say(console, f"The fastest: {run_words(found.best[0], config, file, words)}")
+        spare = found.usable - found.best[0].plan.held.peak
+        if spare < TIGHT * found.usable:
+            say(console, f"It leaves {spare / 1e9:.1f} GB, and short-lived buffers are not counted: try it with steps=2 first.")
     else:
-        say(console, "None fits: make the model smaller, data.seq shorter, or add cards.")
+        say(console, "None is known to fit: make the model smaller, data.seq shorter, or add cards.")
 
 
 def run_words(chosen: Candidate, config: TrainerConfig, file: Path, words: Sequence[str] = ()) -> str:
@@ -84,7 +91,7 @@ def as_dictionary(found: Search, config: TrainerConfig) -> dict[str, Any]:
          "tokens_per_second": each.plan.tokens_per_second, "mfu": each.plan.mfu, "limit": each.plan.limit} for each in found.best
     ]  # fmt: skip
     refused = [{"layouts": len(sentences), "sentence": sentences[0]} for sentences in found.refused.values()]
-    return {"usable": found.usable, "best": best, "missing": sorted(found.too_large), "refused": refused}
+    return {"usable": found.usable, "best": best, "missing": sorted(found.too_large), "unknown": found.unknown, "refused": refused}
 
 
 def run_budget(console: Console, file: Path, words: Sequence[str], hardware: str | None, budget: str, as_json: bool) -> int:

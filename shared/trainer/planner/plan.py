@@ -11,7 +11,7 @@ import torch
 from shared.model.config import ModelConfig
 from shared.model.counting import active_feed_forward_size, feed_forward_counts, parameter_counts
 from shared.parallel.config import layout_name
-from shared.parallel.planning.activations import model_of_rank, whole_of
+from shared.parallel.planning.activations import whole_of
 from shared.parallel.planning.frozen_costs import FrozenBase, adapter_size
 from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.modes import ROLLING
@@ -140,7 +140,7 @@ def parameters_of(config: TrainerConfig, trained: Trained) -> Parameters:
     active = total - unused + sum(active_feed_forward_size(model, layer) for layer in layers)
     if not trained.is_adapter:
         return Parameters(total, active, total)
-    updates = model.num_hidden_layers * adapter_size(model_of_rank(model, replace(config.parallel, tensor_parallel=1)), base_of(trained))
+    updates = model.num_hidden_layers * adapter_size(model, base_of(trained))
     return Parameters(total, active, updates)
 
 

@@ -5,7 +5,8 @@ micro-batches (powers of two) and recomputation, and keeps the fastest that fits
 so the largest that fits is tried; in a pipeline it lengthens the bubble, so all are. With more than eight ranks two choices are not tried
 that have the same traffic and need more memory: tensor without sequence parallelism, and replicas without ZeRO-1.
 
-Left out on purpose: layouts whose stages differ, and what makes small micro-batches slow (the time to start kernels).
+Left out on purpose: layouts whose stages differ, what makes small micro-batches slow (the time to start kernels), and the few per cent
+that selective recomputation costs.
 """
 
 import re
@@ -14,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from shared.parallel.config import AXES, ParallelConfig, layout_name
+from shared.model.config import ModelConfig
+from shared.parallel.config import AXES, ParallelConfig
 from shared.trainer.config import TrainerConfig
 from shared.trainer.planner.hardware import Hardware
 from shared.trainer.planner.memory import run_memory
@@ -49,44 +51,49 @@ class Candidate:
 @dataclass
 class Search:
     """best: of each layout that fits its fastest candidate, the fastest layout first. too_large: of each that does not, the bytes that are
-    missing. refused: the trainer's sentences by their kind (without numbers), one for each layout. usable: bytes of a rank."""
+    missing. unknown: how many have no formula for all of their memory. refused: the trainer's sentences by their kind (without numbers),
+    one for each layout. usable: bytes of a rank."""
 
     usable: float
     best: list[Candidate] = field(default_factory=list)
     too_large: list[float] = field(default_factory=list)
+    unknown: int = 0
     refused: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def layouts(self) -> int:
-        return len(self.best) + len(self.too_large) + sum(map(len, self.refused.values()))
+        return len(self.best) + len(self.too_large) + self.unknown + sum(map(len, self.refused.values()))
 
 
-def search_layouts(config: TrainerConfig, hardware: Hardware, ranks: int) -> Search:
+def search_layouts(config: TrainerConfig, hardware: Hardware, ranks: int, rewards: ModelConfig | None = None) -> Search:
     """Plan the run in every layout of so many ranks.
 
     Args:
         config: its layout, schedule, micro-batch and recomputation are replaced; everything else stays.
+        rewards: as for `plan_run`.
 
     Raises:
         SettingError: more ranks than cards.
         ValueError: a model for which there are no formulas.
     """
     own = hardware.shared_by(ranks)
-    config, found = replace(config, precision=precision_on(config, own)), Search(own.usable)
+    config, found, rows = replace(config, precision=precision_on(config, own)), Search(own.usable), config.data.micro_batch_size
     for layout in layouts(config.parallel, ranks, config.model.experts is not None):
         made, refusal = configurations(config, layout)
         if not made:
             found.refused[re.sub(r"\d[\d,.]*\d|\d", "N", refusal)].append(refusal)
             continue
-        needed = {}
-        chosen = [each for group in made for each in fitting(group, config.data.micro_batch_size, own.usable, needed)]
+        needed: dict[tuple, float] = {}
+        chosen = [each for group in made for each in fitting(group, rows, own.usable, needed, rewards)]
         if chosen:
-            candidates = [Candidate(each, plan_run(each, hardware)) for each in chosen]
+            candidates = [Candidate(each, plan_run(each, hardware, rewards)) for each in chosen]
             fastest = min(candidates, key=lambda each: (each.seconds, each.plan.held.peak))
             unchanged = [each for each in candidates if not each.words(config) and fastest.seconds >= WORTH * each.seconds]
             found.best.append((unchanged or [fastest])[0])
-        else:
+        elif needed:
             found.too_large.append(min(needed.values()) - own.usable)
+        else:
+            found.unknown += 1
     found.best.sort(key=lambda each: (each.seconds, each.plan.held.peak))
     return found
 
@@ -106,9 +113,15 @@ def configurations(config: TrainerConfig, layout: ParallelConfig) -> tuple[list[
     return made, refusal
 
 
-def fitting(group: list[TrainerConfig], rows: int, usable: float, needed: dict) -> Iterator[TrainerConfig]:
+def fitting(
+    group: list[TrainerConfig], rows: int, usable: float, needed: dict[tuple, float], rewards: ModelConfig | None
+) -> Iterator[TrainerConfig]:
     """Of configurations with falling micro-batches those worth a plan: with each recomputation the largest that fits, in a pipeline every
-    one with the first recomputation that fits. rows: a micro-batch that is tried in any case. needed: is given the bytes of all tried."""
+    one with the first recomputation that fits. Those without a formula for their memory are left out.
+
+    Args:
+        rows: a micro-batch that is tried in any case. needed: is given the bytes of all that were tried.
+    """
     pipeline = group[0].parallel.pipeline_parallel > 1
     pairs = [(how, each) for how in RECOMPUTED for each in group]
     if pipeline:
@@ -120,7 +133,10 @@ def fitting(group: list[TrainerConfig], rows: int, usable: float, needed: dict) 
         if (key in done or best) and not own:
             continue
         tried = replace(each, parallel=replace(each.parallel, activation_checkpointing=how))
-        bytes = max(rank.peak for rank in run_memory(tried))
+        memory = run_memory(tried, rewards)
+        if not all(rank.counted for rank in memory):
+            continue
+        bytes = max(rank.peak for rank in memory)
         needed[tried.parallel.pipeline_schedule, each.data.micro_batch_size, how] = bytes
         if bytes <= usable:
             done.add(key)
