@@ -10,11 +10,7 @@ from shared.course.click_group import TRAINER, CourseCommand, examples
 
 
 def add_to(group: click.Group) -> None:
-<<<<<<< HEAD
-    for command in (chat, evaluate):
-=======
-    for command in (plan, chat, rendezvous):
->>>>>>> main
+    for command in (plan, chat, evaluate, rendezvous):
         group.add_command(command)
 
 
@@ -80,7 +76,6 @@ def chat(run: str, system: str | None, temperature: float, top_k: int, new_token
 
 
 @click.command(
-<<<<<<< HEAD
     "eval",
     cls=CourseCommand,
     section=TRAINER,
@@ -124,7 +119,6 @@ def evaluate(
 
     Without --task or --data it takes the built-in tasks, which need no download: held-out Python, its next line, and made instructions.
     """
-    from pathlib import Path
 
     from shared.trainer.evaluation import command
 
@@ -139,7 +133,9 @@ def evaluate(
         raise click.UsageError("--include-path, --shots and --chat are for --lm-eval: a task's own file says shots and chat.")
     found = command.tasks_of(tasks, data, limit, samples)
     command.evaluate_and_show(console, path, found, Path(compare).expanduser() if compare else None, place, **opened)
-=======
+
+
+@click.command(
     cls=CourseCommand,
     section=TRAINER,
     epilog=examples("course rendezvous", "course rendezvous --address 192.168.1.10 --port 29400"),
@@ -155,4 +151,3 @@ def rendezvous(address: str, port: int) -> None:
 
     terminal.open_console().print(f"Machines meet at {address}:{port}: torchrun --rdzv-endpoint {address}:{port} --rdzv-conf is_host=0")
     hold_rendezvous(address, port)
->>>>>>> main
