@@ -119,7 +119,6 @@ def evaluate(
 
     Without --task or --data it takes the built-in tasks, which need no download: held-out Python, its next line, and made instructions.
     """
-
     from shared.trainer.evaluation import command
 
     console, path = terminal.open_console(), Path(run).expanduser()
