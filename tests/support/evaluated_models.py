@@ -23,6 +23,7 @@ QUESTIONS = [
     {"question": "", "options": ["the quick", "river bank", "漢字 potions"], "label": 0},
     {"question": "over the " * 40, "options": ["lazy dog", "quiet river bank", "the"], "label": 0},
     {"question": "near the quiet ", "options": ["river", "bank", "x"], "label": 1},
+    {"question": "near seven", "options": ["éé", "vv"], "label": 0},  # by bytes the first choice, by characters the second
 ]  # fmt: skip
 
 

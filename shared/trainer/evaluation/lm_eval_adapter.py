@@ -4,7 +4,6 @@
 What a benchmark's text spells like a special token stays text, except in a chat, whose template writes them.
 """
 
-from pathlib import Path
 from typing import Any
 
 from lm_eval import simple_evaluate
