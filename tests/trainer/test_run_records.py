@@ -107,7 +107,8 @@ def test_settings_of_another_kind_hide_no_run(tmp_path, changes):
 
 def test_differences_and_results_stand_beside_each_other(tmp_path):
     one = read_run(write_run(tmp_path / "one", summary=SUMMARY))
-    two = read_run(write_run(tmp_path / "two", logged=2, seed=1, data={"batch_size": 8, "seq": 64, "epochs": None}, engine={"output": "two"}))
+    data = {"batch_size": 8, "seq": 64, "epochs": None}
+    two = read_run(write_run(tmp_path / "two", logged=2, seed=1, data=data, engine={"output": "two"}))
     assert differences([one, two]) == [("seed", ["0", "1"]), ("data.epochs", ["", "null"])]
     assert differences([one, one]) == []
     found = dict(results([one, two]))

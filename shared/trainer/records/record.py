@@ -1,4 +1,5 @@
-"""Chapter 12. Run records: what a run's folder says of it, whichever mode it is of, while it runs, afterwards, and where files are damaged.
+"""Chapter 12. Run records, for a list of runs and a comparison of runs: what a run's folder says of it, whichever mode it is of, while it
+runs, afterwards, and where files are damaged.
 
     config.yaml    settings, written at each start        metrics.jsonl   figures by step
     run.lock       held by a process that runs            results.json    the summary, written last
