@@ -13,7 +13,7 @@
 #   make test CHAPTER=06       one chapter's part of it: its floor, its comparisons with other libraries, its checks, its notebook
 #   make test-all              also what takes longer: other rounding and thread counts, mutation of the solutions
 #   make gpu                   checks and timings on an NVIDIA GPU, in slices that resume; ARGS=--list, ARGS="--slice attention"
-#   make install               the environment alone
+#   make install               the environment alone, with what `make run` needs; GROUP=lab, trackers or test adds packages
 #   make clean                 remove the environment and what runs left behind
 #
 # PYTHON=python3.13            which Python makes the environment (3.11 to 3.14; default: the first that is found)
@@ -25,6 +25,9 @@ WORDS    = $(strip $(if $(IMPL),impl=$(IMPL)) $(if $(BACKEND),parallel.backend=$
 VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/ready
+LAB     := $(VENV)/ready-lab
+TESTS   := $(VENV)/ready-test
+GROUPED := $(LAB) $(VENV)/ready-trackers $(TESTS)
 SCRIPT   = $(firstword $(wildcard chapters/$(CHAPTER)*/run.py))
 CHOSEN   = $(if $(CHAPTER),--chapter $(CHAPTER))
 NOTEBOOK = $(firstword $(wildcard notebooks/$(or $(CHAPTER),01)*.ipynb))
@@ -45,24 +48,25 @@ else
 	@$(BIN)/python chapters/12_grpo/train.py $(CONFIG) $(WORDS)
 endif
 
-lab: $(READY)
+lab: $(LAB)
 	@test -n "$(NOTEBOOK)" || { echo "There is no notebook of chapter $(CHAPTER). There are: $(wildcard notebooks/*.ipynb)"; exit 2; }
 	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(ARGS)
 
-test: $(READY)
+test: $(TESTS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --no-loadscope-reorder $(CHOSEN) $(ARGS)
 
-test-all: $(READY)
+test-all: $(TESTS)
 	@$(BIN)/python -m pytest $(ARGS)
 
-gpu: $(READY)
+gpu: $(TESTS)
 	@$(BIN)/python tests/gpu/run.py $(ARGS)
 
-install: $(READY)
+install: $(if $(GROUP),$(VENV)/ready-$(GROUP),$(READY))
 
-$(READY): pyproject.toml
-	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh .ci/install.sh $(VENV)
-	@touch $@
+# Each group of packages that pyproject.toml names has a file that says since when it is there; that of the tests holds the others.
+$(READY) $(GROUPED): pyproject.toml
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh .ci/install.sh $(VENV) $(patsubst ready-%,%,$(filter ready-%,$(notdir $@)))
+	@touch $@ $(READY) $(if $(filter $(TESTS),$@),$(GROUPED))
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .hypothesis

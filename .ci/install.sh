@@ -1,7 +1,8 @@
 #!/bin/sh
-# Makes the environment in the folder $1 and installs the course's packages into it. Called by `make`.
+# Makes the environment in the folder $1 and installs the course's packages into it, with the group $2 where there is one. Called by `make`.
 set -eu
 venv=$1
+group=${2:-}
 
 usable() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; }
 
@@ -25,6 +26,11 @@ if [ -n "${TORCH_INDEX:-}" ]; then
     echo "Installing $torch from $TORCH_INDEX ..."
     "$venv/bin/python" -m pip install --index-url "$TORCH_INDEX" "$torch"
 fi
-echo "Installing the packages (two to ten minutes the first time, most of it PyTorch) ..."
-"$venv/bin/python" -m pip install --editable .
+case "$group" in
+    lab) echo "Installing JupyterLab, which shows the notebooks ..." ;;
+    trackers) echo "Installing TensorBoard, W&B and MLflow, to which a run can send its figures ..." ;;
+    test) echo "Installing what only the tests need: pytest, and the libraries that results are compared with ..." ;;
+    *) echo "Installing what the course and the trainer run on (a few minutes the first time, most of it PyTorch) ..." ;;
+esac
+"$venv/bin/python" -m pip install --editable ".${group:+[$group]}"
 echo "Ready. \`$venv/bin/course\` is the course's command; \`source $venv/bin/activate\` puts it on your path."

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +26,11 @@ from shared.course.terminal import print_lines
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
 ENOUGH_DISK, LITTLE_DISK = 5 * 2**30, 2**30  # bytes free: for the longer runs; for a check and a notebook
+BRINGS = {  # what installs a group of packages
+    "lab": "`make lab` installs what it needs",
+    "trackers": "`make install GROUP=trackers` installs TensorBoard, W&B and MLflow",
+    "test": "`make test` installs what it needs",
+}
 INSTALL = "`make install` installs what pyproject.toml names."
 TRIED = {  # with which Python and PyTorch the README's commands were run, start to end; all others only resolve and install
     "3.11": "PyTorch 2.13.0 for CPUs, on Debian 12",
@@ -58,7 +63,7 @@ def examine(workspace: Path) -> Iterator[Finding]:
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     yield from guarded("Python", lambda: python_version(project["requires-python"]))
     yield command_on_path()
-    yield from packages(project["dependencies"])
+    yield from packages(project["dependencies"], project["optional-dependencies"])
     yield from guarded("PyTorch", devices)
     yield from guarded("corpus", corpus)
     yield core()
@@ -104,17 +109,32 @@ def command_on_path() -> Finding:
     return Finding(WARNING, "command", f"`course` is not on the PATH. Activate the environment: `. {shown(here.parent)}/activate`.")
 
 
-def packages(dependencies: list[str]) -> Iterator[Finding]:
-    """What pyproject.toml asks for, compared with what is installed. A pinned package of another version only moves figures."""
+def packages(dependencies: list[str], groups: Mapping[str, list[str]]) -> Iterator[Finding]:
+    """What pyproject.toml asks for, compared with what is installed. A pinned package of another version only moves figures, and a group that
+    is not installed keeps nothing from working."""
+    missing, findings = compare(dependencies)
+    yield from (Finding(PROBLEM, "packages", f"{name} is missing. {INSTALL}") for name in missing)
+    if not missing and not findings:
+        yield Finding(OK, "packages", f"all {len(dependencies)} that pyproject.toml names")
+    yield from findings
+    for group, wanted in groups.items():
+        missing, findings = compare([text for text in wanted if "[lab" not in text])
+        if missing:
+            findings = [Finding(OK, "packages", f"{count(len(missing), 'package')} of the group {group} missing: {BRINGS[group]}")]
+        yield from findings
+
+
+def compare(dependencies: list[str]) -> tuple[list[str], list[Finding]]:
+    """Names of packages that are missing, and findings about versions."""
     from packaging.requirements import Requirement
 
-    findings = []
+    missing, findings = [], []
     for text in dependencies:
         wanted = Requirement(text)
         try:
             version = metadata.version(wanted.name)
         except metadata.PackageNotFoundError:
-            findings.append(Finding(PROBLEM, "packages", f"{wanted.name} is missing. {INSTALL}"))
+            missing.append(wanted.name)
             continue
         if wanted.specifier.contains(version, prereleases=True):
             continue
@@ -122,7 +142,7 @@ def packages(dependencies: list[str]) -> Iterator[Finding]:
         consequence = "figures may differ from those in the notebooks" if pinned else "something may not work"
         sentence = f"{wanted.name} is {version}, wanted {wanted.specifier}: {consequence}. {INSTALL}"
         findings.append(Finding(WARNING if pinned else PROBLEM, "packages", sentence))
-    yield from findings or [Finding(OK, "packages", f"all {len(dependencies)} that pyproject.toml names")]
+    return missing, findings
 
 
 def devices() -> Finding:

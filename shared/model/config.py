@@ -109,7 +109,7 @@ class ExpertsConfig:
 
     def saved_bytes(
         self, config: "ModelConfig", rows: int, seq: int, width: int, ranks: int, imbalance: float
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, float]:
         """What such a layer of a resolved configuration keeps of [rows, seq] tokens (`shared.parallel.planning.activations.Saved`). width:
         bytes of a number in products. ranks: that hold the experts. imbalance: rows of this one's, in shares of an equal number."""
         raise NotImplementedError(f"{type(self).__name__} must define saved_bytes(config, rows, seq, width, ranks, imbalance).")

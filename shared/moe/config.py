@@ -128,7 +128,7 @@ class MixtureConfig(ExpertsConfig):
 
     def saved_bytes(
         self, config: ModelConfig, rows: int, seq: int, width: int, ranks: int, imbalance: float
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, float]:
         return saved_by_experts(config, rows, seq, width, ranks, imbalance)
 
     def split_numbers(self, config: ModelConfig, imbalance: float) -> float:

@@ -5,6 +5,7 @@ line, as in `optimizer.lr=0.003`. A key that does not exist is refused, with the
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,8 +57,9 @@ def implementation_asked(words: list[str]) -> str:
     return "reference"
 
 
-def parse_words(config_class: type[Config], words: list[str]) -> Config:
-    """The configuration that a command line asks for: CONFIG.yaml, then key=value words.
+def parse_words(config_class: type[Config], words: list[str], tell: Callable[[str], None] = lambda line: None) -> Config:
+    """The configuration that a command line asks for: CONFIG.yaml, then key=value words. Where the words shorten the run so much that
+    warm-up and decay have no room, these shrink with it, and `tell` gets a line that says so.
 
     Ends the process with one sentence and exit code 2 where the file cannot be read, or something is unknown or of the wrong type.
     """
@@ -74,9 +76,30 @@ def parse_words(config_class: type[Config], words: list[str]) -> Config:
         changes = dict(change.removeprefix("--").split("=", 1) for change in changes)
         if "schedule.steps" in changes:
             raise SettingError("schedule.steps is the length of the run: give steps.")
-        return with_one_length(config_class, with_words(config_class, read_settings(Path(path)), changes))
+        written = read_settings(Path(path))
+        settings = with_words(config_class, written, changes)
+        if "steps" in changes and not any(key.split(".")[0] == "schedule" for key in changes):
+            settings = with_shorter_schedule(written.get("steps"), settings, tell)
+        return with_one_length(config_class, settings)
     except CourseError as error:
         refuse(error)
+
+
+def with_shorter_schedule(planned: Any, settings: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """Settings whose warm-up and decay are shrunk in proportion, where a run that is shorter than `planned` has no room for them."""
+    schedule, steps = settings.get("schedule"), settings.get("steps")
+    if not isinstance(schedule, dict):
+        return settings
+    is_wsd = schedule.get("name") == "wsd"
+    names = ("warmup_steps", "decay_steps") if is_wsd else ("warmup_steps",) if schedule.get("name") != "constant" else ()
+    lengths = {name: schedule[name] for name in names if name in schedule}
+    if not all(type(length) is int for length in (planned, steps, *lengths.values())) or not 0 < steps < planned:
+        return settings  # a wrong value is refused with the other settings
+    if sum(lengths.values()) < steps + is_wsd:
+        return settings
+    shorter = {name: length * steps // planned for name, length in lengths.items()}
+    tell(f"{steps} of {planned} steps: {', '.join(f'schedule.{name} {length} becomes {shorter[name]}' for name, length in lengths.items())}.")
+    return settings | {"schedule": schedule | shorter}
 
 
 def parse_text(config_class: type[Config], text: str) -> Config:

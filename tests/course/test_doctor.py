@@ -43,11 +43,17 @@ def test_another_python_is_a_problem():
 
 def test_packages_missing_moved_or_too_old():
     torch = importlib.metadata.version("torch")
-    assert [found.level for found in doctor.packages([f"torch=={torch}", "rich"])] == [OK]
-    missing, moved, old = doctor.packages(["no-such-package-here", "torch==0.1", "rich>=999"])
+    assert [found.level for found in doctor.packages([f"torch=={torch}", "rich"], {"lab": ["click"]})] == [OK]
+    missing, moved, old = doctor.packages(["no-such-package-here", "torch==0.1", "rich>=999"], {})
     assert missing.level == PROBLEM and "no-such-package-here is missing. `make install`" in missing.sentence
     assert moved.level == WARNING and f"torch is {torch}, wanted ==0.1: figures may differ" in moved.sentence
     assert old.level == PROBLEM and "wanted >=999" in old.sentence
+
+
+def test_a_group_that_is_not_installed_is_no_problem_and_an_old_package_of_one_is():
+    all_there, absent, old = doctor.packages(["rich"], {"lab": ["no-such-package-here", "click"], "test": ["rich>=999"]})
+    assert all_there.level == absent.level == OK and old.level == PROBLEM
+    assert absent.sentence == "1 package of the group lab missing: `make lab` installs what it needs"
 
 
 def test_a_package_that_cannot_be_imported_is_a_finding():

@@ -8,10 +8,15 @@ from importlib import metadata
 import yaml
 
 from shared.corpus import EMBEDDED
+from shared.course.doctor import BRINGS
 from shared.course.paths import CHECKOUT
 
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PINS = dict(re.match(r"([\w-]+)(?:\[\w+\])?==([\w.]+)$", line).groups() for line in PROJECT["dependencies"] if "==" in line)
+GROUPS = PROJECT["optional-dependencies"]
+NAMED = [*PROJECT["dependencies"], *(line for lines in GROUPS.values() for line in lines)]
+PINS = dict(re.match(r"([\w-]+)(?:\[\w+\])?==([\w.]+)$", line).groups() for line in NAMED if "==" in line)
+
+COMMANDS = {"run": "", "lab": "lab", "test": "test", "test-all": "test", "gpu": "test", "install": "", "install GROUP=trackers": "trackers"}
 
 
 def make(*arguments: str) -> str:
@@ -24,7 +29,7 @@ def test_conda_takes_every_package_from_pyproject():
     environment = yaml.safe_load((CHECKOUT / "environment.yml").read_text(encoding="utf-8"))
     *conda, pip = environment["dependencies"]
     assert [entry.split("=")[0] for entry in conda] == ["python", "pip"]
-    assert pip == {"pip": ["--editable ."]}
+    assert pip == {"pip": ["--editable .[test]"]}
     assert environment["name"] == PROJECT["name"]
 
 
@@ -38,6 +43,19 @@ def test_what_is_installed_is_what_is_pinned():
     if installed["torch"].startswith("2.11."):
         installed["torch"] = PINS["torch"]
     assert installed == PINS
+
+
+def test_each_command_installs_the_packages_that_it_needs_and_no_more():
+    """Seen in a fresh folder: the group that pip is asked for."""
+    asked = {command: re.findall(r"install.sh \S+ *(\w*)$", make("--dry-run", *command.split(), "VENV=none"), re.M) for command in COMMANDS}
+    assert asked == {command: [group] for command, group in COMMANDS.items()}
+    assert set(COMMANDS.values()) == {"", *GROUPS} == {"", *BRINGS}
+    assert GROUPS["test"][0] == f"{PROJECT['name']}[lab,trackers]"
+
+
+def test_no_package_is_named_twice():
+    names = [re.match(r"[\w-]+", line).group() for line in NAMED]
+    assert len(names) == len(set(names))
 
 
 def test_make_without_a_target_explains_the_commands():

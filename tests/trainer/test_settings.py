@@ -59,6 +59,31 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, prepared, capsys, wor
 
 
 @pytest.mark.parametrize(
+    ("name", "words", "lengths", "told"),
+    [
+        ("wsd", ["steps=20"], (1, 5), ["20 of 260 steps: schedule.warmup_steps 20 becomes 1, schedule.decay_steps 65 becomes 5."]),
+        ("wsd", ["steps=84"], (6, 21), ["84 of 260 steps: schedule.warmup_steps 20 becomes 6, schedule.decay_steps 65 becomes 21."]),
+        ("wsd", ["steps=85"], (20, 65), []),
+        ("wsd", ["steps=520"], (20, 65), []),
+        ("cosine", ["steps=20"], (1, 65), ["20 of 260 steps: schedule.warmup_steps 20 becomes 1."]),
+        ("cosine", ["steps=21"], (20, 65), []),
+        ("constant", ["steps=2"], (20, 65), []),
+    ],
+)
+def test_warm_up_and_decay_shrink_with_a_run_that_words_shorten(tmp_path, prepared, name, words, lengths, told):
+    schedule, said = {"name": name, "warmup_steps": 20, "decay_steps": 65}, []
+    config = parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared, steps=260, schedule=schedule)), *words], said.append)
+    assert ((config.schedule.warmup_steps, config.schedule.decay_steps), said) == (lengths, told)
+
+
+def test_a_schedule_that_words_give_is_not_shrunk(tmp_path, prepared, capsys):
+    path = settings_file(tmp_path, prepared, steps=260, schedule={"name": "wsd", "warmup_steps": 20, "decay_steps": 65})
+    with pytest.raises(SystemExit):
+        parse_words(TrainerConfig, [str(path), "steps=20", "schedule.decay_steps=10"])
+    assert "warm-up and decay need 30 steps and the run has 20" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ({"optimizer": {"to_adamw": ["nothing*"]}}, "nothing"),

@@ -26,7 +26,7 @@ def require(module: str, package: str) -> Any:
     except ModuleNotFoundError as error:
         raise CourseError(
             f"This tracker needs the package {package}, which is not installed ({error}): "
-            f"`pip install {package}`, or leave the tracker out."
+            "`make install GROUP=trackers`, or leave the tracker out."
         ) from None
 
 

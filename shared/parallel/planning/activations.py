@@ -101,7 +101,7 @@ def activations(
     positions = tokens if packed else seq
     blocks: list[Saved] = []
     for layer in part.blocks:
-        saved = saved_in_block(model, layer, rows, seq, width, mask, slices, layout.expert_parallel, imbalance)
+        saved = saved_in_block(model, layer, rows, seq, width, mask, slices, layout, imbalance)
         copies = width * rounded_size(model, layer, layout) if rounds else 0
         rotation = 16 * positions * model.head_dim if model.position == "rope" else 0  # cos and sin, for all queries and for all keys
         blocks.append(saved._replace(everything=saved.everything + copies + rotation))
@@ -115,27 +115,30 @@ def activations(
         return Activations(kept, kept)
     full = how == "full"
     kept = sum(entering + (0 if full else block.products) for block in blocks) + throughout
-    again = valid + max(block.everything - entering - (0 if full else block.either) for block in blocks)
+    again = valid + max(block.everything - entering - (0 if full else block.products - block.left) for block in blocks)
     return Activations(kept + ends, kept + max(ends, again))
 
 
 class Saved(NamedTuple):
     """Bytes that a block keeps of a micro-batch. everything: without recomputation. products: with the selective one, beside the block's
-    input. either: what is kept with and without it, and so is not there a second time."""
+    input; the second forward pass takes them out again one by one. left: of them, what it does not come to."""
 
     everything: float
     products: float
-    either: float
+    left: float
 
 
 def saved_in_block(
-    model: ModelConfig, layer: int, rows: int, seq: int, width: int, mask: int, slices: int, ranks: int, imbalance: float
+    model: ModelConfig, layer: int, rows: int, seq: int, width: int, mask: int, slices: int, layout: ParallelConfig, imbalance: float
 ) -> Saved:
-    """Without rotations and rounded weights. Arguments: see `activations` and `saved_per_token`. ranks: that hold the experts together."""
+    """Without rotations and rounded weights. Arguments: see `activations` and `saved_per_token`."""
     sparse, tokens = is_sparse(model, layer), rows * seq
-    kinds = (saved_per_token(model, mask, slices, sparse), saved_products_per_token(model, sparse), saved_either_way(model, mask, sparse))
-    of_experts = model.experts.saved_bytes(model, rows, seq, width, ranks, imbalance) if sparse else (0, 0, 0)
-    return Saved(*(tokens * token_bytes(kind, width) + more for kind, more in zip(kinds, of_experts, strict=True)))
+    products = saved_products_per_token(model, sparse, layout.context_parallel)
+    left = {"products": 0 if sparse else model.hidden_size}  # of the last matrix, whose result no backward pass needs
+    kinds = (saved_per_token(model, mask, slices, sparse), products, left)
+    of_experts = model.experts.saved_bytes(model, rows, seq, width, layout.expert_parallel, imbalance) if sparse else (0, 0)
+    each = [tokens * token_bytes(kind, width) for kind in kinds]
+    return Saved(each[0] + of_experts[0], each[1] + of_experts[1], each[2])
 
 
 def saved_per_token(model: ModelConfig, mask: int = 0, slices: int = 1, sparse: bool = False) -> dict[str, float]:
@@ -162,22 +165,14 @@ def saved_per_token(model: ModelConfig, mask: int = 0, slices: int = 1, sparse: 
     }
 
 
-def saved_products_per_token(model: ModelConfig, sparse: bool = False) -> dict[str, int]:
-    """What selective recomputation keeps beside a block's input: the results of its matrix products and of attention."""
+def saved_products_per_token(model: ModelConfig, sparse: bool = False, ring: int = 1) -> dict[str, float]:
+    """What selective recomputation keeps beside a block's input: the results of its matrix products and of attention. ring: of how many
+    ranks; each computes 2 ring + 1 parts of attention, of half its tokens each, and all of them are kept."""
     inner, shared = heads(model)
+    parts = ring + 0.5 if ring > 1 else 1
     feed_forward = 0 if sparse else (2 if model.gated else 1) * model.intermediate_size + model.hidden_size
-    return {"products": 2 * inner + 2 * shared + model.hidden_size + feed_forward, "float32": model.num_attention_heads}
-
-
-def saved_either_way(model: ModelConfig, mask: int = 0, sparse: bool = False) -> dict[str, int]:
-    """What is kept with and without selective recomputation, and so is not there a second time."""
-    inner, shared = heads(model)
-    repeated = mask and inner != shared
-    unchanged = (0 if repeated else shared) + (0 if model.position == "rope" else inner + (0 if repeated else shared))
-    return {
-        "products": unchanged + inner + (0 if sparse else (2 if model.gated else 1) * model.intermediate_size),
-        "float32": model.num_attention_heads,
-    }
+    attention = inner + 2 * shared + parts * inner + model.hidden_size
+    return {"products": attention + feed_forward, "float32": parts * model.num_attention_heads}
 
 
 def heads(model: ModelConfig) -> tuple[int, int]:

@@ -9,7 +9,7 @@ Left out on purpose: batched products, whose padding depends on the routing.
 from shared.model.config import ModelConfig
 
 
-def saved_by_experts(config: ModelConfig, rows: int, seq: int, width: int, ranks: int, imbalance: float) -> tuple[float, float, float]:
+def saved_by_experts(config: ModelConfig, rows: int, seq: int, width: int, ranks: int, imbalance: float) -> tuple[float, float]:
     """What a layer keeps of [rows, seq] tokens; see `ExpertsConfig.saved_bytes`."""
     experts, tokens, size = config.experts, rows * seq, config.hidden_size
     number, k = experts.num_experts, experts.num_experts_per_tok
@@ -43,9 +43,4 @@ def saved_by_experts(config: ModelConfig, rows: int, seq: int, width: int, ranks
         "into shared experts": width * tokens * entries * shared,
         "out of shared experts": width * tokens * size * bool(shared),
     }
-    either = {
-        "logits": logits * z,
-        "into experts": width * arriving * entries * inner,
-        "into shared experts": width * tokens * entries * shared,
-    }
-    return sum(everything.values()), sum(products.values()), sum(either.values())
+    return sum(everything.values()), sum(products.values())
