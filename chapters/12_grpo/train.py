@@ -39,7 +39,9 @@ def main(words: list[str]) -> None:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun's own variable
-    config = parse_words(TrainerConfig, words if "LOCAL_RANK" in os.environ else with_start(words), print if is_first else lambda line: None)
+    config = parse_words(
+        TrainerConfig, words if "LOCAL_RANK" in os.environ else with_start(words), print if is_first else lambda line: None
+    )
     parallel = config.parallel
     world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
     train_model(config, Console(markup=False, emoji=False), world)

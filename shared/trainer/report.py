@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import Environment
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from shared.course import figures as style
@@ -126,8 +127,8 @@ def write_report(config: TrainerConfig, results: Results) -> None:
         content = png(figure)
         write_atomically(folder / f"{name}.png", content)
         pictures[name] = base64.b64encode(content).decode()
-    template = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    page = template.render(
+    page = rendered(
+        Path(__file__).with_name("report.html"),
         title=config.engine.output.name,
         summary=[(name, format_value(name, value)) for name, value in results.judged.summary.items()],
         pictures=pictures,
@@ -135,7 +136,13 @@ def write_report(config: TrainerConfig, results: Results) -> None:
         code=code_of(config.engine.output),
         config=yaml.safe_dump(provenance.plain(config), sort_keys=False),
     )
-    write_atomically(results.report, page.encode())
+    write_atomically(results.report, page)
+
+
+def rendered(template: Path, **values: Any) -> bytes:
+    """An HTML page from a Jinja template, in the style of all reports. Every value is escaped."""
+    style = Markup(Path(__file__).with_name("report.css").read_text(encoding="utf-8"))
+    return Environment(autoescape=True).from_string(template.read_text(encoding="utf-8")).render(style=style, **values).encode()
 
 
 def code_of(output: Path) -> dict[str, Any]:

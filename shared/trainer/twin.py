@@ -36,6 +36,7 @@ from shared.moe.config import MixtureModelConfig
 from shared.output_files import write_atomically
 from shared.parallel.config import ParallelConfig, layout_name, parse_layout
 from shared.preference.reward_model import as_reward_model
+from shared.preference.rollout import RolloutConfig
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.settings import read_settings, with_one_length
@@ -96,7 +97,10 @@ def twin_of(config: TrainerConfig, folder: Path, steps: int) -> TrainerConfig:
     )  # fmt: skip
     held_out = config.data.held_out_rows if config.mode in ("ppo", "grpo") else 2 * ranks
     model = config.model if config.start_from else small_model(config.model, parallel)
-    rollouts = {"prompts": 2 * ranks * config.grpo.minibatches, "answers": min(config.grpo.answers, 4), "new_tokens": NEW_TOKENS}
+
+    def rollouts(section: RolloutConfig) -> dict[str, int]:
+        return {"prompts": 2 * ranks * section.minibatches, "answers": min(section.answers, 4), "new_tokens": NEW_TOKENS}
+
     own: dict[str, Any] = {}
     if config.mode == "sft":
         own = {"chats": replace(config.chats, sources=(), tokenizer=None),
@@ -105,18 +109,21 @@ def twin_of(config: TrainerConfig, folder: Path, steps: int) -> TrainerConfig:
         made = replace(config.preferences.made, pairs=80, prompts=2, file=None)
         own = {"preferences": replace(config.preferences, sources=(), tokenizer=None, made=made)}
     if config.mode == "ppo":
-        own["ppo"] = replace(config.ppo, prompts=2 * ranks * config.ppo.minibatches, answers=min(config.ppo.answers, 4), new_tokens=NEW_TOKENS)
+        own["ppo"] = replace(config.ppo, **rollouts(config.ppo))
     if config.mode == "grpo":
         tasks = replace(config.grpo.tasks, sources=(), held_out=2, made=replace(config.grpo.tasks.made, training=40))
         rewards = [replace(part, folder=folder / "reward") if part.folder else part for part in config.grpo.rewards]
         overlong = min(config.grpo.overlong_tokens, NEW_TOKENS)
-        own["grpo"] = replace(config.grpo, **rollouts, overlong_tokens=overlong, tasks=tasks, rewards=tuple(rewards), held_out_answers=2)
+        own["grpo"] = replace(
+            config.grpo, **rollouts(config.grpo), overlong_tokens=overlong, tasks=tasks, rewards=tuple(rewards), held_out_answers=2,
+        )  # fmt: skip
     adapter = config.adapter
     if adapter and (rank := min(adapter.rank, WIDTH // 4)) < adapter.rank:
         adapter = replace(adapter, rank=rank, alpha=adapter.alpha * rank / adapter.rank)
     engine = replace(
         config.engine, output=folder / "run", device="cpu", compile=False, log_every=1, trackers=["console", "jsonl"],
-        evaluate_every=min(config.engine.evaluate_every, steps), early_stopping=0, checkpoint=replace(config.engine.checkpoint, every=steps),
+        evaluate_every=min(config.engine.evaluate_every, steps), early_stopping=0,
+        checkpoint=replace(config.engine.checkpoint, every=steps),
     )  # fmt: skip
     warmup, decay = (min(getattr(config.schedule, name), 1) for name in ("warmup_steps", "decay_steps"))
     return replace(
@@ -169,9 +176,10 @@ def make_twin(file: Path, words: Mapping[str, str], folder: Path, steps: int, la
         small = small_model(start_shape(settings, file), parallel)
         small_start(small, folder / "start")
         settings |= {"start_from": str(folder / "start"), "start_config": None}
-        if (settings.get("ppo") or {}).get("reward_model") or any("folder" in part for part in (settings.get("grpo") or {}).get("rewards", ())):
+        rewards, scored = (settings.get("grpo") or {}).get("rewards", ()), (settings.get("ppo") or {}).get("reward_model")
+        if scored or any("folder" in part for part in rewards):
             small_start(small, folder / "reward", reward=True)
-        if (settings.get("ppo") or {}).get("reward_model"):
+        if scored:
             settings["ppo"] |= {"reward_model": str(folder / "reward"), "reward_config": None}
     config = with_one_length(TrainerConfig, settings)
     twin = twin_of(config, folder, steps)
@@ -192,7 +200,7 @@ def run_twin(file: Path, words: Mapping[str, str], folder: Path, steps: int, lay
     console.print(f"{config.mode}, layout {word}, {twin.parallel.ranks} ranks; everything lands in {folder}.\n", soft_wrap=True)
     command = [sys.executable, "-m", "shared.trainer.start", word, str(folder / FILE), f"engine.output={twin.engine.output}"]
     if code := subprocess.run(command, check=False).returncode:
-        console.print(f"\nThe twin of {file} ended with exit code {code}: what it says above would stop the full run as well.", soft_wrap=True)
+        console.print(f"\nThe twin of {file} ended with exit code {code}: what it says would stop the full run too.", soft_wrap=True)
         return code
     metrics, _ = read_damaged(twin.engine.output / "metrics.jsonl")
     losses = [f"{entry['train/loss']:.3f}" for entry in metrics.values() if "train/loss" in entry]

@@ -54,6 +54,8 @@ def balance_stages(blocks: Sequence[float], stages: int, first: float = 0, last:
 def stage_blocks(model: ModelConfig, layout: ParallelConfig) -> list[range]:
     """For each stage of a pipeline the numbers of its blocks, as `layout.pipeline_layers` says."""
     asked, stages = layout.pipeline_layers, layout.pipeline_parallel * layout.pipeline_chunks
+    if stages == 1:
+        return [range(model.num_hidden_layers)]
     if isinstance(asked, str):
         blocks, first, last = stage_costs(model, asked)
         return balance_stages(blocks, stages, first, last)
