@@ -1,5 +1,6 @@
 """Floor 0. Commands of the trainer: what a user does with a configuration before it runs, and with a run afterwards."""
 
+import sys
 from pathlib import Path
 
 import click
@@ -11,7 +12,48 @@ from shared.course.errors import CourseError
 
 def add_to(group: click.Group) -> None:
     for command in (chat, twin):
+    for command in (plan, chat, rendezvous):
         group.add_command(command)
+
+
+@click.command(
+    cls=CourseCommand,
+    section=TRAINER,
+    epilog=examples(
+        "course plan chapters/12_grpo/laptop.yaml",
+        "course plan chapters/12_grpo/two_3090s.yaml --hardware 2x3090-nvlink",
+        "course plan chapters/12_grpo/two_3090s.yaml data.seq=2048 --layout fsdp2 --hardware 2x3090 --json",
+        "course plan chapters/12_grpo/two_3090s.yaml --hardware 8x3090 --search",
+        "course plan chapters/12_grpo/two_3090s.yaml --hardware 2x3090 --budget 8h",
+    ),
+)
+@click.argument("config", metavar="CONFIG", type=click.Path(path_type=Path))
+@click.argument("words", nargs=-1, metavar="[key=value]...")
+@click.option("--layout", help="In place of the file's degrees, such as dp2_tp2.")
+@click.option("--hardware", help="Machines x cards x device, such as 2x3090, 2x8xH100 or cpu.  [default: what is here]")
+@click.option("--model", help="A folder with a model, or a published one's name, where start_from is not there.")
+@click.option("--search", is_flag=True, help="Plan every layout of the hardware's cards, and list the fastest that fit.")
+@click.option("--budget", metavar="TIME", help="Propose a model's size and tokens for so much time, such as 8h, 90m or 3d.")
+@click.option("--json", "as_json", is_flag=True, help="All numbers, in bytes and seconds, for programs.")
+def plan(
+    config: Path, words: tuple[str, ...], layout: str | None, hardware: str | None, model: str | None, search: bool, budget: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Say what a run holds, sends and takes, before anything runs: memory by kind and rank, traffic, FLOPs, time, and what limits.
+
+    Nothing is downloaded, built or trained. Exit code 0: it fits. 1: it does not.
+    """
+    if search or budget:
+        if layout or (search and budget):
+            raise click.UsageError("--search and --budget choose the layout: give one of the three, --layout, --search or --budget.")
+        from shared.trainer.planner import choosing
+
+        if budget:
+            sys.exit(choosing.run_budget(terminal.open_console(), config, words, hardware, budget, as_json))
+        sys.exit(choosing.run_search(terminal.open_console(), config, words, hardware, model, as_json))
+    from shared.trainer.planner import command
+
+    sys.exit(command.run(terminal.open_console(), config, words, layout, hardware, model, as_json))
 
 
 @click.command(
@@ -61,3 +103,16 @@ def twin(config: Path, words: tuple[str, ...], steps: int, layout: str, output: 
         raise CourseError(f"{odd[0]!r} is not a setting: write key=value.")
     changes = dict(word.removeprefix("--").split("=", 1) for word in words)
     return run_twin(config, changes, output or Path("runs/twins") / config.stem, steps, layout, terminal.open_console())
+    epilog=examples("course rendezvous", "course rendezvous --address 192.168.1.10 --port 29400"),
+)
+@click.option("--address", default="127.0.0.1", show_default=True, help="Of this machine, by which the others reach it.")
+@click.option("--port", type=click.IntRange(1, 65535), default=29400, show_default=True, help="What --rdzv-endpoint of torchrun ends in.")
+def rendezvous(address: str, port: int) -> None:
+    """Hold the place where the machines of an elastic run meet, until Ctrl-C. Run it on a machine that stays.
+
+    Every machine that reaches the address can join the run: give one of a network that is yours alone.
+    """
+    from shared.trainer.elastic import hold_rendezvous
+
+    terminal.open_console().print(f"Machines meet at {address}:{port}: torchrun --rdzv-endpoint {address}:{port} --rdzv-conf is_host=0")
+    hold_rendezvous(address, port)

@@ -22,7 +22,7 @@ from shared.output_files import write_atomically
 
 CONFIG, CODE, START = "config.yaml", "code.json", "start.json"
 MAY_CHANGE = (  # decides nothing about the weights
-    "engine", "report", "impl", "parallel", "data.prepared", "data.held_out_rows", "data.prepare.workers",
+    "engine", "report", "impl", "parallel", "elastic", "data.prepared", "data.held_out_rows", "data.prepare.workers",
     "schedule.steps",  # the same as steps, which is compared
     "start_from", "start_config", "ppo.reward_model", "ppo.reward_config",  # paths; what they hold is compared, as `start`
 )  # fmt: skip

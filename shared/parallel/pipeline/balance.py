@@ -8,6 +8,7 @@ Left out on purpose: blocks cut in two, and stages whose ranks differ in speed.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Literal
 
@@ -62,7 +63,8 @@ def stage_blocks(model: ModelConfig, layout: ParallelConfig) -> list[range]:
     return [range(sum(asked[:stage]), sum(asked[: stage + 1])) for stage in range(stages)]
 
 
-def stage_costs(model: ModelConfig, by: Literal["flops", "memory"]) -> tuple[list[int], int, int]:
+@cache
+def stage_costs(model: ModelConfig, by: Literal["flops", "memory"]) -> tuple[tuple[int, ...], int, int]:
     """The cost of each block, what the first stage has more, and what the last one has more.
 
     flops: of a token's training step, in sequences as long as the model allows; looking up an embedding takes none. memory: parameters,
@@ -82,4 +84,4 @@ def stage_costs(model: ModelConfig, by: Literal["flops", "memory"]) -> tuple[lis
     else:
         first, last = 0, 6 * model.hidden_size * (model.vocab_size + model.hidden_size * (model.head == "mlm"))
         totals = [last, *(model_flops_per_token(part, model.max_position_embeddings) for part in parts)]
-    return [more - fewer for fewer, more in pairwise(totals)], first, last
+    return tuple(more - fewer for fewer, more in pairwise(totals)), first, last

@@ -62,8 +62,8 @@ ALL, ENDED = "all", "answers that end"
 
 
 class Answer(NamedTuple):
-    """A model's likeliest answer to a held-out prompt. score: 1 for right and 0 for wrong, or the hidden preference's reward. ended: whether the
-    model ended it before the limit."""
+    """A model's likeliest answer to a held-out prompt. score: 1 for right and 0 for wrong, or the hidden preference's reward. ended:
+    whether the model ended it before the limit."""
 
     kind: str
     prompt: str

@@ -1,7 +1,8 @@
 """Chapter 12. Hardware for planning: memory, bandwidth, links and efficiency of devices, with sources; `2x3090`, `2x8xH100`, `cpu`.
 
 Peaks of matrix products are in `shared.engine.metrics.peaks`. The efficiency is the one constant of a device that no data sheet has: the
-share of its peak that the products of a training step reach. It is the same for every layout and model, and never tuned to fit one.
+share of its peak that the products of a training step reach. It is the same for every layout and model. An A100's is fixed by the first
+row of Narayanan et al. 2021, table 1, an H100's by that of torchtitan's table 1 (chapters/12_grpo/PUBLISHED.md); a 3090's is an assumption.
 
     a device's products        FLOPs / (efficiency * peak)
     reading weights, caches    bytes / bandwidth
@@ -40,8 +41,9 @@ class Device:
     efficiency: float
 
 
+NVLINK, NETWORK = 3.4e-6, 1.4e-5  # latencies of a hop: NCCL's own, for its ring with the protocol Simple (tuning.cc); over PCIe 5.7e-6
 PCIE_HOST = Link(1e-5, 6e9)  # an assumption: every byte through the host's memory, eight lanes for each card; nccl-tests measure yours
-PCIE_P2P = Link(1e-5, 25e9)  # PCI-SIG: 16 lanes of PCIe 4.0 carry 31.5 GB/s; four fifths of it
+PCIE_P2P = Link(5.7e-6, 25e9)  # PCI-SIG: 16 lanes of PCIe 4.0 carry 31.5 GB/s; four fifths of it
 ETHERNET = 1.25e9  # 10 Gb/s
 RTX_3090 = "NVIDIA GeForce RTX 3090"
 
@@ -50,16 +52,16 @@ DEVICES = {
     "3090": Device(RTX_3090, 24e9, 936e9, PCIE_HOST, ETHERNET, 0.4),
     "3090-p2p": Device(RTX_3090, 24e9, 936e9, PCIE_P2P, ETHERNET, 0.4),  # with a driver that allows peer access
     # The same paper, "Third-Generation NVLink": four links, 56.25 GB/s in each direction.
-    "3090-nvlink": Device(RTX_3090, 24e9, 936e9, Link(1e-5, 56.25e9), ETHERNET, 0.4),
+    "3090-nvlink": Device(RTX_3090, 24e9, 936e9, Link(NVLINK, 56.25e9), ETHERNET, 0.4),
     # NVIDIA, "Ada GPU Architecture" white paper, appendix A: 24 GB, 1,008 GB/s; no NVLink.
     "4090": Device("NVIDIA GeForce RTX 4090", 24e9, 1008e9, PCIE_HOST, ETHERNET, 0.4),
     # NVIDIA A100 data sheet, SXM: 1,555 and 2,039 GB/s, NVLink 600 GB/s in both directions. DGX A100: eight InfiniBand links of 200 Gb/s.
-    "A100-40GB": Device("A100-SXM4-40GB", 40e9, 1555e9, Link(1e-5, 300e9), 200e9, 0.5),
-    "A100": Device("A100-SXM4-80GB", 80e9, 2039e9, Link(1e-5, 300e9), 200e9, 0.5),
+    "A100-40GB": Device("A100-SXM4-40GB", 40e9, 1555e9, Link(NVLINK, 300e9), 200e9, 0.456),
+    "A100": Device("A100-SXM4-80GB", 80e9, 2039e9, Link(NVLINK, 300e9), 200e9, 0.456),
     # NVIDIA H100 data sheet, SXM: 80 GB, 3.35 TB/s, NVLink 900 GB/s in both directions. DGX H100: eight InfiniBand links of 400 Gb/s.
-    "H100": Device("NVIDIA H100", 80e9, 3350e9, Link(1e-5, 450e9), 400e9, 0.45),
+    "H100": Device("NVIDIA H100", 80e9, 3350e9, Link(NVLINK, 450e9), 400e9, 0.393),
     # NVIDIA H200 data sheet, SXM: 141 GB, 4.8 TB/s; links as the H100's.
-    "H200": Device("NVIDIA H200", 141e9, 4800e9, Link(1e-5, 450e9), 400e9, 0.45),
+    "H200": Device("NVIDIA H200", 141e9, 4800e9, Link(NVLINK, 450e9), 400e9, 0.393),
 }
 CPU = "cpu"
 CPU_EFFICIENCY = 0.5
@@ -121,7 +123,7 @@ class Hardware:
         if self.machines == 1 or stride * ranks <= self.cards:
             return self.device.link
         together = max(self.cards // stride, 1)  # of the ring's ranks that are in one machine
-        return Link(2 * self.device.link.latency, min(self.device.link.bandwidth, self.device.network * min(together / self.cards, 1)))
+        return Link(NETWORK, min(self.device.link.bandwidth, self.device.network * min(together / self.cards, 1)))
 
 
 @cache

@@ -9,6 +9,7 @@ Left out on purpose: short-lived buffers (a chunk of logits, buckets under way),
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from shared.data.loader import equal_microbatches
 from shared.finetune.config import ALL_LINEAR, AdapterConfig
 from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts
@@ -170,8 +171,8 @@ def step_sizes(config: TrainerConfig) -> StepSizes:
     rows, ranks = config.data.micro_batch_size, config.parallel.data_ranks
     if config.mode in ROLLING:
         return StepSizes(rows, config.data.seq, max(-(-rows_of_answers(config) // (ranks * rows)), 1), precision)
-    share = config.data.batch_size // ranks
-    return StepSizes(min(rows, share), config.data.seq, share // min(rows, share), precision)
+    microbatches, rows = equal_microbatches(config.data.batch_size, rows, ranks)
+    return StepSizes(rows, config.data.seq, microbatches, precision)
 
 
 def rows_of_answers(config: TrainerConfig) -> int:

@@ -11,7 +11,7 @@ import torch
 from shared.model.config import ModelConfig
 from shared.model.counting import active_feed_forward_size, feed_forward_counts, parameter_counts
 from shared.parallel.config import layout_name
-from shared.parallel.planning.activations import model_of_rank, whole_of
+from shared.parallel.planning.activations import whole_of
 from shared.parallel.planning.frozen_costs import FrozenBase, adapter_size
 from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.modes import ROLLING
@@ -140,7 +140,7 @@ def parameters_of(config: TrainerConfig, trained: Trained) -> Parameters:
     active = total - unused + sum(active_feed_forward_size(model, layer) for layer in layers)
     if not trained.is_adapter:
         return Parameters(total, active, total)
-    updates = model.num_hidden_layers * adapter_size(model_of_rank(model, replace(config.parallel, tensor_parallel=1)), base_of(trained))
+    updates = model.num_hidden_layers * adapter_size(model, base_of(trained))
     return Parameters(total, active, updates)
 
 
@@ -155,6 +155,9 @@ def notes(config: TrainerConfig, memory: tuple[RankMemory, ...]) -> list[str]:
         found.append("There is no formula for all memory of this model, adapter or layout: what is shown is the least.")
     if config.mode in ROLLING:
         found.append("Prompts and answers are taken to be as long as they may be: a row for each answer.")
+        found.append("The time to start kernels is left out, which rules where one token of each answer is computed at a time.")
+    if config.mode == "dpo" and config.dpo.needs_reference and config.dpo.reference == "cached":
+        found.append("The reference's pass is counted for the pairs that the steps see; it runs over all pairs, before the first step.")
     if config.model.experts is not None:
         found.append("Experts are taken to get equally many rows.")
     if layout.backend == "torch":
