@@ -11,8 +11,7 @@ from shared.course.errors import CourseError
 
 
 def add_to(group: click.Group) -> None:
-    for command in (chat, twin):
-    for command in (plan, chat, rendezvous):
+    for command in (plan, twin, chat, rendezvous):
         group.add_command(command)
 
 
@@ -103,6 +102,11 @@ def twin(config: Path, words: tuple[str, ...], steps: int, layout: str, output: 
         raise CourseError(f"{odd[0]!r} is not a setting: write key=value.")
     changes = dict(word.removeprefix("--").split("=", 1) for word in words)
     return run_twin(config, changes, output or Path("runs/twins") / config.stem, steps, layout, terminal.open_console())
+
+
+@click.command(
+    cls=CourseCommand,
+    section=TRAINER,
     epilog=examples("course rendezvous", "course rendezvous --address 192.168.1.10 --port 29400"),
 )
 @click.option("--address", default="127.0.0.1", show_default=True, help="Of this machine, by which the others reach it.")
