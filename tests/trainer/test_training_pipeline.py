@@ -133,7 +133,7 @@ def test_a_pipeline_that_is_killed_in_every_stage_ends_with_the_same_weights(und
         assert not (tmp_path / "all" / stage / "stage.json").exists()
     done = finish(path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(": finished, in ") == 3 and "resum" in done.stdout.lower()
+    assert done.stdout.count(": finished, in ") == 3 and "Going on from step" in done.stdout
     require_same_weights(path, undisturbed)
 
 

@@ -28,6 +28,7 @@ CURVES = (  # of the figures that a run leaves
     "throughput",
 )  # fmt: skip
 PLAIN = ("bits per byte", "mean reward")  # how rows begin that are no shares
+BLANK = "(nothing but spaces)"
 WON = "win rate over the stage before"
 
 
@@ -161,7 +162,7 @@ def side_by_side(pipeline: Pipeline) -> Iterator[tuple[str, list[dict[str, Any]]
             {
                 "prompt": answers[number].prompt,
                 "wanted": answers[number].wanted,
-                "said": [(name, each[number].text, verdict_of(each[number].score, judged)) for name, each in said.items()],
+                "said": [(name, each[number].text.strip() or BLANK, verdict_of(each[number].score, judged)) for name, each in said.items()],
             }
             for number in numbers
         ]
