@@ -9,10 +9,11 @@ import click
 
 from shared.course import terminal
 from shared.course.click_group import TRAINER, CourseCommand, examples
+from shared.course.errors import CourseError
 
 
 def add_to(group: click.Group) -> None:
-    for command in (plan, chat, sample, evaluate, runs, report, rendezvous):
+    for command in (plan, twin, chat, sample, evaluate, runs, report, rendezvous):
         group.add_command(command)
 
 
@@ -113,6 +114,34 @@ def evaluate(
         raise click.UsageError("--include-path, --shots and --chat are for --lm-eval: a task's own file says shots and chat.")
     found = command.tasks_of(tasks, data, limit, samples)
     command.evaluate_and_show(console, path, found, Path(compare).expanduser() if compare else None, place, **opened)
+
+
+@click.command(
+    cls=CourseCommand,
+    section=TRAINER,
+    epilog=examples(
+        "course twin chapters/12_grpo/two_3090s_qlora.yaml",
+        "course twin chapters/12_grpo/two_3090s.yaml --layout tp2_sp --steps 10",
+        "course twin my.yaml precision=float32",
+    ),
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps.")
+@click.option("--layout", default="", help="Such as fsdp2 or dp2_tp2, in place of the file's.")
+@click.option("--output", type=click.Path(path_type=Path), help="Its folder.  [default: runs/twins/NAME]")
+def twin(config: Path, words: tuple[str, ...], steps: int, layout: str, output: Path | None) -> int:
+    """Dry-run a configuration: train a scaled-down twin of the very same file for a few steps, on processes of this machine's CPU.
+
+    Mode, layout, adapter, quantization, optimizer, precision and recomputation are the file's. Sizes shrink, text is made on the spot, and
+    a model to start from gets random weights, so nothing is downloaded.
+    """
+    from shared.trainer.twin import run_twin
+
+    if odd := [word for word in words if "=" not in word]:
+        raise CourseError(f"{odd[0]!r} is not a setting: write key=value.")
+    changes = dict(word.removeprefix("--").split("=", 1) for word in words)
+    return run_twin(config, changes, output or Path("runs/twins") / config.stem, steps, layout, terminal.open_console())
 
 
 @click.command(
