@@ -13,7 +13,7 @@ from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.template import ChatTemplate, spelt
 from shared.model.hf.files import read_json
 from shared.model.transformer import TransformerModel
-from shared.trainer.chat import Drawing, open_talk
+from shared.trainer.chat import AnswerSettings, open_talk
 from shared.trainer.evaluation.likelihood import LikelihoodScorer
 
 
@@ -53,7 +53,7 @@ def open_subject(path: Path, batch_tokens: int = 4096, device: str = "auto", pre
     Raises:
         CourseError: there is none, or it is no decoder.
     """
-    talk = open_talk(path, Drawing(), None)
+    talk = open_talk(path, AnswerSettings(), None)
     model, tokenizer = talk.model, talk.tokenizer
     if model.config.architecture != "decoder":
         raise CourseError(f"{path} is an {model.config.architecture}: likelihoods of text are those of a decoder. Give another model.")
