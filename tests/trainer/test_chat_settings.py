@@ -40,7 +40,7 @@ def test_an_answer_ends_before_its_first_stop_string(talk):
         stop = (whole[begin : begin + 3], "never in it", whole[-1] + "x")
         cut, stopped = answer(talk, stop=stop)
         assert cut == whole[: min(whole.find(each) for each in stop if each in whole)]
-        assert stopped.tokens <= unstopped.tokens and not stopped.cut_off
+        assert (stopped.tokens < unstopped.tokens or begin > 0) and not stopped.cut_off
     assert unstopped.cut_off and answer(talk, stop=("never in it", whole[-2:] + "x"))[0] == whole
 
 

@@ -67,9 +67,10 @@ def lines(body: bytes) -> list[dict]:
 
 
 def test_an_answer_is_what_the_terminal_prints_and_ends_with_its_figures(server, talk):
-    status, headers, body = request(server, body=ASK | {"settings": {"drawing": {"temperature": 0.9}, "new_tokens": 12, "seed": 3}})
+    settings = {"drawing": {"temperature": 0.9}, "new_tokens": 12, "seed": 3}
+    status, headers, body = request(server, body=ASK | {"settings": settings, "system": "Brief."})
     *pieces, last = lines(body)
-    expected = replace(talk, settings=replace(SETTINGS, drawing=Drawing(0.9, 40), seed=3), messages=[])
+    expected = replace(talk, settings=replace(SETTINGS, drawing=Drawing(0.9, 40), seed=3), system="Brief.", messages=[])
     assert status == 200 and headers["Content-Type"].startswith("application/x-ndjson")
     assert "".join(each["text"] for each in pieces) == "".join(expected.answer("What is 3 plus 4?"))
     assert {name: last[name] for name in ("done", "tokens", "dropped")} == {"done": True, "tokens": expected.tokens, "dropped": 0}
