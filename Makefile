@@ -7,6 +7,7 @@
 #   make run MODE=sft          fine-tune that model on conversations; ARGS="adapter.rank=16" trains an adapter (course chat RUN talks to it)
 #   make run MODE=dpo          ... then learn from pairs which answers are preferred; MODE=reward trains a reward model, MODE=ppo against it
 #   make run MODE=grpo         ... then let it teach itself: it tries tasks that a program checks
+#   make run PIPELINE=laptop   all of it: pretraining, fine-tuning, DPO and GRPO, one from the other, with one report (PIPELINE=my.yaml)
 #   make run CHAPTER=01        a chapter's own run script; its options are ARGS="--steps 500 --data my_texts", ARGS=--help
 #   make lab                   JupyterLab on the first chapter; make lab CHAPTER=02 on that one
 #   make test                  what must hold before every commit
@@ -20,6 +21,7 @@
 # TORCH_INDEX=ADDRESS          where to take PyTorch from, for its smaller build without CUDA: see the README
 
 CONFIG  ?= chapters/12_grpo/laptop$(if $(filter-out pretrain,$(MODE)),_$(MODE)).yaml
+CHAIN    = $(if $(filter %.yaml %.yml,$(PIPELINE)),$(PIPELINE),chapters/12_grpo/pipelines/$(PIPELINE).yaml)
 ARGS    ?=
 WORDS    = $(strip $(if $(IMPL),impl=$(IMPL)) $(if $(BACKEND),parallel.backend=$(BACKEND)) $(ARGS))
 VENV    := .venv
@@ -42,6 +44,8 @@ run: $(READY)
 ifdef CHAPTER
 	@test -n "$(SCRIPT)" || { echo "There is no chapter $(CHAPTER) with a run script. There are: $(wildcard chapters/*/run.py)"; exit 2; }
 	@$(BIN)/python $(SCRIPT) $(if $(IMPL),--impl $(IMPL)) $(ARGS)
+else ifdef PIPELINE
+	@$(BIN)/python -m shared.trainer.pipeline.chain $(CHAIN) $(if $(LAYOUT),layout=$(LAYOUT)) $(WORDS)
 else ifdef LAYOUT
 	@$(BIN)/python -m shared.trainer.start $(LAYOUT) $(CONFIG) $(WORDS)
 else

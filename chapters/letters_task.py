@@ -48,7 +48,7 @@ def gold_reward(prompt: Sequence[int], answer: Sequence[int]) -> float:
 
 
 def written(completion: Any) -> list[int]:
-    return completion.ids[:-1] if completion.ended else completion.ids
+    return completion.said
 
 
 def gold_of(samples: Sequence[Any]) -> list[float]:

@@ -109,7 +109,7 @@ def prompt_of(numbers: tuple[int, int]) -> list[int]:
 
 def answered(completion: Any) -> str:
     """What an answer says, without its end."""
-    return text_of(completion.ids[:-1] if completion.ended else completion.ids)
+    return text_of(completion.said)
 
 
 def reward_of_sums(pairs: Sequence[tuple[int, int]]) -> Callable[[Sequence[Any]], list[float]]:

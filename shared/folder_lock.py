@@ -219,6 +219,14 @@ def held_folder(folder: Path, leads: bool, console: Console) -> Iterator[FolderL
         yield lock
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process seems to hold a folder, by its heartbeat; asked without a lock of its own, which a run that begins would meet."""
+    try:
+        return abs(time.time() - (folder / NAME).stat().st_mtime) < 3 * BEAT
+    except OSError:
+        return False
+
+
 def same_file(path: Path, handle: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))

@@ -33,13 +33,15 @@ def main(words: list[str]) -> None:
         refuse(error)
     from shared.parallel.comm.processes import from_torchrun
     from shared.trainer.config import TrainerConfig
+    from shared.trainer.elastic import layout_for_those_there
     from shared.trainer.run import train_model
     from shared.trainer.settings import parse_words
     from shared.trainer.start import with_start
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    is_first = os.environ.get("RANK", "0") == "0"  # torchrun's own variable
-    config = parse_words(TrainerConfig, words if "LOCAL_RANK" in os.environ else with_start(words), print if is_first else lambda line: None)
+    say = print if os.environ.get("RANK", "0") == "0" else lambda line: None  # torchrun's own variable
+    config = parse_words(TrainerConfig, words if "LOCAL_RANK" in os.environ else with_start(words), say)
+    config = layout_for_those_there(config) if config.elastic else config
     parallel = config.parallel
     world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
     train_model(config, Console(markup=False, emoji=False), world)

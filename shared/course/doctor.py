@@ -110,8 +110,8 @@ def command_on_path() -> Finding:
 
 
 def packages(dependencies: list[str], groups: Mapping[str, list[str]]) -> Iterator[Finding]:
-    """What pyproject.toml asks for, compared with what is installed. A pinned package of another version only moves figures, and a group that
-    is not installed keeps nothing from working."""
+    """What pyproject.toml asks for, compared with what is installed. A pinned package of another version only moves figures, and a group
+    that is not installed keeps nothing from working."""
     missing, findings = compare(dependencies)
     yield from (Finding(PROBLEM, "packages", f"{name} is missing. {INSTALL}") for name in missing)
     if not missing and not findings:

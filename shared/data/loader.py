@@ -2,7 +2,8 @@
 
 Rows are counted globally, in the order in which training sees them: step k takes rows k * batch_size and on, rank r its share of
 them. So the position is one number for all ranks, and a run that stops after n rows resumes with row n, also with other ranks,
-another batch or micro-batch size. It counts rows that were handed out, not those that the thread has made in advance.
+another batch or micro-batch size. It counts rows that were handed out, not those that the thread has made in advance. Where ranks do not
+divide a batch, shares differ by one row and are filled up with padding, so that all ranks run the same number of equal micro-batches.
 
 Left out on purpose: moving batches to a device, which is the engine's (chapter 04), and worker processes: slicing rows out of
 memory-mapped files takes one thread under 1 % of a training step.
@@ -62,7 +63,7 @@ class StatefulLoader:
     Args:
         dataset: where the rows come from.
         batch_size: rows in a step, over all ranks.
-        micro_batch_size: rows in a micro-batch.
+        micro_batch_size: rows in a micro-batch, at most.
         rank, ranks: which share of each step this loader yields.
         prefetch: steps to make ahead in a thread; 0 for none.
 
@@ -71,16 +72,19 @@ class StatefulLoader:
         skipped: segments of this rank's rows that stayed as they were because the transform's result did not fit.
 
     Raises:
-        CourseError: sizes that do not divide, or a rank that is not there.
+        CourseError: sizes below 1, or a rank that is not there.
     """
 
     def __init__(
         self, dataset: RowDataset, *, batch_size: int, micro_batch_size: int | None = None, rank: int = 0, ranks: int = 1, prefetch: int = 2
     ):
-        micro_batch_size = micro_batch_size or max(1, batch_size // max(ranks, 1))
+        micro_batch_size = micro_batch_size or max(1, -(-batch_size // max(ranks, 1)))
         require_sizes(batch_size, micro_batch_size, rank, ranks)
         self.dataset, self.rank, self.ranks, self.prefetch = dataset, rank, ranks, prefetch
-        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
+        self.batch_size, self.share, self.micro_batch_size = batch_size, batch_size, micro_batch_size
+        if ranks > 1:
+            count, self.micro_batch_size = equal_microbatches(batch_size, micro_batch_size, ranks)
+            self.share = count * self.micro_batch_size
         self.position, self.sample, self.skipped = dataset.initial_state(), 0, 0
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -96,14 +100,14 @@ class StatefulLoader:
     def steps(self) -> Iterator[Step]:
         """All steps from here on; run by the thread, so it changes nothing of the loader."""
         position, sample = self.position, self.sample
-        share = self.batch_size // self.ranks
+        first, last = (self.batch_size * rank // self.ranks for rank in (self.rank, self.rank + 1))
         while True:
             indices, position = self.dataset.next_indices(position, self.batch_size)
             if not indices:
                 return
             sample += len(indices)
-            rows = [self.dataset.row(index) for index in indices[self.rank * share : (self.rank + 1) * share]]
-            tensors = [row.tensors for row in rows] + [self.dataset.padding() for _ in range(share - len(rows))]
+            rows = [self.dataset.row(index) for index in indices[first:last]]
+            tensors = [row.tensors for row in rows] + [self.dataset.padding() for _ in range(self.share - len(rows))]
             microbatches = split_batch(stack_rows(tensors), self.micro_batch_size)
             yield Step(microbatches, position, sample, sum(row.skipped for row in rows))
 
@@ -235,8 +239,17 @@ def require_sizes(batch_size: int, micro_batch_size: int, rank: int, ranks: int)
         raise CourseError(f"batch_size is {batch_size}, micro_batch_size {micro_batch_size}, ranks {ranks}: give at least 1 of each.")
     if not 0 <= rank < ranks:
         raise CourseError(f"There is no rank {rank} among {ranks}: ranks count from 0.")
-    if batch_size % ranks:
-        raise CourseError(f"batch_size is {batch_size} and cannot be shared equally among {ranks} ranks: give a multiple of {ranks}.")
+
+
+def equal_microbatches(batch_size: int, micro_batch_size: int, ranks: int) -> tuple[int, int]:
+    """A rank's micro-batches of a step, and the rows in each of them: as few of both as hold the largest share of a batch.
+
+    >>> equal_microbatches(16, 4, 2), equal_microbatches(16, 4, 3), equal_microbatches(16, 8, 4)
+    ((2, 4), (2, 3), (1, 4))
+    """
+    share = -(-batch_size // ranks)
+    count = -(-share // micro_batch_size)
+    return count, -(-share // count)
 
 
 def shortened(value: Any) -> str:

@@ -10,11 +10,12 @@ Left out on purpose: how a model is trained or sharded, and token ids with a mea
 import difflib
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
-
 
 MOST_BLOCKS = 10_000
 RENAMED = {"fused": "sdpa", "naive": "eager"}  # values of `attention` in older configurations
+hints_of = cache(get_type_hints)  # which takes a millisecond, and is asked for with each configuration that is made
 
 
 def require_choices(record: object) -> None:
@@ -23,11 +24,10 @@ def require_choices(record: object) -> None:
     Raises:
         ValueError: names the field, the value and the choices.
     """
-    for name, hint in get_type_hints(type(record)).items():
+    for name, hint in hints_of(type(record)).items():
         if get_origin(hint) is Literal and getattr(record, name) not in get_args(hint):
             value, choices = getattr(record, name), get_args(hint)
-            nearest = difflib.get_close_matches(str(value), choices, n=1)
-            nearest = [RENAMED[value]] if value in RENAMED else nearest
+            nearest = [RENAMED[value]] if value in RENAMED else difflib.get_close_matches(str(value), choices, n=1)
             offered = f" Did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"{name} is {value!r}: choose {', '.join(map(repr, choices))}.{offered}")
 

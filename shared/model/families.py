@@ -71,9 +71,12 @@ PRESETS: dict[str, Choices] = {
     "llama-3.2-3b": LLAMA32 | sizes(28, 3072, 24, intermediate_size=8192, head_dim=128),
     "qwen2-0.5b": QWEN2 | sizes(24, 896, 14, intermediate_size=4864, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
     "qwen2-7b": QWEN2 | sizes(28, 3584, 28, intermediate_size=18944, num_key_value_heads=4),
+    "qwen2.5-1.5b": QWEN2 | sizes(28, 1536, 12, intermediate_size=8960, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
     "qwen3-0.6b": QWEN3 | sizes(28, 1024, 16, intermediate_size=3072, num_key_value_heads=8, tie_word_embeddings=True),
     "qwen3-8b": QWEN3 | sizes(36, 4096, 32, intermediate_size=12288, num_key_value_heads=8),
     "mistral-7b": MISTRAL | sizes(32, 4096, 32, intermediate_size=14336),
+    "mistral-7b-v0.3": MISTRAL
+    | sizes(32, 4096, 32, intermediate_size=14336, vocab_size=32768, sliding_window=None, rope_theta=1e6),
     "bert-base": BERT | sizes(12, 768, 12),
     "bert-large": BERT | sizes(24, 1024, 16),
     "t5-small": T5_FIRST | sizes(6, 512, 8, head_dim=64, intermediate_size=2048, logit_scale=512**-0.5),

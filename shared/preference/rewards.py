@@ -25,7 +25,7 @@ def reward_of_texts(function: Callable[[str, str], float], texts: Sequence[str],
     def reward(samples: Sequence[Sample]) -> list[float]:
         found = []
         for sample in samples:
-            answer = decode(sample.completion.ids[:-1] if sample.completion.ended else sample.completion.ids)
+            answer = decode(sample.completion.said)
             try:
                 found.append(function(texts[sample.prompt], answer))
             except Exception as error:

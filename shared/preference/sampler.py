@@ -34,6 +34,11 @@ class Completion(NamedTuple):
     log_probs: list[float]
     ended: bool
 
+    @property
+    def said(self) -> list[int]:
+        """Its tokens without the one that ended it."""
+        return self.ids[:-1] if self.ended else self.ids
+
 
 class Sampler(Protocol):
     """Draws an answer to each prompt. `PlainSampler` is one."""

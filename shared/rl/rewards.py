@@ -101,7 +101,7 @@ class RewardSet:
         self.warned: set[str] = set()
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        answers = [self.decode(each.completion.ids[:-1] if each.completion.ended else each.completion.ids) for each in samples]
+        answers = [self.decode(each.completion.said) for each in samples]
         tasks = [self.tasks[each.prompt] for each in samples]
         columns, failures = {}, [0.0] * len(samples)
         for name in self.weights:

@@ -72,7 +72,7 @@ class Answering:
         return {
             "seq": data.seq,
             "batch_size": data.batch_size,
-            "micro_batch_size": min(data.micro_batch_size, data.batch_size // mesh.data.size),
+            "micro_batch_size": data.micro_batch_size,
             "seed": config.seed,
             "epochs": data.epochs,
             "held_out_rows": held_out_rows,

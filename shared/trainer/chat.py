@@ -5,7 +5,7 @@
     7
 
 A model without a chat template, such as a pretrained one, continues each line by itself. An encoder-decoder writes one text for each that
-it reads. Lines may be piped in.
+it reads. Lines may be piped in. `course sample` answers one prompt; `shared.trainer.web` is the same conversation in a browser.
 """
 
 import sys
@@ -28,8 +28,7 @@ from shared.model.hf.files import read_json
 from shared.model.hf.generation import START
 from shared.model.transformer import TransformerModel
 from shared.moe.config import MixtureModelConfig
-from shared.rl.generation import Drawing as TokenDrawing
-from shared.rl.generation import stream_answer
+from shared.rl.generation import Drawing, stream_answer
 from shared.trainer import provenance
 from shared.trainer.initial_weights import find_initial_weights
 
@@ -38,30 +37,53 @@ UNFINISHED = "\ufffd"  # the replacement character, which a decoder shows of a c
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """How answers are drawn. temperature: 0 takes the likeliest token. top_k: among how many. new_tokens: at most, in an answer."""
+class AnswerSettings:
+    """How answers are drawn.
 
-    temperature: float = 0.7
-    top_k: int | None = 40
+    Args:
+        drawing: temperature, top-k, top-p, min-p and repetition penalty.
+        new_tokens: of an answer at most.
+        stop: strings that end an answer, which then ends before the first of them.
+        seed: of what is drawn.
+
+    Raises:
+        ValueError: names the setting.
+    """
+
+    drawing: Drawing = Drawing(temperature=0.7, top_k=40)  # noqa: RUF009 (frozen)
     new_tokens: int = 128
+    stop: tuple[str, ...] = ()
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < 1:
+            raise ValueError(f"new_tokens is {self.new_tokens}: give at least 1.")
+        if "" in self.stop:
+            raise ValueError("stop has an empty string, which would end every answer at once: leave it out.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}: give a whole number from 0 to 2**63 - 1.")
 
 
 @dataclass
 class Talk:
-    """A model that is talked to, and what was said. template: None for a model that continues text. dropped: turns that the context had no
-    room for."""
+    """A model that is talked to, and what was said.
+
+    template: None for a model that continues text. dropped: turns that the context had no room for. tokens: of the last answer. cut_off:
+    whether the last answer reached `new_tokens` or the end of the context before it was complete.
+    """
 
     model: TransformerModel
     tokenizer: TextTokenizer
     template: ChatTemplate | None
-    drawing: Drawing = Drawing()
+    settings: AnswerSettings = AnswerSettings()
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     dropped: int = 0
+    tokens: int = 0
+    cut_off: bool = False
 
     def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.drawing.seed)
+        self.generator = torch.Generator().manual_seed(self.settings.seed)
         self.context = self.model.config.max_position_embeddings - count_virtual_tokens(self.model)
         self.is_pair = self.model.config.architecture == "encoder-decoder"
         ends = self.model.token_ids.get("eos_token_id")
@@ -73,28 +95,34 @@ class Talk:
         self.messages, self.dropped = [], 0
 
     def answer(self, text: str) -> Iterator[str]:
-        """What the model says to a text, piece by piece. It is remembered when it is complete.
+        """What the model says to a text: a piece for each token, "" where it completes no character. Remembered when it is complete.
 
         Raises:
             CourseError: the text has no room in the context, or the template refuses it.
         """
         turn = {"role": "user", "content": text}
-        prompt = self.fitting(turn)
+        prompt, settings = self.fitting(turn), self.settings
+        room = self.context - (1 if self.is_pair else len(prompt)) + 1
         ids: list[int] = []
-        shown = ""
+        said, stopped = "", False
         seed = int(torch.randint(2**62, (), generator=self.generator))  # another one for each answer
         for token in stream_answer(
-            self.model, prompt, self.drawing.new_tokens, context=self.model.config.max_position_embeddings, stops=self.stops,
-            start_id=self.start_id(), drawing=TokenDrawing(self.drawing.temperature, self.drawing.top_k), seeds=[seed],
+            self.model, prompt, settings.new_tokens, context=self.model.config.max_position_embeddings, stops=self.stops,
+            start_id=self.start_id(), drawing=settings.drawing, seeds=[seed],
         ):  # fmt: skip
             ids.append(token)
-            said = self.tokenizer.decode(ids)
-            if not said.endswith(UNFINISHED):
-                yield said[len(shown) :]
-                shown = said
-        yield self.tokenizer.decode(ids)[len(shown) :]
+            written = self.tokenizer.decode(ids)
+            ready = before_stop(written, settings.stop)
+            yield ready[len(said) :]
+            said = ready
+            if stopped := any(each in written for each in settings.stop):
+                break
+        if not stopped and (rest := self.tokenizer.decode(ids)[len(said) :]):  # half a stop string, or half a character
+            yield rest
+            said += rest
+        self.tokens, self.cut_off = len(ids), not stopped and len(ids) == min(settings.new_tokens, room)
         if self.template:
-            self.messages += [turn, {"role": "assistant", "content": self.tokenizer.decode(ids)}]
+            self.messages += [turn, {"role": "assistant", "content": said}]
 
     def start_id(self) -> int | None:
         """What the decoder of an encoder-decoder reads first."""
@@ -102,7 +130,7 @@ class Talk:
 
     def fitting(self, turn: Message) -> list[int]:
         """The ids of the prompt. The oldest turns are forgotten, question and answer together, until there is room for an answer too."""
-        room = max(1, self.context - min(self.drawing.new_tokens, self.context // 2))
+        room = max(1, self.context - min(self.settings.new_tokens, self.context // 2))
         while len(ids := self.prompt([*self.messages, turn])) > room and self.messages:
             self.messages, self.dropped = self.messages[2:], self.dropped + 1
         if len(ids) >= self.context or not ids:
@@ -118,7 +146,7 @@ class Talk:
         return ChatEncoder(self.tokenizer).prompt(self.template, [*before, *messages])
 
 
-def open_talk(path: Path, drawing: Drawing, system: str | None) -> Talk:
+def open_talk(path: Path, settings: AnswerSettings, system: str | None) -> Talk:
     """The model of a run or of a folder.
 
     Raises:
@@ -140,12 +168,21 @@ def open_talk(path: Path, drawing: Drawing, system: str | None) -> Talk:
     template = ChatTemplate.load(folder) if has_template else None
     if template:
         template.variables.setdefault("eos_token", tokenizer.end)
-    return Talk(model.eval(), tokenizer, template, drawing, system if template else None)
+    return Talk(model.eval(), tokenizer, template, settings, system if template else None)
 
 
-def talk(console: Console, run: str, system: str | None, drawing: Drawing) -> None:
+def before_stop(text: str, stop: tuple[str, ...]) -> str:
+    """What may be shown of a text that grows: up to its first stop string, without an end that may become one or half a character."""
+    if found := [text.index(each) for each in stop if each in text]:
+        return text[: min(found)]
+    text = text.rstrip(UNFINISHED)
+    begun = [size for each in stop for size in range(1, len(each)) if text.endswith(each[:size])]
+    return text[: len(text) - max(begun, default=0)]
+
+
+def talk(console: Console, run: str, system: str | None, settings: AnswerSettings) -> None:
     """Read lines and answer them, until there are no more."""
-    talking = open_talk(Path(run).expanduser(), drawing, system)
+    talking = open_talk(Path(run).expanduser(), settings, system)
     if sys.stdin.isatty():
         kind = "It answers in turns" if talking.template else "It has no chat template, so it continues each line"
         terminal.say(console, f"{kind}. {RESET} forgets what was said; Ctrl-D ends.")
@@ -160,16 +197,30 @@ def talk(console: Console, run: str, system: str | None, drawing: Drawing) -> No
         print()
 
 
+def sample(run: str, prompt: str, number: int, system: str | None, settings: AnswerSettings) -> None:
+    """Print answers to one prompt, an empty line between two; each has a random stream of its own."""
+    talking = open_talk(Path(run).expanduser(), settings, system)
+    for count in range(number):
+        if count:
+            print()
+        print_pieces(talking.answer(prompt))
+        talking.reset()
+
+
 def print_answer(console: Console, talking: Talk, line: str) -> None:
     dropped = talking.dropped
     try:
-        for piece in talking.answer(line):
-            print(printable(piece), end="", flush=True)
-        print()
+        print_pieces(talking.answer(line))
     except CourseError as error:
         terminal.say(console, str(error), "red")
     if talking.dropped > dropped:
         terminal.say(console, f"({talking.dropped} of the oldest turns are out of the model's context now.)")
+
+
+def print_pieces(pieces: Iterator[str]) -> None:
+    for piece in pieces:
+        print(printable(piece), end="", flush=True)
+    print()
 
 
 def printable(text: str) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from shared.course.typed import usable_path
 from shared.data.fim import FimConfig
+from shared.data.loader import equal_microbatches
 from shared.data.prepare import PrepareConfig
 from shared.engine.config import EngineConfig, require
 from shared.engine.metrics.peaks import measure_peak
@@ -187,6 +188,7 @@ class TrainerConfig:
         precision: of the matrix products; auto measures whether bfloat16 is faster here. Weights are float32.
         max_grad_norm: the longest gradient that is stepped with; null for no clipping.
         parallel: how the run is parallelized over processes, which torchrun starts.
+        elastic: whether the data axes shrink and grow with the ranks that torchrun starts, at each start (`shared.trainer.elastic`).
         engine: how the run is watched, saved and ended.
         report: what the report shows.
     """
@@ -212,6 +214,7 @@ class TrainerConfig:
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_grad_norm: float | None = 1.0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    elastic: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
 
@@ -251,15 +254,16 @@ class TrainerConfig:
         require_experts(self.model, self.parallel.expert_parallel)
         share, left = divmod(self.data.batch_size, self.parallel.data_ranks)
         require(
-            left == 0,
+            left == 0 or self.elastic,
             f"data.batch_size is {self.data.batch_size} and cannot be shared equally among {self.parallel.data_ranks} ranks "
             f"(parallel.data_parallel x fully_sharded): give a multiple of {self.parallel.data_ranks}.",
         )
         require(
-            share % min(self.data.micro_batch_size, share) == 0,
+            share % min(self.data.micro_batch_size, max(share, 1)) == 0 or self.elastic,
             f"A rank's share of the batch is {share} rows and not a multiple of data.micro_batch_size, {self.data.micro_batch_size}.",
         )
-        stages, microbatches = self.parallel.pipeline_parallel, share // min(self.data.micro_batch_size, share)
+        stages = self.parallel.pipeline_parallel
+        microbatches, _ = equal_microbatches(self.data.batch_size, self.data.micro_batch_size, self.parallel.data_ranks)
         if stages > 1:
             require_stages(self.model.resolved(), self.parallel)
             make_schedule(self.parallel.pipeline_schedule, stages, microbatches, self.parallel.pipeline_chunks)

@@ -143,7 +143,7 @@ class TaskPolicyOptimization(Rolling, Answering):
         seeds = [stream_seed(f"held-out {number}", config.seed) for number in range(len(prompts) * count)]
         with torch.no_grad(), evaluating(model):
             drawn = sampler(model, [prompt for prompt in prompts for _ in range(count)], seeds, lambda is_open: is_open)
-        said = [self.tokenizer.decode(each.ids[:-1] if each.ended else each.ids) for each in drawn]
+        said = [self.tokenizer.decode(each.said) for each in drawn]
         right = torch.tensor(self.right([task for task in self.tasks for _ in range(count)], said)).eq(1).reshape(-1, count)
         counts = right.sum(dim=1).tolist()
         return texts, {2**power: mean_pass_at_k(counts, count, 2**power) for power in range(count.bit_length())}

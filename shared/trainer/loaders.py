@@ -31,7 +31,7 @@ def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[Stat
         text.documents,
         seq=data.seq,
         batch_size=data.batch_size,
-        micro_batch_size=min(data.micro_batch_size, data.batch_size // mesh.data.size),
+        micro_batch_size=data.micro_batch_size,
         seed=config.seed,
         rank=mesh.data.rank,
         ranks=mesh.data.size,

@@ -22,7 +22,7 @@ from shared.output_files import write_atomically
 
 CONFIG, CODE, START = "config.yaml", "code.json", "start.json"
 MAY_CHANGE = (  # decides nothing about the weights
-    "engine", "report", "impl", "parallel", "data.prepared", "data.held_out_rows", "data.prepare.workers",
+    "engine", "report", "impl", "parallel", "elastic", "data.prepared", "data.held_out_rows", "data.prepare.workers",
     "schedule.steps",  # the same as steps, which is compared
     "start_from", "start_config", "ppo.reward_model", "ppo.reward_config",  # paths; what they hold is compared, as `start`
 )  # fmt: skip
@@ -90,17 +90,22 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def require_same(saved: dict, now: dict, output: Path) -> None:
+    if differing := differences(saved, now):
+        raise CourseError(
+            f"{output} holds a run of another configuration: {', '.join(differing)}. "
+            "Give the same to continue it, or another engine.output to begin a new one."
+        )
+
+
+def differences(saved: dict, now: dict) -> list[str]:
+    """The first keys that decide the weights and differ, each with both values."""
     before, after = flat(saved), flat(now)
-    differing = [
+    found = [
         f"{key} ({before.get(key)!r} there, {after.get(key)!r} here)"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not may_change(key)
     ]
-    if differing:
-        raise CourseError(
-            f"{output} holds a run of another configuration: {', '.join(differing[:4])}{' ...' if len(differing) > 4 else ''}. "
-            "Give the same to continue it, or another engine.output to begin a new one."
-        )
+    return [*found[:4], *(["..."] * (len(found) > 4))]
 
 
 def may_change(key: str) -> bool:

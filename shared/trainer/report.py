@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import Environment
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from shared.course import figures as style
@@ -18,6 +19,7 @@ from shared.data.completion import Gap
 from shared.output_files import write_atomically
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
+from shared.trainer.elastic import Era
 
 SHOWN = 3  # answers of each kind
 Series = list[tuple[int, float]]
@@ -111,11 +113,12 @@ def by_kind(entries: Sequence[Any]) -> dict[str, list[Any]]:
 
 @dataclass
 class Results:
-    """All that the report shows. metrics: step -> name -> value, as the run logged them."""
+    """All that the report shows. metrics: step -> name -> value, as the run logged them. eras: the starts of an elastic run."""
 
     metrics: dict[int, dict[str, float]]
     judged: Judged
     report: Path
+    eras: list[Era] = field(default_factory=list)
 
 
 def write_report(config: TrainerConfig, results: Results) -> None:
@@ -126,16 +129,23 @@ def write_report(config: TrainerConfig, results: Results) -> None:
         content = png(figure)
         write_atomically(folder / f"{name}.png", content)
         pictures[name] = base64.b64encode(content).decode()
-    template = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    page = template.render(
+    page = rendered(
+        Path(__file__).with_name("report.html"),
         title=config.engine.output.name,
         summary=[(name, format_value(name, value)) for name, value in results.judged.summary.items()],
         pictures=pictures,
         judged=results.judged,
+        eras=results.eras,
         code=code_of(config.engine.output),
         config=yaml.safe_dump(provenance.plain(config), sort_keys=False),
     )
-    write_atomically(results.report, page.encode())
+    write_atomically(results.report, page)
+
+
+def rendered(template: Path, **values: Any) -> bytes:
+    """An HTML page from a Jinja template, in the style of all reports. Every value is escaped."""
+    style = Markup(Path(__file__).with_name("report.css").read_text(encoding="utf-8"))
+    return Environment(autoescape=True).from_string(template.read_text(encoding="utf-8")).render(style=style, **values).encode()
 
 
 def code_of(output: Path) -> dict[str, Any]:
@@ -201,6 +211,8 @@ def curves(results: Results, names: dict[str, str], label: str, zero: bool = Fal
     for title, points in present.items():
         marker = "o" if len(points) < 40 else None
         axes.plot(*zip(*points, strict=True), label=title, marker=marker, markersize=3, color=colours.get(title))
+    for era in results.eras[1:]:
+        axes.axvline(era.step, color="0.6", linestyle=":", linewidth=1)
     axes.set(xlabel="training step", ylabel=label)
     if zero:
         axes.set_ylim(bottom=0)

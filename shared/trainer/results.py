@@ -31,7 +31,8 @@ from shared.trainer.callbacks import peak_memory
 from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.config import TrainerConfig
 from shared.trainer import provenance
-from shared.trainer.fitting import step_sizes
+from shared.trainer.elastic import eras
+from shared.trainer.planner.memory import step_sizes
 from shared.trainer.initial_weights import with_adapter
 from shared.trainer.report import Results, format_value, write_report
 
@@ -66,7 +67,7 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         **(compared := compare_with_single_process(config)),
         **(known_causes(config) if compared else {}),
     }
-    results = Results(metrics, replace(judged, summary=summary), config.engine.output / "report.html")
+    results = Results(metrics, replace(judged, summary=summary), config.engine.output / "report.html", eras(config.engine.output))
     write_report(config, results)
     keep(results, config.engine.output / "results.json")
     show(results, console)

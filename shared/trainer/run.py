@@ -44,6 +44,7 @@ from shared.trainer import provenance
 from shared.trainer.callbacks import Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.dpo import PreferenceTuning
+from shared.trainer.elastic import History, note_end, require_one_folder
 from shared.trainer.fitting import require_memory
 from shared.trainer.grpo import TaskPolicyOptimization
 from shared.trainer.initial_weights import InitialWeights, find_initial_weights, fingerprint_of, float_remark
@@ -99,7 +100,9 @@ def train_model(config: TrainerConfig, console: Console, world: Communicator | N
     console = console if world.rank == 0 else Console(quiet=True)
     require_agreement(world, "configuration", config)  # first of all: what follows has ranks meet as the configuration says
     with ExitStack() as held, broken_connections_named(world):  # from before the first file of the run to after the last
-        leads = ranks_that_share(world, config.engine.output)[0] == world.rank
+        sharing = ranks_that_share(world, config.engine.output)
+        agreed(world, lambda: require_one_folder(config, sharing, world))
+        leads = sharing[0] == world.rank
         agreed(world, lambda: held.enter_context(held_folder(config.engine.output, leads, console)))
         run = build(config, console, world)
         loader, held_out = run.mode.loaders(run.config, run.strategy)
@@ -107,7 +110,9 @@ def train_model(config: TrainerConfig, console: Console, world: Communicator | N
         if engine.step < config.steps and engine.leaving:
             console.print(f"The same command resumes from step {engine.step}.", highlight=False)
             raise SystemExit(128 + signal.Signals[engine.stopped])
-        return evaluate_and_report(run, console)
+        results = evaluate_and_report(run, console)
+        note_end(config, world)
+        return results
 
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
@@ -133,6 +138,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     strategy = parallel_model(config, mesh, device, start, mode.shaped)
     scaler = LossScaler() if config.precision == "float16" else None
     costs, traffic = Costs(), Traffic(mesh.world.trace)
+    watching = [costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]
     engine = RuntimeEngine(
         strategy,
         build_optimizer(strategy.optim_params, config.optimizer, strategy.routes),
@@ -140,7 +146,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
         objective=autocast_objective(mode.objective, config.precision),
         runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
         updater=Update(config.max_grad_norm, scaler, strategy.grad_norm),
-        callbacks=[costs, traffic, *mode.callbacks(config), *callbacks_of(config, device, scaler)],
+        callbacks=[*watching, *mode.callbacks(config), *callbacks_of(config, device, scaler)],
         console=console,
     )
     announce(config, mode, start, device, console, float_remark(strategy.module, config.adapter))

@@ -98,7 +98,9 @@ def with_shorter_schedule(planned: Any, settings: dict[str, Any], tell: Callable
     if sum(lengths.values()) < steps + is_wsd:
         return settings
     shorter = {name: length * steps // planned for name, length in lengths.items()}
-    tell(f"{steps} of {planned} steps: {', '.join(f'schedule.{name} {length} becomes {shorter[name]}' for name, length in lengths.items())}.")
+    tell(
+        f"{steps} of {planned} steps: {', '.join(f'schedule.{name} {length} becomes {shorter[name]}' for name, length in lengths.items())}."
+    )
     return settings | {"schedule": schedule | shorter}
 
 

@@ -130,10 +130,15 @@ def main(words: list[str]) -> None:
     if ranks == 1:
         os.execv(command[0], command)
     from shared.trainer.config import TrainerConfig
+    from shared.trainer.elastic import keep_running
 
-    parse_words(TrainerConfig, command[command.index(str(TRAIN)) + 1 :])  # or each rank would refuse the same, and torchrun add a page
+    # Refused here, or each rank would refuse the same, and torchrun add a page.
+    config = parse_words(TrainerConfig, command[command.index(str(TRAIN)) + 1 :])
     # torchrun gives each process one thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    if config.elastic:
+        place = command.index("--nproc-per-node") + 1
+        sys.exit(keep_running(config, lambda count: torchrun([*command[3:place], str(count), *command[place + 1 :]])))
     sys.exit(torchrun(command[3:]))
 
 

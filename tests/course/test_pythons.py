@@ -34,7 +34,19 @@ def test_every_place_that_names_pythons_names_these():
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_pin_has_wheels(python, system, tmp_path):
     """uv resolves all of pyproject.toml for that Python and system, without building or installing anything."""
-    command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--extra", "test", "--quiet", "--output-file", str(tmp_path / "pins.txt")]
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "compile",
+        "pyproject.toml",
+        "--extra",
+        "test",
+        "--quiet",
+        "--output-file",
+        str(tmp_path / "pins.txt"),
+    ]
     command += ["--python-version", python, "--python-platform", system, "--only-binary", ":all:", "--no-binary", SOURCE_ONLY]
     environment = os.environ | {"MACOSX_DEPLOYMENT_TARGET": "14.0", "UV_NATIVE_TLS": "true"}  # certificates of this machine
     done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=600)

@@ -149,9 +149,19 @@ def test_a_state_of_other_data_is_refused_by_name(store, other, change, said):
         PackedLoader(changed.pop("store"), batch_size=2, **changed).load_state_dict(state)
 
 
-def test_sizes_that_do_not_divide_are_refused(store):
+@pytest.mark.parametrize(("batch_size", "ranks"), [(16, 3), (7, 4), (2, 3)])
+def test_ranks_that_do_not_divide_a_batch_share_its_rows_in_order_and_run_equal_micro_batches(store, batch_size, ranks):
+    whole = next(iter(PackedLoader(store, seq=SEQ, batch_size=batch_size)))[0]["input_ids"]
+    loaders = [PackedLoader(store, seq=SEQ, batch_size=batch_size, micro_batch_size=4, rank=rank, ranks=ranks) for rank in range(ranks)]
+    steps = [next(iter(loader)) for loader in loaders]
+    assert len({tuple(batch["input_ids"].shape for batch in step) for step in steps}) == 1
+    assert len({batch["input_ids"].shape for batch in steps[0]}) == 1 and len(steps[0][0]["input_ids"]) <= 4
+    rows = [torch.cat([batch["input_ids"][(batch["targets"] != IGNORED).any(1)] for batch in step]) for step in steps]
+    assert torch.equal(torch.cat(rows), whole) and max(map(len, rows)) - min(map(len, rows)) <= 1
+
+
+def test_sizes_that_cannot_be_are_refused(store):
     for options, said in (
-        ({"batch_size": 5, "ranks": 2}, "give a multiple of 2"),
         ({"batch_size": 4, "ranks": 2, "rank": 2}, "There is no rank 2 among 2"),
         ({"batch_size": 0}, "give at least 1 of each"),
     ):

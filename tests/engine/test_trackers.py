@@ -199,7 +199,10 @@ def test_a_missing_package_is_one_sentence_and_training_goes_on(name, module, mo
     monkeypatch.setitem(sys.modules, module, None)
     recorder = Recorder()
     said = printed(make_engine(tmp_path, [make_tracker(name), recorder]).fit(Loader(), steps=2))
-    assert re.search("is set aside.*needs the package .* `make install GROUP=trackers`, or leave the tracker out", said) and said.count("set aside") == 1
+    assert (
+        re.search("is set aside.*needs the package .* `make install GROUP=trackers`, or leave the tracker out", said)
+        and said.count("set aside") == 1
+    )
     assert list(recorder.logs) == [1, 2]
 
 

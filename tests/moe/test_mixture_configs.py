@@ -15,7 +15,8 @@ from shared.parallel.planning.memory import StepSizes, estimate_memory
 from shared.parallel.planning.pipeline_costs import estimate_ranks
 from shared.trainer import fitting
 from shared.trainer.config import TrainerConfig
-from shared.trainer.fitting import memory_needed, step_sizes
+from shared.trainer.fitting import memory_needed
+from shared.trainer.planner.memory import step_sizes
 from shared.trainer.settings import merged, parse_text, read_settings
 
 GIB = 2**30

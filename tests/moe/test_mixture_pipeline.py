@@ -37,7 +37,7 @@ def test_the_cost_of_a_stage_in_memory_is_what_its_modules_hold(config):
     model = TransformerModel(config, MIXTURE)
     size = lambda *modules: sum(p.numel() for module in modules for p in module.parameters())  # noqa: E731
     ends = size(model.embedding), size(model.head, model.stack.final_norm)
-    assert stage_costs(config, "memory") == ([size(block) for block in model.stack.blocks.values()], *ends)
+    assert stage_costs(config, "memory") == (tuple(size(block) for block in model.stack.blocks.values()), *ends)
 
 
 def test_gradients_in_two_parts_of_products_in_16_bits_are_those_of_one_backward_pass():

@@ -7,6 +7,7 @@ python tests/parity/memory_products.py --write   write the page
 import argparse
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +41,11 @@ from shared.parallel.comm.trace import CommTrace  # noqa: E402
 from shared.parallel.config import ParallelConfig  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.parallelize import apply_parallel  # noqa: E402
+from shared.parallel.planning.data_costs import data_exchanges, norm_exchange, weights_of  # noqa: E402
+from shared.parallel.planning.expert_costs import expert_exchanges  # noqa: E402
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes  # noqa: E402
-from shared.parallel.planning.pipeline_costs import estimate_ranks  # noqa: E402
+from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts, step_exchanges  # noqa: E402
+from shared.parallel.planning.tensor_costs import context_exchanges  # noqa: E402
 from shared.trainer.axes import RUN_AXES  # noqa: E402
 
 PAGE = CHECKOUT / "chapters" / "12_grpo" / "MEMORY.md"
@@ -159,6 +163,29 @@ def compared(case: Case, found: list[Kept]) -> dict[str, tuple[float, float]]:
     return {kind: max(of_ranks, key=lambda both: abs(deviation(both[1], both[0]))) for kind, of_ranks in pairs.items()}
 
 
+def exchanged(case: Case, found: list[Kept]) -> list[tuple[dict, dict]]:
+    """By stage of a pipeline, (operation, axis) -> calls and bytes of a step, predicted and traced, as means of its ranks. What a ring
+    receives is what it sends."""
+    cell, optimizer = case
+    layout, config, each_stage = cell.parallel(), MODELS[cell.model], []
+    size = layout.ranks // layout.pipeline_parallel
+    for stage, part in enumerate(held_parts(config, layout)):
+        predicted, traced, weights = Counter[tuple](), Counter[tuple](), weights_of(config, layout, part)
+        for kept in found[stage * size : (stage + 1) * size]:
+            step = replace(STEP, imbalance=kept.imbalance)
+            for each in (
+                *data_exchanges(weights, layout, step, optimizer == "muon", stage=stage), *norm_exchange(layout),
+                *step_exchanges(config, layout, OPTIMIZERS[optimizer], step, stage), *context_exchanges(config, layout, step, part),
+                *expert_exchanges(config, layout, step, part),
+            ):  # fmt: skip
+                predicted.update({(each.operation, each.axis, "calls"): each.calls / size})
+                predicted.update({(each.operation, each.axis, "bytes"): each.calls * each.bytes / size})
+            for what, counts in (("calls", kept.trace.calls()), ("bytes", kept.trace.bytes())):
+                traced.update({(*key, what): count / size for key, count in counts.items() if key != ("receive", "cp")})
+        each_stage.append((dict(predicted), dict(traced)))
+    return each_stage
+
+
 def table() -> Iterator[str]:
     yield f"| layout | model | recomputed | optimizer | {' | '.join(NAMES)} |"
     yield "|" + "---|" * (4 + len(NAMES))
@@ -183,9 +210,12 @@ TEXT = """\
 [chapter 09's parity table](../09_mixture_of_experts/PARITY.md), in which every three facts that are allowed together meet: axes, sequence
 parallelism, ZeRO's stage, model, recomputation, optimizer. Predictions are the formulas of `shared.parallel.planning`, by which `course
 plan` and the refusal of a run that cannot fit reckon; they see the configuration, and of experts spread over ranks the number of rows that
-arrived. Measured are storages behind tensors on thread ranks, each once, in a first step of two micro-batches of 3 rows of 48 tokens:
-predicted / measured bytes, on the rank that is farthest from its prediction. `tests/parity/test_12_memory.py` requires 5 % of every kind
-and of their sum on each rank, of a part of the layouts in the quick tests and of all in the slow ones.
+arrived. Calls and bytes of what is sent are the ledger's exactly, with AdamW; Muon's gathers of matrices are means where they are cut
+unevenly, and those of experts over their ranks have no formula.
+
+Measured are storages behind tensors on thread ranks, each once, in a first step of two micro-batches of 3 rows of 48 tokens: predicted /
+measured bytes, on the rank that is farthest from its prediction. `tests/parity/test_12_memory.py` requires 5 % of every kind and of their
+sum on each rank, and AdamW's calls and bytes exactly, of a part of the layouts in the quick tests and of all in the slow ones.
 
 The model has 4 blocks of width 64, two key and value heads for four of queries, 512 tokens and a tied embedding; with experts, three of
 its feed-forward layers are mixtures of 8 experts of width 48 with a shared one. Of Muon's state under ZeRO the ranks' mean is compared:

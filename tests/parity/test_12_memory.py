@@ -1,7 +1,7 @@
-"""Floor 12: what each rank holds of a training step is what the planner's formulas say, on every layout of the covering set."""
+"""Floor 12: what each rank holds and sends in a training step is what the planner's formulas say, on the layouts of the covering set."""
 
 import pytest
-from memory_products import COVERING, PAGE, WITHIN, compared, on_ranks
+from memory_products import COVERING, PAGE, WITHIN, compared, exchanged, on_ranks
 from products import case_of
 
 QUICK = COVERING[:16]  # up to four ranks: every axis, every recomputation, both optimizers
@@ -10,8 +10,12 @@ QUICK = COVERING[:16]  # up to four ranks: every axis, every recomputation, both
 @pytest.mark.parametrize("line", [*QUICK, *(pytest.param(line, marks=pytest.mark.slow) for line in COVERING[len(QUICK) :])])
 def test_each_rank_holds_what_is_predicted(line):
     case = case_of(line)
-    kinds = compared(case, on_ranks(case))
+    found = on_ranks(case)
+    kinds = compared(case, found)
     assert {kind: both for kind, both in kinds.items() if not abs(both[1] - both[0]) <= WITHIN * both[0]} == {}
+    if line.endswith("adamw"):
+        for predicted, traced in exchanged(case, found):
+            assert predicted == pytest.approx(traced, rel=1e-9)
     assert f"| {' | '.join(line.split())} |" in PAGE.read_text(encoding="utf-8")
 
 

@@ -35,7 +35,7 @@ def test_flops_of_stages_are_what_pytorch_counts(family):
         model(torch.zeros(rows, seq, dtype=torch.int64))
     found = {name: 3 * sum(each.values()) / (rows * seq) for name, each in counter.get_flop_counts().items()}
     blocks, first, last = stage_costs(config, "flops")
-    assert [found[f"TransformerModel.stack.blocks.{number}"] for number in range(4)] == blocks
+    assert [found[f"TransformerModel.stack.blocks.{number}"] for number in range(4)] == [*blocks]
     assert (found.get("TransformerModel.embedding", 0), found["TransformerModel.head"]) == (first, last)
 
 

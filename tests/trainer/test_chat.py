@@ -11,10 +11,11 @@ from tuned_runs import base_run, tuned_config, tuned_file
 
 from shared.course.cli import cli
 from shared.course.errors import CourseError
-from shared.trainer.chat import Drawing, open_talk
+from shared.rl.generation import Drawing
+from shared.trainer.chat import AnswerSettings, open_talk
 from shared.trainer.run import train_model
 
-LIKELIEST = Drawing(temperature=0.0, new_tokens=8)
+LIKELIEST = AnswerSettings(Drawing(temperature=0.0), new_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_virtual_tokens_are_read_before_every_prompt(tmp_path, base):
     words = ("adapter.kind=prompt", "adapter.virtual_tokens=5", "instructions.tasks=6", "optimizer.name=adamw")
     config = tuned_config(tmp_path, base, *words)
     results = train_model(config, Console(file=io.StringIO()))
-    talk = open_talk(tmp_path / "run", Drawing(temperature=0.0, new_tokens=config.report.new_tokens), None)
+    talk = open_talk(tmp_path / "run", AnswerSettings(Drawing(temperature=0.0), config.report.new_tokens), None)
     for task in results.judged.answered[:2]:
         talk.reset()
         assert "".join(talk.answer(task.prompt)) == task.after

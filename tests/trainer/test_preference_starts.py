@@ -14,7 +14,7 @@ from tuned_runs import base_run, tuned_file
 
 from shared.model.hf.pretrained import load_pretrained
 from shared.trainer import start
-from shared.trainer.chat import Drawing, open_talk
+from shared.trainer.chat import AnswerSettings, open_talk
 from shared.trainer.initial_weights import find_initial_weights
 from shared.trainer.run import train_model
 
@@ -95,4 +95,4 @@ def test_a_policy_and_its_checkpoint_are_talked_to_and_started_from(tmp_path, ba
     checkpoint = find_initial_weights(output / "checkpoints" / "step-00000002").load()
     exported = load_pretrained(output / "model")
     assert all((mine == theirs).all() for mine, theirs in zip(checkpoint.parameters(), exported.parameters(), strict=True))
-    assert isinstance("".join(open_talk(output, Drawing(new_tokens=4), None).answer("What is 3 plus 4?")), str)
+    assert isinstance("".join(open_talk(output, AnswerSettings(new_tokens=4), None).answer("What is 3 plus 4?")), str)

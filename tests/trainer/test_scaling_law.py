@@ -96,7 +96,9 @@ def test_parabolas_find_the_optima_of_a_law_with_equal_exponents():
 
 def test_a_minimum_that_the_runs_do_not_show_is_not_taken_for_one():
     law, flops = CHINCHILLA, 1e20
-    runs = [(flops, Point(size, flops / 6 / size, law.loss(size, flops / 6 / size))) for size in law.optimum(flops)[0] * np.array([3, 6, 12])]
+    runs = [
+        (flops, Point(size, flops / 6 / size, law.loss(size, flops / 6 / size))) for size in law.optimum(flops)[0] * np.array([3, 6, 12])
+    ]
     [profile] = isoflop_profiles(runs)
     assert not profile.inside
     with pytest.raises(ValueError, match="0 budgets of 1 have their minimum"):

@@ -12,7 +12,8 @@ from shared.data.tokenizer import TextTokenizer
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
-from shared.trainer.chat import Drawing, open_talk
+from shared.rl.generation import Drawing
+from shared.trainer.chat import AnswerSettings, open_talk
 from shared.trainer.config import TrainerConfig
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
@@ -37,7 +38,7 @@ def test_pairs_of_texts_train_an_encoder_decoder_that_answers_as_its_report_says
     results = train_model(config, Console(file=io.StringIO()))
     trained = load_pretrained(tmp_path / "run" / "model")
     assert any((a != b).any() for a, b in zip(trained.parameters(), model.parameters(), strict=True))
-    talk = open_talk(tmp_path / "run", Drawing(temperature=0.0, new_tokens=6), None)
+    talk = open_talk(tmp_path / "run", AnswerSettings(Drawing(temperature=0.0), 6), None)
     for task in results.judged.answered[:2]:
         assert "".join(talk.answer(task.prompt)) == task.after
 

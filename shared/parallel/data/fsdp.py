@@ -152,16 +152,21 @@ class FullySharded(DataEngine):
     # The parts of a step.
 
     def runner(self, runner: Runner) -> Runner:
-        """Under a pipeline `reshard_after_forward: false` keeps weights and gradients unsharded until the last backward pass."""
+        """Each micro-batch's objective finds all weights sharded, which it may look at before its forward pass. Under a pipeline
+        `reshard_after_forward: false` keeps weights and gradients unsharded until the last backward pass."""
 
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
-            self.always_unsharded = True
+            def on_shards(model: nn.Module, batch: Batch) -> Totals:
+                self.reduce_rest()  # a block whose input needs no gradient, as over a frozen embedding, is still gathered
+                return objective(model, batch)
+
+            self.always_unsharded = self.keep_unsharded and self.mesh.pp.size > 1
             try:
-                return runner(model, microbatches, objective)
+                return runner(model, microbatches, on_shards)
             finally:
                 self.always_unsharded = False
 
-        return run if self.keep_unsharded and self.mesh.pp.size > 1 else runner
+        return run
 
     def finish(self) -> None:
         """All-reduce the gradients' shards over the replicas, once every backward pass has reduce-scattered its gradients."""

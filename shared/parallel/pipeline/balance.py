@@ -8,6 +8,7 @@ Left out on purpose: blocks cut in two, and stages whose ranks differ in speed.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Literal
 
@@ -54,13 +55,16 @@ def balance_stages(blocks: Sequence[float], stages: int, first: float = 0, last:
 def stage_blocks(model: ModelConfig, layout: ParallelConfig) -> list[range]:
     """For each stage of a pipeline the numbers of its blocks, as `layout.pipeline_layers` says."""
     asked, stages = layout.pipeline_layers, layout.pipeline_parallel * layout.pipeline_chunks
+    if stages == 1:
+        return [range(model.num_hidden_layers)]
     if isinstance(asked, str):
         blocks, first, last = stage_costs(model, asked)
         return balance_stages(blocks, stages, first, last)
     return [range(sum(asked[:stage]), sum(asked[: stage + 1])) for stage in range(stages)]
 
 
-def stage_costs(model: ModelConfig, by: Literal["flops", "memory"]) -> tuple[list[int], int, int]:
+@cache
+def stage_costs(model: ModelConfig, by: Literal["flops", "memory"]) -> tuple[tuple[int, ...], int, int]:
     """The cost of each block, what the first stage has more, and what the last one has more.
 
     flops: of a token's training step, in sequences as long as the model allows; looking up an embedding takes none. memory: parameters,
@@ -80,4 +84,4 @@ def stage_costs(model: ModelConfig, by: Literal["flops", "memory"]) -> tuple[lis
     else:
         first, last = 0, 6 * model.hidden_size * (model.vocab_size + model.hidden_size * (model.head == "mlm"))
         totals = [last, *(model_flops_per_token(part, model.max_position_embeddings) for part in parts)]
-    return [more - fewer for fewer, more in pairwise(totals)], first, last
+    return tuple(more - fewer for fewer, more in pairwise(totals)), first, last

@@ -33,7 +33,7 @@ from shared.parallel.planning.tensor_costs import Exchange
 class Weight(NamedTuple):
     """A parameter of a rank. numbers: how many. block: which it is in; None outside of all. matrix: whether Muon would step it.
     expert, router: parts of a mixture. partial: over which axis its gradient is still to be summed. uneven: other ranks have more or less
-    of it."""
+    of it. bits: of a number, where the parameter is quantized."""
 
     numbers: int
     block: int | None = None
@@ -43,6 +43,7 @@ class Weight(NamedTuple):
     partial: str = ""
     uneven: bool = False
     trained: bool = True
+    bits: float = 0
 
 
 def weights_of(model: ModelConfig, layout: ParallelConfig, part: Part) -> list[Weight]:
@@ -172,7 +173,7 @@ def sharded_exchanges(weights: Sequence[Weight], layout: ParallelConfig, step: S
     flats: dict[tuple, int] = {}
     for each in weights:
         root = each.block is None
-        width = 4 if root or each.router else WIDTH[step.precision]
+        width = each.bits / 8 or (4 if root or each.router else WIDTH[step.precision])
         kind = (each.block, width, each.trained, each.partial if root else "", each.uneven)
         flats[kind] = flats.get(kind, 0) + each.numbers
     calls, of_root = (1, (1, 1)) if once else (step.microbatches, root_calls(layout, step, stage))
@@ -214,9 +215,10 @@ def norm_exchange(layout: ParallelConfig) -> list[Exchange]:
     return [Exchange("gradient norm", "all_reduce", "world", layout.ranks, 1, 16)] * bool(cut)
 
 
-def adapted(weights: Sequence[Weight], sizes: Sequence[tuple[int, int]], rank: int) -> list[Weight]:
-    """The same with every parameter frozen, and in each block two factors of a low-rank update for each of these (out, in) sizes."""
-    found = [each._replace(trained=False) for each in weights]
+def adapted(weights: Sequence[Weight], sizes: Sequence[tuple[int, int]], rank: int, bits: float = 0) -> list[Weight]:
+    """The same with every parameter frozen, and in each block two factors of a low-rank update for each of these (out, in) sizes.
+    bits: of a number in the blocks' matrices, where they are quantized; their tables then count as part of the same flat parameter."""
+    found = [each._replace(trained=False, bits=bits * (each.matrix and not each.expert and not each.router)) for each in weights]
     for block in dict.fromkeys(each.block for each in weights if each.block is not None):
         found += [Weight(rank * side, block) for size in sizes for side in reversed(size)]
     return found

@@ -114,24 +114,26 @@ def microbatch_exchanges(
 ) -> Iterator[tuple[str, str, int, float, int]]:
     """(where, operation, calls, numbers in each, bytes of each number) of a micro-batch's forward and backward pass.
 
-    Blocks that are recomputed gather and sum again; selective recomputation stops where nothing more is needed, before the block's last
-    sum.
+    Blocks that are recomputed gather and sum again; selective recomputation stops where nothing more is needed, before the last sum of a
+    block without experts.
     """
     tokens, width, layers = step.rows * step.seq // layout.context_parallel, WIDTH[step.precision], part.layers
     stream = tokens * model.hidden_size
+    selective = layout.activation_checkpointing == "selective"
     again = {"none": (0, 0), "full": (2, 2), "selective": (2, 1)}[layout.activation_checkpointing]  # sublayers entered, and left
     entered, left = (2 + more for more in again)
+    sums = layers * (left + 2) + (selective and sum(is_sparse(model, layer) for layer in part.blocks))  # experts' rows are weighed after it
     chunks = math.ceil(tokens / chunk_rows(model))
     if part.embedding:
         yield "embedding", "all_reduce", 1, stream, 4
     if layout.sequence_parallel:
         yield "embedding", "all_gather", 1, stream, 4
         yield "layers", "all_gather", layers * (entered + 2), stream, width
-        yield "layers", "reduce_scatter", layers * (left + 2), stream, width
+        yield "layers", "reduce_scatter", sums, stream, width
         yield "head", "all_gather", 1, stream, 4
         yield "head", "reduce_scatter", int(part.head), stream, 4
     else:
-        yield "layers", "all_reduce", layers * (left + 2), stream, width
+        yield "layers", "all_reduce", sums, stream, width
         yield "head", "all_reduce", int(part.head), stream, 4
     if part.head:
         yield "loss", "all_reduce", chunks, tokens / chunks, 4  # the largest logits

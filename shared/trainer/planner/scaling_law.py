@@ -178,7 +178,9 @@ def frontier(profiles: Sequence[Profile]) -> tuple[float, float]:
     """
     inside = [profile for profile in profiles if profile.inside]
     if len(inside) < 2:
-        raise ValueError(f"{len(inside)} budgets of {len(profiles)} have their minimum between the smallest and the largest model, not two.")
+        raise ValueError(
+            f"{len(inside)} budgets of {len(profiles)} have their minimum between the smallest and the largest model, not two."
+        )
     exponent, log_factor = np.polyfit(np.log([each.flops for each in inside]), np.log([each.parameters for each in inside]), 1)
     return float(exponent), float(np.exp(log_factor))
 

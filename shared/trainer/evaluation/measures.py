@@ -1,0 +1,165 @@
+"""Chapter 12. Measures of an evaluation: bits per byte; acc and acc_norm of multiple choice; exact match and pass@k of generated answers.
+
+    bits_per_byte   nats / (ln 2 * bytes of UTF-8): the unit is the byte, so models with other tokenizers compare
+    acc             the choice with the largest log-likelihood is the right one
+    acc_norm        the same, each divided by the characters of its choice, without the delimiter; acc_bytes: by its bytes
+    exact_match     the likeliest answer passes the task's check
+    pass@k          at least one of k drawn answers does (`shared.rl.pass_at_k`)
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shared.finetune.instructions import Task
+from shared.model.init import stream_seed
+from shared.rl.code_reward import CodeReward
+from shared.rl.generation import Drawing, generate_tokens, stop_strings
+from shared.rl.pass_at_k import pass_at_k
+from shared.rl.rewards import RewardPart, RewardSet
+from shared.sampling import evaluating
+from shared.trainer.evaluation.likelihood import Advance, Pair
+from shared.trainer.evaluation.statistics import Measured
+from shared.trainer.evaluation.subject import Subject
+from shared.trainer.evaluation.tasks import EvalTask, Item, Loaded
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What a model achieved in a task. answers: what it wrote, for a reader; empty where it wrote nothing."""
+
+    loaded: Loaded
+    metrics: dict[str, Measured]
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+
+def measure(subject: Subject, loaded: Loaded, judge: "Judge", advance: Advance = lambda count: None) -> TaskResult:
+    """A model's figures in one task. advance: called with how many more requests are done, of `requests_of`.
+
+    Raises:
+        CourseError: a log-likelihood is no number; a text has no room; what runs code does not start here.
+    """
+    if loaded.task.kind == "text":
+        return measure_text(subject, loaded, advance)
+    if loaded.task.kind == "choice":
+        return measure_choice(subject, loaded, advance)
+    return measure_generate(subject, loaded, judge, advance)
+
+
+def requests_of(loaded: Loaded) -> int:
+    """How many requests a task has, for a progress bar; documents count as one."""
+    each = {"text": lambda item: 1, "choice": lambda item: len(item.choices), "generate": lambda item: 1 + loaded.task.samples}
+    return sum(each[loaded.task.kind](item) for item in loaded.items)
+
+
+def measure_text(subject: Subject, loaded: Loaded, advance: Advance) -> TaskResult:
+    subject.tokenizer.require_lossless()
+    texts = [item.prompt for item in loaded.items]
+    sums = subject.scorer.rolling([subject.tokenizer.encode(text) for text in texts], loaded.task.overlap)
+    advance(len(texts))
+    sizes = [float(len(text.encode())) for text in texts]
+    return TaskResult(loaded, {"bits_per_byte": Measured([-each / math.log(2) for each in sums], sizes)})
+
+
+def measure_choice(subject: Subject, loaded: Loaded, advance: Advance) -> TaskResult:
+    pairs = [pair for item in loaded.items for pair in pairs_of(subject, loaded.task, item)]
+    scored = iter(subject.scorer.score(pairs, advance))
+    right: dict[str, list[float]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
+    for item in loaded.items:
+        sums = [next(scored).log_likelihood for _ in item.choices]
+        for name, sizes in (("acc", None), ("acc_norm", [*map(len, item.choices)]), ("acc_bytes", [len(c.encode()) for c in item.choices])):
+            shares = [value / size for value, size in zip(sums, sizes, strict=True)] if sizes else sums
+            right[name].append(float(shares.index(max(shares)) == item.answer))
+    return TaskResult(loaded, {name: Measured(values) for name, values in right.items()})
+
+
+def pairs_of(subject: Subject, task: EvalTask, item: Item) -> list[Pair]:
+    """The tokens of a question behind its examples, with those of each choice."""
+    if task.chat and subject.template:
+        prompt = subject.chat_prompt(item.shots, item.prompt)
+        return [(prompt, subject.tokenizer.encode(choice)) for choice in item.choices]
+    prompt = plain_prompt(task, item)
+    return [subject.scorer.split(prompt, task.delimiter + choice) for choice in item.choices]
+
+
+def plain_prompt(task: EvalTask, item: Item) -> str:
+    shots = (f"{prompt}{task.delimiter}{answer}{task.shots_delimiter}" for prompt, answer in item.shots)
+    return "".join(shots) + item.prompt
+
+
+def measure_generate(subject: Subject, loaded: Loaded, judge: "Judge", advance: Advance) -> TaskResult:
+    task, items = loaded.task, loaded.items
+    is_chat = task.chat and subject.template is not None
+    prompts = [
+        subject.chat_prompt(item.shots, item.prompt) if is_chat else subject.encode(plain_prompt(task, item)) for item in items
+    ]
+    answers = generate(subject, prompts, task.new_tokens, task.stop, advance=advance)
+    seeds = [stream_seed(f"{loaded.name} {number}", task.seed) for number in range(len(prompts) * task.samples)]
+    repeated = [prompt for prompt in prompts for _ in range(task.samples)]
+    drawn = generate(subject, repeated, task.new_tokens, task.stop, Drawing(task.temperature), seeds, advance)
+    right = judge(items, answers)
+    of_drawn = judge([item for item in items for _ in range(task.samples)], drawn)
+    counts = [sum(of_drawn[first : first + task.samples]) for first in range(0, len(of_drawn), task.samples or 1)]
+    metrics = {"exact_match": Measured([float(each) for each in right])}
+    for power in range(task.samples.bit_length()):
+        metrics[f"pass@{2**power}"] = Measured([pass_at_k(task.samples, count, 2**power) for count in counts])
+    shown = [
+        {"prompt": item.prompt, "answer": answer, "expected": item.right, "right": each}
+        for item, answer, each in zip(items, answers, right, strict=True)
+    ]
+    return TaskResult(loaded, metrics, shown)
+
+
+def generate(
+    subject: Subject,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    stop: Collection[str] = (),
+    drawing: Drawing = Drawing(temperature=0.0),  # noqa: B008 (frozen)
+    seeds: Sequence[int] | None = None,
+    advance: Advance = lambda count: None,
+) -> list[str]:
+    """What a model answers to each prompt, given as ids, up to a text of `stop`. A prompt that leaves no room loses its beginning."""
+    before, decode = subject.scorer.before, subject.tokenizer.decode
+    room = max(1, subject.scorer.context - min(new_tokens, subject.scorer.context // 2))
+    read = [[*before, *(prompt or [subject.scorer.prefix_id])[-room:]] for prompt in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    with evaluating(subject.model), torch.no_grad():
+        for token in generate_tokens(
+            subject.model, read, new_tokens, drawing=drawing, seeds=seeds, stops=subject.stops,
+            stop_here=stop_strings(decode, stop) if stop else None, context=len(before) + subject.scorer.context,
+        ):  # fmt: skip
+            if token.token not in subject.stops:
+                found[token.number].append(token.token)
+            advance(int(token.last))
+    return [cut_at(decode(ids), stop) for ids in found]
+
+
+def cut_at(text: str, stop: Collection[str]) -> str:
+    """A text up to the first of some others in it."""
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+
+
+class Judge:
+    """Says which answers pass their questions' checks, in processes of their own, which start with the first answer. A check that fails on
+    an answer takes it for wrong. To be used in a `with` statement."""
+
+    def __init__(self):
+        self.code = CodeReward()
+        self.verdicts: RewardSet | None = None
+
+    def __enter__(self) -> "Judge":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.verdicts is not None:
+            self.verdicts.close()
+        self.code.close()
+
+    def __call__(self, items: Sequence[Item], answers: Sequence[str]) -> list[bool]:
+        self.verdicts = self.verdicts or RewardSet((RewardPart(),), (), str, code=self.code, failed=0.0)
+        tasks = [Task("evaluation", item.prompt, item.right, item.check) for item in items]
+        return [value == 1 for value in self.verdicts.judged(tasks, answers)[0]]

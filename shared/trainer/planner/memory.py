@@ -1,0 +1,181 @@
+"""Chapter 12. Memory of a run by kind and rank: a step's by the formulas of chapters 06 to 10, models kept beside, batches, and rollouts.
+
+`shared.trainer.fitting` refuses a run by these numbers, and `course plan` shows them. A rank has most of its memory in use either in a
+training step or while answers are drawn, when there are no gradients and activations, but keys and values of the rows.
+
+Left out on purpose: short-lived buffers (a chunk of logits, buckets under way), and what the allocator keeps in reserve.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shared.data.loader import equal_microbatches
+from shared.finetune.config import ALL_LINEAR, AdapterConfig
+from shared.model.config import ModelConfig
+from shared.model.counting import parameter_counts
+from shared.parallel.planning.activations import WIDTH, Part, model_of_rank
+from shared.parallel.planning.frozen_costs import NF4_BITS, FrozenBase, estimate_adapted, sizes_of
+from shared.parallel.planning.memory import MemoryEstimate, StepSizes, part_counts, state_width
+from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts
+from shared.rl.cached_sampler import CachedSampler
+from shared.trainer.config import TrainerConfig
+from shared.trainer.initial_weights import find_reward_model
+from shared.trainer.modes import ROLLING
+
+IDS = 2 * 8  # bytes of a token in a batch: as input and as target
+ROWS_DRAWN = CachedSampler.__dataclass_fields__["rows"].default  # answers at a time
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank, by kind; of a pipeline, one for each stage.
+
+    weights, gathered, gradients, optimizer, activations: as `MemoryEstimate` has them. beside: frozen models, a reference or a reward
+    model, and a value head. batch: token ids. cache: keys and values of the answers that are drawn at a time, with the weights that are
+    gathered or arranged for it. counted: False where there is no formula for all kinds, and the sum is the least.
+    """
+
+    weights: float
+    gathered: float
+    gradients: float
+    optimizer: float
+    activations: float
+    beside: float
+    batch: float
+    cache: float = 0.0
+    counted: bool = True
+
+    @property
+    def training(self) -> float:
+        """All at once in a training step."""
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.beside + self.batch
+
+    @property
+    def drawing(self) -> float:
+        """All at once while answers are drawn."""
+        return self.weights + self.optimizer + self.beside + self.cache if self.cache else 0.0
+
+    @property
+    def peak(self) -> float:
+        return max(self.training, self.drawing)
+
+
+def run_memory(config: TrainerConfig, rewards: ModelConfig | None = None) -> list[RankMemory]:
+    """Memory of each stage of a pipeline, or of every rank, with experts that all have the same load. Of a model without a formula for its
+    activations, the weights, gradients and state of one replica alone.
+
+    Args:
+        rewards: the shape of a reward model that is kept beside; None to read it from its folder.
+    """
+    step, beside = step_sizes(config), kept_beside(config, rewards)
+    ids = step.rows * step.microbatches * config.data.seq * IDS
+    found, counted = estimates(config, step)
+    caches = [cache_bytes(config, part) for part in held_parts(config.model, config.parallel)] if config.mode in ROLLING else [0.0]
+    if len(caches) != len(found):
+        caches = [max(caches)] * len(found)
+    both = zip(found, caches, strict=True)
+    return [RankMemory(**vars(each), beside=beside, batch=ids, cache=cache, counted=counted) for each, cache in both]
+
+
+def estimates(config: TrainerConfig, step: StepSizes) -> tuple[list[MemoryEstimate], bool]:
+    """What the formulas say of each stage, and whether they say all of it."""
+    parallel = config.parallel
+    if config.model.architecture == "encoder-decoder":  # the least: weights, gradients and state
+        counts = parameter_counts(config.model.resolved())
+        return [least(config, 0.0 if config.adapter else sum(counts.values()), counts)], False
+    if config.adapter:
+        return adapted(config, step)
+    try:
+        return estimate_ranks(config.model, parallel, config.optimizer, step, packed=True), True
+    except ValueError:
+        model = model_of_rank(config.model, parallel)
+        parts = [part_counts(model, held) for held in held_parts(model, parallel)]
+        return [least(config, sum(counts.values()), counts) for counts in parts], False
+
+
+def least(config: TrainerConfig, numbers: float, counts: dict) -> MemoryEstimate:
+    """Weights, gradients and state of so many numbers alone, fully sharded."""
+    each = numbers / config.parallel.fully_sharded
+    return MemoryEstimate(4 * each, 0.0, 4 * each, state_width(counts, config.optimizer) * each, 0.0)
+
+
+def adapted(config: TrainerConfig, step: StepSizes) -> tuple[list[MemoryEstimate], bool]:
+    """The same over a frozen base.
+
+    There is no formula for pipelines, context parallelism, experts, selective recomputation and virtual tokens: only the base's weights are
+    counted there, so a run that is let through may still not fit.
+    """
+    adapter, parallel = config.adapter, config.parallel
+    bits = NF4_BITS[True] if adapter.base == "nf4" else 32.0
+    try:
+        if adapter.kind != "lora":
+            raise ValueError("There is no formula for virtual tokens.")
+        base = FrozenBase(adapter.rank, set(targets_of(adapter)), bits)
+        return [estimate_adapted(config.model.resolved(), parallel, config.optimizer, step, base, packed=True)], True
+    except ValueError:
+        counts = parameter_counts(model_of_rank(config.model, parallel))
+        weights = sum(counts.values()) * bits / 8 / parallel.fully_sharded / parallel.pipeline_parallel
+        return [MemoryEstimate(weights, 0.0, 0.0, 0.0, 0.0)] * parallel.pipeline_parallel, False
+
+
+def targets_of(adapter: AdapterConfig) -> list[str]:
+    """The linear layers of a block that have an update, by the last part of their names."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    return [name for name in names if any(each == ALL_LINEAR or fnmatchcase(name, each.rpartition(".")[2]) for each in adapter.targets)]
+
+
+def kept_beside(config: TrainerConfig, rewards: ModelConfig | None = None) -> float:
+    """Bytes on one rank of the models that a run keeps frozen beside its own, a reference and a reward model, and of a value head with its
+    gradient and state."""
+    frozen: list[ModelConfig] = [config.model] * keeps_reference(config)
+    if setting := reward_model_setting(config):
+        frozen.append(rewards or find_reward_model(*setting).model)
+    parallel = config.parallel
+    numbers = sum(sum(parameter_counts(model_of_rank(model, parallel)).values()) for model in frozen)
+    return 4 * numbers / parallel.fully_sharded / parallel.pipeline_parallel + 16 * config.model.hidden_size * (config.mode == "ppo")
+
+
+def keeps_reference(config: TrainerConfig) -> bool:
+    """Whether the first model is kept beside the trained one."""
+    compared = {"ppo": True, "dpo": config.dpo.reference == "beside", "grpo": config.grpo.reference}
+    return config.adapter is None and bool(compared.get(config.mode))
+
+
+def reward_model_setting(config: TrainerConfig) -> tuple | None:
+    """The folder of a reward model that the run asks, and the setting that names it; None for no such model."""
+    if config.mode == "ppo" and config.ppo.reward == "model":
+        return config.ppo.reward_model, "ppo.reward_model"
+    if config.mode == "grpo" and config.grpo.reward_model:
+        return config.grpo.reward_model, "grpo.rewards"
+    return None
+
+
+def cache_bytes(config: TrainerConfig, part: Part) -> float:
+    """Keys and values of the answers that a rank draws at a time, at their longest; weights that fsdp keeps gathered meanwhile, or that the
+    fused step arranges, which copies them."""
+    sizes, parallel = getattr(config, config.mode), config.parallel
+    own, rows = model_of_rank(config.model, parallel), min(ROWS_DRAWN, sizes.prompts * sizes.answers // parallel.data_ranks)
+    width = WIDTH[step_sizes(config).precision]
+    kept = rows * config.data.seq * 2 * own.num_key_value_heads * own.head_dim * part.layers * width
+    if parallel.fully_sharded > 1:
+        return kept + width * sum(part_counts(own, part).values())
+    if parallel.tensor_parallel * parallel.pipeline_parallel == 1 and config.adapter is None and config.model.experts is None:
+        copied = [out * into for name, (out, into) in sizes_of(own).items() if name not in ("o_proj", "down_proj")]
+        kept += 4 * part.layers * sum(copied)
+    return kept
+
+
+def step_sizes(config: TrainerConfig) -> StepSizes:
+    """A rank's step, as the formulas of `shared.parallel.planning` take it. Answers count as if all were as long as they may be."""
+    precision = "float32" if config.precision == "auto" else config.precision
+    rows, ranks = config.data.micro_batch_size, config.parallel.data_ranks
+    if config.mode in ROLLING:
+        return StepSizes(rows, config.data.seq, max(-(-rows_of_answers(config) // (ranks * rows)), 1), precision)
+    microbatches, rows = equal_microbatches(config.data.batch_size, rows, ranks)
+    return StepSizes(rows, config.data.seq, microbatches, precision)
+
+
+def rows_of_answers(config: TrainerConfig) -> int:
+    """Rows of a step of a mode that draws answers, over all ranks: a row for each, since a prompt may be as long as a row has room for."""
+    sizes = getattr(config, config.mode)
+    return -(-sizes.prompts * sizes.answers // sizes.minibatches)

@@ -1,0 +1,135 @@
+"""Planted bugs for chapters/12_grpo/DEBUGGING.md: tiny runs that go wrong, started by a number that says nothing about why.
+
+python tests/debugging/planted.py 3            which has its own folder, runs/planted/3; half a minute at most, on any CPU
+python tests/debugging/planted.py 3 FOLDER     ... or this one
+
+Find the cause with the page before you read on: each entry of PLANTED is one bug, a callback that spoils a run or a setting that cannot be
+right. None of them is in the core: they are put into this process alone.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
+
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from trainer_runs import settings_file  # noqa: E402
+
+from shared.course import binding  # noqa: E402
+from shared.course.errors import CourseError  # noqa: E402
+
+binding.choose("reference")
+
+from shared.data.loader import StatefulLoader  # noqa: E402
+from shared.engine.callbacks import Callback  # noqa: E402
+from shared.parallel.comm.processes import from_torchrun  # noqa: E402
+from shared.trainer import run  # noqa: E402
+from shared.trainer.config import TrainerConfig  # noqa: E402
+from shared.trainer.settings import parse_words  # noqa: E402
+from shared.trainer.start import torchrun  # noqa: E402
+
+
+class Spoiler(Callback):
+    """Calls `spoil(engine, ...)` at one hook of every step, before most other callbacks."""
+
+    every_rank = True
+
+    def __init__(self, hook: str, spoil: Callable[..., None]):
+        setattr(self, hook, spoil)
+
+
+class Planted(NamedTuple):
+    """words: settings. hook, spoil: of the `Spoiler`, if there is one. patch: called before the run is built."""
+
+    words: tuple[str, ...] = ()
+    hook: str = ""
+    spoil: Callable[..., None] | None = None
+    patch: Callable[[], None] = lambda: None
+
+
+def slow_rate(engine: Any) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] *= 1e-5
+
+
+def without_gradient(engine: Any, microbatches: Any) -> None:
+    if engine.step == 0:
+        for name, parameter in engine.model.named_parameters():
+            if ".blocks." in name and parameter.dim() == 2:
+                parameter.register_hook(torch.zeros_like)
+
+
+def broken_gradient(engine: Any, microbatches: Any) -> None:
+    if engine.step == 4:
+        next(engine.model.parameters()).register_hook(lambda gradient: gradient / 0)
+
+
+def odd_batch(engine: Any, microbatches: Any) -> None:
+    if engine.step == 110:
+        for batch in microbatches:
+            batch["targets"].random_(0, 500, generator=torch.Generator().manual_seed(0))
+
+
+def drift(engine: Any) -> None:
+    if engine.strategy.rank == 1 and engine.step == 3:
+        with torch.no_grad():
+            next(engine.model.parameters()).view(-1)[0] += 1e-3
+
+
+def late_data() -> None:
+    rows = StatefulLoader.__iter__
+
+    def slowly(loader: StatefulLoader) -> Iterator[Any]:
+        for microbatches in rows(loader):
+            time.sleep(0.3)
+            yield microbatches
+
+    StatefulLoader.__iter__ = slowly
+
+
+ONE_FILE = str(Path(torch.__file__).parent / "_utils.py")
+PLANTED: dict[int, Planted] = {
+    1: Planted(("steps=30",), "on_batch", without_gradient),
+    2: Planted(("steps=8", "parallel.data_parallel=2", "parallel.check_every=2"), "on_step", drift),
+    3: Planted(("steps=120", "engine.log_every=20", "engine.evaluate_every=0"), "on_batch", odd_batch),
+    4: Planted(("steps=12",), patch=late_data),
+    5: Planted(("steps=12",), "on_batch", broken_gradient),
+    6: Planted(("model.hidden_size=65536", "model.intermediate_size=262144", "model.num_hidden_layers=64")),
+    7: Planted(("steps=30",), "before_optimizer", slow_rate),
+    8: Planted(("steps=400", "engine.log_every=100", "engine.evaluate_every=100", "data.batch_size=2", "model.hidden_dropout=0.0",
+                "model.hidden_size=64",
+                "data.prepare.sources=[{path: %s, limit: 1}, {path: %s, limit: 2}]" % (ONE_FILE, ONE_FILE))),
+}  # fmt: skip
+
+
+def main(number: int, folder: Path) -> None:
+    planted = PLANTED[number]
+    words = [str(settings_file(folder, folder.parent / "prepared")), *planted.words]
+    config = parse_words(TrainerConfig, words)
+    if config.parallel.ranks > 1 and "LOCAL_RANK" not in os.environ:
+        ranks = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", str(config.parallel.ranks)]
+        sys.exit(torchrun([*ranks, __file__, str(number), str(folder)]))
+    planted.patch()
+    if planted.spoil:
+        healthy, spoiler = run.callbacks_of, Spoiler(planted.hook, planted.spoil)
+        run.callbacks_of = lambda *arguments: [*healthy(*arguments)[:1], spoiler, *healthy(*arguments)[1:]]
+    parallel = config.parallel
+    world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
+    run.train_model(config, Console(markup=False, emoji=False), world)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or not sys.argv[1].isdigit() or int(sys.argv[1]) not in PLANTED:
+        sys.exit(f"Give a number from 1 to {len(PLANTED)}.")
+    chosen = Path(sys.argv[2]) if len(sys.argv) > 2 else Path("runs/planted") / sys.argv[1]
+    chosen.mkdir(parents=True, exist_ok=True)
+    try:
+        main(int(sys.argv[1]), chosen)
+    except CourseError as error:
+        told_by_another = error.on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0"
+        sys.exit(1 if told_by_another else f"\n{error}")

@@ -1,0 +1,23 @@
+"""The trainer, whose ranks wait after each step for which the run's folder holds a file `gate-STEP`, until they are asked to leave."""
+
+import runpy
+import sys
+import time
+
+from trainer_runs import TRAIN
+
+from shared.trainer import run
+from shared.trainer.elastic import History
+
+
+class Gated(History):
+    def on_step(self, engine):
+        gate = engine.output / f"gate-{engine.step}"
+        while gate.exists() and not engine.shutdown.reason:
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    run.History = Gated
+    sys.argv[0] = str(TRAIN)
+    runpy.run_path(str(TRAIN), run_name="__main__")
