@@ -126,7 +126,7 @@ def test_stages_that_need_others_say_which(study, finished):
         ("grid.sizes=[{width: 20, layers: 1}]", "width 20 and layers 1: give a multiple of 16"),
         ("grid.sizes=[{width: 16, layers: 1}]", "at least three sizes"),
         ("grid.repeated=[96]", "96, which is the width of no size"),
-        ("grid.budget=[1]", "Did you mean 'grid.budgets'"),
+        ("grid.budget=[1]", "Did you mean 'budgets'"),
         ("optimizer.rate=1", "optimizer.rate"),
         ("grid.decay=2.0", "a decay between 0 and 1"),
         ("other.yaml", "Two configurations cannot be given"),
