@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import huber, logsumexp, softmax
 
 from shared.course.errors import CourseError
 
@@ -78,9 +77,13 @@ def fit_law(points: Sequence[Point], starts: Iterable[np.ndarray] | None = None)
     def objective(unknown: np.ndarray) -> tuple[float, np.ndarray]:
         """Sum of Huber losses in units of DELTA^2, and its gradient. unknown: log E, log A', log B', alpha, beta."""
         terms = unknown[:3, None] + columns * np.array([0.0, unknown[3], unknown[4]])[:, None]
-        left = (logsumexp(terms, axis=0) - losses) / DELTA
-        pull = softmax(terms, axis=0) * np.clip(left, -1, 1) / DELTA
-        return huber(1, left).sum(), np.concatenate([pull.sum(axis=1), (pull * columns).sum(axis=1)[1:]])
+        peak = terms.max(axis=0)
+        parts = np.exp(terms - peak)
+        whole = parts.sum(axis=0)
+        left = (peak + np.log(whole) - losses) / DELTA
+        slope = np.clip(left, -1, 1)
+        pull = parts / whole * slope / DELTA
+        return (slope * (left - slope / 2)).sum(), np.concatenate([pull.sum(axis=1), (pull * columns).sum(axis=1)[1:]])
 
     options = {"maxiter": 5000, "maxfun": 20000, "ftol": 1e-14, "gtol": 1e-8}
     within = [(None, None)] * 3 + [(0.0, 4.0)] * 2

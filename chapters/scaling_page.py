@@ -1,0 +1,138 @@
+"""What `12_grpo/scaling.py` shows: the plot of the grid with the prediction, and the page SCALING.md."""
+
+from pathlib import Path
+from typing import Any
+
+from chapters.scaling_grid import LOSS
+
+PLOT = "scaling.png"
+
+
+def miss(prediction: dict[str, Any], big: dict[str, Any]) -> str:
+    error = prediction[LOSS] / big[LOSS] - 1
+    return (
+        f"Predicted {prediction[LOSS]:.4f} {LOSS} at {prediction['written']}; trained, finished at {big['finished']}: {big[LOSS]:.4f}. "
+        f"The prediction is {abs(error):.2%} too {'high' if error > 0 else 'low'}."
+    )
+
+
+def draw(path: Path, rows: list, law: Any, profiles: list, prediction: dict, big: dict | None) -> None:
+    """IsoFLOP profiles with the law's curves, and the loss against FLOPs with the prediction and the truth."""
+    import numpy as np
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+
+    from shared.course import figures
+
+    figures.use_style()
+    drawing = Figure(figsize=(10, 4.2))
+    left, right = drawing.subplots(1, 2)
+    budgets = sorted({row["budget"] for row in rows})
+    sizes = np.geomspace(min(row["parameters"] for row in rows) / 1.5, 1.5 * max(row["parameters"] for row in rows))
+    for budget, color in zip(budgets, figures.sequence_colors(len(budgets)), strict=True):
+        own = [row for row in rows if row["budget"] == budget]
+        left.plot([row["parameters"] for row in own], [row[LOSS] for row in own], "o", color=color, label=f"{budget:.1e} FLOPs")
+        left.plot(sizes, law.loss(sizes, budget / 6 / sizes), color=color)
+        right.plot([row["flops"] for row in own], [row[LOSS] for row in own], "o", color=color)
+    for number, profile in enumerate(each for each in profiles if each.inside):
+        label = "lowest of the parabola" if number == 0 else None
+        left.plot(profile.parameters, profile.loss, "x", color=figures.REFERENCE, markersize=9, label=label)
+    flops = np.geomspace(budgets[0], prediction["flops"])
+    best = [law.loss(*law.optimum(each)) for each in flops]
+    right.plot(flops, best, color=figures.REFERENCE, label="the law's optimum")
+    low, high = prediction["interval"]
+    bars = [[max(prediction[LOSS] - low, 0)], [max(high - prediction[LOSS], 0)]]
+    right.errorbar(prediction["flops"], prediction[LOSS], yerr=bars, fmt="s", color=figures.TRAINING, capsize=4, label="predicted")
+    if big:
+        right.plot(big["flops"], big[LOSS], "*", color=figures.HELD_OUT, markersize=13, label="trained afterwards")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    left.set(xlabel="parameters", ylabel=f"held-out {LOSS}", title="One budget each: points and the law")
+    right.set(xlabel="FLOPs, 6 N D", title="Prediction and truth")
+    left.legend(fontsize=8)
+    right.legend(fontsize=8)
+    drawing.savefig(path, dpi=80)
+
+
+def page(
+    rows: list, law: Any, fit: dict, profiles: list, prediction: dict, big: dict | None, rates: dict, decay: float, text_tokens: int
+) -> str:
+    """The page of results, whose sentences say what the figures do and no more.
+
+    Args:
+        rates: the trainer's section `optimizer`.
+        decay: share of a run in which the learning rate falls.
+        text_tokens: of the training text.
+    """
+    misses = [law.loss(row["parameters"], row["tokens"]) / row[LOSS] - 1 for row in rows]
+    table = "\n".join(
+        f"| {row['width']} x {row['layers']} | {row['parameters']:,} | {row['steps']:,} | {row['tokens']:,} | "
+        f"{row['tokens'] / text_tokens:.2f} | {row['flops']:.2e} | {row['seed']} | {row[LOSS]:.4f} | {missed:+.2%} |"
+        for row, missed in zip(rows, misses, strict=True)
+    )
+    ranges, (low, high) = fit["intervals"], prediction["interval"]
+    constants = "\n".join(f"| {name} | {fit['law'][name]:.4g} | {one:.4g} to {other:.4g} |" for name, (one, other) in ranges.items())
+    best = "\n".join(
+        f"| {each.flops:.1e} | {each.parameters:,.0f}{'' if each.inside else ' (outside the runs)'} | {each.loss:.4f} | "
+        f"{law.optimum(each.flops)[0]:,.0f} | {law.loss(*law.optimum(each.flops)):.4f} |"
+        for each in profiles
+    )
+    isoflop = fit["isoflop"]
+    second = (
+        f"{isoflop['exponent']:.2f} ({isoflop['interval'][0]:.2f} to {isoflop['interval'][1]:.2f})"
+        if isoflop["exponent"] is not None
+        else f"none, for {isoflop['why']}"
+    )
+    third, around = fit["optimum_exponent"], fit["optimum_exponent_interval"]
+    said = miss(prediction, big) if big else f"Predicted {prediction[LOSS]:.4f} {LOSS} at {prediction['written']}; not trained yet."
+    parameters, at = prediction["parameters"], law.optimum(prediction["flops"])
+    return f"""# A larger model's loss, predicted
+
+`python chapters/12_grpo/scaling.py` writes this page. It trains {len(rows)} models of {rows[0]['parameters']:,} to
+{max(row['parameters'] for row in rows):,} parameters, fits the loss of held-out text against parameters and tokens, predicts a larger model
+and then trains it. The method is that of Hoffmann et al. 2022, approaches 2 and 3, with the corrections of Besiroglu et al. 2024.
+
+- **Parameters** are all of them, the tied embedding once: with a vocabulary of {fit['vocabulary']} it is
+  {rows[0]['width'] * fit['vocabulary'] / rows[0]['parameters']:.0%} of the smallest model, and at the output it costs as much as any other
+  matrix. FLOPs are 6 x parameters x tokens, which leaves out attention's scores.
+- **Tokens** are of {fit['bytes_per_token']:.2f} bytes each. The text has {text_tokens:,}, so no run sees one twice.
+- **Learning rates** are the same for all sizes, {rates['lr']} for matrices (Muon's original scaling, which keeps a
+  layer's change the same at any width) and {rates['adamw_lr']} for the embedding.
+- **Lengths** of one size come from one run at a constant rate: at {1 - decay:.0%} of a length a copy of it begins, whose rate falls to 0.
+  Its weights are those of a whole run of that length. Runs of one size so share most of their noise, and intervals, by bootstrap,
+  are somewhat too narrow.
+
+![IsoFLOP profiles, the law, the prediction and the truth]({PLOT})
+
+## The prediction
+
+{said}
+
+It has {parameters:,} parameters and {prediction['tokens']:,} tokens: {prediction['times the largest of the grid']:.1f} times the FLOPs of
+the grid's largest run. The interval ({fit['level']:.0%}) is {low:.4f} to {high:.4f}. By the law, the best model for these FLOPs has
+{at[0]:,.0f} parameters and {at[1]:,.0f} tokens, and reaches {law.loss(*at):.4f}.
+
+## The law
+
+Loss in {LOSS} = E + A / parameters^alpha + B / tokens^beta.
+
+| constant | value | {fit['level']:.0%} interval |
+|---|---|---|
+{constants}
+
+The best number of parameters grows with FLOPs to the power {third:.2f} ({around[0]:.2f} to {around[1]:.2f}) by this law (approach 3).
+By the parabolas (approach 2): {second.rstrip('.')}.
+
+| FLOPs | best parameters, parabola | loss | best parameters, law | loss |
+|---|---|---|---|---|
+{best}
+
+## The runs
+
+Miss is the law's, of a run that it was fitted to. Epochs are shares of the text.
+
+| width x layers | parameters | steps | tokens | epochs | FLOPs | seed | {LOSS} | miss |
+|---|---|---|---|---|---|---|---|---|
+{table}
+"""
