@@ -88,13 +88,10 @@ class ElasticRun:
             time.sleep(0.05)
         return events
 
-    def wait_for_step(self, above: int) -> int:
-        """A step above this one that is saved."""
-        until = time.monotonic() + 300
-        while True:
-            steps = [int(path.name[5:]) for path in self.output.glob("checkpoints/step-????????")]
-            if steps and max(steps) > above:
-                return max(steps)
+    def wait_at(self, step: int, seconds: float = 300.0) -> None:
+        """Until a rank waits at the gate of this step."""
+        until = time.monotonic() + seconds
+        while not (self.output / f"at-{step}").exists():
             assert time.monotonic() < until, self.said()[-8000:]
             time.sleep(0.02)
 

@@ -1,4 +1,7 @@
-"""The trainer, whose ranks wait after each step for which the run's folder holds a file `gate-STEP`, until they are asked to leave."""
+"""The trainer, whose ranks wait after each step for which the run's folder holds a file `gate-STEP`, until they are asked to leave.
+
+A file `at-STEP` says that they do.
+"""
 
 import runpy
 import sys
@@ -13,6 +16,8 @@ from shared.trainer.elastic import History
 class Gated(History):
     def on_step(self, engine):
         gate = engine.output / f"gate-{engine.step}"
+        if gate.exists():
+            (engine.output / f"at-{engine.step}").touch()
         while gate.exists() and not engine.shutdown.reason:
             time.sleep(0.01)
 

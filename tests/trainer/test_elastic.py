@@ -131,15 +131,15 @@ def test_a_machine_that_goes_is_done_without_and_one_that_comes_is_taken_in(tmp_
     words = [str(file), f"engine.output={tmp_path / 'whole'}", "parallel.data_parallel=1"]
     train_model(parse_words(TrainerConfig, words), Console(quiet=True))  # prepares the text as well
     with ElasticRun(tmp_path / "run", [str(file)]) as run:
-        for step in (9, 14):
+        for step in (10, 14):  # the checkpoint of step 6 is complete before that of step 9 begins
             (run.output / f"gate-{step}").touch()
         agents = [run.start(), run.start()]
         run.wait_for(lambda events: starts(events)[-1:] == [2])
-        run.wait_for_step(5)
+        run.wait_at(10)
         run.kill(run.agent_of_rank(0, agents))
-        (run.output / "gate-9").unlink()
+        (run.output / "gate-10").unlink()
         run.wait_for(lambda events: starts(events)[-1] == 1)
-        run.wait_for_step(11)
+        run.wait_at(14)
         run.start()
         events = run.wait_for(lambda events: events[-1]["event"] == "end")
         assert starts(events)[-3:] == [2, 1, 2] and "The report:" in run.said(), run.said()

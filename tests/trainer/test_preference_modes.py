@@ -18,6 +18,7 @@ from shared.preference.sampler import Completion
 from shared.trainer.fitting import memory_needed
 from shared.trainer.initial_weights import find_initial_weights
 from shared.trainer.rolling import reward_by
+from shared.trainer.planner.memory import run_memory
 from shared.trainer.run import build, train_model
 
 QUIET = Console(quiet=True)
@@ -170,7 +171,9 @@ def test_the_memory_estimate_counts_models_that_are_kept_beside(tmp_path, base, 
     weights = 4 * sum(parameter_counts(config.model).values())
     head = 16 * config.model.hidden_size
     assert needed("dpo", "dpo.reference=beside") - needed("dpo") == pytest.approx(weights)
-    assert needed("ppo") - needed("dpo") == pytest.approx(weights + head)
+    [ppo] = run_memory(preferring_config(tmp_path, base, "ppo"))
+    assert ppo.beside == pytest.approx(weights + head) and ppo.training - needed("dpo") == pytest.approx(weights + head)
+    assert needed("ppo") == pytest.approx(max(ppo.training, ppo.drawing)) and ppo.cache > 0
     by_model = needed("ppo", "ppo.reward=model", f"ppo.reward_model={reward_run[0].engine.output}")
     assert by_model - needed("ppo") > weights / 2  # the reward model has no language-model head, and more rows
     assert needed("dpo", "dpo.reference=beside", "adapter.rank=4") == pytest.approx(needed("dpo", "adapter.rank=4"))

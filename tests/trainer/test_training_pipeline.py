@@ -259,7 +259,8 @@ def test_changes_are_marked_by_their_direction():
 
 
 def test_make_passes_the_words_on():
-    shown = subprocess.run(["make", "-n", "-o", ".venv/ready", "run", "PIPELINE=laptop", "LAYOUT=dp2", "IMPL=mine", "ARGS=steps=3"],
-                           cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout  # fmt: skip
+    words = ["run", "PIPELINE=laptop", "LAYOUT=dp2", "IMPL=mine", "ARGS=steps=3"]
+    command = ["make", "--no-print-directory", "-n", "-o", ".venv/ready", *words]
+    shown = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
     assert shown.split()[1:] == ["-m", "shared.trainer.pipeline.chain", "chapters/12_grpo/pipelines/laptop.yaml", "layout=dp2", "impl=mine",
                                  "steps=3"]  # fmt: skip
