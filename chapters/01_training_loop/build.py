@@ -1,4 +1,4 @@
-"""The build of chapter 01: a language model and its training loop, yours from an empty file. About three hours.
+"""The build of chapter 01: a language model and its training loop, yours from an empty file. About three and a half hours.
 
     course check 01.build                all stages; course check 01.build.batches: one
     course hint 01.build.batches         three hints for each stage
