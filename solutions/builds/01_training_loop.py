@@ -32,7 +32,7 @@ def split(documents, one_in):
 def windows(text, rows, length, generator):
     places = len(text) - length  # where a window and the byte after it fit
     if places < 1:
-        raise ValueError(f"The text has {len(text)} bytes, and a window of {length} needs {length + 1}: give more text or a smaller length.")
+        raise ValueError(f"The text has {len(text)} bytes, and a window of {length} needs {length + 1}: give more, or a smaller length.")
     starts = torch.randint(places, (rows, 1), generator=generator)
     found = text[starts + torch.arange(length + 1)].long()  # the windows alone become 64-bit numbers, not the text
     return found[:, :-1], found[:, 1:]

@@ -132,10 +132,10 @@ def sample(
     """`count` bytes that continue a prompt, without the prompt, drawn one after another by a model of bytes.
 
     Each is drawn from softmax(logits / temperature) of the last place, among the `top_k` likeliest bytes (any of those that are equal).
-    Temperature 0 takes a likeliest byte. top_k None, or above 256, means all bytes. The probabilities are right for any temperature above 0.
-    The model sees the last `context` bytes of the prompt and what was drawn so far, in one row. An empty prompt counts as the byte 0.
+    Temperature 0 takes a likeliest byte. top_k None, or above 256, means all bytes. The odds are right for any temperature above 0.
+    The model sees the last `context` bytes of prompt and what was drawn so far, in one row. An empty prompt counts as the byte 0.
 
-    The bytes follow from the arguments alone; PyTorch's global generator is neither used nor changed. Modes and gradients are as in
+    The bytes follow from the arguments alone: PyTorch's global generator is neither used nor changed. Modes and gradients are as in
     `evaluate`.
 
     Raises:
@@ -159,8 +159,8 @@ def start(text: Tensor, seed: int) -> object:
 
 
 def advance(run: object, steps: int) -> list[float]:
-    """The next steps of a run: the mean loss of each in nats. The model is called as `model(ids)`, with ids whose targets are the bytes after
-    them in the text.
+    """The next steps of a run: the mean loss of each in nats. The model is called as `model(ids)`, and the targets are the bytes
+    after those in the text.
 
     Advanced by 50 steps at a time on the training files of the embedded corpus, a run has less bits per byte on held-out files than the
     table of pairs (counted on the same training files) before it has used 30 seconds of processor time, on one thread.

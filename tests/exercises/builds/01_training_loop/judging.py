@@ -8,7 +8,22 @@ import torch
 
 from shared.course.checking import Case
 
-from .pieces import NEAR, TEXT, WITHIN, Averages, Recorded, Results, Table, budget, gradients_of, made, modes_of, randn, text_of, weights_of
+from .pieces import (
+    NEAR,
+    TEXT,
+    WITHIN,
+    Averages,
+    Recorded,
+    Results,
+    Table,
+    budget,
+    gradients_of,
+    made,
+    modes_of,
+    randn,
+    text_of,
+    weights_of,
+)
 from .watching import Watch
 
 SAYS = TEXT.format(5)
@@ -109,7 +124,8 @@ def as_found_case(title: str, recording: bool, fails: int | None = None, trainin
 
     def expected(**_: Any) -> Results:
         during = {"training mode in its calls": [False], "gradients recorded in its calls": [False]}
-        return state(prepared()) | during | {"gradients are recorded afterwards": recording, "raised": "the model fails" if fails else "nothing"}
+        raised = "the model fails" if fails else "nothing"
+        return state(prepared()) | during | {"gradients are recorded afterwards": recording, "raised": raised}
 
     modes = ("training", "evaluation") if training else ("evaluation", "training")
     given = {"model": f"with dropout, in {modes[0]} mode; its head in {modes[1]} mode", "gradients are recorded": recording}

@@ -43,7 +43,8 @@ def text_of(size: int, seed: int = 0, least: int = 0) -> Tensor:
 
 @dataclass
 class Call:
-    """One call of a model: its input, the mode, whether gradients are recorded, and how many logits of earlier calls there still are."""
+    """One call of a model: its input, the mode, whether gradients are recorded, and how many logits and hidden values of earlier
+    calls there still are: a graph holds hidden values for its backward pass."""
 
     ids: Tensor
     training: bool
@@ -66,8 +67,12 @@ class Recorded(nn.Module):
         if self.fails is not None and len(self.calls) > self.fails:
             raise RuntimeError("the model fails")
         logits = self.logits(ids)
-        self.storages.append(StorageWeakRef(logits.untyped_storage()))
-        return logits
+        return self.noted(logits)
+
+    def noted(self, tensor: Tensor) -> Tensor:
+        """The tensor; whether it is still there is asked at later calls."""
+        self.storages.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
 
     def logits(self, ids: Tensor) -> Tensor:
         raise NotImplementedError(type(self).__name__)
@@ -85,7 +90,8 @@ class Averages(Recorded):
     def logits(self, ids: Tensor) -> Tensor:
         embedded = self.dropout(self.tokens(ids))
         mean = embedded.cumsum(dim=1) / torch.arange(1, ids.shape[1] + 1).to(embedded)[:, None]
-        return self.head(self.dropout(torch.tanh(self.bend(mean + embedded)) + self.frozen))
+        hidden = self.noted(torch.tanh(self.bend(mean + embedded)))
+        return self.head(self.dropout(hidden + self.frozen))
 
 
 class Table(Recorded):

@@ -33,7 +33,8 @@ def windows(text, rows, length, generator):
 class Network(nn.Module):
     def __init__(self):
         super().__init__()
-        self.bytes, self.memory, self.drop, self.out = nn.Embedding(256, 32), nn.GRU(32, 128, batch_first=True), nn.Dropout(0.05), nn.Linear(128, 256)
+        self.bytes, self.memory = nn.Embedding(256, 32), nn.GRU(32, 128, batch_first=True)
+        self.drop, self.out = nn.Dropout(0.05), nn.Linear(128, 256)
 
     def forward(self, ids):
         return self.out(self.drop(self.memory(self.bytes(ids))[0]))

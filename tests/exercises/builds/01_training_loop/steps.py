@@ -9,12 +9,28 @@ from torch import Tensor, nn
 
 from shared.course.checking import Case
 
-from .pieces import IGNORED, NEAR, TEXT, Averages, Batches, Recorded, Results, generator, gradients_of, made, nats, randn, weights_of
+from .pieces import (
+    IGNORED,
+    NEAR,
+    TEXT,
+    Averages,
+    Batches,
+    Recorded,
+    Results,
+    generator,
+    gradients_of,
+    made,
+    nats,
+    randn,
+    weights_of,
+)
 
 # Stage 3: loss
 
 
-def loss_case(title: str, shape: tuple[int, ...], ignored: float = 0.0, dtype: torch.dtype = torch.float64, scale: float = 1.0, seed: int = 0) -> Case:
+def loss_case(
+    title: str, shape: tuple[int, ...], ignored: float = 0.0, dtype: torch.dtype = torch.float64, scale: float = 1.0, seed: int = 0
+) -> Case:
     """Value, count and gradient against PyTorch's cross-entropy of each target alone, in float64."""
     logits = (scale * randn(*shape, seed=seed)).to(dtype)
     targets = torch.randint(shape[-1], shape[:-1], generator=generator(seed))
@@ -46,8 +62,8 @@ def sum_of_halves_case() -> Case:
     logits, targets = randn(1000, 50, seed=3).to(torch.bfloat16), torch.randint(50, (1000,), generator=generator(4))
     expected = {"sum": F.cross_entropy(logits.float(), targets, reduction="sum")}
     observe = lambda adapters, **_: {"sum": adapters.loss(logits, targets)[0]}  # noqa: E731
-    given = {"logits": "[1000, 50] bfloat16"}
-    return Case("property", "half precision is computed in float32", lambda: given, lambda **_: expected, TEXT.format(3), observe, rtol=1e-5)
+    given, title = {"logits": "[1000, 50] bfloat16"}, "half precision is computed in float32"
+    return Case("property", title, lambda: given, lambda **_: expected, TEXT.format(3), observe, rtol=1e-5)
 
 
 LOSS = (
@@ -153,10 +169,11 @@ def graphs_case() -> Case:
         loss = adapters.step(model, optimizer, batches_of(sizes))
         left = sum(not storage.expired() for storage in model.storages)
         found = {"ids of each call": [list(call.ids.shape) for call in model.calls], "a loss": loss is not None}
-        return found | {"logits held at a call": max(call.alive for call in model.calls), "logits held after the step": left}
+        found["values of earlier graphs held at a call"] = max(call.alive for call in model.calls)
+        return found | {"values held after the step": left}
 
     expected = {"ids of each call": [[2, 9], [3, 4], [1, 12], [2, 2]], "a loss": True}
-    expected |= {"logits held at a call": 0, "logits held after the step": 0}
+    expected |= {"values of earlier graphs held at a call": 0, "values held after the step": 0}
     return Case("budget", "one graph at a time", lambda: {"rows, columns, ignored": sizes}, lambda **_: expected, TEXT.format(4), observe)
 
 

@@ -38,7 +38,8 @@ def form_case() -> Case:
 
     sizes = sum(map(len, documents)) + len(documents)
     expected = {"texts": 2, "dtypes": ["torch.uint8"] * 2, "dimensions": [1, 1], "bytes in all": sizes, "zeros": 40}
-    return Case("property", "two texts, with a 0 after each document", lambda: {"documents": 40, "one_in": 3}, lambda **_: expected, SAYS, observe)
+    given = {"documents": 40, "one_in": 3}
+    return Case("property", "two texts, with a 0 after each document", lambda: given, lambda **_: expected, SAYS, observe)
 
 
 def order_case() -> Case:
@@ -55,15 +56,15 @@ def order_case() -> Case:
 
 
 def share_case(title: str, one_in: int) -> Case:
-    """4,000 documents: within six standard deviations of the share."""
-    documents, wanted = documents_of(4000, seed=2), 4000 / one_in
+    """1,200 documents: within six standard deviations of the share."""
+    documents, wanted = documents_of(1200, seed=2), 1200 / one_in
     allowed = 6 * math.sqrt(wanted * (1 - 1 / one_in))
 
     def observe(adapters: Any, **_: Any) -> Results:
         held_out = len(sides(adapters, documents, one_in)[1])
-        return {"held out": f"about {wanted:.0f}" if abs(held_out - wanted) < allowed else f"{held_out} of 4000"}
+        return {"held out": f"about {wanted:.0f}" if abs(held_out - wanted) < allowed else f"{held_out} of 1200"}
 
-    given = {"documents": 4000, "one_in": one_in}
+    given = {"documents": 1200, "one_in": one_in}
     return Case("property", title, lambda: given, lambda **_: {"held out": f"about {wanted:.0f}"}, SAYS, observe)
 
 
