@@ -38,9 +38,9 @@ def encode_case(title: str, texts: list[str], size: int, text: str, steps: int) 
 FEW = "the theory of the other thing: return the end of the list\n"
 
 FAST = (
-    train_case("a few words, each of them ten thousand times", [FEW * 10_000], 276, 1_200_000),
-    train_case("many words, and 250 merges", [many_words(3000, 1)], 506, 2_000_000),
+    train_case("a few words, each of them ten thousand times", [FEW * 10_000], 276, 2_000_000),
+    train_case("many words, and 250 merges", [many_words(3000, 1)], 506, 5_000_000),
     encode_case("a few words, each of them five thousand times", [FEW], 290, FEW * 5000, 1_000_000),
-    encode_case("many merges", [many_words(500, 2)], 700, many_words(2000, 3), 1_500_000),
+    encode_case("many merges", [many_words(500, 2)], 1000, many_words(2000, 3), 800_000),
     encode_case("one long word", [FEW], 290, "thetheorythingreturnlist" * 250, 1_000_000),
 )

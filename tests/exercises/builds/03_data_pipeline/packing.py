@@ -178,5 +178,5 @@ PACK = (
     pack_case("forty documents", drawn(40, 30, 1), 32),
     pack_case("short ones and long ones", drawn(20, 90, 2), 25),
     pack_case("three hundred documents", drawn(300, 70, 3), 64),
-    fast_case(10_000, 6_000_000),
+    fast_case(16_000, 12_000_000),
 )  # fmt: skip
