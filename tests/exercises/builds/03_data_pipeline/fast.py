@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.course.checking import Case
 
-from .pieces import TEXT, WITHIN, Results, written_merges, within
+from .pieces import TEXT, WITHIN, Results, within
 
 
 @cache
@@ -20,7 +20,7 @@ def many_words(count: int, seed: int) -> str:
 
 def train_case(title: str, texts: list[str], size: int, steps: int) -> Case:
     def observe(adapters: Any, **_: Any) -> Results:
-        return {"training": within(lambda: written_merges(adapters, adapters.train(texts, size)), steps)}
+        return {"training": within(lambda: None, lambda _: adapters.merges(adapters.train(texts, size)), steps)}
 
     given = {"characters": sum(map(len, texts)), "different words": len(set(" ".join(texts).split())), "merges": size - 256}
     return Case("budget", title, lambda: given, lambda **_: {"training": WITHIN}, TEXT.format(4), observe)
@@ -28,19 +28,19 @@ def train_case(title: str, texts: list[str], size: int, steps: int) -> Case:
 
 def encode_case(title: str, texts: list[str], size: int, text: str, steps: int) -> Case:
     def observe(adapters: Any, **_: Any) -> Results:
-        tokenizer = adapters.train(texts, size)
-        return {"encoding": within(lambda: adapters.encode(tokenizer, text), steps)}
+        return {"encoding": within(lambda: adapters.train(texts, size), lambda tokenizer: adapters.encode(tokenizer, text), steps)}
 
     given = {"characters of the text": len(text), "different words": len(set(text.split())), "merges": size - 256}
     return Case("budget", title, lambda: given, lambda **_: {"encoding": WITHIN}, TEXT.format(4), observe)
 
 
 FEW = "the theory of the other thing: return the end of the list\n"
+LONG = "antidisestablishmentarianism pseudopseudohypoparathyroidism floccinaucinihilipilification\n"
 
 FAST = (
-    train_case("a few words, each of them ten thousand times", [FEW * 10_000], 276, 2_000_000),
-    train_case("many words, and 250 merges", [many_words(3000, 1)], 506, 5_000_000),
-    encode_case("a few words, each of them five thousand times", [FEW], 290, FEW * 5000, 1_000_000),
-    encode_case("many merges", [many_words(500, 2)], 1000, many_words(2000, 3), 800_000),
-    encode_case("one long word", [FEW], 290, "thetheorythingreturnlist" * 250, 1_000_000),
+    train_case("a few words, each of them four thousand times", [FEW * 4000], 276, 900_000),
+    train_case("many words, and 300 merges", [many_words(1200, 1)], 556, 1_400_000),
+    encode_case("a few long words, each of them three thousand times", [FEW], 290, LONG * 3000, 180_000),
+    encode_case("many words, and many merges", [many_words(250, 2)], 800, many_words(800, 3), 170_000),
+    encode_case("one very long word", [FEW], 290, "thetheorythingreturnlist" * 200, 500_000),
 )

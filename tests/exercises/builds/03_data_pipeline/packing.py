@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shared.course.checking import Case
 
-from .pieces import TEXT, WITHIN, Results, within
+from .pieces import TEXT, WITHIN, Results
 
 NAMES = ("input_ids", "targets", "documents", "positions")
 BEST_FIT = "best fit, decreasing, counted on lengths alone"
@@ -148,18 +148,6 @@ def memory_case() -> Case:
     return Case("property", "a row that is changed", given, expected, TEXT.format(7), observe)
 
 
-def fast_case(count: int, steps: int) -> Case:
-    """Documents of more than half a row: none shares a row with another one."""
-    lengths = [34 + number % 20 for number in range(count)]
-
-    def observe(adapters: Any, **_: Any) -> Results:
-        documents = documents_of(lengths)
-        return {"packing": within(lambda: adapters.pack(documents, 64), steps)}
-
-    given = lambda: {"documents": count, "width": 64, "rows": count}  # noqa: E731
-    return Case("budget", "many documents", given, lambda **_: {"packing": WITHIN}, TEXT.format(7), observe)
-
-
 PACK = (
     pack_case("one document and padding", [4], 6, first=5, kind="worked example"),
     pack_case("two documents in a row", [4, 2], 6, first=5, kind="worked example"),
@@ -178,5 +166,4 @@ PACK = (
     pack_case("forty documents", drawn(40, 30, 1), 32),
     pack_case("short ones and long ones", drawn(20, 90, 2), 25),
     pack_case("three hundred documents", drawn(300, 70, 3), 64),
-    fast_case(16_000, 12_000_000),
 )  # fmt: skip

@@ -225,11 +225,13 @@ def counted_case(title: str, texts: list[str], size: int, names: tuple[str, ...]
     def observe(adapters: Any, **_: Any) -> Results:
         tokenizer = adapters.train(list(texts), size, names)
         merges, vocabulary = written_merges(adapters, tokenizer), [repr(bytes(each)) for each in adapters.vocabulary(tokenizer)]
-        return {"merges": merges, "vocabulary": vocabulary}
+        ids = {name: numbers(adapters.encode_special(tokenizer, name)) for name in names}
+        return {"merges": merges, "vocabulary": vocabulary, "ids of special tokens": ids}
 
     def expected(**_: Any) -> Results:
         made = library(texts, size - len(names), names)
-        return {"merges": library_merges(made), "vocabulary": library_vocabulary(made, names)}
+        ids = {name: [made.token_to_id(name)] for name in names}
+        return {"merges": library_merges(made), "vocabulary": library_vocabulary(made, names), "ids of special tokens": ids}
 
     given = lambda: {"texts": texts, "vocab_size": size, "special": list(names)}  # noqa: E731
     return Case("oracle", title, given, expected, LIBRARY, observe)
