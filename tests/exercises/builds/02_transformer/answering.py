@@ -183,6 +183,7 @@ PACKED = (
     packed_case("two documents of one token", [[4, 5]]),
     packed_case("rows with other borders", [[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 3, 3, 3, 4], [0, 1, 2, 3, 4, 5, 6]]),
     packed_case("numbers in any order, below 0 and large", [[-1, -1, 7, 7, 7, -9, 2**40], [5, 5, 0, 0, 0, 3, 3]]),
+    packed_case("numbers that end with the same byte", [[0, 0, 256, 256, -256, 2**40], [-1, 255, 255, 511, 65535, 65535]]),
     packed_case("the same number in two rows", [[8, 8, 8, 2, 2], [2, 2, 8, 8, 8]]),
     packed_case("llama3, tied", [[1] * 20 + [2] * 30], TIED | {"rope_parameters": OTHER}),
     packed_case("biases", [[1, 1, 1, 2, 2, 2]], BIASED),

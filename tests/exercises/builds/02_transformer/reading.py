@@ -119,7 +119,8 @@ def twice() -> Any:
 
 def beside() -> Any:
     where = copy_of(folder_of(TIED))
-    save_file({"model.norm.weight": torch.zeros(24)}, where / "adapter_model.safetensors")
+    for name in ("adapter_model", "original"):
+        save_file({"model.norm.weight": torch.zeros(24), "more": torch.ones(2)}, where / f"{name}.safetensors")
     (where / "pytorch_model.bin").write_bytes(b"not to be opened")
     return where
 
