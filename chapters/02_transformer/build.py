@@ -9,9 +9,9 @@ a few lines each that call what you wrote. Most stages have functions of their o
 NotImplementedError, so you can work from the first stage to the last and stop after any of them.
 
 You may use PyTorch, safetensors and everything of chapter 01. You need nothing of this chapter's exercises, and may copy from them. The
-modules of `shared.model` may not be imported, nor may `transformers`: with its LlamaForCausalLM the checks make folders of random weights, and
-compare. Everything is on the CPU. Where no dtype is named, weights are float32, and 1e-4 is the tolerance, of each number and of its size;
-the same sums in another order differ by some 1e-6.
+modules of `shared.model` may not be imported, nor may `transformers`: with its LlamaForCausalLM the checks make folders of random weights,
+and compare. Everything is on the CPU. Where no dtype is named, weights are float32, and 1e-4 is the tolerance, of each number and of its
+size; the same sums in another order differ by some 1e-6.
 
 A folder, as LlamaForCausalLM.save_pretrained writes it:
     config.json                       the configuration
@@ -74,9 +74,9 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
         rope_scaling             None; or {"rope_type": "linear", "factor": ...}; or {"rope_type": "llama3", "factor", "low_freq_factor",
                                  "high_freq_factor", "original_max_position_embeddings": ...}, with these keys and no others
 
-    A key that is null is silent too. transformers 5 writes RoPE as {"rope_parameters": {"rope_type", "rope_theta", options}}. transformers 4
-    wrote "rope_theta" beside "rope_scaling", which is null or {"rope_type" (in older files "type"), options}. The type "default" is no scaling.
-    Other keys of a configuration do not matter, but for three of stage 12. `config` stays as it is.
+    A key that is null is silent too. transformers 5 writes RoPE as {"rope_parameters": {"rope_type", "rope_theta", options}}.
+    transformers 4 wrote "rope_theta" beside "rope_scaling", which is null or {"rope_type" (in older files "type"), options}. The type
+    "default" is no scaling. Other keys of a configuration do not matter, but for three of stage 12. `config` stays as it is.
 
     Raises:
         ValueError (stage 12): the message has the key at fault, and for the first three the value.
@@ -113,9 +113,9 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load(folder: Path) -> nn.Module:
-    """The model of a folder, with its weights in the dtype of the files (which is one for all) and trainable. Two kinds of tensors, in files of
-    other years, are no weights and are left out: names that end with "rotary_emb.inv_freq", and lm_head.weight where tie_word_embeddings is
-    true. A folder is read anew at each call, and not changed.
+    """The model of a folder, with its weights in the dtype of the files (which is one for all) and trainable. Two kinds of tensors, in
+    files of other years, are no weights and are left out: names that end with "rotary_emb.inv_freq", and lm_head.weight where
+    tie_word_embeddings is true. A folder is read anew at each call, and not changed.
     PyTorch's global generator is as it was.
 
     Raises:
@@ -166,8 +166,8 @@ def loss(model: nn.Module, ids: Tensor, documents: Tensor | None = None) -> Tens
 
     The budgets. While `loss` and its backward pass run on one row, in two layers, all tensors that they have made and still hold, gradients
     too, have together at most
-        as many bytes as one layer's scores in float32, heads * columns * columns * 4: of 512 or 1,024 tokens, with 8 heads, a hidden_size of
-            32 and a small vocabulary, with documents and without. So scores are never whole, in the forward or the backward pass;
+        as many bytes as one layer's scores in float32, heads * columns * columns * 4: of 512 or 1,024 tokens, with 8 heads, a
+            hidden_size of 32 and a small vocabulary, with documents and without. So scores are never whole, forward or backward;
         half as many bytes as the logits in float32, columns * vocab_size * 4: of 1,024 tokens, with a vocabulary of 4,000 and one head of
             size 4, without documents. So logits are never whole either.
     A call of `logits` multiplies each token with each matrix once: it has at most as many floating-point operations as 2 * tokens * the
@@ -192,8 +192,8 @@ def save(model: nn.Module, folder: Path, most: int) -> None:
     model.safetensors.index.json lists them, with {"metadata": {"total_size": the bytes of all weights}} beside its weight_map.
     config.json has what the model was created or loaded with, every key, also those that you do not use; but "dtype" is the weights'
     ("float32", "bfloat16"), and "architectures" is ["LlamaForCausalLM"].
-    The folder need not exist. If another model was saved there, whole or in parts, this one replaces it. It may be the folder that the model
-    was loaded from: safetensors maps files into memory, so a file must not be overwritten while a weight still lies in it.
+    The folder need not exist. If another model was saved there, whole or in parts, this one replaces it. It may be the folder that the
+    model was loaded from: safetensors maps files into memory, so a file must not be overwritten while a weight still lies in it.
 
     Raises:
         ValueError (stage 12): most is below 1 (the message has it). Nothing is written then.

@@ -1,5 +1,6 @@
 """Stages 3 and 4 of build 02: new models, and models from their folders."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,9 @@ def drawn_case(title: str, config: Config) -> Case:
     def expected(**_: Any) -> Results:
         return {name: "as asked" if weight.dim() > 1 else f"all {float('norm' in name):g}" for name, weight in their_state(config).items()}
 
-    observe = lambda adapters, **_: {n: kind(n, w.detach()) for n, w in adapters.state(adapters.create(dict(config), 3)).items()}  # noqa: E731
+    def observe(adapters: Any, **_: Any) -> Results:
+        return {name: kind(name, weight.detach()) for name, weight in adapters.state(adapters.create(dict(config), 3)).items()}
+
     return Case("property", title, lambda: said(config), expected, TEXT.format(3), observe)
 
 
@@ -135,16 +138,19 @@ def load_case(title: str, config: Config, folder: Callable[[], Path] | None = No
     return Case("oracle", title, lambda: said(config) | {"dtype": str(dtype)}, expected, THEIRS, observe, **EXACT)
 
 
+@functools.cache
 def older() -> Path:
     more = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(3) for layer in range(2)}
     return edited(folder_of(PLAIN), lambda found: found.update(more))
 
 
+@functools.cache
 def tied_twice() -> Path:
     """Older files of tied models have the head as well; here it even differs, and does not count."""
     return edited(folder_of(TIED), lambda found: found.update({"lm_head.weight": torch.ones(37, 24)}))
 
 
+@functools.cache
 def old_keys() -> Path:
     return copy_of(folder_of(GROUPED), rope_parameters=None, rope_theta=10000.0, rope_scaling=None)
 

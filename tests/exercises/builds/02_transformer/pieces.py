@@ -74,7 +74,7 @@ def ids_of(rows: int, columns: int, config: Config = PLAIN, seed: int = 0) -> Te
 
 @functools.cache
 def transformers() -> Any:
-    """transformers, silent: what is printed while a check runs is shown as the learner's. Imported when a case needs it: it takes seconds."""
+    """transformers, silent: what is printed while a check runs is shown as the learner's. Imported when it is needed: it takes seconds."""
     logging.disable(logging.WARNING)
     with contextlib.redirect_stderr(io.StringIO()):
         import transformers

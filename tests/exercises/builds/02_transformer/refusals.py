@@ -138,13 +138,14 @@ def swap(name: str) -> Callable[[dict[str, Tensor]], Any]:
 
 Q, K, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
 FIRST = "model-00001-of-00003.safetensors"
+YARN = {"rope_type": "yarn", "rope_theta": 10.0, "factor": 2.0}
 OLD = without(GROUPED, "rope_parameters")
 BAD_INPUT = (
     settings_case("another family", GROUPED | {"model_type": "mistral"}, "model_type", "mistral"),
     settings_case("no family", without(GROUPED, "model_type"), "model_type"),
     settings_case("another activation function", GROUPED | {"hidden_act": "gelu"}, "hidden_act", "gelu"),
-    settings_case("RoPE of another type", GROUPED | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10.0, "factor": 2.0}}, "rope_type", "yarn"),
-    settings_case("another type, in an older file", OLD | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type|type", "dynamic"),
+    settings_case("RoPE of another type", GROUPED | {"rope_parameters": YARN}, "rope_type", "yarn"),
+    settings_case("another type, in an older file", OLD | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type", "dynamic"),
     settings_case("an option of llama3 is missing", GROUPED | {"rope_parameters": without(LLAMA3, "low_freq_factor")}, "low_freq_factor"),
     settings_case("linear without a factor", GROUPED | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10.0}}, "factor"),
     settings_case("quantized weights", GROUPED | {"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -178,15 +179,15 @@ BAD_INPUT = (
     folder_case("the head is missing", changed(lambda found: found.pop("lm_head.weight")), "lm_head.weight"),
     folder_case("a bias is missing", changed(lambda found: None, attention_bias=True), "bias"),
     folder_case("a tensor that belongs to nothing", changed(lambda found: found.update({"model.extra": torch.ones(1)})), "model.extra"),
-    folder_case("biases that the configuration does not have", changed(lambda found: found.update({f"{Q[:-6]}bias": torch.ones(24)})), f"{Q[:-6]}bias"),
+    folder_case("a bias without a place", changed(lambda found: found.update({f"{Q[:-6]}bias": torch.ones(24)})), f"{Q[:-6]}bias"),
     folder_case("a layer too many", changed(lambda found: None, num_hidden_layers=1), "model.layers.1."),
     folder_case("a layer too few", changed(lambda found: None, num_hidden_layers=3), "model.layers.2."),
     folder_case("a matrix on its side", changed(swap(UP)), UP, "44", "24"),
-    folder_case("a tensor with one number for all", changed(lambda found: found.update({"model.norm.weight": torch.ones(1)})), "model.norm.weight", "24"),
+    folder_case("one number for all", changed(lambda found: found.update({"model.norm.weight": torch.ones(1)})), "model.norm.weight", "24"),
     folder_case("a square matrix with two axes too many", changed(lambda found: found.update({Q: found[Q][None]})), Q),
     folder_case("another number of key-value heads", changed(lambda found: None, num_key_value_heads=3), "self_attn.", "12", "8"),
     folder_case("another vocabulary, tied", changed(lambda found: None, TIED, vocab_size=40), "model.embed_tokens.weight", "40", "37"),
-    model_case("a token that is not in the vocabulary", {"ids": [[0, 37]]}, ("37",), lambda a, model: a.logits(model, torch.tensor([[0, 37]]))),
+    model_case("a token too large", {"ids": [[0, 37]]}, ("37",), lambda a, model: a.logits(model, torch.tensor([[0, 37]]))),
     model_case("a token below 0", {"ids": [[0, -1]]}, ("-1",), lambda a, model: a.logits(model, torch.tensor([[0, -1]]))),
     model_case("ids that are no integers", {"dtype": "float32"}, ("float32",), lambda a, model: a.logits(model, torch.ones(1, 2))),
     model_case("ids of one row without a dimension for it", {"ids": "[5]"}, ("5|1",), lambda a, model: a.logits(model, torch.arange(5))),

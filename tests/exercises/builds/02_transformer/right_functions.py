@@ -33,7 +33,8 @@ def settings(config):
         need(isinstance(value, int) and not isinstance(value, bool) and value > 0, f"{key} is {value!r}, no positive integer.")
         return value
 
-    out = {key: size(key, get(key)) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    keys = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    out = {key: size(key, get(key)) for key in keys.split()}
     out["num_key_value_heads"] = size("num_key_value_heads", get("num_key_value_heads", out["num_attention_heads"]))
     out["head_dim"] = size("head_dim", get("head_dim", out["hidden_size"] // out["num_attention_heads"]))
     need(out["num_attention_heads"] % out["num_key_value_heads"] == 0, f"num_key_value_heads {out['num_key_value_heads']} does not divide.")
@@ -86,7 +87,8 @@ def shapes(s):
     queries, others, out = s["num_attention_heads"] * d, s["num_key_value_heads"] * d, {}
     out["model.embed_tokens.weight"] = (s["vocab_size"], hidden)
     linears = {"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (others, hidden), "self_attn.v_proj": (others, hidden)}
-    linears |= {"self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    linears |= {"self_attn.o_proj": (hidden, queries), "mlp.down_proj": (hidden, inner)}
+    linears |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
     for layer in range(s["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -167,7 +169,7 @@ def hidden(model, ids, documents=None):
     s, w, (rows, columns) = model.s, model.named(), ids.shape
     for worst in (int(ids.min()), int(ids.max())):
         need(0 <= worst < s["vocab_size"], f"token {worst} is none of {s['vocab_size']}.")
-    need(documents is None or documents.shape == ids.shape, f"documents {documents is not None and list(documents.shape)} for ids {list(ids.shape)}.")
+    need(documents is None or documents.shape == ids.shape, f"documents {getattr(documents, 'shape', 0)} for ids {ids.shape}.")
     angles = torch.outer(torch.arange(columns).float(), frequencies(s))
     spin, d = torch.polar(torch.ones_like(angles), angles), s["head_dim"]
     x = w["model.embed_tokens.weight"][ids]
@@ -253,7 +255,8 @@ def save(model, folder, most):
         if place is None:
             shards.append(place := {})
         place[name] = weight
-    names = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    count = len(shards)
+    names = ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for name, shard in zip(names, shards, strict=True):
         save_file(folder / name, shard)
     index = folder / "model.safetensors.index.json"

@@ -1,6 +1,6 @@
 """Another right build of chapter 02: fused projections. A layer has one matrix for queries, keys and values, and one for gate and up, which
-are cut where a folder is read or written. Tables of cosines are made once and kept, outside of the modules' buffers; attention is PyTorch's,
-with its own grouping; the loss has a backward pass of its own.
+are cut where a folder is read or written. Tables of cosines are made once and kept, outside of the modules' buffers; attention is
+PyTorch's; the loss has a backward pass of its own.
 """
 
 import json
@@ -32,12 +32,13 @@ def settings(config):
         need(isinstance(value, int) and not isinstance(value, bool) and value > 0, f"{key} is {value!r}, no positive integer.")
         return value
 
-    out = {key: size(key, get(key)) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    keys = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    out = {key: size(key, get(key)) for key in keys.split()}
     out["num_key_value_heads"] = size("num_key_value_heads", get("num_key_value_heads", out["num_attention_heads"]))
     out["head_dim"] = size("head_dim", get("head_dim", out["hidden_size"] // out["num_attention_heads"]))
     need(out["num_attention_heads"] % out["num_key_value_heads"] == 0, f"num_key_value_heads {out['num_key_value_heads']} does not divide.")
     need(out["head_dim"] % 2 == 0, f"head_dim {out['head_dim']} is odd.")
-    out |= {key: get(key, value) for key, value in {"rms_norm_eps": 1e-6, "initializer_range": 0.02}.items()}
+    out |= {"rms_norm_eps": get("rms_norm_eps", 1e-6), "initializer_range": get("initializer_range", 0.02)}
     out |= {key: get(key, False) for key in ("attention_bias", "mlp_bias", "tie_word_embeddings")}
     rope = {key: value for key, value in (get("rope_parameters") or get("rope_scaling") or {}).items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -85,7 +86,8 @@ def shapes(s):
     queries, others, out = s["num_attention_heads"] * d, s["num_key_value_heads"] * d, {}
     out["model.embed_tokens.weight"] = (s["vocab_size"], hidden)
     linears = {"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (others, hidden), "self_attn.v_proj": (others, hidden)}
-    linears |= {"self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    linears |= {"self_attn.o_proj": (hidden, queries), "mlp.down_proj": (hidden, inner)}
+    linears |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
     for layer in range(s["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -169,8 +171,7 @@ class Model(nn.Module):
         if documents is not None:
             need(documents.shape == ids.shape, f"documents {list(documents.shape)} for ids {list(ids.shape)}.")
             place = torch.arange(ids.shape[1])
-            begin = (documents[:, 1:] != documents[:, :-1]).cumsum(1)
-            begin = torch.cat([torch.zeros_like(documents[:, :1]), begin], dim=1)
+            begin = F.pad((documents[:, 1:] != documents[:, :-1]).cumsum(1), (1, 0))
             mask = ((begin[:, None] == begin[:, :, None]) & (place <= place[:, None]))[:, None]
             mask = torch.zeros(mask.shape, dtype=self.embedding.dtype).masked_fill(~mask, -math.inf)  # once for all layers
         x = F.embedding(ids, self.embedding)
@@ -186,7 +187,8 @@ def norm(x, weight, eps):
 def create(config, seed):
     s, generator = settings(config), torch.Generator().manual_seed(seed)
     draw = lambda shape: torch.normal(0.0, s["initializer_range"], shape, generator=generator)  # noqa: E731
-    return Model(dict(config), {n: draw(shape) if len(shape) > 1 else torch.full(shape, float("norm" in n)) for n, shape in shapes(s).items()})
+    fill = lambda name, shape: draw(shape) if len(shape) > 1 else torch.full(shape, float("norm" in name))  # noqa: E731
+    return Model(dict(config), {name: fill(name, shape) for name, shape in shapes(s).items()})
 
 
 def state(model):
@@ -282,7 +284,8 @@ def save(model, folder, most):
         if place is None:
             shards.append(place := {})
         place[name] = weight
-    names = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    count = len(shards)
+    names = ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for name, shard in zip(names, shards, strict=True):
         save_file(folder / name, shard)
     index = folder / "model.safetensors.index.json"
