@@ -98,8 +98,8 @@ def swiglu(
 ) -> Tensor:
     """The gated feed-forward layer (Shazeer 2020, equation 6): one projection decides how much of the other passes.
 
-    Number by number, what `gate` made of x, behind the activation function, is multiplied with what `up` made of it; `down` leads back to the
-    width of x. The activation function is on the gate alone. Nothing that a function returned is changed: it may be x itself.
+    Number by number, what `gate` made of x, behind the activation function, is multiplied with what `up` made of it; `down` leads back
+    to the width of x. The activation function is on the gate alone. Nothing that a function returned is changed: it may be x itself.
 
     Args:
         x: [..., D]. Left unchanged.

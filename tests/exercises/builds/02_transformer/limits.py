@@ -128,6 +128,7 @@ ONE = 8 * COLUMNS * COLUMNS * 4
 BUDGETS = (
     operations_case("each matrix once", GROUPED, 2, 9),
     operations_case("each matrix once, one key-value head", WIDE, 3, 7),
+    operations_case("each matrix once, in short rows", GROUPED, 20, 2),
     operations_case("each matrix once, tied", TIED, 1, 20),
     angles_case("one table for all layers", PLAIN | {"num_hidden_layers": 4}, 1, 9),
     angles_case("one table for all rows", GROUPED, 5, 12),
