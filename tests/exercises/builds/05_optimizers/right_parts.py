@@ -226,10 +226,13 @@ def look_through(settings):
     real = lambda value: type(value) in (int, float) and math.isfinite(value)  # noqa: E731
     rate = lambda value: real(value) and value >= 0  # noqa: E731
     part = lambda value: real(value) and 0 <= value < 1  # noqa: E731
-    row = lambda value, count, fits: type(value) in (tuple, list) and len(value) == count and all(fits(each) for each in value)  # noqa: E731
+    row = lambda value, count, fits: type(value) in (tuple, list) and len(value) == count and all(map(fits, value))  # noqa: E731
     shared = {"lr": rate, "eps": rate, "weight_decay": rate}
     muon = {"momentum": part, "nesterov": lambda value: type(value) is bool, "ns_coefficients": lambda value: row(value, 3, real)}
-    muon |= {"ns_steps": lambda value: type(value) is int and value >= 1, "adjust_lr_fn": lambda value: value in ("original", "match_rms_adamw")}
+    muon |= {
+        "ns_steps": lambda value: type(value) is int and value >= 1,
+        "adjust_lr_fn": lambda value: value in ("original", "match_rms_adamw"),
+    }
     rules = {"adamw": {**shared, "betas": lambda value: row(value, 2, part)}, "muon": {**shared, **muon}}
     for section in {*rules, *settings}:
         if section not in rules or section not in settings:
