@@ -25,7 +25,6 @@ from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
 from shared.folder_lock import held_folder
 from shared.loop import accumulate_gradients
-from shared.model.counting import parameter_counts
 from shared.model.hf.registry import write_config
 from shared.moe.balancing import BalanceExperts
 from shared.moe.expert_norms import ExpertNorms
@@ -45,6 +44,7 @@ from shared.trainer.callbacks import Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.dpo import PreferenceTuning
 from shared.trainer.elastic import History, note_end, require_one_folder
+from shared.trainer.extending import objective_of, own_parts, parameter_count, require_extensions
 from shared.trainer.fitting import require_memory
 from shared.trainer.grpo import TaskPolicyOptimization
 from shared.trainer.initial_weights import InitialWeights, find_initial_weights, fingerprint_of, float_remark
@@ -121,6 +121,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     device = pick_device(config.engine.device)
     if device.type == "cpu":
         keep_freed_memory()
+    agreed(mesh.world, lambda: require_extensions(config))
     agreed(mesh.world, lambda: require_memory(config, device))  # with the least vocabulary, before hours of preparing text
     start = agreed(mesh.world, lambda: find_initial_weights(config.start_from)) if config.start_from else None
     began = time.perf_counter()
@@ -143,7 +144,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
         strategy,
         build_optimizer(strategy.optim_params, config.optimizer, strategy.routes),
         config.engine,
-        objective=autocast_objective(mode.objective, config.precision),
+        objective=autocast_objective(objective_of(config, mode.objective), config.precision),
         runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
         updater=Update(config.max_grad_norm, scaler, strategy.grad_norm),
         callbacks=[*watching, *mode.callbacks(config), *callbacks_of(config, device, scaler)],
@@ -207,7 +208,8 @@ def callbacks_of(config: TrainerConfig, device: torch.device, scaler: LossScaler
     return mine + default_callbacks(
         replace(config.engine, trackers=trackers),
         device,
-        config.model if config.model.architecture == "decoder" else None,  # two stacks have no one count of operations
+        # Of two stacks, and of parts by import path, no formula counts the operations.
+        config.model if config.model.architecture == "decoder" and not [*own_parts(config)] else None,
         dtype=getattr(torch, config.precision),
         loss_scale=(lambda: scaler.state.scale) if scaler else None,
         settings=provenance.plain(config),
@@ -218,7 +220,7 @@ def announce(
     config: TrainerConfig, mode: Mode, start: InitialWeights | None, device: torch.device, console: Console, remark: str = ""
 ) -> None:
     """What is about to be trained, in a few lines. remark: another line."""
-    parameters = sum(parameter_counts(config.model).values())
+    parameters = parameter_count(config)
     tokens = config.steps * config.data.batch_size * config.data.seq  # but with rollouts the policy decides
     seen = "" if config.mode in ROLLING else f", {tokens / 1e6:.1f} million to be seen"
     amount, remarks = mode.announcement(config)
