@@ -234,16 +234,23 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any], emptied: bool = T
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """The sentence for a key that does not exist, with the one that was probably meant."""
+    """The sentence for a key that does not exist, with the one that was probably meant: one of that name, where only one section has it, or one
+    like it in the same section."""
     for old, new in RENAMED.items():
         if f".{old}".endswith(f".{key}"):
             return f"{key} is an older name: write {new.removeprefix(old[: len(old) - len(key)])}."
     if key in known:  # of a file, where it stands as one name
         return f"There is no setting named {key!r} with the dot in it: write it below its section, `{key.replace('.', ': {', 1)}: ...}}`."
-    last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    own = key.rpartition(".")[2]
-    near = [last[own]] if own in last else difflib.get_close_matches(key, known, n=1)
-    near = near or [last[name] for name in difflib.get_close_matches(own, last, n=1)]
+    section, _, own = key.rpartition(".")
+    beside = [name for name in known if name.startswith(f"{section}.")]
+    same = [name for name in known if name.rpartition(".")[2] == own]
+    near = [name for name in same if name in beside][:1] or (same if len(same) == 1 else [])
+    if not near and (beside or section in known):
+        last = {name.rpartition(".")[2]: name for name in reversed(beside)}
+        near = [last[name] for name in difflib.get_close_matches(own, last, n=1)] if beside else [section]
+    elif not near:
+        last = {name.rpartition(".")[2]: name for name in reversed(known)}
+        near = difflib.get_close_matches(key, known, n=1) or [last[name] for name in difflib.get_close_matches(own, last, n=1)]
     return f"There is no setting {key or repr(key)}." + (f" Did you mean {near[0]!r}?" if near else "")
 
 

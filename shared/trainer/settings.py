@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shared.course.errors import CourseError, SettingError
-from shared.course.launch import print_help, refuse
+from shared.course.launch import help_asked, print_help, refuse
 from shared.course.strict_yaml import parse_yaml, read_yaml
 from shared.course.typed import configured, located_in, merged, usable_path, with_words
 
@@ -68,8 +68,8 @@ def parse_words(config_class: type[Config], words: list[str], tell: Callable[[st
 
     Ends the process with one sentence and exit code 2 where the file cannot be read, or something is unknown or of the wrong type.
     """
-    if {"-h", "--help"} & set(words):
-        print_help(config_class, USAGE)
+    if asked := help_asked(words):
+        print_help(config_class, USAGE, asked)
     try:
         if not words or "=" in words[0]:
             raise SettingError("Give a configuration first, such as chapters/12_grpo/laptop.yaml.")
