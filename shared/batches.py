@@ -85,7 +85,8 @@ def as_batch(given: Any) -> Batch:
     if is_pair(given):
         return {"input_ids": given[0], "targets": given[1]}
     raise CourseError(
-        f"The loader yielded {type(given).__name__} as a batch: yield a dictionary of tensors, a pair (x, y), or a list of such micro-batches."
+        f"The loader yielded {type(given).__name__} as a batch: yield a dictionary of tensors, a pair (x, y), or a list of these as "
+        "micro-batches."
     )
 
 

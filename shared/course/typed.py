@@ -234,8 +234,8 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any], emptied: bool = T
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """The sentence for a key that does not exist, with the one that was probably meant: one of that name, where only one section has it, or one
-    like it in the same section."""
+    """The sentence for a key that does not exist, with the one that was probably meant: the only one of that name, or one like it in the
+    same section."""
     for old, new in RENAMED.items():
         if f".{old}".endswith(f".{key}"):
             return f"{key} is an older name: write {new.removeprefix(old[: len(old) - len(key)])}."

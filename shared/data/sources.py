@@ -62,7 +62,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if not self.path.strip() or "\0" in self.path:
-            raise ValueError(f"prepare.sources has the path {self.path!r}: give a file, a folder, a pattern, a hub dataset's name, or embedded.")
+            raise ValueError(f"prepare.sources has the path {self.path!r}: give a file, a folder, a pattern, a hub dataset, or embedded.")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}: give at least 1 document, or null for all.")
         if self.weight is not None and not 0 < self.weight < float("inf"):
@@ -150,8 +150,8 @@ def read(source: Source, skip: Skip) -> Iterator[tuple[str, bytes]]:
 
 
 def files_at(source: Source, skip: Skip | None = None, suffixes: tuple[str, ...] | None = None) -> tuple[Path, list[Path]]:
-    """The files of a source, and the folder that their names are relative to; of a single file, itself. Of a pattern, the regular files that
-    match and are not hidden, sorted.
+    """The files of a source, and the folder that their names are relative to; of a single file, itself. Of a pattern (glob), the regular
+    files that match and are not hidden, sorted.
 
     Args:
         suffixes: in place of the source's.

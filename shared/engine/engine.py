@@ -24,6 +24,7 @@ from shared.batches import as_batch, as_microbatches
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Callbacks, Metrics, metric_name
 from shared.engine.checkpoint.folder import CheckpointError
+from shared.engine.compiling import compile_model
 from shared.engine.config import EngineConfig
 from shared.engine.defaults import default_callbacks
 from shared.engine.shutdown import ShutdownRequest
@@ -87,8 +88,7 @@ class RuntimeEngine:
         self.saver = self.strategy.saver(self.output / "checkpoints", saving.keep_last, saving.keep_best, saving.asynchronous)
         self.checkpoints = self.saver.checkpoints
         self.shutdown = ShutdownRequest()
-        self.step = self.steps = 0
-        self.evaluated_at = self.saved_at = self.began_at = -1
+        self.step, self.steps, self.evaluated_at, self.saved_at, self.began_at = 0, 0, -1, -1, -1
         self.totals: Totals | None = None
         self.token_count, self.loss, self.grad_norm = 0, math.nan, math.nan
         self.validation: Totals | None = None
@@ -114,7 +114,7 @@ class RuntimeEngine:
                 self.resume()
             self.began_at = self.step
             if self.config.compile:
-                self.model.compile()
+                compile_model(self.model, self.console)
             with self.shutdown:
                 try:
                     self.callbacks.tell("on_start", self)

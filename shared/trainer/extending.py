@@ -64,7 +64,8 @@ def require_whole_parameters(optimizer: OptimizerConfig, parallel: ParallelConfi
 
 def own_parts(config: TrainerConfig) -> Iterator[str]:
     """The parts of the model that are by import path."""
-    return (kind for kind in CALLED_WITH if getattr(config.model.parts, kind, None))
+    parts = getattr(config.model, "parts", None)  # which only chapter 09's configuration has
+    return (kind for kind in CALLED_WITH if getattr(parts, kind, None))
 
 
 def parameter_count(config: TrainerConfig) -> int:

@@ -188,10 +188,11 @@ def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: floa
         "model FLOPs utilisation": median("speed/mfu"),
         **({"peak FLOP/s, which steps raised": max(peaks)} if peaks else {}),
         "peak memory, GiB": run.costs.peak_memory / GIB,
-        "seconds to prepare the text": run.preparation_seconds,
+        **run.watch.seconds,
         "seconds in training steps": run.costs.training,
         "seconds for data, evaluation and saving": run.costs.overhead,
         "seconds for this report": report_seconds,
+        "seconds in all, since the process began": run.watch.total(),
     }
 
 
