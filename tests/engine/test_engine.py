@@ -1,6 +1,7 @@
 """The engine: its hooks in their order, the loop of chapter 01 inside it, and a resume that is exact."""
 
 import io
+
 import pytest
 import torch
 from rich.console import Console
