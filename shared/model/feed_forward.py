@@ -1,4 +1,4 @@
-"""Chapter 02. The feed-forward layer (MLP), GELU or SwiGLU: matrices and an activation function, at each position alone. Most weights are here.
+"""Chapter 02. The feed-forward layer (MLP), GELU or SwiGLU: matrices and an activation function, at each position. Most weights are here.
 
 Plain: down(act(up(x))), Vaswani et al. 2017, equation 2. Gated: down(act(gate(x)) * up(x)), Shazeer 2020, called SwiGLU with
 silu and GeGLU with gelu; three matrices, so the inner width is two thirds for as many weights.

@@ -1,8 +1,8 @@
 """The checks of chapter 02's repairs: a repaired program has the outputs, losses and weights of the right one.
 
 Texts, sizes and seeds differ from what the programs print, so that no repair can aim at what it sees. Tolerance: the same float64 sums in
-another order move by some 1e-15, and training makes that 1e-12; 1e-9 is far from that and from any mistake. In bfloat16 (b) tables that were
-rounded after the angles were computed are right too, and move a score of size 8 by some 0.03; the mistake moves it by whole units.
+another order move by some 1e-15, and training makes that 1e-12; 1e-9 is far from that and from any mistake. In bfloat16 (b) tables that
+were rounded after the angles were computed are right too, and move a score of size 8 by some 0.03; the mistake moves it by whole units.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,8 @@ def places_case(title: str, places: list[int], distance: int, size: int, seed: i
     def figures(program: Any) -> dict[str, Any]:
         queries, keys = query.expand(len(places), -1).clone(), key.expand(len(places), -1).clone()
         turned = program.rotated(queries, given.clone())
-        return {"scores": program.scores(queries, keys, given.clone(), distance).float(), "turned": turned.float(), "dtype": str(turned.dtype)}
+        found = program.scores(queries, keys, given.clone(), distance)
+        return {"scores": found.float(), "turned": turned.float(), "dtype": str(turned.dtype)}
 
     shown = {"places": places, "distance": distance, "size": size, "dtype": str(dtype)}
     tolerance = {"rtol": 0.02, "atol": 0.12} if dtype != torch.float32 else {"rtol": 1e-3, "atol": 1e-3}
