@@ -35,6 +35,7 @@ from shared.trainer.elastic import eras
 from shared.trainer.planner.memory import step_sizes
 from shared.trainer.initial_weights import with_adapter
 from shared.trainer.report import Results, format_value, write_report
+from shared.trainer.retuning import changes_of
 
 if TYPE_CHECKING:
     from shared.trainer.run import Run
@@ -68,6 +69,7 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         **(known_causes(config) if compared else {}),
     }
     results = Results(metrics, replace(judged, summary=summary), config.engine.output / "report.html", eras(config.engine.output))
+    results.changes = changes_of(config.engine.output)
     write_report(config, results)
     keep(results, config.engine.output / "results.json")
     show(results, console)

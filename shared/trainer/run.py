@@ -43,6 +43,7 @@ from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
+from shared.trainer.continuation import copy_run
 from shared.trainer.dpo import PreferenceTuning
 from shared.trainer.elastic import History, note_end, require_one_folder
 from shared.trainer.fitting import require_memory
@@ -53,6 +54,7 @@ from shared.trainer.modes import ROLLING, Mode
 from shared.trainer.ppo import PolicyOptimization
 from shared.trainer.pretrain import Pretraining
 from shared.trainer.report import Results
+from shared.trainer.retuning import Changes, KeepChanges, find_changes, unresolved
 from shared.trainer.reward import RewardModelling
 from shared.trainer.sft import FineTuning
 from shared.trainer.results import evaluate_and_report, pipeline_line, stages_summary
@@ -79,6 +81,7 @@ class Run:
     strategy: ParallelStrategy
     costs: Costs
     traffic: Traffic
+    changes: Changes
     preparation_seconds: float
 
     @property
@@ -104,9 +107,11 @@ def train_model(config: TrainerConfig, console: Console, world: Communicator | N
         agreed(world, lambda: require_one_folder(config, sharing, world))
         leads = sharing[0] == world.rank
         agreed(world, lambda: held.enter_context(held_folder(config.engine.output, leads, console)))
+        if config.continue_from:
+            agreed(world, lambda: copy_run(config, console) if leads else None)
         run = build(config, console, world)
         loader, held_out = run.mode.loaders(run.config, run.strategy)
-        engine = run.engine.fit(loader, held_out, steps=config.steps)
+        engine = run.engine.fit(loader, held_out, steps=config.steps, retune=run.changes.for_engine(config, run.engine.optimizer))
         if engine.step < config.steps and engine.leaving:
             console.print(f"The same command resumes from step {engine.step}.", highlight=False)
             raise SystemExit(128 + signal.Signals[engine.stopped])
@@ -122,6 +127,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     if device.type == "cpu":
         keep_freed_memory()
     agreed(mesh.world, lambda: require_memory(config, device))  # with the least vocabulary, before hours of preparing text
+    agreed(mesh.world, lambda: find_changes(config, leave_out=unresolved(config)))  # what was not asked for is refused before text is prepared
     start = agreed(mesh.world, lambda: find_initial_weights(config.start_from)) if config.start_from else None
     began = time.perf_counter()
     mode = MODES[config.mode](config, start, mesh.world, console)
@@ -131,14 +137,14 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     mode.require_answerable(config)
     if config.report.export:
         write_config(config.model)  # refuses a model that no format can hold, now rather than after the last step
-    keep_record(config, mode, start, mesh.world)
+    changes, leads = keep_record(config, mode, start, mesh.world)
 
     own = mesh.pp.rank * mesh.loss.size + mesh.loss.rank  # ranks with other rows, positions or layers draw other dropout
     torch.manual_seed(config.seed + own)
     strategy = parallel_model(config, mesh, device, start, mode.shaped)
     scaler = LossScaler() if config.precision == "float16" else None
     costs, traffic = Costs(), Traffic(mesh.world.trace)
-    watching = [costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]
+    watching = [KeepChanges(config, changes, leads), costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]
     engine = RuntimeEngine(
         strategy,
         build_optimizer(strategy.optim_params, config.optimizer, strategy.routes),
@@ -157,11 +163,14 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
         )
     if mesh.pp.size > 1:
         console.print(pipeline_line(config), highlight=False, soft_wrap=True)
-    return Run(config, mode, start, engine, strategy, costs, traffic, preparation_seconds)
+    return Run(config, mode, start, engine, strategy, costs, traffic, changes, preparation_seconds)
 
 
-def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None, world: Communicator) -> None:
+def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None, world: Communicator) -> tuple[Changes, bool]:
     """Keep the configuration, the tokenizer and the fingerprint of the initial weights in the run's folder, or find the same run there.
+
+    Returns:
+        What differs from the run that is there and is allowed to, on every rank; and whether this rank writes for those that share its folder.
 
     Raises:
         CourseError: on every rank: the folder holds another run, or the ranks start from different weights.
@@ -169,16 +178,18 @@ def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None,
     output, digests = config.engine.output, Digests(config.data.prepared / DIGESTS)
     fingerprint = agreed(world, lambda: fingerprint_of([start, *mode.more_weights()], digests) if start else None)
     require_agreement(world, "model", {"start_from": fingerprint})
-    if ranks_that_share(world, output)[0] != world.rank:
-        agreed(world, lambda: None)
-        return
-    digests.save()
+    leads = ranks_that_share(world, output)[0] == world.rank
 
-    def keep() -> None:
-        provenance.keep_record(config, output, fingerprint)
+    def keep() -> Changes:
+        digests.save()
+        changes = find_changes(config, fingerprint, mode.tokenizer)
+        if not changes.asked:  # else when the run has taken its checkpoint with them
+            provenance.keep_record(config, output, fingerprint)
         mode.save_beside(output / "tokenizer", config.model.max_position_embeddings)  # so that a checkpoint alone is enough to start from
+        return changes
 
-    agreed(world, keep)
+    kept = agreed(world, lambda: keep() if leads else None)
+    return Changes(**world.gather_objects(kept and vars(kept))[0]), leads
 
 
 def resolved(

@@ -14,8 +14,8 @@ from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.parallel.planning.memory import StepSizes, estimate_memory
-from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
+from shared.trainer.retuning import require_allowed
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_text, parse_words, read_settings
 
@@ -216,15 +216,15 @@ def test_files_that_extend_each_other_in_a_ring_are_refused(tmp_path):
 
 def test_keys_that_a_record_no_longer_has_differ_and_free_ones_do_not(tmp_path):
     saved = {"seed": 0, "engine": {"log_every": 1}, "data": {"prepared": "a", "prepare": {"vocab_size": 512}}, "gone": 7}
-    provenance.require_same(saved, saved | {"engine": {"log_every": 2}}, tmp_path)
+    assert require_allowed(saved, saved | {"engine": {"log_every": 2}}, tmp_path, []) == {}
     now = {name: value for name, value in saved.items() if name != "gone"} | {"data": {"prepared": "b", "prepare": {"vocab_size": 300}}}
     differing = r"another configuration: data\.prepare\.vocab_size \(512 there, 300 here\), gone \(7 there, None here\)\. "
-    with pytest.raises(CourseError, match=differing):
-        provenance.require_same(saved, now, tmp_path)
+    with pytest.raises(CourseError, match=differing + "Within a run gone cannot change"):
+        require_allowed(saved, now, tmp_path, [])
 
 
 def test_a_run_of_another_length_is_refused_by_the_key_that_can_be_given(tmp_path):
     """The schedule's steps are the run's, and refused as a word."""
     saved, now = ({"steps": steps, "schedule": {"steps": steps}} for steps in (4, 8))
-    with pytest.raises(CourseError, match=r"another configuration: steps \(4 there, 8 here\)\. "):
-        provenance.require_same(saved, now, tmp_path)
+    with pytest.raises(CourseError, match=r"another configuration: steps \(4 there, 8 here\)\. .*continue_with=steps to continue it"):
+        require_allowed(saved, now, tmp_path, [])

@@ -25,6 +25,7 @@ from shared.data.prepare import DIGESTS
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.initial_weights import InitialWeights, find_initial_weights, find_reward_model, fingerprint_of
+from shared.trainer.retuning import not_asked_for, words_for
 from shared.trainer.settings import merged, read_settings, with_one_length
 from shared.trainer.start import TRAIN, command_of
 
@@ -112,7 +113,12 @@ class Stage:
             return False
         remedy = f"delete {self.folder} to train this stage and what follows from the beginning, or give another output."
         if changed := provenance.differences(record["settings"], provenance.plain(self.config)):
-            raise CourseError(f"Stage {self.name} was trained with {', '.join(changed)}: give the same again, {remedy}")
+            if not (refused := not_asked_for(changed, self.config.continue_with)):
+                return False  # the run is continued with them
+            raise CourseError(
+                f"Stage {self.name} was trained with other settings: {provenance.in_words(refused)}. Give the same again, give "
+                f"stages.{self.name}.{words_for(changed)} to continue it with what is new, {remedy}"
+            )
         if self.start and record["start"] != self.start_fingerprint():
             raise CourseError(f"Stage {self.name} was trained from other weights than stage {self.start.name} has now: {remedy}")
         return True
