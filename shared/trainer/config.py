@@ -76,6 +76,7 @@ class ReportConfig:
         temperature: of the prompts' samples; 0 takes the likeliest token. Gaps are always filled with the likeliest.
         top_k: how many of the likeliest tokens a sample draws from; null for all.
         export: also write the model in Hugging Face's format.
+        held_out_rows: rows of held-out text in the last evaluation; null for all.
     """
 
     prompts: list[str] = field(default_factory=lambda: ["def ", "class ", "import "])
@@ -84,11 +85,15 @@ class ReportConfig:
     temperature: float = 0.7
     top_k: int | None = 40
     export: bool = True
+    held_out_rows: int | None = None
 
     def __post_init__(self):
         require(self.completions >= 0 and self.new_tokens >= 1, "report.completions must be at least 0, and report.new_tokens at least 1.")
         require(self.temperature >= 0, f"report.temperature is {self.temperature}: give at least 0.")
         require(self.top_k is None or self.top_k >= 1, f"report.top_k is {self.top_k}: give at least 1, or null for all.")
+        require(
+            self.held_out_rows is None or self.held_out_rows >= 1, f"report.held_out_rows is {self.held_out_rows}: give 1 or more, or null."
+        )
         require(all(self.prompts), "report.prompts holds an empty text: give each at least one character.")
 
 

@@ -22,7 +22,7 @@ class DataConfig:
         fim: how often a document's middle is moved to its end.
         strategy: how documents are packed into rows.
         epochs: how often the text may be gone through; null for as often as the steps need.
-        held_out_rows: rows of held-out text in an evaluation during training; null for all. The last evaluation takes all.
+        held_out_rows: rows of held-out text in an evaluation during training; null for all. The last one has report.held_out_rows.
     """
 
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
