@@ -97,8 +97,9 @@ class RuntimeEngine:
         self.stopped: str | None = None
 
     def fit(
-        self, train_loader: Iterable[Sequence[Batch]], val_loader: Iterable[Batch] | None = None, *, steps: int, retune: Collection[str] = ()
-    ) -> "RuntimeEngine":
+        self, train_loader: Iterable[Sequence[Batch]], val_loader: Iterable[Batch] | None = None, *,
+        steps: int, retune: Collection[str] = (),
+    ) -> "RuntimeEngine":  # fmt: skip
         """Train until `steps` steps are done, counting those of earlier calls and of the run that is resumed: more of them extend it.
 
         Args:

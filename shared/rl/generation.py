@@ -184,8 +184,8 @@ def answer_all(
     drawing: Drawing = Drawing(temperature=0.0),  # noqa: B008 (frozen)
     seeds: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """The answer to each prompt, the likeliest unless `drawing` says otherwise, without the token that ends it: as chapter 10's `answer_all`,
-    but an answer ends where the context does."""
+    """The answer to each prompt, the likeliest unless `drawing` says otherwise, without the token that ends it: as chapter 10's
+    `answer_all`, but an answer ends where the context does."""
     before, found = virtual_ids(model), [[] for _ in prompts]
     settings = {"drawing": drawing, "seeds": seeds, "context": context, "stops": stops, "start_id": start_id}
     with evaluating(model):

@@ -1,4 +1,4 @@
-"""Chapter 12. Continue a run in another folder: `continue_from` takes a checkpoint whole, and the run goes on as if its folder had been copied.
+"""Chapter 12. Continue (fork) a run in another folder: `continue_from` takes a checkpoint whole, as if the run's folder had been copied.
 
     start_from      the weights alone: step 0, an empty optimizer, the data from its start
     continue_from   the weights, the optimizer's state, the step, the place in the data, random numbers: bit for bit the same run
@@ -75,7 +75,7 @@ def find_checkpoint(path: Path) -> Path:
         run, checkpoints = path, Checkpoints(path / "checkpoints")
         folders = [checkpoints.path(step) for step in reversed(checkpoints.steps())]
     if not (run / provenance.CONFIG).is_file() or not folders:
-        raise SettingError(f"continue_from is {path}, which is no run with a checkpoint: give the folder of a run, or of a checkpoint in it.")
+        raise SettingError(f"continue_from is {path}, which is no run with a checkpoint: give a run's folder, or a checkpoint's in it.")
     for folder in folders:
         try:
             require_intact(folder)

@@ -1,7 +1,7 @@
 """Chapter 12. Event log of a run, `history.jsonl` in its folder: which ranks were there from which step on, and which settings changed.
 
-A line is appended in one write, because ranks may add theirs at the same time. `shared.trainer.elastic` and `shared.trainer.retuning` say what
-is in them.
+A line is appended in one write, because ranks may add theirs at the same time. `shared.trainer.elastic` and `shared.trainer.retuning` say
+what is in them.
 """
 
 import json

@@ -127,7 +127,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     if device.type == "cpu":
         keep_freed_memory()
     agreed(mesh.world, lambda: require_memory(config, device))  # with the least vocabulary, before hours of preparing text
-    agreed(mesh.world, lambda: find_changes(config, leave_out=unresolved(config)))  # what was not asked for is refused before text is prepared
+    agreed(mesh.world, lambda: find_changes(config, leave_out=unresolved(config)))  # refused before hours of preparing text, as well
     start = agreed(mesh.world, lambda: find_initial_weights(config.start_from)) if config.start_from else None
     began = time.perf_counter()
     mode = MODES[config.mode](config, start, mesh.world, console)
@@ -170,7 +170,8 @@ def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None,
     """Keep the configuration, the tokenizer and the fingerprint of the initial weights in the run's folder, or find the same run there.
 
     Returns:
-        What differs from the run that is there and is allowed to, on every rank; and whether this rank writes for those that share its folder.
+        What differs from the run that is there and is allowed to, on every rank; and whether this rank writes for those that share its
+        folder.
 
     Raises:
         CourseError: on every rank: the folder holds another run, or the ranks start from different weights.

@@ -1,17 +1,19 @@
-"""Extend and retune a run as its user does: what is taken, refused or asked for, the history, kills, and `continue_from` in another folder."""
+"""Extend and retune a run as its user does: what is taken, refused or asked for, the history, kills, and `continue_from`."""
 
 import json
 import shutil
 
 import pytest
 import torch
-from preferring_runs import last_weights, preferring_config
+from preferring_runs import preferring_config
 from rich.console import Console
+from safetensors.torch import load_file
 from trainer_runs import settings_file, train
 from tuned_runs import base_run, tuned_config
 
 from shared.course.errors import CourseError
 from shared.engine.checkpoint.folder import Checkpoints
+from shared.parallel.comm.threads import run_threads
 from shared.trainer import history, provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.retuning import changes_of
@@ -45,12 +47,8 @@ def run(tmp_path, prepared):
 
 
 def weights_at(folder, step: int) -> dict[str, torch.Tensor]:
-    return last_weights_of(Checkpoints(folder / "checkpoints").path(step))
-
-
-def last_weights_of(folder) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
+    """And the optimizer's state."""
+    folder = Checkpoints(folder / "checkpoints").path(step)
     return load_file(folder / "weights.safetensors") | load_file(folder / "optimizer.safetensors")
 
 
@@ -290,14 +288,14 @@ def test_a_copy_has_runs_of_its_own_in_trackers(tmp_path, prepared):
 MODES = {"sft": [], "reward": [], "dpo": ["dpo.beta=0.3"], "ppo": ["ppo.clip=0.3"], "grpo": ["grpo.clip_high=0.3"]}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[] if mode == "grpo" else pytest.mark.slow) for mode in MODES])
 def test_every_mode_is_extended_bit_for_bit_retuned_and_continued_elsewhere(tmp_path, base, mode):
     """A rollout is open at step 3 of ppo and grpo: the extended run goes on within it."""
+    still = ["schedule.name=constant", "schedule.warmup_steps=0", "engine.checkpoint.every=1", "engine.checkpoint.keep_last=99"]
 
     def config(folder, *words):
-        make = (lambda *given: tuned_config(*given)) if mode == "sft" else (lambda *given: preferring_config(given[0], given[1], mode, *given[2:]))
-        still = ["schedule.name=constant", "schedule.warmup_steps=0", "engine.checkpoint.every=1", "engine.checkpoint.keep_last=99"]
-        return make(tmp_path / folder, base, *still, *words)
+        words = (*still, *words)
+        return tuned_config(tmp_path / folder, base, *words) if mode == "sft" else preferring_config(tmp_path / folder, base, mode, *words)
 
     train_model(config("long", "steps=6"), QUIET)
     train_model(config("run", "steps=3"), QUIET)
@@ -306,8 +304,40 @@ def test_every_mode_is_extended_bit_for_bit_retuned_and_continued_elsewhere(tmp_
         train_model(config("run", "steps=6"), QUIET)
     train_model(config("run", "steps=6", "continue_with=steps"), QUIET)
     assert equal(weights_at(tmp_path / "long/run", 6), weights_at(tmp_path / "run/run", 6))
-    words = MODES[mode]
-    train_model(config("retuned", "steps=6", "optimizer.lr=0.01", *words, "continue_with=" + ",".join(["steps", "optimizer.lr", *(w.split("=")[0] for w in words)])), QUIET)
+    names = ",".join(["steps", "optimizer.lr", *(word.split("=")[0] for word in MODES[mode])])
+    train_model(config("retuned", "steps=6", "optimizer.lr=0.01", *MODES[mode], f"continue_with={names}"), QUIET)
     assert not equal(weights_at(tmp_path / "long/run", 6), weights_at(tmp_path / "retuned/run", 6))
-    train_model(config("copy", "steps=6", f"continue_from={tmp_path / 'run/run/checkpoints/step-00000003'}"), QUIET)
+    source = tmp_path / "run/run/checkpoints/step-00000003"
+    train_model(config("copy", "steps=6", f"continue_from={source}", "continue_with=steps"), QUIET)
     assert equal(weights_at(tmp_path / "long/run", 6), weights_at(tmp_path / "copy/run", 6))
+
+
+def test_a_run_is_extended_and_retuned_in_another_layout(tmp_path, prepared):
+    """On two ranks from one process's checkpoint, and back, without dropout: what one process trains, but for rounding."""
+    still = {**PLAIN, "model": {"hidden_dropout": 0.0}, "optimizer": {"name": "sgd", "lr": 0.2}}
+
+    def config(folder, *words):
+        path = settings_file(tmp_path / folder, prepared, **still)
+        return parse_words(TrainerConfig, [str(path), "engine.checkpoint.every=1", *words])
+
+    later = ["steps=4", "optimizer.lr=0.1", "continue_with=steps,optimizer.lr"]
+    train_model(config("alone", "steps=2"), QUIET)
+    shutil.copytree(tmp_path / "alone/run", tmp_path / "two/run")
+    train_model(config("alone", *later), QUIET)
+    two = config("two", *later, "parallel.fully_sharded=2")
+    run_threads(lambda world: train_model(two, QUIET, world), 2)
+    assert [change.settings.keys() for change in changes_of(tmp_path / "two/run")] == [{"optimizer.lr", "steps"}]
+    for folder in ("alone", "two"):  # whole files, by one process that goes one step further
+        train_model(config(folder, "steps=5", "optimizer.lr=0.1", "continue_with=steps"), QUIET)
+    one, other = (load_file(tmp_path / folder / "run/checkpoints/step-00000005/weights.safetensors") for folder in ("alone", "two"))
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def test_the_words_work_from_the_command_line(tmp_path, prepared):
+    path = settings_file(tmp_path, prepared, **PLAIN)
+    assert train(path, "steps=2").returncode == 0
+    refused = train(path, "steps=3")
+    assert refused.returncode == 1 and "steps (2 there, 3 here)" in refused.stderr and "Traceback" not in refused.stderr
+    done = train(path, "steps=3", "continue_with=steps")
+    assert done.returncode == 0 and "Continued after step 2 with steps 3 (2 before)." in done.stdout, done.stderr

@@ -146,7 +146,8 @@ def retuned(model: nn.Module, optimizer: Optimizer, state: OptimizerState, retun
     names = names_of(model, optimizer)
     here = {names[parameter]: group for group in optimizer.param_groups for parameter in group["params"]}
     if OPTIMIZER in retune:
-        groups = [{key: value for key, value in group.items() if key not in OF_THIS_RUN} | {"names": [name]} for name, group in here.items()]
+        given = [(name, {key: value for key, value in group.items() if key not in OF_THIS_RUN}) for name, group in here.items()]
+        groups = [group | {"names": [name]} for name, group in given]
         return OptimizerState({}, {}, groups), ["The optimizer is another one: its state begins empty."]
     keys = {*retune, *(RATES if "lr" in retune else ())} - {*KEEPS_MORE}
     groups = []

@@ -26,7 +26,7 @@ from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.initial_weights import InitialWeights, find_initial_weights, find_reward_model, fingerprint_of
 from shared.trainer.retuning import not_asked_for, words_for
-from shared.trainer.settings import merged, read_settings, with_one_length
+from shared.trainer.settings import merged, read_settings, with_one_length, with_shorter_schedule
 from shared.trainer.start import TRAIN, command_of
 
 FOLDER = CHECKOUT / "chapters" / "12_grpo" / "pipelines"  # of the course's own
@@ -236,7 +236,7 @@ def planned(entry: StageEntry, asked: dict[str, str], layout: str | None, path: 
     if layout:
         found, _ = command_of(layout, [str(file), *command])
         words = dict(word.split("=", 1) for word in found[found.index(str(TRAIN)) + 2 :])
-    known = with_words(StageSettings, settings, words)
+    known = with_shorter_schedule(StageSettings, settings, with_words(StageSettings, settings, words), asked)
     if start:
         known["model"] = merged(provenance.plain(start.config.model), known.get("model") or {})
         config = with_one_length(StageSettings, known)
