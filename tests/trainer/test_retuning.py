@@ -288,7 +288,7 @@ def test_a_copy_has_runs_of_its_own_in_trackers(tmp_path, prepared):
 MODES = {"sft": [], "reward": [], "dpo": ["dpo.beta=0.3"], "ppo": ["ppo.clip=0.3"], "grpo": ["grpo.clip_high=0.3"]}
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[] if mode == "grpo" else pytest.mark.slow) for mode in MODES])
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[] if mode == "ppo" else pytest.mark.slow) for mode in MODES])
 def test_every_mode_is_extended_bit_for_bit_retuned_and_continued_elsewhere(tmp_path, base, mode):
     """A rollout is open at step 3 of ppo and grpo: the extended run goes on within it."""
     still = ["schedule.name=constant", "schedule.warmup_steps=0", "engine.checkpoint.every=1", "engine.checkpoint.keep_last=99"]
