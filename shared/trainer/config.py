@@ -1,7 +1,6 @@
 """Chapter 12. The trainer's configuration: every key of a run, typed, with a sentence for each field.
 
-`python chapters/12_grpo/train.py --help` prints this file's classes. What they hold is checked before any work begins; what only
-shows together (a sequence longer than the model's positions) is checked in `TrainerConfig`.
+`train.py --help` prints these classes. Each checks what it holds before work begins, `TrainerConfig` what shows only together.
 """
 
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from shared.course.extensions import Extension
 from shared.course.typed import keys_of, unknown_key, usable_path
 from shared.data.loader import equal_microbatches
 from shared.engine.config import EngineConfig, require
@@ -146,6 +146,7 @@ class TrainerConfig:
         grpo: with mode grpo, the tasks, the rollouts, the loss and the rewards.
         adapter: with other modes than pretrain, what is trained in place of the weights; null to train all of them.
         model: the model; the vocabulary's size is the tokenizer's.
+        objective: a loss of your own by import path, called with the model, a micro-batch and the mode's own objective; null for that one.
         optimizer: which optimizer, with what.
         schedule: how the learning rate moves; its steps are the run's.
         precision: of the matrix products; auto measures whether bfloat16 is faster here. Weights are float32.
@@ -174,6 +175,7 @@ class TrainerConfig:
     grpo: TaskPolicyConfig = field(default_factory=TaskPolicyConfig)
     adapter: AdapterConfig | None = None
     model: MixtureModelConfig = field(default_factory=MixtureModelConfig)
+    objective: Extension | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -212,8 +214,7 @@ class TrainerConfig:
             require(name in known, f"continue_with: {unknown_key(name, sorted(known))}")
         require_built(self.parallel, BROUGHT)
         require(self.steps >= 1, f"steps is {self.steps}: give at least 1.")
-        require(self.seed >= 0, f"seed is {self.seed}: give at least 0.")
-        require(self.seed < 2**63, f"seed is {self.seed}: give less than 2**63.")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}: give at least 0 and less than 2**63.")
         self.schedule = replace(self.schedule, steps=self.steps)
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,

@@ -18,7 +18,6 @@ from shared.engine.trackers.jsonl import read_damaged
 from shared.finetune.base import merged_weights
 from shared.finetune.peft_format import save_adapter
 from shared.loop import evaluate
-from shared.model.counting import parameter_counts
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
@@ -34,6 +33,7 @@ from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.config import TrainerConfig
 from shared.trainer import provenance
 from shared.trainer.elastic import eras
+from shared.trainer.extending import parameter_count
 from shared.trainer.planner.memory import step_sizes
 from shared.trainer.initial_weights import with_adapter
 from shared.trainer.report import Results, format_value, write_report
@@ -196,16 +196,17 @@ def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: floa
 
     peaks = [row["speed/peak_flops"] for row in metrics.values() if "speed/peak_flops" in row]
     return {
-        "parameters": sum(parameter_counts(run.config.model).values()),
+        "parameters": parameter_count(run.config),
         "training tokens": max((int(row.get("progress/tokens", 0)) for row in metrics.values()), default=0),
         "tokens per second": median("speed/tokens_per_second"),
         "model FLOPs utilisation": median("speed/mfu"),
         **({"peak FLOP/s, which steps raised": max(peaks)} if peaks else {}),
         "peak memory, GiB": run.costs.peak_memory / GIB,
-        "seconds to prepare the text": run.preparation_seconds,
+        **run.watch.seconds,
         "seconds in training steps": run.costs.training,
         "seconds for data, evaluation and saving": run.costs.overhead,
         "seconds for this report": report_seconds,
+        "seconds in all, since the process began": run.watch.total(),
     }
 
 

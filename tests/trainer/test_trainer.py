@@ -22,6 +22,7 @@ from shared.trainer.config import TrainerConfig
 from shared.trainer.loaders import loaders
 from shared.trainer.run import build
 from shared.trainer.settings import parse_text, parse_words
+from shared.trainer.stopwatch import Stopwatch
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,15 @@ def test_a_run_leaves_what_it_promises(finished):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
     assert {"train/loss", "speed/tokens_per_second", "speed/mfu", "norm/gradient", "validation/bits_per_byte"} <= rows[-1].keys()
     assert "parts are yours" in said and "The report:" in said
+
+
+def test_the_report_accounts_for_all_of_a_first_runs_time(finished):
+    """From the start of the process: imports, preparing and the precision too."""
+    summary = json.loads((finished[0] / "run" / "results.json").read_text())["summary"]
+    total = summary.pop("seconds in all, since the process began")
+    parts = {name: value for name, value in summary.items() if name.startswith("seconds ")}
+    assert {"seconds for imports and settings", "seconds to prepare the text", "seconds to choose the precision"} <= parts.keys()
+    assert sum(parts.values()) == pytest.approx(total, rel=0.03, abs=0.3) and parts["seconds for imports and settings"] > 0.5
 
 
 def test_the_learning_rate_followed_its_schedule(finished):
@@ -82,7 +92,7 @@ def test_files_that_were_changed_since_the_commit_are_named(monkeypatch):
 
 def test_what_a_run_took_is_a_median_that_a_pause_does_not_move():
     took = SimpleNamespace(peak_memory=2**31, training=1.0, overhead=2.0)
-    run = SimpleNamespace(config=SimpleNamespace(model=ModelConfig()), costs=took, preparation_seconds=3.0)
+    run = SimpleNamespace(config=SimpleNamespace(model=ModelConfig()), costs=took, watch=Stopwatch())
     logs = {step: {"speed/tokens_per_second": rate, "progress/tokens": 10 * step} for step, rate in enumerate((8.0, 0.1, 7.0), 1)}
     found = results.costs(run, logs | {4: {"validation/loss": 1.0}}, 4.0)
     assert (found["tokens per second"], found["training tokens"], found["model FLOPs utilisation"]) == (7.0, 30, None)

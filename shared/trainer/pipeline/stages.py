@@ -221,7 +221,7 @@ def planned(entry: StageEntry, asked: dict[str, str], layout: str | None, path: 
         raise SettingError(f"{given[0]} is given, which the pipeline decides: leave it out, or run this stage alone with make run.")
     file = entry.config if entry.config.is_absolute() else path.parent / entry.config
     layout = asked.pop("layout", None) or entry.layout or layout
-    settings = read_settings(file)
+    settings = read_settings(file, StageSettings)
     models = [stage for stage in pipeline.stages if stage.config.mode != "reward"]
     start = models[-1] if models else None
     if pipeline.stages and start is None:
