@@ -5,6 +5,7 @@ A run that is resumed must be the same run, so what decides its weights is compa
 
 import json
 import platform
+import re
 import subprocess
 from dataclasses import fields, is_dataclass
 from importlib import metadata
@@ -103,9 +104,14 @@ def differences(saved: dict, now: dict) -> list[str]:
     found = [
         f"{key} ({before.get(key)!r} there, {after.get(key)!r} here)"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not may_change(key)
+        if without_folders(before.get(key)) != without_folders(after.get(key)) and not may_change(key)
     ]
     return [*found[:4], *(["..."] * (len(found) > 4))]
+
+
+def without_folders(value: Any) -> str:
+    """A setting as text, without the folders of what it names by import path: a project that was moved is the same."""
+    return re.sub(r"/[^'\"]*/(?=[^/'\"]+\.py:\w)", "", repr(value))
 
 
 def may_change(key: str) -> bool:
