@@ -19,10 +19,12 @@ def cached_attention(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
+    used: int | None = None,
 ) -> Tensor:
     """Rows and places are indexed together, so that each row writes at its own length. Nobody looks behind the longest row."""
     places = lengths[:, None] + torch.arange(queries.shape[2], device=lengths.device)
-    used = int(places.max()) + 1
+    if used is None:
+        used = int(places.max()) + 1
     if used > cached_keys.shape[2]:
         raise ValueError(f"The cache has {cached_keys.shape[2]} places, and a row needs {used}: allocate a larger one.")
     rows = torch.arange(len(queries), device=lengths.device)[:, None]
@@ -79,6 +81,8 @@ def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tenso
         raise ValueError(f"group is {group} for {len(rewards)} answers: it must be at least 1 and divide them.")
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale is {scale!r}: choose group, batch or none.")
+    if group == 1:
+        return torch.zeros_like(rewards)
     groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).reshape(-1, group)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     if scale == "group":

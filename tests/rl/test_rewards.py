@@ -1,5 +1,6 @@
 """Rewards by name, their sum, and rewards that fail: named, never silently 0, and over within their time."""
 
+import importlib.util
 import json
 import math
 import re
@@ -49,10 +50,10 @@ def two(prompt, answer): return 1.0
 class Runner:
     """Stands for the sandbox."""
 
-    def judge(self, answers, tasks):
+    def judge(self, answers, tasks, share=False):
         if "broken" in answers:
             raise ValueError("no cases")
-        return [0.25 for _ in answers]
+        return [0.75 if share else 0.25 for _ in answers]
 
 
 @pytest.fixture
@@ -69,6 +70,22 @@ def sample(prompt: int, answer: str) -> Sample:
 def rewards(*parts, **settings) -> RewardSet:
     parts = [part if isinstance(part, RewardPart) else RewardPart(part) for part in parts]
     return RewardSet(parts, TASKS, lambda ids: "".join(map(chr, ids)), **{"code": Runner()} | settings)
+
+
+def test_a_share_of_the_cases_counts_where_it_is_asked_for_and_not_in_the_tasks_own_check():
+    made = rewards("task", RewardPart("code", share=True))
+    assert made([sample(2, "x")]) == [0.25 + 0.75]
+    with pytest.raises(ValueError, match="The reward task has share"):
+        RewardPart("task", share=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
+def test_math_verify_is_imported_before_the_time_limit_runs():
+    """Which is shorter than importing it takes. The tasks need it, or an answer to a held-out one is the first that does."""
+    task = Task("root", "x?", r"\sqrt{2}", "math")
+    for tasks in ([task], TASKS[:1]):
+        with closing(RewardSet([RewardPart()], tasks, str, seconds=0.3)) as made:
+            assert made.judged([task, TASKS[0]], [r"$\frac{2}{\sqrt{2}}$", "7"]) == ([1.0, 1.0], [0.0, 0.0])
 
 
 def test_each_part_has_its_curve_and_the_sum_its_weights(own):
