@@ -81,8 +81,6 @@ def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tenso
         raise ValueError(f"group is {group} for {len(rewards)} answers: it must be at least 1 and divide them.")
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale is {scale!r}: choose group, batch or none.")
-    if group == 1:
-        return torch.zeros_like(rewards)
     groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).reshape(-1, group)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     if scale == "group":

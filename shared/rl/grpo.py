@@ -119,8 +119,8 @@ class GRPOConfig(RolloutConfig):
             ),
             (
                 self.importance_limit is None and self.drawing != Drawing(self.temperature),
-                "top_k, top_p, min_p or repetition_penalty changes the distribution that tokens are drawn from, and the trainer scores them "
-                "under the policy's own: give importance_limit, such as 2, which weighs the difference, or leave them out.",
+                "top_k, top_p, min_p or repetition_penalty changes the distribution that tokens are drawn from, and the trainer scores "
+                "them under the policy's own: give importance_limit, such as 2, which weighs the difference, or leave them out.",
             ),
         ]
         for is_wrong, reason in wrong:

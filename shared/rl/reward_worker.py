@@ -33,7 +33,7 @@ def function_of(name: str, settings: str | dict | None) -> Function:
         return partial(matches, re.compile(settings))
     if name in VERIFIERS:
         if name == MATH:
-            math_reward("1", "1")  # imports sympy, which takes seconds: now, and not within the time limit of the first answer
+            math_reward("x^2 + 2x + 1", "(x + 1)^2")  # imports sympy and its parser, which takes seconds: not within an answer's limit
         return partial(verified, VERIFIERS[name])
     return bound(name, settings or {}, "grpo.rewards", "prompt", "answer", "expected")
 

@@ -81,11 +81,22 @@ def test_a_share_of_the_cases_counts_where_it_is_asked_for_and_not_in_the_tasks_
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
 def test_math_verify_is_imported_before_the_time_limit_runs():
-    """Which is shorter than importing it takes. The tasks need it, or an answer to a held-out one is the first that does."""
-    task = Task("root", "x?", r"\sqrt{2}", "math")
-    for tasks in ([task], TASKS[:1]):
-        with closing(RewardSet([RewardPart()], tasks, str, seconds=0.3)) as made:
-            assert made.judged([task, TASKS[0]], [r"$\frac{2}{\sqrt{2}}$", "7"]) == ([1.0, 1.0], [0.0, 0.0])
+    """Before a process says that it is ready. The calls after that import nothing."""
+    program = r"""
+import sys
+from shared.rl import reward_worker
+judge = reward_worker.function_of("math", None)
+known = {*sys.modules}
+assert judge("", r"$\frac{2}{\sqrt{2}}$", r"\sqrt{2}") == 1 and judge("", "7", "12") == 0
+assert known == {*sys.modules}, {*sys.modules} - known
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_verifier_that_only_held_out_tasks_need_is_loaded_when_they_come():
+    with closing(RewardSet([RewardPart()], TASKS[:1], str)) as made:
+        assert [*made.process.functions] == ["number"]
+        assert made.judged([TASKS[1], TASKS[0]], ["yes", "7"]) == ([1.0, 1.0], [0.0, 0.0])
 
 
 def test_each_part_has_its_curve_and_the_sum_its_weights(own):
