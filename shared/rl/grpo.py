@@ -118,7 +118,7 @@ class GRPOConfig(RolloutConfig):
                 f"importance_limit is {self.importance_limit}: give at least 1, or null.",
             ),
             (
-                self.importance_limit is None and self.drawing != Drawing(self.temperature),
+                self.drawing != Drawing(self.temperature) and self.importance_limit is None,
                 "top_k, top_p, min_p or repetition_penalty changes the distribution that tokens are drawn from, and the trainer scores "
                 "them under the policy's own: give importance_limit, such as 2, which weighs the difference, or leave them out.",
             ),
