@@ -9,11 +9,14 @@ from torch import nn
 
 from shared.course.checking import Case
 
-from .disk import KILLED, Disk, bytes_in, full_disk, hearing, in_child, killing_at, operations_of, torn_at, write_image
+from .disk import KILLED, Disk, Image, bytes_in, full_disk, hearing, in_child, killing_at, operations_of, torn_at, write_image
 from .pieces import NOTHING, WITHIN, Listener, Results, budget, momentum, none, state_of, words, world
 from .saving import resumed, saved_at, somewhere
 
 MOST = 300  # file operations of a save that are tried
+
+
+FINE = "as it should be"
 
 
 def kinds_of(found: set[str]) -> list[str]:
@@ -28,7 +31,7 @@ def outcome_of(adapters: Any, folder: Path, states: dict[int, Results], allowed:
         return f"resume raises {type(error).__name__}"
     if step not in allowed:
         return f"step {step} is resumed"
-    return "as it should be" if differs == NOTHING else f"step {step}: {differs}"
+    return FINE if differs == NOTHING else f"step {step}: {differs}"
 
 
 def kill_case(
@@ -68,7 +71,7 @@ def kill_case(
             )
 
     where = f"within the first {', '.join(map(str, sizes))} bytes of a file" if sizes else "each file operation"
-    expected = {"resumed": ["as it should be"], "fewer checkpoints than before": [], "after the next save": []}
+    expected = {"resumed": [FINE], "fewer checkpoints than before": [], "after the next save": []}
     expected |= {} if sizes else {"killed": "all"}
     return words("property", title, 5, {"saved after": list(before), "then": step, "keep": keep, "killed": where}, expected, observe)
 
@@ -181,11 +184,25 @@ KILL = (
     kill_case("the third, of which two stay", (1, 2), 3, 2),
     kill_case("a step that is saved again", (1, 2), 2, 2),
     kill_case("in the middle of a file", (1,), 2, 1, sizes=(0, 1, 40, 500, 5000)),
+    kill_case("in the middle of a file that is saved again", (1, 2), 2, 2, sizes=(40, 5000)),
     keep_case(),
 )
 
 
 # Stage 6: power
+
+
+def lacking(image: Image, folder: Path) -> str:
+    """What the disk has not of the files that are there."""
+    contents, found = dict(image), set()
+    for path in folder.rglob("*"):
+        name, whole = str(path.relative_to(folder)), path.read_bytes() if path.is_file() else None
+        if name not in contents:
+            found.add("a name")
+        elif whole and contents[name] != whole:
+            own = contents[name] or b""
+            found.add("all of a file" if not own else "the end of a file" if whole.startswith(own) else "bytes of a file")
+    return f"the disk lacks {', '.join(sorted(found)) or 'nothing'}"
 
 
 def power_case(title: str, before: tuple[int, ...], step: int, keep: int) -> Case:
@@ -217,10 +234,11 @@ def power_case(title: str, before: tuple[int, ...], step: int, keep: int) -> Cas
                 found["during the save"].add(said)
                 for name, images in (("when on_save is called", told), ("after the save", after)):
                     if image in images:
-                        found[name].add(outcome_of(adapters, place, states, (step,), keep=keep))
+                        said = outcome_of(adapters, place, states, (step,), keep=keep)
+                        found[name].add(said if said == FINE else f"{said}: {lacking(image, folder)}")
             return {name: kinds_of(values) for name, values in found.items()}
 
-    expected = dict.fromkeys(("during the save", "when on_save is called", "after the save"), ["as it should be"])
+    expected = dict.fromkeys(("during the save", "when on_save is called", "after the save"), [FINE])
     given = {
         "saved after": list(before),
         "then": step,
