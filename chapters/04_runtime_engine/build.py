@@ -37,9 +37,9 @@ Methods of a callback
 Files. A file operation is: a file is created or written, a file or folder is renamed or removed, a folder is made. You write inside of
 settings["folder"] alone. A *kill* ends the process before any file operation, or anywhere within the writing of a file; no `finally` runs.
 A *power cut* comes at any moment, and what the disk then has is the following. Of a file: what it held when `os.fsync` was last
-called for it, and nothing where it never was. Of a folder: the names that it had at the last `os.fsync` of that folder, or those that it
-has now; which of the two is chosen for each folder by itself. Where settings["folder"] itself is found is safe. `os.fsync`, called by
-this name, is all that counts: no other way of forcing is seen. Chapter 04 explains why.
+called for it, and nothing where it never was. Of a folder: the names that it had at the last `os.fsync` of that folder, and of the changes
+since then (names that were added, removed, or renamed within it) none, all, or any of them. Where settings["folder"] itself is found is
+safe. `os.fsync`, called by this name, is all that counts: no other way of forcing is seen. Chapter 04 explains why.
 A *torn* file is shorter or longer than it was, is missing, or has other bytes somewhere.
 A checkpoint is *sound* if all of it is there as it was written. Nothing is written with pickle, also not by torch.save or NumPy.
 

@@ -46,8 +46,10 @@ def train(weights: Weights, targets: Weights, optimizer: Momentum, steps: int) -
     return losses
 
 
-def resumed_run(weights: Weights, targets: Weights, before: int, after: int, first: list[str], second: list[str]) -> tuple[list[float], Weights]:
-    """Losses and weights of a run that is saved after `before` steps and resumed by an optimizer with another order. weights: not changed."""
+def resumed_run(
+    weights: Weights, targets: Weights, before: int, after: int, first: list[str], second: list[str]
+) -> tuple[list[float], Weights]:
+    """Losses and weights of a run that is saved after `before` steps and resumed by an optimizer with another order. `weights` stay."""
     weights = {name: list(values) for name, values in weights.items()}
     optimizer = Momentum(weights, first)
     losses = train(weights, targets, optimizer, before)

@@ -1,5 +1,5 @@
-"""Checkpoints on a disk that forgets. The operating system writes files back when it likes: after a power cut the disk has of a file what was
-forced by then, and names in any state since the folder was last forced. The disk here is played, so that power can be cut at each moment."""
+"""Checkpoints on a disk that forgets. The operating system writes back when it likes: after a power cut the disk has of a file what was forced
+by then, and of the changes to names since the folder was last forced all, none or some. The disk is played here, to cut at each moment."""
 
 import hashlib
 import json
@@ -38,7 +38,9 @@ class Disk:
         self.cut()
 
     def cut(self) -> None:
-        for names in (self.names, self.forced_names):
+        here = self.names.values()
+        removed_alone = {name: number for name, number in self.forced_names.items() if name in self.names or number in here}
+        for names in (self.names, self.forced_names, removed_alone):
             self.cuts.append({name: self.forced.get(number, "") for name, number in names.items()})
 
 
@@ -75,9 +77,9 @@ def newest_after_cuts(steps: list[int], keep: int = 1) -> dict[int, list[int]]:
 
 
 def main() -> None:
-    print("while step is saved   moments   newest sound checkpoint after a power cut there: smallest, largest   none is left")
+    print("while step is saved   power cuts   newest sound checkpoint afterwards: smallest, largest   none is left")
     for step, newest in newest_after_cuts([100, 200, 300, 400]).items():
-        print(f"{step:>19}   {len(newest):>7}   {min(newest):>63}, {max(newest):>7}   {newest.count(0):>12}")
+        print(f"{step:>19}   {len(newest):>10}   {min(newest):>48}, {max(newest):>7}   {newest.count(0):>12}")
 
 
 if __name__ == "__main__":

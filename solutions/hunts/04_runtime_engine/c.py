@@ -54,7 +54,8 @@ def example(seed: int, count: int, longest: int) -> list[list[MicroBatch]]:
 def main() -> None:
     steps = example(0, 24, 60)
     tokens = [loss for step in steps for micro_batch in step for text in micro_batch for loss in text]
-    print(f"steps between logs   loss of the whole run, from its logs   (all {len(tokens)} tokens in one list: {sum(tokens) / len(tokens):.3f})")
+    mean = sum(tokens) / len(tokens)
+    print(f"steps between logs   loss of the whole run, from its logs   (all {len(tokens)} tokens in one list: {mean:.3f})")
     for log_every in (1, 2, 6, 24):
         print(f"{log_every:>18}   {whole_loss(steps, log_every):>37.3f}")
 

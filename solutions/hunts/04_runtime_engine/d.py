@@ -1,5 +1,5 @@
-"""A learning rate that warms up and decays, in a run that is resumed several times. A schedule knows how many steps it has made, and sets the
-optimizer's rate for the next one."""
+"""A learning rate that warms up and decays, in a run that is resumed several times. A schedule knows how many steps it has made, and sets
+the optimizer's rate for the next one."""
 
 from math import cos, pi
 
@@ -61,7 +61,8 @@ def main() -> None:
     print("resumed after       rate of step 1      4      9     16     20   last weight")
     for stops in ([], [10], [3, 10], [2, 3, 5, 10, 15]):
         weight, used = train(20, 0.3, 4, stops)
-        print(f"{', '.join(map(str, stops)) or 'never':>16}   {'  '.join(f'{used[step - 1]:5.3f}' for step in (1, 4, 9, 16, 20)):>45}   {weight:11.6f}")
+        rates = "  ".join(f"{used[step - 1]:5.3f}" for step in (1, 4, 9, 16, 20))
+        print(f"{', '.join(map(str, stops)) or 'never':>16}   {rates:>45}   {weight:11.6f}")
 
 
 if __name__ == "__main__":

@@ -138,6 +138,20 @@ def bytes_in(folder: Path) -> int:
 
 # Power cuts
 
+Names = dict[str, int]
+
+
+def removals_alone(forced: Names, now: Names) -> Names:
+    """What was renamed has its old name."""
+    return {name: number for name, number in forced.items() if name in now or number in now.values()}
+
+
+WAYS: tuple[Callable[[Names, Names], Names], ...] = (
+    lambda forced, now: now,
+    lambda forced, now: forced,
+    lambda forced, now: {name: number for name, number in forced.items() if number not in now.values()} | now,
+    removals_alone,
+)
 Image = frozenset  # of (path, bytes or None for a folder)
 
 
@@ -185,30 +199,20 @@ class Disk:
         self.cut(current)
 
     def cut(self, current: dict[Path, int] | None = None) -> list[Image]:
-        """What a power cut could leave now: the names of the folder, and those of the folders in it, as they are or as they were forced."""
+        """What a power cut could leave now: of the changes to names since they were forced all, none, the removals or the others."""
         current = self.scan() if current is None else current
         now: dict[int, dict[str, int]] = {number: {} for path, number in current.items() if path.is_dir()}
         for path, number in current.items():
             if path != self.folder:
                 now[current[path.parent]][path.name] = number
-        root = current.get(self.folder)
-        folders = self.names.keys() | now.keys()
-        found = []
-        for top in (True, False):
-            for inner in (True, False):
-                names = {}
-                for number in folders:
-                    forced = top if number == root else inner
-                    names[number] = self.names.get(number, {}) if forced else now.get(number, self.names.get(number, {}))
-                    if not forced and number not in now and number in self.removed(current):
-                        names[number] = {}
+        root, found = current.get(self.folder), []
+        for top in WAYS:
+            for inner in WAYS:
+                ways = {number: top if number == root else inner for number in self.names.keys() | now.keys()}
+                names = {number: way(self.names.get(number, {}), now.get(number, {})) for number, way in ways.items()}
                 found.append(frozenset(self.listed(root, names, "")) if root else frozenset())
         self.images.update(found)
         return found
-
-    def removed(self, current: dict[Path, int]) -> set[int]:
-        """Folders that are gone by now, and so have no names."""
-        return self.names.keys() - set(current.values())
 
     def listed(self, folder: int, names: dict[int, dict[str, int]], prefix: str) -> Iterator[tuple[str, bytes | None]]:
         for name, number in names.get(folder, {}).items():

@@ -83,7 +83,7 @@ class Data:
 
 def totals(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
     """Squared errors, and how many signs are right: a count in int64. Each of the three generators is drawn from."""
-    noise = 0.01 * (random.random() + numpy.random.rand())
+    noise = 0.01 * (random.random() + numpy.random.rand() + torch.rand((), dtype=torch.float64))
     out = model(batch["x"] + noise)
     return (out - batch["y"]).square().sum(), len(out), {"right": (out.sign() == batch["y"].sign()).sum(), "size": out.abs().sum()}
 
