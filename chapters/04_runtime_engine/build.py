@@ -157,8 +157,8 @@ def resume(engine: object) -> int:
 
     Raises:
         ValueError: weights or buffers have other names, shapes or dtypes than in the checkpoint; a schedule is here and not there, or the
-            other way round; or the optimizer has another number of groups, or another parameter in a group (stage 9). Nothing is changed. The message
-            has the name of a tensor that differs, or the word schedule, or for the number of groups the word groups.
+            other way round; or the optimizer has another number of groups, or another parameter in a group (stage 9). Nothing is changed.
+            The message has the name of a tensor that differs, or the word schedule, or for the number of groups the word groups.
     """
     raise NotImplementedError("04.build: resume is not written yet")
 

@@ -1,5 +1,5 @@
-"""Checkpoints on a disk that forgets. The operating system writes back when it likes: after a power cut the disk has of a file what was forced
-by then, and of the changes to names since the folder was last forced all, none or some. The disk is played here, to cut at each moment."""
+"""Checkpoints on a disk that forgets. The operating system writes back when it likes: after a power cut the disk has of a file what was
+forced by then, and of the changes to names since the folder was last forced all, none or some. The disk is played here, to cut it then."""
 
 import hashlib
 import json

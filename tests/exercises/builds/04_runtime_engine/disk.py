@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -134,6 +135,12 @@ def bytes_in(folder: Path) -> int:
         except FileNotFoundError:
             pass
     return found
+
+
+@contextmanager
+def somewhere() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder).resolve() / "runs" / "mine"
 
 
 # Power cuts

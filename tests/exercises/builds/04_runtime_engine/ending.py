@@ -10,9 +10,9 @@ from torch import nn
 
 from shared.course.checking import Case
 
+from .disk import somewhere
 from .pieces import NOTHING, Listener, Results, World, apart, state_of, totals, words, world
 from .resuming import logs_of
-from .saving import somewhere
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from shared.course.checking import Case
 
-from .disk import KILLED, Disk, Image, bytes_in, full_disk, hearing, in_child, killing_at, operations_of, torn_at, write_image
+from .disk import KILLED, Disk, Image, bytes_in, full_disk, hearing, in_child, killing_at, operations_of, somewhere, torn_at, write_image
 from .pieces import NOTHING, WITHIN, Listener, Results, budget, momentum, none, state_of, words, world
-from .saving import resumed, saved_at, somewhere
+from .saving import resumed, saved_at
 
 MOST = 300  # file operations of a save that are tried
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.course.checking import Case
 
-from .pieces import NEAR, PLAIN, WITHIN, Results, budget, warmup, words, world
+from .pieces import NEAR, PLAIN, WITHIN, DoubleNet, Results, budget, warmup, words, world
 from .stepping import NOWHERE, Line, given_engine, plain_loop, rows, summed
 
 
@@ -27,7 +27,7 @@ def means_case(title: str, log_every: int, parts: tuple[int, ...]) -> Case:
         return found
 
     def observe(adapters: Any, **_: Any) -> Results:
-        made = world(adapters, NOWHERE, log_every=log_every)
+        made = world(adapters, NOWHERE, log_every=log_every, model=DoubleNet)
         for steps in parts:
             adapters.run(made.engine, steps)
         return {f"log {step}": figures for step, figures in made.logs.items()}

@@ -58,8 +58,16 @@ class Net(nn.Module):
         return hidden @ self.tied.T + self.second.bias + self.short.double() + x @ self.turned + self.frozen.sum() + self.empty.sum()
 
 
+class DoubleNet(Net):
+    """What is trained is in float64: in bfloat16 another order of the same sums is another gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short.requires_grad_(False)
+
+
 class Data:
-    """Micro-batches of many sizes that follow from the position alone. Loading its state draws random numbers and keeps what it is given."""
+    """Micro-batches of many sizes that follow from the position alone. Loading a state draws random numbers and keeps what it is given."""
 
     def __init__(self, journal: list[str]):
         self.state, self.journal = {"position": 0, "files": [{"name": "a", "open": True, "rest": None, "share": 0.1}]}, journal
@@ -243,8 +251,8 @@ def stage_of(module: str) -> str:
 
 
 def remembered(case: Case, name: str) -> Case:
-    """A case that runs each wrong build once, and none of an earlier stage: who is here has done better than those. It is for the diagnosis,
-    which compares an answer with every wrong build, and here a case forks processes."""
+    """A case that runs each wrong build once, and none of an earlier stage, which an answer at this stage has passed. The diagnosis
+    compares an answer with every wrong build, and here a case forks processes."""
     found: WeakKeyDictionary[Any, Results] = WeakKeyDictionary()
 
     def observe(adapters: Any, **given: Any) -> Results:

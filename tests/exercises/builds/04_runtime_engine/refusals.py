@@ -8,8 +8,8 @@ from torch import nn
 
 from shared.course.checking import Case
 
+from .disk import somewhere
 from .pieces import NOTHING, Net, Results, adamw, apart, none, settings_of, state_of, words, world
-from .saving import somewhere
 from .stepping import Line, given_engine, rows, summed
 
 

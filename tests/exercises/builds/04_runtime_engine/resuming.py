@@ -5,9 +5,8 @@ from typing import Any
 
 from shared.course.checking import Case
 
-from .disk import KILLED, in_child
+from .disk import KILLED, in_child, somewhere
 from .pieces import NOTHING, Listener, Results, World, apart, cosine, momentum, none, state_of, words, world
-from .saving import somewhere
 
 
 def logs_of(made: World) -> Results:

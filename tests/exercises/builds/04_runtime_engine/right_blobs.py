@@ -136,9 +136,8 @@ class Trainer:
         self.parameters = dict(model.named_parameters())
         self.name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in self.name_of:
-                    raise ValueError(f"optimizer group {number}: a parameter that the model does not have")
+            if not all(id(parameter) in self.name_of for parameter in group["params"]):
+                raise ValueError(f"optimizer group {number}: a parameter that the model does not have")
 
     def emit(self, name, *values):
         for callback in self.callbacks:
@@ -152,8 +151,7 @@ class Trainer:
         return Sums(tokens, {"loss": loss.detach().to(torch.float64)} | wide)
 
     def step(self):
-        self.optimizer.zero_grad()
-        [setattr(parameter, "grad", None) for parameter in self.model.parameters()]
+        self.model.zero_grad()
         total = Sums()
         for batch in next(self.data):
             total += self.measured(batch, True)

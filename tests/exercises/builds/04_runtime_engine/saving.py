@@ -1,25 +1,17 @@
 """Stage 4 of build 04: what a checkpoint holds, how it is found, and torn files."""
 
 import re
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from shared.course.checking import Case
 
-from .disk import bytes_in, in_child
-from .pieces import NOTHING, WITHIN, Listener, Net, Results, Said, World, apart, budget, momentum, none, state_of, words, world
-
-
-@contextmanager
-def somewhere() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder).resolve() / "runs" / "mine"
+from .disk import somewhere
+from .memory import memory_case
+from .pieces import NOTHING, Listener, Net, Results, World, apart, momentum, none, state_of, words, world
 
 
 def saved_at(adapters: Any, folder: Path, steps: tuple[int, ...], **more: Any) -> tuple[World, dict[int, Results]]:
@@ -233,61 +225,6 @@ def over_torn_case() -> Case:
     return words(
         "property", "a torn checkpoint is saved again", 4, {"saved after": [1, 2, 2], "the first of step 2": "torn"}, expected, observe
     )
-
-
-class Wide(nn.Module):
-    """16 weights of a megabyte each, and a step that costs nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(1 << 18) for _ in range(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([weight[0] for weight in self.weights]).sum() * x.sum()
-
-    def fill(self, seed: int) -> None:
-        pass
-
-
-def wide(model: nn.Module, batch: Results) -> Any:
-    return model(batch["x"]), 1, {}
-
-
-def peak_of(work: Callable[[], None]) -> int:
-    """Bytes by which this process becomes larger at most, as the kernel counts them."""
-    read = lambda name: int(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)))  # noqa: E731
-    Path("/proc/self/clear_refs").write_text("5")
-    before = read("VmRSS:")
-    work()
-    return (read("VmHWM:") - before) * 1024
-
-
-def memory_case() -> Case:
-    """In a child, whose memory nobody else uses. The second save is measured, which finds what the first one loaded."""
-
-    def observe(adapters: Any) -> Results:
-        with somewhere() as folder:
-            told = folder.parent.parent / "told"
-
-            def work() -> None:
-                made = world(adapters, folder, model=Wide, optimizer=momentum, schedule=none, objective=wide)
-                adapters.run(made.engine, 1)
-                adapters.save(made.engine)
-                adapters.run(made.engine, 2)
-                told.write_text(str(peak_of(lambda: adapters.save(made.engine))))
-
-            code = in_child(work)
-            if code:
-                return {"copies in memory": Said(f"the save ended with {code}")}
-            tensors = 2 * 16 * (1 << 20)
-            size = bytes_in(folder) // 2 - tensors
-            return {
-                "copies in memory": budget(int(told.read_text()), tensors // 4, "bytes"),
-                "beside the tensors": budget(size, 1 << 16, "bytes"),
-            }
-
-    given = {"weights": "16 of 1 MiB, float32", "optimizer": "SGD with momentum", "checkpoint": "32 MiB"}
-    return words("budget", "memory and size of a save", 4, given, {"copies in memory": WITHIN, "beside the tensors": WITHIN}, observe)
 
 
 SAVE = (

@@ -14,8 +14,8 @@ from .pieces import (
     TEXT,
     WITHIN,
     Data,
+    DoubleNet,
     Listener,
-    Net,
     Results,
     World,
     adamw,
@@ -94,7 +94,7 @@ def example_case() -> Case:
 
 def plain_loop(steps: int, schedule: Any, seed: int = 0) -> tuple[World, dict[int, Results]]:
     """The oracle: the steps, and the figures of each step."""
-    model = Net()
+    model = DoubleNet()
     made = World(model, adamw(model), None, Data([]))
     made.schedule = schedule(made.optimizer)
     seed_all(seed)
@@ -118,7 +118,7 @@ def oracle_case(title: str, schedule: Any, parts: tuple[int, ...]) -> Case:
         return tensors_of(made.model) | {"rates": [group["lr"] for group in made.optimizer.param_groups], "steps": list(parts)}
 
     def observe(adapters: Any, **_: Any) -> Results:
-        made = world(adapters, NOWHERE, schedule=schedule)
+        made = world(adapters, NOWHERE, schedule=schedule, model=DoubleNet)
         done = [adapters.run(made.engine, steps) for steps in parts]
         return tensors_of(made.model) | {"rates": [group["lr"] for group in made.optimizer.param_groups], "steps": done}
 
