@@ -1,5 +1,6 @@
 """Stage 3 of build 04: figures of other batches, and a training that does not notice."""
 
+import re
 from typing import Any
 
 import torch
@@ -125,6 +126,9 @@ class Remembering(Net):
         return super().forward(x) * (self.table * self.tied).sum()
 
 
+TOKENS = 12 + 4 + 7  # of the first three steps of Data
+
+
 def unnoticed_case(title: str, model: type[nn.Module]) -> Case:
     """A training that is evaluated before it and after each step, and one that is not: everything is equal bit for bit."""
 
@@ -139,10 +143,15 @@ def unnoticed_case(title: str, model: type[nn.Module]) -> Case:
         return state_of(made) | gradients | {f"logs: {step}": repr(sorted(figures.items())) for step, figures in made.logs.items()}
 
     def observe(adapters: Any) -> Results:
-        return {"with evaluations and without": apart(trained(adapters, False), trained(adapters, True))}
+        evaluated = trained(adapters, True)
+        tokens = re.search(r"'tokens', (\d+)", evaluated.get("logs: 3", ""))
+        return {
+            "with evaluations and without": apart(trained(adapters, False), evaluated),
+            "tokens in the log of step 3": int(tokens[1]) if tokens else None,
+        }
 
     given = {"steps": 5, "log_every": 3, "evaluated": "before the first step, and in on_step of each"}
-    return words("property", title, 3, given, {"with evaluations and without": NOTHING}, observe)
+    return words("property", title, 3, given, {"with evaluations and without": NOTHING, "tokens in the log of step 3": TOKENS}, observe)
 
 
 def gradients_case() -> Case:

@@ -195,6 +195,8 @@ KILL = (
 def lacking(image: Image, folder: Path) -> str:
     """What the disk has not of the files that are there."""
     contents, found = dict(image), set()
+    if any(not (folder / name).exists() for name in contents):
+        found.add("a change of its name")
     for path in folder.rglob("*"):
         name, whole = str(path.relative_to(folder)), path.read_bytes() if path.is_file() else None
         if name not in contents:

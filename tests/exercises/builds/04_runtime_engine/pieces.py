@@ -6,6 +6,7 @@ is compared with a run of the same engine that nobody interrupted, bit for bit.
 
 import inspect
 import random
+import signal
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -261,8 +262,13 @@ def remembered(case: Case, name: str) -> Case:
             return {"of an earlier stage": True}
         if adapters.module in found:
             return found[adapters.module]
-        with torch.enable_grad():  # an answer that turns gradients off does so no longer than its case
-            result = case.observe(adapters, **given)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            with torch.enable_grad():  # an answer that turns gradients off, or keeps signals, does so no longer than its case
+                result = case.observe(adapters, **given)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         if stage:
             found[adapters.module] = result
         return result
