@@ -7,6 +7,7 @@ from shared.course.checking import Case
 
 from .disk import KILLED, in_child, somewhere
 from .pieces import NOTHING, Listener, Results, World, apart, cosine, momentum, none, state_of, words, world
+from .saving import torn_case
 
 
 def logs_of(made: World) -> Results:
@@ -103,5 +104,6 @@ RESUME = (
     resume_case("a schedule that multiplies the rate", (2,), 6, schedule=cosine),
     resume_case("resumed three times", (1, 2, 5), 9),
     before_case(),
+    torn_case("a file has another byte", ("other bytes",), lambda state: state, 7),
     killed_case(5),
 )

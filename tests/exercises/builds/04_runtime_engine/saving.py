@@ -151,7 +151,7 @@ def changes_of(content: bytes) -> Iterator[tuple[str, bytes | None]]:
         yield "other bytes", content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
-def torn_case(title: str, kinds: tuple[str, ...]) -> Case:
+def torn_case(title: str, kinds: tuple[str, ...], part: Callable = model_of, stage: int = 4) -> Case:
     """Each file that the second save made, torn in each way: what is resumed is one of the two, whole."""
 
     def observe(adapters: Any) -> Results:
@@ -167,7 +167,7 @@ def torn_case(title: str, kinds: tuple[str, ...]) -> Case:
                 for kind, torn in changes_of(content) if content != before.get(path) else ():
                     if kind in kinds:
                         path.unlink() if torn is None else path.write_bytes(torn)
-                        step, differs = resumed(adapters, folder, states)
+                        step, differs = resumed(adapters, folder, states, part)
                         own = step in (1, 2) and (step == 1 or kind == "other bytes")
                         found["resumed"].add("a sound one" if own else f"step {step}")
                         found["state"].add(differs)
@@ -178,7 +178,7 @@ def torn_case(title: str, kinds: tuple[str, ...]) -> Case:
         return {name: sorted(values) for name, values in found.items()} | {"tried": tried > 0}
 
     expected = {"resumed": ["a sound one"], "state": [NOTHING], "saved and resumed": ["agree"], "tried": True}
-    return words("property", title, 4, {"saved after": [1, 2], "each new file of step 2": ", ".join(kinds)}, expected, observe)
+    return words("property", title, stage, {"saved after": [1, 2], "each new file of step 2": ", ".join(kinds)}, expected, observe)
 
 
 def all_torn_case() -> Case:
