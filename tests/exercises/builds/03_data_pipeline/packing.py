@@ -165,6 +165,7 @@ PACK = (
     alike_case(),
     pack_case("ids above 65,535, in tensors of int32", [4, 9, 3, 3], 6, first=70_000, tensors=True),
     memory_case(),
+    pack_case("the emptiest row is needed later", [5, 7, 4, 13, 12], 18),
     pack_case("the first row with room is not the fullest", TIGHT, 59),
     pack_case("forty documents", drawn(40, 30, 1), 32),
     pack_case("short ones and long ones", drawn(20, 90, 2), 25),
