@@ -11,7 +11,7 @@ Left out on purpose: what is measured and shown. Those are callbacks; `shared.en
 
 import math
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,18 @@ class RuntimeEngine:
         self.timings: dict[str, float] = {}
         self.stopped: str | None = None
 
-    def fit(self, train_loader: Iterable[Sequence[Batch]], val_loader: Iterable[Batch] | None = None, *, steps: int) -> "RuntimeEngine":
-        """Train until `steps` steps are done, counting the steps of earlier calls and of the run that is resumed.
+    def fit(
+        self, train_loader: Iterable[Sequence[Batch]], val_loader: Iterable[Batch] | None = None, *,
+        steps: int, retune: Collection[str] = (),
+    ) -> "RuntimeEngine":  # fmt: skip
+        """Train until `steps` steps are done, counting those of earlier calls and of the run that is resumed: more of them extend it.
 
         Args:
             train_loader: yields a step's micro-batches, one batch, or a pair (x, y). Where it has `state_dict`, its position is saved.
             val_loader: held-out batches, gone through from the start at each evaluation.
             steps: of the whole run.
+            retune: what a resumed run takes from here in place of its checkpoint: settings of the optimizer's groups, such as `lr`;
+                `optimizer`, for another optimizer with an empty state; `loader`, for other data, which then begins at its start.
 
         Raises:
             CourseError: what the reader can mend, in one sentence: the folder, a checkpoint (`Saver.restore`), the data's end.
@@ -111,7 +116,7 @@ class RuntimeEngine:
         with self.strategy.locked(self.output, self.console) as self.lock:
             self.strategy.begin(self)
             if self.step == 0:
-                self.resume()
+                self.resume(retune)
             self.began_at = self.step
             if self.config.compile:
                 compile_model(self.model, self.console)
@@ -154,15 +159,9 @@ class RuntimeEngine:
         if remaining <= 0:
             return
         loop = train(
-            self.model,
-            self.optimizer,
-            self.batches(train_loader),
-            self.objective,
-            steps=remaining,
-            runner=self.runner,
-            reducer=self.reduce,
-            updater=self.update,
-        )
+            self.model, self.optimizer, self.batches(train_loader), self.objective, steps=remaining, runner=self.runner,
+            reducer=self.reduce, updater=self.update,
+        )  # fmt: skip
         for _, self.totals in loop:
             yield
 
@@ -262,7 +261,7 @@ class RuntimeEngine:
             parts["loader"] = train_loader
         return parts | {"window": self.accumulator} | self.parts
 
-    def resume(self) -> None:
+    def resume(self, retune: Collection[str] = ()) -> None:
         """Resume from the newest intact checkpoint, if there is one."""
         if not self.config.checkpoint.resume:
             if self.checkpoints.steps():
@@ -270,12 +269,13 @@ class RuntimeEngine:
                     f"{self.checkpoints.folder} holds checkpoints of another run: choose another output folder, or set checkpoint.resume."
                 )
             return
-        step, damaged = self.saver.restore(self.optimizer, self.stateful)
+        step, damaged = self.saver.restore(self.optimizer, self.stateful, retune)
         for sentence in damaged:
             self.console.print(Text(f"{sentence} Resuming from the one before it.", "yellow"), soft_wrap=True)
         if step is not None:
             self.step = self.saved_at = step
-            self.console.print(Text(f"Going on from step {step}, saved in {self.checkpoints.path(step)}."), soft_wrap=True)
+            sentences = [f"Going on from step {step}, saved in {self.checkpoints.path(step)}.", *self.saver.retuned]
+            self.console.print(Text("\n".join(sentences)), soft_wrap=True)
 
     def save(self) -> None:
         """Save a checkpoint between two steps. Callbacks are called when it is complete."""

@@ -41,6 +41,7 @@ from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
+from shared.trainer.continuation import copy_run
 from shared.trainer.dpo import PreferenceTuning
 from shared.trainer.elastic import History, note_end, require_one_folder
 from shared.trainer.extending import objective_of, own_parts, parameter_count, require_extensions
@@ -52,6 +53,7 @@ from shared.trainer.modes import ROLLING, Mode
 from shared.trainer.ppo import PolicyOptimization
 from shared.trainer.pretrain import Pretraining
 from shared.trainer.report import Results
+from shared.trainer.retuning import Changes, KeepChanges, find_changes, unresolved
 from shared.trainer.reward import RewardModelling
 from shared.trainer.sft import FineTuning
 from shared.trainer.stopwatch import Stopwatch
@@ -79,6 +81,7 @@ class Run:
     strategy: ParallelStrategy
     costs: Costs
     traffic: Traffic
+    changes: Changes
     watch: Stopwatch
 
     @property
@@ -105,10 +108,12 @@ def train_model(config: TrainerConfig, console: Console, world: Communicator | N
         agreed(world, lambda: require_one_folder(config, sharing, world))
         leads = sharing[0] == world.rank
         agreed(world, lambda: held.enter_context(held_folder(config.engine.output, leads, console)))
+        if config.continue_from:
+            agreed(world, lambda: copy_run(config, console) if leads else None)
         watch.lap("seconds for imports and settings")
         run = build(config, console, world, watch)
         loader, held_out = run.mode.loaders(run.config, run.strategy)
-        engine = run.engine.fit(loader, held_out, steps=config.steps)
+        engine = run.engine.fit(loader, held_out, steps=config.steps, retune=run.changes.for_engine(config, run.engine.optimizer))
         if engine.step < config.steps and engine.leaving:
             console.print(f"The same command resumes from step {engine.step}.", highlight=False)
             raise SystemExit(128 + signal.Signals[engine.stopped])
@@ -125,6 +130,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
         keep_freed_memory()
     agreed(mesh.world, lambda: require_extensions(config))
     agreed(mesh.world, lambda: require_memory(config, device))  # with the least vocabulary, before hours of preparing text
+    agreed(mesh.world, lambda: find_changes(config, leave_out=unresolved(config)))  # refused before hours of preparing text, as well
     start = agreed(mesh.world, lambda: find_initial_weights(config.start_from)) if config.start_from else None
     watch.lap("seconds to check the settings")
     mode = MODES[config.mode](config, start, mesh.world, console)
@@ -135,14 +141,14 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     mode.require_answerable(config)
     if config.report.export:
         write_config(config.model)  # refuses a model that no format can hold, now rather than after the last step
-    keep_record(config, mode, start, mesh.world)
+    changes, leads = keep_record(config, mode, start, mesh.world)
 
     own = mesh.pp.rank * mesh.loss.size + mesh.loss.rank  # ranks with other rows, positions or layers draw other dropout
     torch.manual_seed(config.seed + own)
     strategy = parallel_model(config, mesh, device, start, mode.shaped)
     scaler = LossScaler() if config.precision == "float16" else None
     costs, traffic = Costs(), Traffic(mesh.world.trace)
-    watching = [costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]
+    watching = [KeepChanges(config, changes, leads), costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]
     engine = RuntimeEngine(
         strategy,
         build_optimizer(strategy.optim_params, config.optimizer, strategy.routes),
@@ -163,11 +169,15 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
         console.print(pipeline_line(config), highlight=False, soft_wrap=True)
     watch.lap("seconds to build the model and measure the peak")
     costs.mark = watch.mark
-    return Run(config, mode, start, engine, strategy, costs, traffic, watch)
+    return Run(config, mode, start, engine, strategy, costs, traffic, changes, watch)
 
 
-def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None, world: Communicator) -> None:
+def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None, world: Communicator) -> tuple[Changes, bool]:
     """Keep the configuration, the tokenizer and the fingerprint of the initial weights in the run's folder, or find the same run there.
+
+    Returns:
+        What differs from the run that is there and is allowed to, on every rank; and whether this rank writes for those that share its
+        folder.
 
     Raises:
         CourseError: on every rank: the folder holds another run, or the ranks start from different weights.
@@ -175,16 +185,18 @@ def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None,
     output, digests = config.engine.output, Digests(config.data.prepared / DIGESTS)
     fingerprint = agreed(world, lambda: fingerprint_of([start, *mode.more_weights()], digests) if start else None)
     require_agreement(world, "model", {"start_from": fingerprint})
-    if ranks_that_share(world, output)[0] != world.rank:
-        agreed(world, lambda: None)
-        return
-    digests.save()
+    leads = ranks_that_share(world, output)[0] == world.rank
 
-    def keep() -> None:
-        provenance.keep_record(config, output, fingerprint)
+    def keep() -> Changes:
+        digests.save()
+        changes = find_changes(config, fingerprint, mode.tokenizer)
+        if not changes.asked:  # else when the run has taken its checkpoint with them
+            provenance.keep_record(config, output, fingerprint)
         mode.save_beside(output / "tokenizer", config.model.max_position_embeddings)  # so that a checkpoint alone is enough to start from
+        return changes
 
-    agreed(world, keep)
+    kept = agreed(world, lambda: keep() if leads else None)
+    return Changes(**world.gather_objects(kept and vars(kept))[0]), leads
 
 
 def resolved(

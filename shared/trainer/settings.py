@@ -5,7 +5,7 @@ line, as in `optimizer.lr=0.003`. A key that does not exist is refused, with the
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,18 +83,31 @@ def parse_words(config_class: type[Config], words: list[str], tell: Callable[[st
             raise SettingError("schedule.steps is the length of the run: give steps.")
         written = read_settings(Path(path), config_class)
         settings = located_in(config_class, with_words(config_class, written, changes), (Path(path).resolve().parent, Path.cwd()))
-        if "steps" in changes and not any(key.split(".")[0] == "schedule" for key in changes):
-            settings = with_shorter_schedule(written.get("steps"), settings, tell)
-        return with_one_length(config_class, settings)
+        return with_one_length(config_class, with_shorter_schedule(config_class, written, settings, changes, tell))
     except CourseError as error:
         refuse(error)
 
 
-def with_shorter_schedule(planned: Any, settings: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Settings whose warm-up and decay are shrunk in proportion, where a run that is shorter than `planned` has no room for them."""
-    schedule, steps = settings.get("schedule"), settings.get("steps")
-    if not isinstance(schedule, dict):
+def with_shorter_schedule(
+    config_class: type,
+    written: dict[str, Any],
+    settings: dict[str, Any],
+    words: Collection[str],
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Settings whose warm-up and decay are shrunk in proportion, where words make a run so much shorter that it has no room for them.
+
+    Args:
+        written: the file's settings, without the words.
+        words: the keys on the command line. Where they say how the schedule is, it stays so.
+    """
+    fields = config_class.__dataclass_fields__
+    if "steps" not in words or any(key.split(".")[0] == "schedule" for key in words) or "schedule" not in fields:
         return settings
+    given, steps, planned = settings.get("schedule") or {}, settings.get("steps"), written.get("steps", fields["steps"].default)
+    if not isinstance(given, dict):
+        return settings
+    schedule = vars(fields["schedule"].default_factory()) | given
     is_wsd = schedule.get("name") == "wsd"
     names = ("warmup_steps", "decay_steps") if is_wsd else ("warmup_steps",) if schedule.get("name") != "constant" else ()
     lengths = {name: schedule[name] for name in names if name in schedule}
@@ -106,7 +119,7 @@ def with_shorter_schedule(planned: Any, settings: dict[str, Any], tell: Callable
     tell(
         f"{steps} of {planned} steps: {', '.join(f'schedule.{name} {length} becomes {shorter[name]}' for name, length in lengths.items())}."
     )
-    return settings | {"schedule": schedule | shorter}
+    return settings | {"schedule": given | shorter}
 
 
 def parse_text(config_class: type[Config], text: str) -> Config:
