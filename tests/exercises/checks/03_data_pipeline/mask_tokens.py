@@ -158,7 +158,8 @@ CHECK = Check(
         ),
         Case(
             "worked example", "a replacement of 0",
-            lambda: case_of([11, 12], [0] * 2, [0.1] * 2, [0.85] * 2)() | {"replacements": ids(0, 0)[None]}, rows([0, 0], [11, 12]), CONTRACT,
+            lambda: case_of([11, 12], [0] * 2, [0.1] * 2, [0.85] * 2)() | {"replacements": ids(0, 0)[None]},
+            rows([0, 0], [11, 12]), CONTRACT,
         ),
         Case(
             "worked example", "tokens that are the mask token, or 0, before anything is masked",
