@@ -62,8 +62,8 @@ def make_replica(model: nn.Module, group: Communicator, optimizer: Optimizer, bu
     """DDP of a model, whatever you make it: every rank has all weights and steps all of them. All weights and buffers of `model`, which may
     differ between the ranks, are rank 0's afterwards.
 
-    Buckets are made of the trained weights in the reverse order of model.named_parameters(): each bucket takes the next ones while they have
-    at most bucket_bytes together, and at least one.
+    Buckets are made of the trained weights in the reverse order of model.named_parameters(): each bucket takes the next ones while they
+    have at most bucket_bytes together, and at least one.
 
     Raises (stage 12):
         ValueError: bucket_bytes is below 1 (the value). Or the ranks' models differ in names, order, shapes or what is frozen: the message
@@ -73,8 +73,8 @@ def make_replica(model: nn.Module, group: Communicator, optimizer: Optimizer, bu
 
 
 def make_zero(model: nn.Module, group: Communicator, optimizer: Optimizer, bucket_bytes: int) -> object:
-    """ZeRO-1 of a model: as `make_replica`, but the optimizer is given this rank's share of the trained weights. Shares have equal sizes: at
-    most 1 / ranks of the numbers, and ranks numbers more for each bucket. The weights in `model` are whole and equal on every rank
+    """ZeRO-1 of a model: as `make_replica`, but the optimizer is given this rank's share of the trained weights. Shares have equal sizes:
+    at most 1 / ranks of the numbers, and ranks numbers more for each bucket. The weights in `model` are whole and equal on every rank
     after `update`."""
     raise NotImplementedError("06.build: make_zero is not written yet")
 
@@ -105,8 +105,8 @@ def forward(parallel: object, ids: Tensor) -> Tensor:
 
 
 def backward(parallel: object, microbatches: Sequence[Batch], loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Forward and backward passes of a step, without the update. With `make_sharded` the ranks have equally many micro-batches, at least one;
-    otherwise they may have any number, also 0. Gradients of an earlier step are gone.
+    """Forward and backward passes of a step, without the update. With `make_sharded` the ranks have equally many micro-batches, at least
+    one; otherwise they may have any number, also 0. Gradients of an earlier step are gone.
 
     A bucket is one all-reduce, asynchronous. In the backward pass of the rank's last micro-batch it starts as soon as the gradients of all
     its weights are complete and the buckets before it have started; what has not started then, starts after it. All are waited for
@@ -161,7 +161,8 @@ def state(parallel: object) -> dict[str, dict[str, Any]]:
 
 
 def load(parallel: object, state: dict[str, dict[str, Any]]) -> None:
-    """Continue from the `state` of any of the three kinds on any number of ranks. All ranks call it, with the same state; it stays as it is.
+    """Continue from the `state` of any of the three kinds on any number of ranks. All ranks call it, with the same state; it stays as
+    it is.
 
     Raises (stage 12):
         ValueError: a weight is missing, unknown, or of another shape: its name. Nothing has changed then.

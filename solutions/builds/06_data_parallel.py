@@ -77,8 +77,8 @@ class Flat:
 
 
 class Unit(Flat):
-    """An FSDP unit. `share` stays; `whole` has memory only while the unit computes. Autograd keeps views of it, as the modules do: it is this
-    very storage that must be filled again."""
+    """An FSDP unit. `share` stays; `whole` has memory only while the unit computes. Autograd keeps views of it, as the modules do: it is
+    this very storage that must be filled again."""
 
     def __init__(self, weights: dict[str, nn.Parameter], group, module: nn.Module, enter, recompute: bool):
         super().__init__(weights, group, group.size)

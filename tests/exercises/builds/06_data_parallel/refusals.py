@@ -43,7 +43,9 @@ def refusal_case(title: str, words: tuple[str, ...], attempt: Callable[[Any, Com
     return Case("property", title, lambda: {"ranks": ranks, **given}, expected, TEXT.format(12), observe)
 
 
-def unchanged_case(title: str, words: tuple[str, ...], kind: str, call: Callable[[Any, Any, Communicator], Any], prepare: bool = False) -> Case:
+def unchanged_case(
+    title: str, words: tuple[str, ...], kind: str, call: Callable[[Any, Any, Communicator], Any], prepare: bool = False
+) -> Case:
     """A call on two ranks that is refused on both, after which the state is what it was. prepare: a step comes first."""
     wanted = f"ValueError that says {' and '.join(words) or 'why'}, and the state as it was"
     told = says(*words)
@@ -68,7 +70,8 @@ def unchanged_case(title: str, words: tuple[str, ...], kind: str, call: Callable
                 return "refused, and the optimizer's state has changed"
             pairs = [(after["model"][name], before["model"][name], name) for name in before["model"]]
             for name, entry in before["optimizer"].items():
-                pairs += [(torch.as_tensor(after["optimizer"][name][key]), torch.as_tensor(v), f"{key} of {name}") for key, v in entry.items()]
+                now = after["optimizer"][name]
+                pairs += [(torch.as_tensor(now[key]), torch.as_tensor(v), f"{key} of {name}") for key, v in entry.items()]
             changed = [name for left, right, name in pairs if not torch.equal(left, right)]
             return f"refused, and changed: {changed[0]}" if changed else wanted
 
@@ -144,6 +147,10 @@ def loaded(change: Callable[[dict], None]) -> Callable[[Any, Any, Communicator],
     return call
 
 
+def transposed(model: dict[str, Tensor]) -> None:
+    model["head.weight"] = model["head.weight"].T
+
+
 BAD_INPUT = (
     refusal_case("no room in a bucket", ("0",), bucket_bytes(0, "replica"), bucket_bytes=0),
     refusal_case("less than no room", ("-5",), bucket_bytes(-5, "zero"), bucket_bytes=-5),
@@ -163,5 +170,5 @@ BAD_INPUT = (
     unchanged_case("an infinite gradient on rank 1, FSDP", ("inf|nan",), "sharded", infinite(float("inf")), prepare=True),
     unchanged_case("a weight is missing in a state", (r"blocks\.0\.long",), "sharded", loaded(lambda m: m.pop("blocks.0.long"))),
     unchanged_case("an unknown weight in a state", ("extra",), "replica", loaded(lambda m: m.update(extra=torch.ones(1))), prepare=True),
-    unchanged_case("a weight of another shape in a state", (r"head\.weight",), "zero", loaded(lambda m: m.update({"head.weight": torch.ones(6, 13)}))),
+    unchanged_case("a weight of another shape in a state", (r"head\.weight",), "zero", loaded(transposed)),
 )

@@ -1,5 +1,5 @@
-"""Another right build of chapter 06: FSDP as an autograd function whose backward pass is the reduce-scatter, and whose saved weights are
-gathered again when autograd asks for them (saved_tensors_hooks). ZeRO-1 steps copies of its share; a replica's optimizer has the weights."""
+"""Another right build of chapter 06: FSDP as an autograd function whose backward pass is the reduce-scatter; its saved weights are gathered
+again when autograd asks for them (saved_tensors_hooks). ZeRO-1 steps copies of its share; a replica's optimizer has the weights."""
 
 import math
 
@@ -247,7 +247,8 @@ class Trainer:
                 part = torch.empty(self.cuts[number].length, dtype=torch.float64)
                 works.append((self.group.reduce_scatter(part, flat, asynchronous=True), part))
             else:
-                flat = torch.cat([(torch.zeros_like(self.rest[n]) if g is None else g).flatten() for n, g in zip(self.buckets[number], gradients)])
+                known = [torch.zeros_like(self.rest[n]) if g is None else g for n, g in zip(self.buckets[number], gradients)]
+                flat = torch.cat([gradient.flatten() for gradient in known])
                 works.append((self.group.all_reduce(flat, asynchronous=True), flat))
 
         def complete(name):
@@ -311,7 +312,8 @@ class Trainer:
                 return cut.pieces().get(name, (0, 0))[:2]
 
     def gradients(self):
-        return {n: self.whole(n, None if n not in self.stepped else self.stepped[n].grad) if n in self.used else None for n in self.trainable}
+        mine = {name: tensor.grad for name, tensor in self.stepped.items()}
+        return {name: self.whole(name, mine.get(name)) if name in self.used else None for name in self.trainable}
 
     def update(self, max_norm):
         square = torch.zeros(1, dtype=torch.float64)

@@ -7,13 +7,16 @@ import torch
 from shared.course.checking import Case
 from shared.parallel.comm.communicator import Communicator
 
-from .pieces import NEAR, ONE_PROCESS, TOKENS, Alone, Model, Results, adamw, described, make, momentum, on_groups, said, several, summed_loss
+from .pieces import NEAR, ONE_PROCESS, TOKENS, Alone, Model, Results
+from .pieces import adamw, described, make, momentum, on_groups, said, several, summed_loss
 from .stepping import step_case
 
 # Stage 6.
 
 
-def forward_case(title: str, ranks: int, groups: int = 1, gradients: bool = True, training: bool = True, start: bool = True, **options: Any) -> Case:
+def forward_case(
+    title: str, ranks: int, groups: int = 1, gradients: bool = True, training: bool = True, start: bool = True, **options: Any
+) -> Case:
     """Logits of each rank's own ids, twice. start: the ranks' models differ at first."""
     given = {"ranks": ranks, "gradients are enabled": gradients, "model.training": training, **options}
     given |= {"groups in the world": groups} if groups > 1 else {}

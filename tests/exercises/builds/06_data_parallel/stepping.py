@@ -223,7 +223,7 @@ def within(value: int, limit: int) -> str:
     return WITHIN if value <= limit else f"{value:,}, and the limit is {limit:,}"
 
 
-FROZEN = {"frozen": ("embedding.weight", "blocks.0.up.weight", "blocks.1.norm.bias")}
+FROZEN = {"frozen": ("embedding.weight", "far", "blocks.0.up.weight", "blocks.1.norm.bias")}
 GRADIENTS = (
     digits_case("each rank counts once", "replica", [1, 1, 1]),
     step_case("every gradient of two ranks, evenly many tokens", "replica", [one_each(2, even=True)]),
@@ -261,18 +261,20 @@ ZERO = (
     share_case("each rank's share, one bucket for each weight", "zero", 3, bucket_bytes=1),
     share_case("each rank's share, several buckets", "zero", 2),
 )
+ALL_OF_0 = tuple(name for name, _ in Model().blocks[0].named_parameters("blocks.0"))
 PAIRS = [several(2, (2, 2), seed=number) for number in range(3)]
 REDUCE = (
     step_case("every gradient of two ranks", "sharded", [one_each(2)]),
     step_case("three ranks, three blocks", "sharded", [one_each(3)], blocks=3),
     step_case("two micro-batches on each rank", "sharded", [PAIRS[0]]),
     step_case("a second step has gradients of its own", "sharded", PAIRS[:2]),
-    step_case("frozen weights: also the embedding, so that the first unit's input has no gradient", "sharded", [one_each(2)], **FROZEN),
-    step_case("a unit of which everything is frozen", "sharded", [one_each(2)], frozen=[n for n, _ in Model().blocks[0].named_parameters("blocks.0")]),
+    step_case("frozen weights: also the embedding, so that the first unit's input has none", "sharded", [one_each(2, True)], **FROZEN),
+    step_case("a unit of which everything is frozen", "sharded", [one_each(2)], frozen=ALL_OF_0),
     step_case("a forward pass that no backward pass follows", "sharded", [one_each(2)], forward_first=True),
     step_case("a weight outside of units that is used twice", "sharded", [one_each(2)], tied=True),
     step_case("logits after three steps, AdamW", "sharded", PAIRS, "weights"),
     step_case("logits after three steps, SGD with momentum, three ranks", "sharded", OF_THREE, "weights", momentum),
+    step_case("a weight that only the first of two steps uses", "sharded", [one_each(2), one_each(2, even=True)], "weights"),
     step_case("models that differ at first", "sharded", [one_each(2)], start=True),
     step_case("two groups in the world", "sharded", [one_each(2)], groups=2),
     step_case("a group of one rank", "sharded", [one_each(1)]),
