@@ -54,7 +54,8 @@ endif
 
 lab: $(LAB)
 	@test -n "$(NOTEBOOK)" || { echo "There is no notebook of chapter $(CHAPTER). There are: $(wildcard notebooks/*.ipynb)"; exit 2; }
-	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(ARGS)
+	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.app_settings_dir="$(CURDIR)/.ci/lab" \
+	    --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(ARGS)
 
 test: $(TESTS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --no-loadscope-reorder $(CHOSEN) $(ARGS)

@@ -1,7 +1,7 @@
 """Train a byte model with chapter 01's loop on real text: a progress bar, then a sample, a plot and a table.
 
     python chapters/01_training_loop/run.py                       the embedded corpus, about a minute and a half on two cores
-    python chapters/01_training_loop/run.py --impl mine           with your own exercises
+    python chapters/01_training_loop/run.py --impl mine           with your own exercises; with your build, where all its stages passed
     python chapters/01_training_loop/run.py --data my/texts       on your own text files
 """
 
@@ -72,6 +72,12 @@ class RunConfig:
 
 def run(config: RunConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
+    from shared.course.build_use import build_line, passed_build
+
+    if (build := passed_build("01")) is not None:
+        from run_build import run_build
+
+        return run_build(config, build, build_line("01"))
     from chapters.byte_models import ByteModel
     from chapters.text_run import run_on_text
 

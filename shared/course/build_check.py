@@ -68,7 +68,7 @@ def forbidden_import(file: BodyFile, build: Build) -> str:
     return ""
 
 
-def check_stage(build: Build, stage_id: str, file: BodyFile, seconds: float, waiting: float) -> Outcome:
+def check_stage(build: Build, stage_id: str, file: BodyFile, seconds: float, waiting: float, keep: Callable) -> Outcome:
     """The work of the child process: load the file, climb the stage's cases."""
     import torch
 
@@ -79,7 +79,7 @@ def check_stage(build: Build, stage_id: str, file: BodyFile, seconds: float, wai
         check = read_checks(build.checks)[stage.name]
         functions = load(file, build.adapters)
         running.limit(seconds, waiting)  # from here on the time is the answer's
-        outcome = run_stage(check, functions, {sentence: load(wrong, ()) for sentence, wrong in build.wrong().values()})
+        outcome = run_stage(check, functions, {sentence: load(wrong, ()) for sentence, wrong in build.wrong().values()}, keep)
     except CourseError as error:
         return running.failed(stage, str(error))
     used = [module for module in build.forbidden if module in sys.modules and module.startswith("shared.")]  # torch imports parts of itself
@@ -116,11 +116,18 @@ def read_module(path: Path) -> ModuleType:
     return module
 
 
-def run_stage(check: Any, functions: Functions, wrong: dict[str, Functions]) -> Outcome:
-    """Climb a stage's cases in this process; `wrong` maps sentences to wrong builds, for the diagnosis."""
+def run_stage(check: Any, functions: Functions, wrong: dict[str, Functions], keep: Callable = lambda _: None, confirm: bool = True) -> Outcome:
+    """Climb a stage's cases in this process; `wrong` maps sentences to wrong builds, for the diagnosis; see `checking.run_check`."""
     from shared.course import checking
 
-    outcome = checking.run_check(check, functions, wrong)
-    if functions.missing:
-        return Outcome(check.exercise, NOT_ATTEMPTED, problem=[functions.missing])
+    missing: list[str] = []
+
+    def before_diagnosis(outcome: Outcome) -> None:
+        missing.append(functions.missing)  # now: later cases of a wrong build may meet a function that is not written yet
+        if not functions.missing:
+            keep(outcome)
+
+    outcome = checking.run_check(check, functions, wrong, before_diagnosis, confirm)
+    if any(missing):
+        return Outcome(check.exercise, NOT_ATTEMPTED, problem=missing)
     return outcome

@@ -23,6 +23,7 @@ SHAPE = "shape and dtype"
 RUNGS = (SHAPE, "worked example", "property", "oracle", "two ranks", "budget")
 
 LEARNERS = re.compile(r"\bchapters/\w+/(exercises|build|hunts/\w+)\.py$")  # files that a learner writes
+GUESS = "Perhaps: {} (So it is on this input. On others your answer does something else.)"
 PROBLEMS = 6  # lines of them that are shown: came out and expected, for three results
 
 Observation = dict[str, Any]
@@ -74,8 +75,20 @@ class Check:
     seconds: float = 20.0
 
 
-def run_check(check: Check, function: Callable, mutants: Mapping[str, Callable]) -> Outcome:
-    """Climb a check's cases with `function`; `mutants` maps sentences of misconception to wrong answers."""
+def run_check(
+    check: Check,
+    function: Callable,
+    mutants: Mapping[str, Callable],
+    keep: Callable[[Outcome], None] = lambda _: None,
+    confirm: bool = True,
+) -> Outcome:
+    """Climb a check's cases with `function`.
+
+    Args:
+        mutants: sentences of misconception -> wrong answers.
+        keep: is given a failed outcome before its diagnosis, in which `function` may never end.
+        confirm: see `diagnose`.
+    """
     began = time.perf_counter()
     outcome = Outcome(check.exercise, PASS, of=len(check.cases))
     if not check.cases:
@@ -87,7 +100,8 @@ def run_check(check: Check, function: Callable, mutants: Mapping[str, Callable])
         if problems:
             outcome.state, outcome.rung, outcome.title = FAIL, case.rung, case.title
             outcome.problem = describe(case, problems, error)
-            outcome.misconception = diagnose(check, case, function, mutants) or not_refused(case, error)
+            keep(outcome)
+            outcome.misconception = diagnose(check, case, function, mutants, confirm) or not_refused(case, error)
             break
     outcome.seconds = time.perf_counter() - began
     return outcome
@@ -182,16 +196,24 @@ def describe(case: Case, problems: list[str], error: Exception | None) -> list[s
     return lines + [f"says      {case.source}"]
 
 
-def diagnose(check: Check, failing: Case, function: Callable, mutants: Mapping[str, Callable]) -> str:
+def diagnose(check: Check, failing: Case, function: Callable, mutants: Mapping[str, Callable], confirm: bool = True) -> str:
     """The sentence of the one mutant that does what `function` does, on the failing case and on all that come before it.
 
-    Where several mutants do, the cases after it decide; where those do not either, nothing is said.
+    Where several mutants do, the cases after it decide; where those do not either, nothing is said. Where one mutant is left and a later
+    case tells it from `function`, the sentence is said as a guess: a mistake may look like another one on a few inputs.
+
+    Args:
+        confirm: whether one mutant that is left is compared on later cases; for `function` one of the mutants this tells nothing.
     """
     candidates, place = dict(mutants), check.cases.index(failing)
     for number, case in enumerate([failing, *check.cases[:place], *check.cases[place + 1 :]]):
-        if number <= place or len(candidates) > 1:
-            here = observe(check, case, function)
-            candidates = {said: mutant for said, mutant in candidates.items() if same(here, observe(check, case, mutant), case)}
+        if not candidates or number > place and len(candidates) == 1 and not confirm:
+            break
+        here = observe(check, case, function)
+        alike = {said: mutant for said, mutant in candidates.items() if same(here, observe(check, case, mutant), case)}
+        if number > place and len(candidates) == 1 and not alike:
+            return GUESS.format(*candidates)
+        candidates = alike
     return next(iter(candidates)) if len(candidates) == 1 else ""
 
 

@@ -5,8 +5,10 @@ Exit codes: 0 all is well (every check passed), 1 something failed, 2 nothing fa
 at once, and only a check pays for loading it.
 """
 
+import os
 import re
 import sys
+from pathlib import Path
 
 import click
 
@@ -198,12 +200,36 @@ def read(module: str, implementation: str, reveal: bool) -> None:
     terminal.print_python(terminal.open_console(), reading.with_bodies(path, body_file))
 
 
-@cli.command(epilog=examples("course doctor"))
-def doctor() -> None:
-    """Say what is wrong with the set-up, and what to do about it."""
+@cli.command(
+    epilog=examples(
+        "course doctor",
+        "course doctor --machines 2 --machine 0 --address 192.168.1.10",
+        "course doctor --machines 2 --machine 1 --address 192.168.1.10 --folder /shared/runs",
+    )
+)
+@click.option("--machines", type=click.IntRange(min=2), help="Check so many machines instead: the same command on each, within a minute.")
+@click.option("--machine", type=click.IntRange(min=0), default=0, show_default=True, help="This machine's number, from 0.")
+@click.option("--address", default="127.0.0.1", show_default=True, help="Of machine 0, by which the others reach it.")
+@click.option("--port", type=click.IntRange(1, 65535), default=29400, show_default=True, help="On machine 0, as torchrun's --master-port.")
+@click.option("--folder", type=click.Path(path_type=Path), help="A folder that all machines should share.")
+@click.option("--wait", type=click.FloatRange(min=1), default=60.0, show_default=True, help="Seconds until all must have connected.")
+def doctor(machines: int | None, machine: int, address: str, port: int, folder: Path | None, wait: float) -> None:
+    """Say what is wrong with the set-up, and what to do about it.
+
+    With --machines it says whether several machines can train together: their addresses, whether they run the same code, how fast the links
+    between them are, and whether they share a folder.
+    """
     from shared.course import doctor as examining
 
-    sys.exit(examining.print_examination(terminal.open_console(), find_workspace()))
+    findings = examining.examine(find_workspace())
+    if machines is not None:
+        if machine >= machines:
+            raise CourseError(f"--machine {machine}: {machines} machines have the numbers 0 to {machines - 1}.")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or each try to connect prints a page; read when torch is loaded
+        from shared.parallel.health.machines import examine_machines
+
+        findings = examine_machines(machine, machines, address, port, folder, wait)
+    sys.exit(examining.print_examination(terminal.open_console(), findings))
 
 
 trainer_commands.add_to(cli)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -47,10 +47,10 @@ class Finding:
     sentence: str
 
 
-def print_examination(console: Console, workspace: Path) -> int:
-    """Examine everything and print each finding as it is made. Returns the exit code: 1 where there is a problem."""
+def print_examination(console: Console, findings: Iterable[Finding]) -> int:
+    """Print each finding as it is made. Returns the exit code: 1 where there is a problem."""
     levels = []
-    for finding in examine(workspace):
+    for finding in findings:
         levels.append(finding.level)
         print_lines(console, [Line(f"{finding.level:<9} {finding.about:<10} {finding.sentence}", STYLES[finding.level], hang=21)])
     problems, warnings = levels.count(PROBLEM), levels.count(WARNING)

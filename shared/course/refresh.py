@@ -37,6 +37,11 @@ if len(os.environ["JUPYTER_RUNTIME_DIR"]) < 50:
 sys.exit(pytest.main(sys.argv[1:]))
 """
 
+# Tags of cells: the figure that the first cell shows as what the reader will have made, and imports, which JupyterLab shows collapsed.
+OPENING_FIGURE = "opening-figure"
+IMPORTS = "imports"
+PICTURE = "opening.png"  # the first cell shows it as `![...](attachment:opening.png)`
+
 
 @contextmanager
 def workspace(notebook: nbformat.NotebookNode, name: str) -> Iterator[Path]:
@@ -70,12 +75,28 @@ def executed(notebook: nbformat.NotebookNode, name: str) -> nbformat.NotebookNod
         NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
     for place, cell in enumerate(notebook.cells):
         cell["id"] = f"c{place:02}"
-        cell.metadata = {"tags": cell.metadata["tags"]} if cell.metadata.get("tags") else {}
+        tags = cell.metadata.get("tags", [])
+        cell.metadata = ({"tags": tags} if tags else {}) | ({"jupyter": {"source_hidden": True}} if IMPORTS in tags else {})
+    open_with_figure(notebook)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
     }
     return notebook
+
+
+def opening_figure(notebook: nbformat.NotebookNode) -> str | None:
+    """The figure (PNG, base64) of the cell that is tagged so, as it was drawn last; None where no cell is."""
+    for cell in notebook.cells:
+        if OPENING_FIGURE in cell.metadata.get("tags", []):
+            return next(output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {}))
+    return None
+
+
+def open_with_figure(notebook: nbformat.NotebookNode) -> None:
+    """Attach the chapter's figure to the first cell, so that a reader sees at the beginning what the notebook ends with."""
+    if figure := opening_figure(notebook):
+        notebook.cells[0]["attachments"] = {PICTURE: {"image/png": figure}}
 
 
 def refresh(chapter: catalogue.Chapter) -> None:

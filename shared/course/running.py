@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +35,7 @@ MEMORY_LIMIT = 4 * 2**30  # bytes resident in a child
 OUTPUT_LIMIT = 16 * 2**20  # bytes printed by a child
 STARTING = 120.0  # seconds that a child may take, on a loaded machine, until its check begins
 WAITING = 40.0  # seconds beyond its limit that an answer may spend waiting; the limit itself counts only processor time
+DIAGNOSING = 4.0  # seconds for finding out which misconception a failed answer shows
 SHOWN_OUTPUT = 2000  # characters of it that are shown
 PRELOADED = ["torch", "cloudpickle", "shared.course.checking", "shared.course.running"]  # nothing of the core: it is bound in the child
 
@@ -118,7 +120,7 @@ def run_apart(exercise: Exercise, file: BodyFile, seconds: float, waiting: float
         exercise: what is checked, of which only the id is used; also a build's stage.
         seconds: of the processor's time, so that no answer fails because the machine is busy with something else.
         waiting: seconds by the clock beyond these, for an answer that never stops waiting.
-        work: work(id, file, seconds, waiting) -> Outcome, run in the child; default: the check of an exercise.
+        work: work(id, file, seconds, waiting, keep) -> Outcome, run in the child; default: the check of an exercise.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -133,7 +135,7 @@ def run_apart(exercise: Exercise, file: BodyFile, seconds: float, waiting: float
             child.kill()  # without effect on one that has ended; Ctrl-C must leave none behind
             child.join()
         printed = clipped(output)
-        if over:
+        if over and not result.exists():
             return failed(exercise, f"{over}{stuck_at(Path(folder, 'stuck.txt'), file)}", printed)
         if not result.exists():
             return failed(exercise, f"Your code ended the process (exit code {child.exitcode}) before the check was through.", printed)
@@ -187,13 +189,24 @@ def child_main(
     limit(max(20.0, seconds), STARTING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills this process
     try:
-        outcome = (work or check_in_this_process)(exercise_id, file, seconds, waiting)
+        outcome = (work or check_in_this_process)(exercise_id, file, seconds, waiting, partial(keep_before_diagnosis, folder=Path(folder)))
     except Exception as error:  # what the answer raises is caught where it is called
         traceback.print_exc()
         outcome = failed_check(exercise_id, error)
-    partial = Path(folder, "result.part")
-    partial.write_text(json.dumps(outcome.to_json()), encoding="utf-8")
-    partial.replace(Path(folder, "result.json"))
+    leave(outcome, Path(folder))
+
+
+def leave(outcome: Outcome, folder: Path) -> None:
+    """Leave an outcome for the parent, whole or not at all. Another one may follow and replace it."""
+    unfinished = folder / "result.part"
+    unfinished.write_text(json.dumps(outcome.to_json()), encoding="utf-8")
+    unfinished.replace(folder / "result.json")
+
+
+def keep_before_diagnosis(outcome: Outcome, folder: Path) -> None:
+    """Leave a failed outcome for the parent before it is known why: there an answer that fails may hang on later cases."""
+    leave(outcome, folder)
+    limit(DIAGNOSING, DIAGNOSING)
 
 
 def failed_check(exercise_id: str, error: Exception) -> Outcome:
@@ -220,7 +233,7 @@ def limit(computing: float, waiting: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, computing + waiting)
 
 
-def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float, waiting: float) -> Outcome:
+def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float, waiting: float, keep: Callable) -> Outcome:
     """Bind the answer in `file` into the core of this process, which must be fresh, and climb its check."""
     import torch
 
@@ -233,7 +246,7 @@ def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float, wait
         core = importlib.import_module(exercise.contract.module)
         check = read_check(exercise)
         limit(seconds, waiting)  # from here on the time is the answer's
-        return checking.run_check(check, getattr(core, exercise.name), mutants.sentences(exercise_id))
+        return checking.run_check(check, getattr(core, exercise.name), mutants.sentences(exercise_id), keep)
     except CourseError as error:
         return failed(exercise, str(error))
 

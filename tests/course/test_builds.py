@@ -41,7 +41,7 @@ def climb(build, checks, file: BodyFile, wrong=None, only: str | None = None):
     """Outcomes of all stages, up to the first that fails, or of one."""
     functions, outcomes = build_check.load(file, build.adapters), []
     for stage in (stage for stage in build.stages if only in (None, stage.name)):
-        outcomes.append(build_check.run_stage(checks[stage.name], functions, wrong or {}))
+        outcomes.append(build_check.run_stage(checks[stage.name], functions, wrong or {}, confirm=False))
         if outcomes[-1].state != PASS:
             break
     return outcomes

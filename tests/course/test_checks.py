@@ -11,7 +11,7 @@ from known_answers import try_known_answers
 from workspace import Learner
 
 from shared.course import catalogue, mutants, running
-from shared.course.checking import RUNGS, Case, Check, run_check
+from shared.course.checking import GUESS, RUNGS, Case, Check, run_check
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.report import outcome_text
 from shared.course.stubs import BodyFile
@@ -159,6 +159,17 @@ def test_an_answer_that_waits_for_ever_is_ended_too(tmp_path):
     assert outcome.state == FAIL and "did not finish within 1 s" in outcome.problem[0]
 
 
+def test_an_answer_that_hangs_while_it_is_diagnosed_keeps_its_report(tmp_path):
+    """It fails early, and would wait for ever on a later case, on which it is compared with the mistake that it looks like."""
+    learner = Learner(tmp_path)
+    learner.write("cross_entropy")
+    hangs = "    import threading\n    targets.numel() > 10 and threading.Event().wait()\n    counted = "
+    edited = learner.text.replace("    counted = ", hangs).replace(".sum(), counted.sum()", ".sum() / counted.sum(), counted.sum()")
+    learner.path.write_text(edited)
+    outcome = judge(learner, "01.cross_entropy")
+    assert outcome.state == FAIL and "came out" in "\n".join(outcome.problem) and outcome.misconception == ""
+
+
 def test_a_slow_machine_fails_no_answer(tmp_path):
     """Here the machine gives the answer no time for twice as long as it may compute."""
     learner = Learner(tmp_path)
@@ -190,6 +201,16 @@ def test_a_right_answer_with_two_mutants_that_do_the_same_gets_no_sentence():
     assert run_check(check, lambda x: x, one).misconception == "one"
     assert run_check(check, lambda x: x, one | other).misconception == ""
     assert run_check(check, lambda x: x + 1, one | other).state == PASS
+
+
+def test_an_answer_that_differs_from_the_mutant_on_a_later_case_gets_a_guess():
+    """Two mistakes may look alike on a few inputs: here the other one shows at -1 only."""
+    cases = [constant_case(), constant_case(given=lambda: {"x": -torch.ones(2)}), constant_case(given=lambda: {"x": torch.full((2,), 3.0)})]
+    check = Check("01.cross_entropy", ("y",), cases, ("y",))
+    nothing_added = {"Nothing is added.": lambda x: x}
+    assert run_check(check, lambda x: x * 1, nothing_added).misconception == "Nothing is added."
+    assert run_check(check, lambda x: x.abs(), nothing_added).misconception == GUESS.format("Nothing is added.")
+    assert run_check(check, lambda x: x.abs(), nothing_added, confirm=False).misconception == "Nothing is added."
 
 
 def test_a_refusal_in_other_words_hides_no_misconception():

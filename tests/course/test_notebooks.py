@@ -76,6 +76,22 @@ def test_figures_are_pictures_from_the_run(chapter):
 
 
 @by_chapter
+def test_the_first_cell_shows_the_question_and_the_figure_that_the_reader_will_have_made(chapter):
+    notebook = read(chapter)
+    first, figure = notebook.cells[0], refresh.opening_figure(notebook)
+    assert figure and first.attachments == {refresh.PICTURE: {"image/png": figure}}
+    assert f"](attachment:{refresh.PICTURE})" in first.source and "?" in first.source
+
+
+@by_chapter
+def test_a_long_list_of_imports_is_collapsed(chapter):
+    """JupyterLab shows a bar in its place, which opens with a click."""
+    for cell in code_cells(chapter):
+        if sum(bool(re.match(r"(import|from) ", line)) for line in cell.source.splitlines()) > 6:
+            assert refresh.IMPORTS in cell.metadata.get("tags", []) and cell.metadata.jupyter.source_hidden
+
+
+@by_chapter
 def test_few_outputs_are_left_uncompared(chapter):
     uncompared = [cell for cell in code_cells(chapter) if "nbval-ignore-output" in cell.metadata.get("tags", [])]
     assert len(uncompared) <= 2

@@ -35,7 +35,7 @@ def try_known_answers(exercise_id: str) -> dict:
         "rungs": [case.rung for case in check.cases],
         "right": {name: run_check(check, answer, {}) for name, answer in right.items()},
         "solution": run_check(check, solution, sentences),
-        "wrong": {name: run_check(check, answer, sentences) for name, answer in (wrong | spoilt).items()},
+        "wrong": {name: run_check(check, answer, sentences, confirm=False) for name, answer in (wrong | spoilt).items()},
         "idle": [case.title for case in check.cases if not any(fails(check, case, answer) for answer in (wrong | spoilt).values())],
     }
 
