@@ -4,11 +4,13 @@ The stream is cut into windows of seq + 1 ids. The first seq of them are the inp
 position learns to say what comes next. Chapter 03 replaces this by a loader that packs documents and resumes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
+from shared.course.errors import CourseError
 from shared.totals import Batch
 
 
@@ -60,6 +62,36 @@ def split_batch(batch: Batch, micro_batch_size: int) -> list[Batch]:
     """Cut a batch along its first dimension into micro-batches of at most `micro_batch_size` rows."""
     pieces = {name: tensor.split(micro_batch_size) for name, tensor in batch.items()}
     return [dict(zip(pieces, parts, strict=True)) for parts in zip(*pieces.values(), strict=True)]
+
+
+def as_microbatches(step: Any) -> list[Batch]:
+    """A step's micro-batches: several batches, or a single one, as PyTorch's `DataLoader` yields them.
+
+    Raises:
+        CourseError: see `as_batch`.
+    """
+    alone = isinstance(step, Mapping | Tensor | str) or is_pair(step)
+    return [as_batch(batch) for batch in ([step] if alone else step)]
+
+
+def as_batch(given: Any) -> Batch:
+    """A batch by names: as it is, or of a pair (x, y), `input_ids` x and `targets` y.
+
+    Raises:
+        CourseError: it is neither.
+    """
+    if isinstance(given, Mapping):
+        return dict(given)
+    if is_pair(given):
+        return {"input_ids": given[0], "targets": given[1]}
+    raise CourseError(
+        f"The loader yielded {type(given).__name__} as a batch: yield a dictionary of tensors, a pair (x, y), or a list of these as "
+        "micro-batches."
+    )
+
+
+def is_pair(given: Any) -> bool:
+    return isinstance(given, tuple | list) and len(given) == 2 and all(isinstance(each, Tensor) for each in given)
 
 
 def require_window(stream: Tensor, seq: int) -> None:

@@ -7,6 +7,7 @@ a batch into `Totals`; this one is next-token prediction. Later chapters bring o
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
+from shared.course.errors import CourseError
 from shared.totals import Totals
 
 IGNORED = -100  # a target that is not counted: padding, a prompt, the far side of a document border
@@ -44,8 +45,20 @@ def next_token_objective(model: nn.Module, batch: dict[str, Tensor]) -> Totals:
         model: maps `input_ids` [batch, seq] to logits [batch, seq, vocab].
         batch: `input_ids` and `targets`, both [batch, seq] int64; targets[b, s] is the token that follows
             input_ids[b, s], or -100.
+
+    Any classifier fits: `input_ids` is what it is called with, and `targets` are classes.
+
+    Raises:
+        CourseError: a batch or model of another kind, which needs an objective of its own.
     """
+    own = "Give the engine an objective of your own, (model, batch) -> Totals."
+    if not {"input_ids", "targets"} <= batch.keys():
+        raise CourseError(f"The batch holds {', '.join(batch)}, and next-token prediction needs input_ids and targets. {own}")
     logits = model(batch["input_ids"])
+    if not isinstance(logits, Tensor):
+        raise CourseError(f"The model returned {type(logits).__name__}, and next-token prediction needs logits [..., classes]. {own}")
+    if batch["targets"].is_floating_point():
+        raise CourseError(f"The targets are {batch['targets'].dtype}, and next-token prediction needs classes, as int64. {own}")
     loss_sum, token_count = cross_entropy(logits, batch["targets"])
     correct = (logits.detach().argmax(dim=-1) == batch["targets"]).sum()
     return Totals(loss_sum, token_count, {"correct": correct})

@@ -53,7 +53,7 @@ def swiglu(
     down: Callable[[Tensor], Tensor],
     activation: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
-    """The activation stands on the gate alone: `up` passes unbent, so the layer can multiply two things it computed."""
+    """The activation stands on the gate alone: `up` passes as it is, so the layer can multiply two things it computed."""
     return down(activation(gate(x)) * up(x))
 
 

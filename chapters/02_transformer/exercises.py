@@ -30,8 +30,9 @@ def grouped_query_attention(
         scale: None for d ** -0.5.
 
     Returns:
-        [batch, H, Q, d] in the dtype of `values`. The softmax is computed in float32 (float64 for float64 input). A query
-        that may look nowhere gets zeros, and passes a gradient of zero.
+        [batch, H, Q, d] in the dtype of `values`. Half-precision scores become float32 before the bias is added, and the
+        softmax is computed in float32 (float64 for float64 input). A query that may look nowhere gets zeros, and passes a
+        gradient of zero; any other NaN is not hidden.
 
     >>> queries, values = torch.zeros(1, 1, 1, 2), torch.tensor([[[[1.0, 0.0], [3.0, 4.0]]]])
     >>> grouped_query_attention(queries, values, values)                       # equal scores: the mean of the values
@@ -44,10 +45,10 @@ def grouped_query_attention(
 
 # Rotary positions (20 min, difficulty 3 of 5)
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + d/2]) by its position's angle (Su et al. 2021, equation 34, half-rotated layout).
+    """Turn each pair (x[i], x[i + d/2]) by its position's angle: RoPE (Su et al. 2021, equation 34), in the half-rotated layout.
 
-        out[i]       = x[i] * cos[i] - x[i + d/2] * sin[i]
-        out[i + d/2] = x[i + d/2] * cos[i] + x[i] * sin[i]          for i in 0 .. d/2 - 1
+    A pair is a point in the plane, and is turned from the first axis towards the second. An angle with cosine c and sine s takes (1, 0) to
+    (c, s), and (0, 1) to (-s, c); any other pair is a sum of these two. Pair i has the angle of cos[..., i] and sin[..., i].
 
     Args:
         x: [batch, heads, seq, d], any floating dtype; d is even. Left unchanged.
@@ -66,9 +67,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # RMSNorm (10 min, difficulty 2 of 5)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square normalisation of the last dimension (Zhang and Sennrich 2019, equation 4).
+    """RMSNorm: root-mean-square normalisation of the last dimension (Zhang and Sennrich 2019, equation 4).
 
-        y = x / sqrt(mean(x^2) + eps) * weight
+    Each vector is divided by its root mean square, and then multiplied number by number with the weight. Its mean is left alone.
 
     Args:
         x: [..., D], any floating dtype. Left unchanged.
@@ -97,7 +98,8 @@ def swiglu(
 ) -> Tensor:
     """The gated feed-forward layer (Shazeer 2020, equation 6): one projection decides how much of the other passes.
 
-        out = down(activation(gate(x)) * up(x))
+    Number by number, what `gate` made of x, behind the activation function, is multiplied with what `up` made of it; `down` leads back
+    to the width of x. The activation function is on the gate alone. Nothing that a function returned is changed: it may be x itself.
 
     Args:
         x: [..., D]. Left unchanged.
@@ -119,8 +121,9 @@ def swiglu(
 def block_forward(x: Tensor, sublayers: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]], pre_norm: bool) -> Tensor:
     """Pass the residual stream through a block's sublayers, in order (Xiong et al. 2020, table 1).
 
-        pre-norm:   x = x + sublayer(norm(x))
-        post-norm:  x = norm(x + sublayer(x))
+    Each sublayer's output is added to the stream. In a pre-norm block a sublayer reads the stream through its norm, and the stream itself
+    passes no norm. In a post-norm block a sublayer reads the stream as it is, and its norm is applied to the sum, which is the stream for
+    the next one. Nothing that a function returned is changed: it may be the stream itself.
 
     Args:
         x: [batch, seq, D]. Left unchanged.

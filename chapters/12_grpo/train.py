@@ -37,6 +37,7 @@ def main(words: list[str]) -> None:
     from shared.trainer.run import train_model
     from shared.trainer.settings import parse_words
     from shared.trainer.start import with_start
+    from shared.trainer.stopwatch import process_began
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     say = print if os.environ.get("RANK", "0") == "0" else lambda line: None  # torchrun's own variable
@@ -44,7 +45,7 @@ def main(words: list[str]) -> None:
     config = layout_for_those_there(config) if config.elastic else config
     parallel = config.parallel
     world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
-    train_model(config, Console(markup=False, emoji=False), world)
+    train_model(config, Console(markup=False, emoji=False), world, process_began())
 
 
 if __name__ == "__main__":

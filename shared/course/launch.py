@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar
 from shared.course import binding
 from shared.course.errors import CourseError, SettingError
 from shared.course.strict_yaml import read_yaml
-from shared.course.typed import configured, merged, with_words
+from shared.course.typed import configured, hint_of, merged, with_words
 
 Config = TypeVar("Config")
 INTERRUPTED = 128 + signal.SIGINT  # the exit code that shells give to Ctrl-C
@@ -26,8 +26,8 @@ def parse(config_class: type[Config], defaults: Path, arguments: list[str] | Non
     An unknown key, a value of the wrong type, or values that a configuration refuses end the process with one sentence and exit code 2.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if {"-h", "--help"} & set(arguments):
-        print_help(config_class, "%(prog)s [--config FILE.yaml] [--KEY VALUE ...]")
+    if asked := help_asked(arguments):
+        print_help(config_class, "%(prog)s [--config FILE.yaml] [--KEY VALUE ...]", asked)
     try:
         words, files = {}, [defaults]
         for key, value in options_of(arguments):
@@ -63,14 +63,29 @@ def options_of(arguments: Sequence[str]) -> list[tuple[str, str]]:
     return options
 
 
-def print_help(config_class: type, usage: str) -> NoReturn:
-    """Every key with its meaning and default, from the class and its docstring; ends the process."""
+def help_asked(words: Sequence[str]) -> str | None:
+    """The word that asks for help: of everything, or, such as --data.prepare.sources.help, of an entry of a list."""
+    return next((word for word in words if word in ("-h", "--help") or word.startswith("--") and word.endswith(".help")), None)
+
+
+def print_help(config_class: type, usage: str, asked: str = "--help") -> NoReturn:
+    """Every key with its meaning and default, from the class and its docstring; ends the process.
+
+    asked: `--help`, or `--KEY.help` for the fields of what may stand at a key.
+    """
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(description=config_class.__doc__.splitlines()[0], usage=usage)
     parser.add_class_arguments(config_class, fail_untyped=True)
-    parser.print_help()
-    sys.exit(0)
+    if asked in ("-h", "--help"):
+        parser.print_help()
+        sys.exit(0)
+    try:
+        hint_of(config_class, asked.removeprefix("--").removesuffix(".help"))
+    except CourseError as error:
+        refuse(error)
+    parser.parse_args([asked])
+    sys.exit(2)
 
 
 def refuse(error: CourseError) -> NoReturn:

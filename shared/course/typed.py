@@ -1,6 +1,6 @@
 """Floor 0. Typed configuration: settings from YAML and the command line become a tree of dataclasses; what does not fit is refused by key.
 
-Fields may hold numbers, text, paths, choices (`Literal`), lists, tuples, dataclasses, or one of these or None.
+Fields may hold numbers, text, paths, import paths, choices (`Literal`), lists, tuples, dataclasses, a `dict`, or one of these or None.
 """
 
 import difflib
@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shared.course.errors import SettingError
+from shared.course.extensions import Extension, ImportPath, is_import_path, located
 from shared.course.strict_yaml import parse_yaml
 
 Config = TypeVar("Config")
@@ -31,7 +32,11 @@ RENAMED_VALUES = {  # (last name of the key, value of older files) -> what it is
     ("attention", "naive"): "eager",
     ("attention", "fused"): "sdpa",
 }
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", PathText: "a path"}
+KINDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", PathText: "a path",
+    ImportPath: "an import path such as my_module.MyName",
+}  # fmt: skip
+TEXT = (str, Path, PathText, ImportPath)
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that Linux and macOS allow, at most
 
 
@@ -66,23 +71,28 @@ def typed(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     """`value`, as YAML gave it, as a value of a type."""
     hints = [member for member in members(hint) if member is not NoneType]
     section = next((member for member in hints if is_dataclass(member)), None)
-    if value is None and section and len(members(hint)) == 1:
+    if value is None and (section and len(members(hint)) == 1 or get_origin(hint) is dict):
         value = {}  # a section that sets nothing
     if value is None:
         if NoneType in members(hint):
             return None
         raise SettingError(f"{key} is null: give {wanted(hint)}, or leave it out.")
-    if section:
+    if section is Extension and isinstance(value, str):
+        value = value if ImportPath in hints else {"name": value}
+    if section and not (ImportPath in hints and isinstance(value, str)):
         return configured(section, value, key, default if is_dataclass(default) else None)
     many = [member for member in hints if get_origin(member) in (list, tuple)]
     if many and (isinstance(value, list) or len(many) == len(hints)):
         return listed(many[0], value, key, hint)
-    (kind,) = [member for member in hints if member not in many]
+    kinds = [member for member in hints if member not in (*many, section)]
+    kind = kinds[-1] if isinstance(value, str) and kinds[-1] is ImportPath and (len(kinds) == 1 or is_import_path(value)) else kinds[0]
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        return dict(value)
     if get_origin(kind) is Literal:
         return chosen(kind, value, key, hint)
     if kind is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
-    if type(value) is not (str if kind in (Path, PathText) else kind):
+    if type(value) is not (str if kind in TEXT else kind):
         raise SettingError(f"{key} is {shown(value)}: give {wanted(hint)}.")
     if kind is int and not -(2**63) < value < 2**63:
         raise SettingError(f"{key} is {shown(value)}: give less than 2**63.")
@@ -149,7 +159,7 @@ def with_words(config_class: type, settings: dict[str, Any], words: Mapping[str,
     for key, text in words.items():
         hint = hint_of(config_class, key)
         value = value_of(hint, text, key)
-        if value is None and NoneType not in members(hint):
+        if value is None and NoneType not in members(hint) and get_origin(hint) is not dict:
             raise SettingError(f"{key} is null: give {wanted(hint)}, or leave it out.")
         *sections, last = key.split(".")
         above = {last: value}
@@ -158,6 +168,20 @@ def with_words(config_class: type, settings: dict[str, Any], words: Mapping[str,
             above = {name: above}
         settings = merged(settings, above)
     return settings
+
+
+def located_in(hint: Any, value: Any, folders: Sequence[Path], key: str = "") -> Any:
+    """Settings whose import paths say where their files are (`shared.course.extensions.located`); anything else as it is."""
+    kinds = members(hint)
+    if isinstance(value, str) and (ImportPath in kinds or Extension in kinds):
+        return located(value, key, folders)
+    for member in kinds:
+        if is_dataclass(member) and isinstance(value, Mapping):
+            hints, prefix = get_type_hints(member), f"{key}." if key else ""
+            return {name: located_in(hints.get(name), entry, folders, f"{prefix}{name}") for name, entry in value.items()}
+        if get_origin(member) in (list, tuple) and isinstance(value, list):
+            return [located_in(get_args(member)[0], entry, folders, f"{key}[{number}]") for number, entry in enumerate(value)]
+    return value
 
 
 def value_at(settings: Any, names: Sequence[str]) -> Any:
@@ -176,7 +200,7 @@ def hint_of(config_class: type, key: str) -> Any:
     hint: Any = config_class
     for name in key.split("."):
         section = next((member for member in members(hint) if is_dataclass(member)), None)
-        hint = get_type_hints(section).get(name) if section else None
+        hint = get_type_hints(section).get(name) if section else hint if get_origin(hint) is dict else None
         if hint is None:
             raise SettingError(unknown_key(key, list(keys_of(config_class))))
     return hint
@@ -185,7 +209,7 @@ def hint_of(config_class: type, key: str) -> Any:
 def value_of(hint: Any, text: str, key: str) -> Any:
     """A word's value as YAML would give it. Where text or a path is wanted, it needs no quotes."""
     many = any(get_origin(member) in (list, tuple) for member in members(hint))
-    plain = any(member in (str, Path, PathText) or (get_origin(member) is Literal and text in get_args(member)) for member in members(hint))
+    plain = any(member in TEXT or (get_origin(member) is Literal and text in get_args(member)) for member in members(hint))
     if plain and text not in ("null", "Null", "NULL") and not (many and text.startswith("[")):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise SettingError(f"{key} is {shown(text)}, which is not UTF-8: give it in UTF-8.")
@@ -210,16 +234,23 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any], emptied: bool = T
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """The sentence for a key that does not exist, with the one that was probably meant."""
+    """The sentence for a key that does not exist, with the one that was probably meant: the only one of that name, or one like it in the
+    same section."""
     for old, new in RENAMED.items():
         if f".{old}".endswith(f".{key}"):
             return f"{key} is an older name: write {new.removeprefix(old[: len(old) - len(key)])}."
     if key in known:  # of a file, where it stands as one name
         return f"There is no setting named {key!r} with the dot in it: write it below its section, `{key.replace('.', ': {', 1)}: ...}}`."
-    last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    own = key.rpartition(".")[2]
-    near = [last[own]] if own in last else difflib.get_close_matches(key, known, n=1)
-    near = near or [last[name] for name in difflib.get_close_matches(own, last, n=1)]
+    section, _, own = key.rpartition(".")
+    beside = [name for name in known if name.startswith(f"{section}.")]
+    same = [name for name in known if name.rpartition(".")[2] == own]
+    near = [name for name in same if name in beside][:1] or (same if len(same) == 1 else [])
+    if not near and (beside or section in known):
+        last = {name.rpartition(".")[2]: name for name in reversed(beside)}
+        near = [last[name] for name in difflib.get_close_matches(own, last, n=1)] if beside else [section]
+    elif not near:
+        last = {name.rpartition(".")[2]: name for name in reversed(known)}
+        near = difflib.get_close_matches(key, known, n=1) or [last[name] for name in difflib.get_close_matches(own, last, n=1)]
     return f"There is no setting {key or repr(key)}." + (f" Did you mean {near[0]!r}?" if near else "")
 
 

@@ -59,9 +59,13 @@ def find_gaps(store: TokenStore, tokenizer: TextTokenizer, count: int, seed: int
 
 def fill_gap(model: nn.Module, tokenizer: TextTokenizer, gap: Gap, new_tokens: int, **drawing: Any) -> Gap:
     """The gap with what the model writes into it. `drawing` goes to `continue_ids`."""
+    return gap._replace(filled=tokenizer.decode(continue_ids(model, tokenizer, gap_ids(tokenizer, gap), new_tokens, **drawing)))
+
+
+def gap_ids(tokenizer: TextTokenizer, gap: Gap) -> list[int]:
+    """What a model reads before it fills the gap."""
     prefix, suffix, middle, _ = tokenizer.fim_tokens
-    ids = [prefix, *tokenizer.encode(gap.prefix), suffix, *tokenizer.encode(gap.suffix), middle]
-    return gap._replace(filled=tokenizer.decode(continue_ids(model, tokenizer, ids, new_tokens, **drawing)))
+    return [prefix, *tokenizer.encode(gap.prefix), suffix, *tokenizer.encode(gap.suffix), middle]
 
 
 def require_prompt(tokenizer: TextTokenizer, prompt: str) -> None:

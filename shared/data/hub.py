@@ -7,6 +7,8 @@ it wrote with `save_to_disk` opens the same way, without a network.
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from shared.corpus import CorpusError
@@ -16,7 +18,7 @@ from shared.data.tables import first_line
 if TYPE_CHECKING:
     from shared.data.sources import Skip, Source
 
-SECONDS = 10  # to wait for the hub's first answer
+SECONDS = 3  # to wait for the hub's first answer
 
 
 def is_saved(folder: Path) -> bool:
@@ -124,14 +126,24 @@ def open_hub(source: "Source") -> Any:
 
 
 def reason_unreached(source: "Source") -> str | None:
-    """Why the hub gave no answer, if it gave none; an answer that it has no such dataset is one."""
+    """Why the hub gave no answer within SECONDS, if it gave none; an answer that it has no such dataset is one."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
+    answers: SimpleQueue = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            HfApi().dataset_info(source.path, revision=source.revision, timeout=SECONDS)
+            answers.put(None)
+        except (HfHubHTTPError, ValueError):  # an answer, or a name that none can have
+            answers.put(None)
+        except Exception as error:  # of the library's transport, whose errors have no common name over its versions
+            answers.put(f"the hub cannot be reached ({first_line(error)})")
+
+    # The library's own limit holds for each of its requests, and it makes others first.
+    Thread(target=ask, daemon=True).start()
     try:
-        HfApi().dataset_info(source.path, revision=source.revision, timeout=SECONDS)
-    except (HfHubHTTPError, ValueError):  # an answer, or a name that none can have
-        return None
-    except Exception as error:  # of the library's transport, whose errors have no common name over its versions
-        return f"the hub cannot be reached ({first_line(error)})"
-    return None
+        return answers.get(timeout=SECONDS)
+    except Empty:
+        return f"the hub cannot be reached (no answer in {SECONDS} seconds)"

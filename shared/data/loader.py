@@ -215,7 +215,8 @@ def require_same_rows(saved: dict[str, Any], now: dict[str, Any]) -> None:
             was, here = (shortened(settings.get(name)) for settings in (saved, now))
             raise CourseError(
                 f"The data cannot go on where the checkpoint stood: its {name} was {was}, here it is {here}. "
-                "Give the same, or begin a new run."
+                "Give the same, or begin a new run. To continue this run with other data, from its start: continue_with=data in a "
+                "configuration, retune=['loader'] with fit."
             )
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from shared.course.extensions import Extension, content_hash, is_import_path
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.cleaning.report import CleaningReport
 from shared.data.clean_shards import CleanShards
@@ -151,7 +152,9 @@ def finished(folder: Path, parts: CleanShards) -> bool:
 def fingerprint(config: PrepareConfig, digest: Callable[[Path], str]) -> str:
     """The name of the folder: a hash of everything that decides what is in it, the content of the sources among them, as `digest` gives
     it; not the files' times."""
+    stages = [identity_of_stage(stage) for stage in config.cleaning.stages]
     decisive = asdict(config) | {
+        "cleaning": asdict(config.cleaning) | {"stages": stages},
         "format": FORMAT,
         "sources": [identity(source, digest) for source in config.sources],
         "tokenizer": given(config.tokenizer) if config.tokenizer else None,
@@ -159,6 +162,13 @@ def fingerprint(config: PrepareConfig, digest: Callable[[Path], str]) -> str:
     }
     del decisive["workers"]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def identity_of_stage(stage: str | Extension) -> str | list:
+    """What must be equal for a cleaning stage to do the same; of one by import path, its file's content."""
+    if isinstance(stage, Extension):
+        return [content_hash(stage.name), stage.options]
+    return [content_hash(stage), {}] if is_import_path(stage) else stage
 
 
 def given(path: Path) -> list[str]:

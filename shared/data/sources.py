@@ -8,10 +8,12 @@ Left out on purpose: the web. A page is text only after its menus and scripts ar
 
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ Skip = Callable[[str, str], None]  # called with the name of what is skipped, an
 
 KIND_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 TABLES = {"jsonl": tables.read_jsonl, "csv": tables.read_csv, "parquet": tables.read_parquet}
+WILDCARD = re.compile(r"[*?\[]")
 PART = 2**20  # bytes; a text file larger than this is read as several documents, cut at ends of lines
 
 
@@ -32,7 +35,8 @@ class Source:
     """One source of text.
 
     Args:
-        path: a file, a folder, the name of a dataset on the Hugging Face hub, or "embedded" for the course's own corpus.
+        path: a file, a folder, a pattern of files such as docs/**/*.md, the name of a dataset on the Hugging Face hub, or "embedded" for
+            the course's own corpus.
         kind: what it is; auto goes by the path: a name that is no path here is a hub dataset.
         text_field: the field, or column, that holds the text of a record.
         suffixes: of the files to read in a folder, such as [".py", ".md"]; empty for every file.
@@ -58,7 +62,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if not self.path.strip() or "\0" in self.path:
-            raise ValueError(f"prepare.sources has the path {self.path!r}: give a file, a folder, the name of a hub dataset, or embedded.")
+            raise ValueError(f"prepare.sources has the path {self.path!r}: give a file, a folder, a pattern, a hub dataset, or embedded.")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}: give at least 1 document, or null for all.")
         if self.weight is not None and not 0 < self.weight < float("inf"):
@@ -79,6 +83,8 @@ class Source:
             return "saved" if hub.is_saved(path) else "text"
         if mode:
             return kind_of_file(path)
+        if WILDCARD.search(self.path):
+            return "text"
         if path.is_absolute() or self.path.startswith((".", "~")) or path.suffix or self.path.count("/") > 1:
             raise CorpusError(f"{self.path} does not exist: give an existing file or folder, or the name of a hub dataset.")
         return "hub"
@@ -135,13 +141,36 @@ def read(source: Source, skip: Skip) -> Iterator[tuple[str, bytes]]:
     elif kind in ("saved", "hub"):
         yield from hub.read_dataset(source, skip)
     else:
-        path = existing(source.path)
-        files = files_of(path, source.suffixes, skip) if path.is_dir() else [path]
+        path, files = files_at(source, skip)
         for file in files:
             of_file = kind_of_file(file) if source.kind == "auto" else kind
             name = str(file.relative_to(path)) if file is not path else path.name
             # A name that is not UTF-8 can be neither stored nor hashed: its other bytes are spelt out.
             yield from read_path(file, os.fsencode(name).decode("utf-8", "backslashreplace"), of_file, source.text_field, skip)
+
+
+def files_at(source: Source, skip: Skip | None = None, suffixes: tuple[str, ...] | None = None) -> tuple[Path, list[Path]]:
+    """The files of a source, and the folder that their names are relative to; of a single file, itself. Of a pattern (glob), the regular
+    files that match and are not hidden, sorted.
+
+    Args:
+        suffixes: in place of the source's.
+
+    Raises:
+        CorpusError: there are none, or one cannot be looked at.
+    """
+    suffixes = source.suffixes if suffixes is None else suffixes
+    path, mode = find(source.path)
+    if mode or not WILDCARD.search(source.path):
+        path = existing(source.path)
+        return path, files_of(path, suffixes, skip) if path.is_dir() else [path]
+    folder = Path(*takewhile(lambda part: not WILDCARD.search(part), path.parts))
+    pattern = str(path.relative_to(folder))
+    matching = [file for file in folder.glob(pattern) if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    files = sorted(file for file in matching if file.is_file() and (not suffixes or file.suffix in suffixes))
+    if not files:
+        raise CorpusError(f"No file matches {source.path}{f' and ends in {list(suffixes)}' if suffixes else ''}: give another pattern.")
+    return folder, files
 
 
 def kind_of_file(path: Path) -> str:
@@ -231,8 +260,7 @@ def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
     if known["kind"] == "embedded":
         known["packages"] = [package.sha256 for package in EMBEDDED]
     elif known["kind"] != "hub":
-        path = existing(source.path)
-        files = files_of(path, source.suffixes if known["kind"] != "saved" else ()) if path.is_dir() else [path]
+        _, files = files_at(source, suffixes=source.suffixes if known["kind"] != "saved" else ())
         try:
             # What has no size is not opened, here as in `read_path`.
             known["files"] = [(str(file), digest(file) if file.stat().st_size else None) for file in files]

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shared.course.extensions import Extension
+
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]  # the keys of `shared.engine.trackers.TRACKERS`
 
 
@@ -93,6 +95,8 @@ class EngineConfig:
         log_every: steps between two logs.
         evaluate_every: steps between two evaluations on validation data; 0 for one at the end only.
         early_stopping: end the run after this many evaluations without improvement; 0 for never.
+        callbacks: callbacks of your own by import path, such as [my_module.MyCallback] or [{name: my_module.MyCallback, options:
+            {every: 5}}]. They are called after the measuring ones and before the trackers.
         trackers: where metrics are logged: console, jsonl, tensorboard, wandb, mlflow.
         project: the project of W&B and the experiment of MLflow.
         wandb_mode: offline keeps W&B's files in the output folder, to be sent with `wandb sync`.
@@ -109,6 +113,7 @@ class EngineConfig:
     log_every: int = 10
     evaluate_every: int = 100
     early_stopping: int = 0
+    callbacks: list[Extension] = field(default_factory=list)
     trackers: list[Tracker] = field(default_factory=lambda: ["console", "jsonl"])
     project: str = "train-language-models"
     wandb_mode: Literal["offline", "online"] = "offline"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from shared.course.errors import CourseError
+from shared.course.errors import CourseError, SettingError
 from shared.engine.debug.anomalies import CatchAnomalies
 from shared.engine.callbacks import Callback
 from shared.engine.config import EngineConfig
@@ -31,7 +31,7 @@ def default_callbacks(
     loss_scale: Callable[[], float] | None = None,
     settings: Settings | None = None,
 ) -> list[Callback]:
-    """Anomalies, dumps, speed, norms, resources, early stopping, a profile, and the trackers.
+    """Anomalies, dumps, speed, norms, resources, early stopping, a profile, those by import path, and the trackers.
 
     Args:
         device: MFU is measured against its peak in `dtype`. Where that is unknown, MFU is left out.
@@ -40,7 +40,7 @@ def default_callbacks(
         settings: what else than the engine's configuration the trackers keep.
 
     Raises:
-        CourseError: a tracker that does not exist.
+        CourseError: a tracker that does not exist; a callback by import path that is none.
     """
     caught = config.anomalies
     callbacks: list[Callback] = [
@@ -54,7 +54,21 @@ def default_callbacks(
         callbacks.append(EarlyStopping(config.early_stopping))
     if config.profile.first_step:
         callbacks.append(Profile(config.profile.first_step, config.profile.steps))
+    callbacks += own_callbacks(config)
     return callbacks + [make_tracker(name, **options_of(name, config, settings)) for name in config.trackers]
+
+
+def own_callbacks(config: EngineConfig) -> list[Callback]:
+    """The callbacks by import path.
+
+    Raises:
+        SettingError: one cannot be loaded, takes other arguments, or is no `Callback`.
+    """
+    made = [extension.bound("engine.callbacks")() for extension in config.callbacks]
+    for callback, extension in zip(made, config.callbacks, strict=True):
+        if not isinstance(callback, Callback):
+            raise SettingError(f"engine.callbacks: {extension.name} is no callback: derive it from shared.engine.callbacks.Callback.")
+    return made
 
 
 def counts(model_config: ModelConfig | None) -> bool:

@@ -11,7 +11,7 @@ Left out on purpose: what is measured and shown. Those are callbacks; `shared.en
 
 import math
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from rich.console import Console, Text
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shared.batches import as_batch, as_microbatches
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Callbacks, Metrics, metric_name
 from shared.engine.checkpoint.folder import CheckpointError
+from shared.engine.compiling import compile_model
 from shared.engine.config import EngineConfig
 from shared.engine.defaults import default_callbacks
 from shared.engine.shutdown import ShutdownRequest
@@ -68,8 +70,7 @@ class RuntimeEngine:
     ):
         self.config = config = config or EngineConfig()
         self.output: Path = config.output
-        self.console = console or Console()
-        self.device = pick_device(config.device)
+        self.console, self.device = console or Console(), pick_device(config.device)
         self.strategy = model if isinstance(model, Strategy) else Strategy(model.to(self.device))
         self.model, self.optimizer = self.strategy.model, remember_rates(optimizer)
         self.timer, self.objective = PhaseTimer(self.device), self.strategy.objective(objective)
@@ -87,8 +88,7 @@ class RuntimeEngine:
         self.saver = self.strategy.saver(self.output / "checkpoints", saving.keep_last, saving.keep_best, saving.asynchronous)
         self.checkpoints = self.saver.checkpoints
         self.shutdown = ShutdownRequest()
-        self.step = self.steps = 0
-        self.evaluated_at = self.saved_at = self.began_at = -1
+        self.step, self.steps, self.evaluated_at, self.saved_at, self.began_at = 0, 0, -1, -1, -1
         self.totals: Totals | None = None
         self.token_count, self.loss, self.grad_norm = 0, math.nan, math.nan
         self.validation: Totals | None = None
@@ -96,13 +96,18 @@ class RuntimeEngine:
         self.timings: dict[str, float] = {}
         self.stopped: str | None = None
 
-    def fit(self, train_loader: Iterable[Sequence[Batch]], val_loader: Iterable[Batch] | None = None, *, steps: int) -> "RuntimeEngine":
-        """Train until `steps` steps are done, counting the steps of earlier calls and of the run that is resumed.
+    def fit(
+        self, train_loader: Iterable[Sequence[Batch]], val_loader: Iterable[Batch] | None = None, *,
+        steps: int, retune: Collection[str] = (),
+    ) -> "RuntimeEngine":  # fmt: skip
+        """Train until `steps` steps are done, counting those of earlier calls and of the run that is resumed: more of them extend it.
 
         Args:
-            train_loader: yields each step's micro-batches. Where it has `state_dict`, its position is saved and restored.
+            train_loader: yields a step's micro-batches, one batch, or a pair (x, y). Where it has `state_dict`, its position is saved.
             val_loader: held-out batches, gone through from the start at each evaluation.
             steps: of the whole run.
+            retune: what a resumed run takes from here in place of its checkpoint: settings of the optimizer's groups, such as `lr`;
+                `optimizer`, for another optimizer with an empty state; `loader`, for other data, which then begins at its start.
 
         Raises:
             CourseError: what the reader can mend, in one sentence: the folder, a checkpoint (`Saver.restore`), the data's end.
@@ -111,10 +116,10 @@ class RuntimeEngine:
         with self.strategy.locked(self.output, self.console) as self.lock:
             self.strategy.begin(self)
             if self.step == 0:
-                self.resume()
+                self.resume(retune)
             self.began_at = self.step
             if self.config.compile:
-                self.model.compile()
+                compile_model(self.model, self.console)
             with self.shutdown:
                 try:
                     self.callbacks.tell("on_start", self)
@@ -154,22 +159,16 @@ class RuntimeEngine:
         if remaining <= 0:
             return
         loop = train(
-            self.model,
-            self.optimizer,
-            self.batches(train_loader),
-            self.objective,
-            steps=remaining,
-            runner=self.runner,
-            reducer=self.reduce,
-            updater=self.update,
-        )
+            self.model, self.optimizer, self.batches(train_loader), self.objective, steps=remaining, runner=self.runner,
+            reducer=self.reduce, updater=self.update,
+        )  # fmt: skip
         for _, self.totals in loop:
             yield
 
     def batches(self, train_loader: Iterable[Sequence[Batch]]) -> Iterator[Sequence[Batch]]:
         """The loader's steps, on the device, announced."""
         source = iter(train_loader)
-        fetch = self.timer.timed("data", lambda: [on_device(batch, self.device) for batch in next(source, [])])
+        fetch = self.timer.timed("data", lambda: [on_device(batch, self.device) for batch in as_microbatches(next(source, []))])
         while True:
             step = self.step + 1
             self.timer.begin(exact=step % self.config.log_every == 0 or step == 1 or self.evaluation_due(step))
@@ -240,7 +239,7 @@ class RuntimeEngine:
         """Held-out data, where there is any: `validation/loss` in nats per token, and the objective's metrics."""
         if self.val_loader is None:
             return {}
-        batches = (on_device(batch, self.device) for batch in self.val_loader)
+        batches = (on_device(as_batch(batch), self.device) for batch in self.val_loader)
         self.validation = self.strategy.sum(evaluate(self.model, batches, self.objective))
         self.evaluated_at = self.step
         means = {"loss": self.validation.mean_loss, **self.validation.mean_metrics()}
@@ -262,7 +261,7 @@ class RuntimeEngine:
             parts["loader"] = train_loader
         return parts | {"window": self.accumulator} | self.parts
 
-    def resume(self) -> None:
+    def resume(self, retune: Collection[str] = ()) -> None:
         """Resume from the newest intact checkpoint, if there is one."""
         if not self.config.checkpoint.resume:
             if self.checkpoints.steps():
@@ -270,12 +269,13 @@ class RuntimeEngine:
                     f"{self.checkpoints.folder} holds checkpoints of another run: choose another output folder, or set checkpoint.resume."
                 )
             return
-        step, damaged = self.saver.restore(self.optimizer, self.stateful)
+        step, damaged = self.saver.restore(self.optimizer, self.stateful, retune)
         for sentence in damaged:
             self.console.print(Text(f"{sentence} Resuming from the one before it.", "yellow"), soft_wrap=True)
         if step is not None:
             self.step = self.saved_at = step
-            self.console.print(Text(f"Going on from step {step}, saved in {self.checkpoints.path(step)}."), soft_wrap=True)
+            sentences = [f"Going on from step {step}, saved in {self.checkpoints.path(step)}.", *self.saver.retuned]
+            self.console.print(Text("\n".join(sentences)), soft_wrap=True)
 
     def save(self) -> None:
         """Save a checkpoint between two steps. Callbacks are called when it is complete."""

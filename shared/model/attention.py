@@ -40,8 +40,9 @@ def grouped_query_attention(
         scale: None for d ** -0.5.
 
     Returns:
-        [batch, H, Q, d] in the dtype of `values`. The softmax is computed in float32 (float64 for float64 input). A query
-        that may look nowhere gets zeros, and passes a gradient of zero.
+        [batch, H, Q, d] in the dtype of `values`. Half-precision scores become float32 before the bias is added, and the
+        softmax is computed in float32 (float64 for float64 input). A query that may look nowhere gets zeros, and passes a
+        gradient of zero; any other NaN is not hidden.
 
     >>> queries, values = torch.zeros(1, 1, 1, 2), torch.tensor([[[[1.0, 0.0], [3.0, 4.0]]]])
     >>> grouped_query_attention(queries, values, values)                       # equal scores: the mean of the values

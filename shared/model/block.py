@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def block_forward(x: Tensor, sublayers: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]], pre_norm: bool) -> Tensor:
     """Pass the residual stream through a block's sublayers, in order (Xiong et al. 2020, table 1).
 
-        pre-norm:   x = x + sublayer(norm(x))
-        post-norm:  x = norm(x + sublayer(x))
+    Each sublayer's output is added to the stream. In a pre-norm block a sublayer reads the stream through its norm, and the stream itself
+    passes no norm. In a post-norm block a sublayer reads the stream as it is, and its norm is applied to the sum, which is the stream for
+    the next one. Nothing that a function returned is changed: it may be the stream itself.
 
     Args:
         x: [batch, seq, D]. Left unchanged.

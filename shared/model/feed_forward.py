@@ -1,4 +1,4 @@
-"""Chapter 02. The feed-forward layer (MLP), GELU or SwiGLU: widen, bend, narrow, at each position alone. Most weights are here.
+"""Chapter 02. The feed-forward layer (MLP), GELU or SwiGLU: matrices and an activation function, at each position. Most weights are here.
 
 Plain: down(act(up(x))), Vaswani et al. 2017, equation 2. Gated: down(act(gate(x)) * up(x)), Shazeer 2020, called SwiGLU with
 silu and GeGLU with gelu; three matrices, so the inner width is two thirds for as many weights.
@@ -36,7 +36,8 @@ def swiglu(
 ) -> Tensor:
     """The gated feed-forward layer (Shazeer 2020, equation 6): one projection decides how much of the other passes.
 
-        out = down(activation(gate(x)) * up(x))
+    Number by number, what `gate` made of x, behind the activation function, is multiplied with what `up` made of it; `down` leads back
+    to the width of x. The activation function is on the gate alone. Nothing that a function returned is changed: it may be x itself.
 
     Args:
         x: [..., D]. Left unchanged.

@@ -18,9 +18,9 @@ from shared.model.config import ModelConfig
 
 @exercise("02.rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square normalisation of the last dimension (Zhang and Sennrich 2019, equation 4).
+    """RMSNorm: root-mean-square normalisation of the last dimension (Zhang and Sennrich 2019, equation 4).
 
-        y = x / sqrt(mean(x^2) + eps) * weight
+    Each vector is divided by its root mean square, and then multiplied number by number with the weight. Its mean is left alone.
 
     Args:
         x: [..., D], any floating dtype. Left unchanged.

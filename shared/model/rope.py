@@ -19,10 +19,10 @@ from shared.model.config import ModelConfig, RopeScaling
 
 @exercise("02.apply_rope")
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + d/2]) by its position's angle (Su et al. 2021, equation 34, half-rotated layout).
+    """Turn each pair (x[i], x[i + d/2]) by its position's angle: RoPE (Su et al. 2021, equation 34), in the half-rotated layout.
 
-        out[i]       = x[i] * cos[i] - x[i + d/2] * sin[i]
-        out[i + d/2] = x[i + d/2] * cos[i] + x[i] * sin[i]          for i in 0 .. d/2 - 1
+    A pair is a point in the plane, and is turned from the first axis towards the second. An angle with cosine c and sine s takes (1, 0) to
+    (c, s), and (0, 1) to (-s, c); any other pair is a sum of these two. Pair i has the angle of cos[..., i] and sin[..., i].
 
     Args:
         x: [batch, heads, seq, d], any floating dtype; d is even. Left unchanged.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shared.course.errors import SettingError
+from shared.course.extensions import Extension
 from shared.model.config import ExpertsConfig, ModelConfig, require_choices, require_positive
 from shared.parallel.config import ParallelConfig
 from shared.parallel.planning.expert_activations import saved_by_experts
@@ -147,17 +148,36 @@ class MixtureConfig(ExpertsConfig):
 
 
 @dataclass(frozen=True)
+class ModelParts:
+    """Parts of the model by import path, in place of the core's. Each is called as its builder is (`shared.model.builders.Builders`), with
+    its options besides, and returns a module.
+
+    Args:
+        norm: norm(config, size).
+        attention: attention(config, builders, layer, cross).
+        feed_forward: feed_forward(config, builders, layer).
+    """
+
+    norm: Extension | None = None
+    attention: Extension | None = None
+    feed_forward: Extension | None = None
+
+
+@dataclass(frozen=True)
 class MixtureModelConfig(ModelConfig):
-    """One transformer, dense or with a mixture of experts: `ModelConfig` whose `experts` can be given.
+    """One transformer, dense or with a mixture of experts: `ModelConfig` whose `experts` and `parts` can be given.
 
     Raises:
         ValueError: also experts in a model that they are not built for.
     """
 
     experts: MixtureConfig | None = None
+    parts: ModelParts | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.experts is not None and self.parts is not None and self.parts.feed_forward is not None:
+            raise ValueError("model.experts and model.parts.feed_forward both say what the feed-forward layers are: give one of them.")
         if self.experts is not None and self.mlp_bias:
             raise ValueError("model.mlp_bias is true, and experts have no biases: set it to false.")
 

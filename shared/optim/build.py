@@ -3,11 +3,14 @@
 Every option takes effect or raises an error, for instance a pattern that matches no parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
+from shared.course.errors import SettingError
+from shared.course.extensions import bound, called
 from shared.optim.config import OptimizerConfig
 from shared.optim.optimizer import GroupedOptimizer
 from shared.optim.routing import Route, route
@@ -15,8 +18,8 @@ from shared.optim.routing import Route, route
 BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99)}
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, routes: Sequence[Route] | None = None) -> GroupedOptimizer:
-    """Build one optimizer over every trainable parameter of the model.
+def build_optimizer(model: nn.Module, config: OptimizerConfig, routes: Sequence[Route] | None = None) -> Optimizer:
+    """Build one optimizer over every trainable parameter of the model: a `GroupedOptimizer`, or one by import path.
 
     Args:
         routes: which rule updates which parameter, where that was decided on a larger model than this part of it: names that are not here
@@ -30,9 +33,34 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, routes: Sequence[
     routed = {name for part in routes for name in part.names}
     if left_out := [name for name, parameter in parameters.items() if parameter.requires_grad and name not in routed]:
         raise ValueError(f"{left_out[0]} is to be trained and no route names it: decide routes on a model that has all parameters.")
-    return GroupedOptimizer(
-        [{"params": [parameters[name] for name in part.names if name in parameters]} | settings_of(config, part) for part in routes]
-    )
+    groups = [[parameters[name] for name in part.names if name in parameters] for part in routes]
+    if config.is_extension:
+        return own_optimizer(config)([{"params": group} | own_settings(config, part) for group, part in zip(groups, routes, strict=True)])
+    return GroupedOptimizer([{"params": group} | settings_of(config, part) for group, part in zip(groups, routes, strict=True)])
+
+
+def own_optimizer(config: OptimizerConfig) -> Callable[[list[dict[str, Any]]], Optimizer]:
+    """What makes an optimizer by import path of parameter groups.
+
+    Raises:
+        SettingError: it is no `torch.optim.Optimizer`, takes other arguments, or does not take a weight decay that was given.
+    """
+    offered = {"lr": config.lr, "weight_decay": config.weight_decay}
+    made = bound(config.name, config.options, "optimizer.name", "params", offered=offered)
+    if not (isinstance(made.func, type) and issubclass(made.func, Optimizer)):
+        raise SettingError(f"optimizer.name: {config.name} is no torch.optim.Optimizer: derive its class from that.")
+    if "lr" not in made.keywords:
+        raise SettingError(f"optimizer.name: {called(config.name)} takes no lr, which optimizer.lr and the schedule set: give it one.")
+    if config.weight_decay and "weight_decay" not in made.keywords:
+        raise SettingError(f"optimizer.weight_decay is {config.weight_decay} and {called(config.name)} takes none: give 0.")
+    return made
+
+
+def own_settings(config: OptimizerConfig, part: Route) -> dict[str, Any]:
+    """A group's name and rates, for an optimizer by import path."""
+    name = called(part.rule)
+    decay = {"weight_decay": config.weight_decay if part.decays else 0.0} if config.weight_decay else {}
+    return {"name": name if part.decays else f"{name}_no_decay", "lr": config.lr} | decay
 
 
 def settings_of(config: OptimizerConfig, part: Route) -> dict[str, Any]:

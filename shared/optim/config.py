@@ -4,8 +4,10 @@ It is apart from the optimizers so that a script can read its options before the
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from shared.course.extensions import ImportPath, is_import_path
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Scaling = Literal["original", "match_rms_adamw"]
@@ -15,6 +17,7 @@ USED_BY = {  # options that are refused where the chosen optimizer does not read
     "to_adamw": ("muon",),
     "fused": ("adamw", "muon"),
 }
+FOR_ALL = ("name", "options", "lr", "weight_decay", "no_decay")  # of these fields, what an optimizer by import path reads too
 
 
 @dataclass
@@ -22,7 +25,8 @@ class OptimizerConfig:
     """Which optimizer updates the weights, and its hyperparameters.
 
     Args:
-        name: the optimizer; with muon, embeddings, head, norms and biases are updated by adamw.
+        name: the optimizer; with muon, embeddings, head, norms and biases are updated by adamw. Or the import path of a
+            torch.optim.Optimizer, such as my_module.MyOptimizer or torch.optim.Adafactor.
         lr: the peak learning rate.
         weight_decay: decoupled weight decay, for matrices and embeddings.
         betas: for adamw (also muon's) and lion; null for the defaults, (0.9, 0.95) with adamw and (0.9, 0.99) with lion.
@@ -36,9 +40,10 @@ class OptimizerConfig:
         fused: run adamw's step by PyTorch's fused kernel in place of `adamw_update`: the same numbers, several times as fast.
         no_decay: patterns of names of parameters without weight decay, in addition to norms and biases.
         to_adamw: patterns of names of matrices that muon leaves to adamw.
+        options: keyword arguments of an optimizer by import path.
     """
 
-    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"
+    name: Literal["adamw", "lion", "muon", "sgd"] | ImportPath = "adamw"
     lr: float = 1e-3
     weight_decay: float = 0.1
     betas: tuple[float, float] | None = None
@@ -52,8 +57,16 @@ class OptimizerConfig:
     fused: bool = False
     no_decay: list[str] = field(default_factory=list)
     to_adamw: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.is_extension:
+            plain = OptimizerConfig()
+            for option in [each.name for each in fields(self) if each.name not in FOR_ALL]:
+                if getattr(self, option) != getattr(plain, option):
+                    raise ValueError(f"{option} is for the optimizers of the core: give {self.name} its arguments in options.")
+        elif self.options:
+            raise ValueError(f"options are for an optimizer by import path, and name is {self.name}: give its settings by their names.")
         for option, rules in USED_BY.items():
             if getattr(self, option) and self.name not in rules:
                 given = getattr(self, option)
@@ -71,26 +84,38 @@ class OptimizerConfig:
             raise ValueError("muon with the original scaling needs about ten times adamw's learning rate: give adamw_lr for adamw's share.")
 
 
+    @property
+    def is_extension(self) -> bool:
+        """Whether it is an optimizer by import path."""
+        return is_import_path(self.name)
+
+
 @dataclass
 class ScheduleConfig:
     """The learning-rate schedule of a run.
 
     Args:
-        name: constant, linear, cosine, or wsd (warm-up, stable, decay). All of them begin with a warm-up.
+        name: constant, linear, cosine, or wsd (warm-up, stable, decay). All of them begin with a warm-up. Or the import path of a function
+            of a step's number, from 1, that returns what the learning rate is multiplied by; it gets steps, warmup_steps, decay_steps and
+            minimum where its signature names them.
         steps: the steps of the whole run.
         warmup_steps: steps until the peak learning rate is reached; 0 for no warm-up.
         decay_steps: steps of wsd's decay at the end.
         minimum: the learning rate at the end of a decay, as a fraction of the peak.
+        options: further keyword arguments of a schedule by import path.
     """
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    name: Literal["constant", "linear", "cosine", "wsd"] | ImportPath = "cosine"
     steps: int = 1000
     warmup_steps: int = 50
     decay_steps: int = 200
     minimum: float = 0.1
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in ("constant", "linear", "cosine", "wsd"):
+        if self.options and not is_import_path(self.name):
+            raise ValueError(f"options are for a schedule by import path, and name is {self.name}: leave them out.")
+        if self.name not in ("constant", "linear", "cosine", "wsd") and not is_import_path(self.name):
             raise ValueError(f"There is no schedule {self.name!r}: choose constant, linear, cosine or wsd.")
         if self.steps < 1 or self.warmup_steps < 0 or self.decay_steps < 0:
             raise ValueError(
@@ -100,6 +125,7 @@ class ScheduleConfig:
         if not 0 <= self.minimum <= 1:
             raise ValueError(f"The schedule's minimum is {self.minimum}: it is a fraction of the peak, so give a number from 0 to 1.")
         needed = {"constant": 0, "wsd": self.warmup_steps + self.decay_steps}.get(self.name, self.warmup_steps + 1)
+        needed = 0 if is_import_path(self.name) else needed
         if needed > self.steps:
             raise ValueError(
                 f"{self.name}: warm-up and decay need {needed} steps and the run has {self.steps}. Lower warmup_steps or decay_steps, "

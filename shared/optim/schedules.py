@@ -7,11 +7,15 @@ the peak between the two.
 Left out on purpose: schedules that react to the loss.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from shared.course.binding import exercise
+from shared.course.errors import CourseError
+from shared.course.extensions import bound, is_import_path
 from shared.optim.config import ScheduleConfig
 
 
@@ -48,10 +52,25 @@ def learning_rate_factor(step: int, name: str, warmup_steps: int, steps: int, de
 
 
 def factor_at(schedule: ScheduleConfig, step: int) -> float:
-    """The factor of a schedule's learning rate at a step; steps count from 1."""
+    """The factor of a schedule's learning rate at a step; steps count from 1.
+
+    Raises:
+        CourseError: a schedule by import path returns no number of at least 0.
+    """
+    if is_import_path(schedule.name):
+        factor = own_schedule(schedule)(step)
+        if not (isinstance(factor, int | float) and 0 <= factor < math.inf):
+            raise CourseError(f"schedule.name: {schedule.name} returned {factor!r} for step {step}: it must return a number of at least 0.")
+        return factor
     return learning_rate_factor(
         step, schedule.name, schedule.warmup_steps, schedule.steps, schedule.decay_steps, schedule.minimum
     )
+
+
+def own_schedule(schedule: ScheduleConfig) -> Callable[[int], float]:
+    """The function of a schedule by import path, with its arguments. Raises SettingError where it is none, or takes others."""
+    offered = {name: getattr(schedule, name) for name in ("steps", "warmup_steps", "decay_steps", "minimum")}
+    return bound(schedule.name, schedule.options, "schedule.name", "step", offered=offered)
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:

@@ -132,10 +132,12 @@ class PPOAdvantages:
         return {"advantages": advantages, "returns": returns, "old_values": values}, metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kl_coefficient": self.kl_coefficient}
+        return {"kl_coefficient": self.kl_coefficient, "given": self.config.kl_coefficient}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kl_coefficient = state["kl_coefficient"]
+        """Take the coefficient that was in effect, unless this run was given another one to begin with."""
+        if state.get("given", self.config.kl_coefficient) == self.config.kl_coefficient:
+            self.kl_coefficient = state["kl_coefficient"]
 
 
 def token_rewards(rollout: Rollout, kl_coefficient: float, unended_penalty: float = 0.0) -> Tensor:

@@ -208,21 +208,27 @@ class RolloutLoader:
         digest = hashlib.sha256(json.dumps([list(map(int, prompt)) for prompt in self.prompts]).encode()).hexdigest()
         return {"seed": self.seed, "answers": self.config.answers, "prompts": digest}
 
+    def sizes(self) -> list[int]:
+        """What decides which answers of an open rollout are in which of its steps."""
+        return [self.config.prompts, self.config.passes, self.config.minibatches]
+
     def state_dict(self) -> dict[str, Any]:
         """The position in the prompts and the open rollout: the same on every rank, and JSON."""
         more = self.advantages.state_dict() if hasattr(self.advantages, "state_dict") else {}
         opened = None if self.current is None else self.current.state()
-        return {"position": self.position, "current": opened, "metrics": self.metrics, "advantages": more, "settings": self.settings()}
+        state = {"position": self.position, "current": opened, "metrics": self.metrics, "advantages": more}
+        return state | {"settings": self.settings(), "sizes": self.sizes()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader stood, whatever its ranks.
+        """Go on where another loader stood, whatever its ranks; with a rollout of its own where the open one had other sizes.
 
         Raises:
             CourseError: the prompts, their number of answers or the seed differ.
         """
         require_same_rows(state["settings"], self.settings())
         self.position, self.metrics = state["position"], state["metrics"]
-        self.current = None if state["current"] is None else OpenRollout.of_state(state["current"])
+        fits = state["current"] is not None and state.get("sizes", self.sizes()) == self.sizes()
+        self.current = OpenRollout.of_state(state["current"]) if fits else None
         if hasattr(self.advantages, "load_state_dict"):
             self.advantages.load_state_dict(state["advantages"])
 

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shared.course.extensions import called
 from shared.rl.grpo import GRPOConfig
 from shared.rl.rewards import MODEL, RewardPart
 from shared.rl.tasks import TasksConfig
@@ -42,7 +43,7 @@ class TaskPolicyConfig(GRPOConfig):
                 f"kl_coefficient is {self.kl_coefficient} and reference is false: give reference true, or kl_coefficient 0.",
             ),
             (not self.rewards, "rewards is empty: give at least one, such as [{name: task}]."),
-            (len({part.name for part in self.rewards}) < len(self.rewards), "rewards names one reward twice: give each once."),
+            (len({called(part.name) for part in self.rewards}) < len(self.rewards), "rewards names one reward twice: give each once."),
             (not 0 < self.reward_seconds < math.inf, f"reward_seconds is {self.reward_seconds}: give a positive number."),
             (
                 self.reward_failed is not None and not math.isfinite(self.reward_failed),

@@ -181,11 +181,13 @@ def answer_all(
     context: int,
     stops: Collection[int],
     start_id: int | None = None,
+    drawing: Drawing = Drawing(temperature=0.0),  # noqa: B008 (frozen)
+    seeds: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """The likeliest answer to each prompt, without the token that ends it: as chapter 10's `answer_all`, but an answer ends where the
-    context does."""
+    """The answer to each prompt, the likeliest unless `drawing` says otherwise, without the token that ends it: as chapter 10's
+    `answer_all`, but an answer ends where the context does."""
     before, found = virtual_ids(model), [[] for _ in prompts]
-    settings = {"drawing": Drawing(temperature=0.0), "context": context, "stops": stops, "start_id": start_id}
+    settings = {"drawing": drawing, "seeds": seeds, "context": context, "stops": stops, "start_id": start_id}
     with evaluating(model):
         for drawn in generate_tokens(model, [[*before, *prompt] for prompt in prompts], new_tokens, **settings):
             if not drawn.ended:

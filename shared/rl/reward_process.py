@@ -23,14 +23,14 @@ class RewardProcess:
     """Computes rewards of texts.
 
     Args:
-        functions: by name: None, or the pattern of a format.
+        functions: by name: None, the pattern of a format, or the options of a function by import path.
         seconds: that one reward may take.
 
     Raises:
         CourseError: names a function that cannot be had, and says why.
     """
 
-    def __init__(self, functions: Mapping[str, str | None], seconds: float):
+    def __init__(self, functions: Mapping[str, str | None | dict[str, Any]], seconds: float):
         self.functions, self.seconds = functions, seconds
         self.process: subprocess.Popen | None = None
         self.start()
@@ -44,8 +44,10 @@ class RewardProcess:
         if failed != {}:
             self.close()
             name, reason = next(iter(failed.items())) if isinstance(failed, dict) else (next(iter(self.functions)), failed)
-            raise CourseError(f"The reward {name} cannot be loaded: {reason.rstrip('.')}. Give a file of your own as file.py:name, with a "
-                              "function of a prompt, an answer and the expected answer, or one of the course's names.")  # fmt: skip
+            raise CourseError(
+                f"The reward {name} cannot be loaded: {reason.rstrip('.')}. Give a function of your own by import path, such as "
+                "my_module.my_reward, of a prompt, an answer and the expected answer, or a name of the course's."
+            )
 
     def __call__(self, calls: Sequence[Call]) -> list[float | str]:
         """For each call its number, or the reason why there is none, NaN included."""

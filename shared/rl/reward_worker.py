@@ -7,8 +7,6 @@ or {"error": why not}.
 """
 
 import faulthandler
-import importlib.util
-import inspect
 import json
 import os
 import re
@@ -18,33 +16,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from shared.course.errors import CourseError
+from shared.course.extensions import bound
 from shared.rl.verifiers import VERIFIERS
 
 Function = Callable[[str, str, str], Any]  # prompt, answer, expected answer -> a number
 
 
-def function_of(name: str, pattern: str | None) -> Function:
-    """A verifier; the format with its pattern; or `file.py:name`.
+def function_of(name: str, settings: str | dict | None) -> Function:
+    """A verifier; the format with its pattern; or a function by import path with its options.
 
     Raises:
-        ValueError, OSError, ImportError: there is no such function, or it takes something else.
+        SettingError: there is no such function, or it takes something else.
     """
-    if pattern is not None:
-        return partial(matches, re.compile(pattern))
+    if isinstance(settings, str):
+        return partial(matches, re.compile(settings))
     if name in VERIFIERS:
         return partial(verified, VERIFIERS[name])
-    file, _, called = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location("my_rewards", file)
-    if spec is None:
-        raise ValueError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
-    spec.loader.exec_module(module)
-    function = getattr(module, called, None)
-    if not callable(function):
-        raise ValueError(f"{file} has no function {called!r}")
-    inspect.signature(function).bind("prompt", "answer", "expected")
-    return function
+    return bound(name, settings or {}, "grpo.rewards", "prompt", "answer", "expected")
 
 
 def matches(pattern: re.Pattern, prompt: str, answer: str, expected: str) -> bool:
@@ -60,7 +49,8 @@ def attempt(function: Callable, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except (Exception, SystemExit) as error:
-        return {"error": f"{type(error).__name__}: {error}".rstrip(".: ")}
+        said = str(error) if isinstance(error, CourseError) else f"{type(error).__name__}: {error}"
+        return {"error": said.rstrip(".: ")}
 
 
 def number(function: Function, *texts: str) -> float:
@@ -80,8 +70,8 @@ def main() -> None:
 
     functions: dict[str, Any] = {}
     given = json.loads(sys.stdin.readline())
-    for name, pattern in given["functions"].items():
-        functions[name] = attempt(function_of, name, pattern)
+    for name, settings in given["functions"].items():
+        functions[name] = attempt(function_of, name, settings)
     answer({name: made["error"] for name, made in functions.items() if isinstance(made, dict)})
     for line in sys.stdin:
         for name, *texts in json.loads(line):

@@ -1,19 +1,22 @@
 """Chapter 12. Rewards by name and their weighted sum: verifiers, formats, code, a reward model, and a learner's own functions.
 
-    rewards: [{name: number}, {name: format, weight: 0.2}, {name: my_rewards.py:brevity, weight: 0.1}]
+    rewards: [{name: number}, {name: format, weight: 0.2}, {name: my_rewards.brevity, weight: 0.1, options: {words: 20}}]
 
 Each part has its own curve. A reward that raises, gives no finite number or takes too long is named with its prompt and answer, and ends
 the run, or counts as a number that was chosen for that: a silent 0 would teach something.
 """
 
+import difflib
 import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shared.course.errors import CourseError
+from shared.course.extensions import ImportPath, called, is_import_path
 from shared.finetune.instructions import Task
 from shared.preference.answer_rows import Sample
 from shared.preference.rewards import SHOWN, Reward, describe, reward_all
@@ -31,20 +34,28 @@ class RewardPart:
 
     Args:
         name: task for each task's own check; number, exact, math, code, json or python for all tasks; format; model; or a function of your
-            own as file.py:name, which is given a prompt, an answer and the expected answer.
+            own by import path, such as my_module.my_reward, which is called with a prompt, an answer and the expected answer.
         weight: what it is multiplied by.
         pattern: with format, the regular expression that a whole answer must match; null for thoughts and answer in tags.
         folder: with model, of a run with mode reward, or of transformers' sequence classification.
+        options: with a function of your own, its keyword arguments.
     """
 
-    name: str = TASK
+    name: ImportPath = TASK
     weight: float = 1.0
     pattern: str | None = None
     folder: Path | None = None
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES and not re.fullmatch(r".+\.py:\w+", self.name):
-            raise ValueError(f"rewards names {self.name!r}: choose {', '.join(NAMES)}, or a function of your own as file.py:name.")
+        if self.name not in NAMES and not is_import_path(self.name):
+            near = difflib.get_close_matches(self.name, NAMES, n=1)
+            raise ValueError(
+                f"rewards names {self.name!r}: choose {', '.join(NAMES)}, or a function of your own by import path, such as "
+                f"my_module.my_reward.{f' Did you mean {near[0]!r}?' if near else ''}"
+            )
+        if self.options and self.name in NAMES:
+            raise ValueError(f"The reward {self.name} has options: give them to a function by import path, and to no other.")
         if not math.isfinite(self.weight) or self.weight == 0:
             raise ValueError(f"The weight of the reward {self.name} is {self.weight}: give a number other than 0, or leave the reward out.")
         if (self.folder is not None) != (self.name == MODEL):
@@ -70,7 +81,8 @@ class RewardSet:
         failed: what a reward counts as that failed; None to end the run.
 
     Attributes:
-        parts: for each answer of the last call, name -> reward without its weight; and with a number for `failed`, whether one failed.
+        parts: for each answer of the last call, name without module -> reward without weight; and with a number for `failed`, whether one
+            failed.
 
     Raises:
         CourseError: a name stands twice; a function of one's own cannot be loaded.
@@ -87,10 +99,11 @@ class RewardSet:
         failed: float | None = None,
     ):
         self.weights = {part.name: part.weight for part in parts}
-        if not parts or len(self.weights) < len(parts):
+        if not parts or len({*map(called, self.weights)}) < len(parts):
             raise CourseError(f"rewards names {', '.join(part.name for part in parts) or 'nothing'}: give at least one, and each once.")
         self.tasks, self.decode, self.model, self.code, self.failed = tasks, decode, model, code, failed
-        mine = {part.name: part.pattern for part in parts if part.name not in (TASK, MODEL, CODE)}
+        texts = [part for part in parts if part.name not in (TASK, MODEL, CODE)]
+        mine = {part.name: part.options if is_import_path(part.name) else part.pattern for part in texts}
         if FORMAT in mine:
             mine[FORMAT] = mine[FORMAT] or REASONED
         checks = {*self.weights} | ({task.check for task in tasks} if TASK in self.weights else set())
@@ -112,8 +125,9 @@ class RewardSet:
                 failures = [*map(max, failures, failed)]
         if self.failed is not None:
             columns["failed"] = failures
-        self.parts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return [sum(weight * each[name] for name, weight in self.weights.items()) for each in self.parts]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        self.parts = [{called(name): value for name, value in row.items()} for row in rows]
+        return [sum(weight * row[name] for name, weight in self.weights.items()) for row in rows]
 
     def judged(self, tasks: Sequence[Task], answers: Sequence[str], name: str = TASK) -> tuple[list[float], list[float]]:
         """One reward of answers to tasks, which may be any; and 1.0 where it failed and counts as what was chosen for that.

@@ -86,7 +86,7 @@ class Answering:
         return training, held_out
 
     def all_held_out(self, config: TrainerConfig, strategy: ParallelStrategy) -> Iterable:
-        return self.rows(config, strategy, None)[1]
+        return self.rows(config, strategy, config.report.held_out_rows)[1]
 
     def callbacks(self, config: TrainerConfig) -> list[Callback]:
         return []

@@ -44,10 +44,12 @@ class Costs(Callback):
     def __init__(self):
         self.training = self.overhead = 0.0
         self.peak_memory = self.peak_here = 0
-        self.mark: float | None = None
+        self.mark: float | None = None  # where the time that is not counted yet began
 
     def on_start(self, engine: "RuntimeEngine") -> None:
-        self.mark = time.perf_counter()
+        if self.mark is None:
+            self.mark = time.perf_counter()
+        self.overhead += self.since_mark()  # of opening the data and the checkpoint
 
     def on_batch(self, engine: "RuntimeEngine", microbatches: Any) -> None:
         self.overhead += self.since_mark()
@@ -59,6 +61,7 @@ class Costs(Callback):
 
     def on_end(self, engine: "RuntimeEngine") -> None:
         self.overhead += self.since_mark()
+        self.mark = None
 
     def since_mark(self) -> float:
         before, self.mark = self.mark, time.perf_counter()

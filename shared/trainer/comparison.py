@@ -11,11 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shared.course.errors import CourseError
-from shared.engine.trackers.external import flat
 from shared.engine.trackers.jsonl import read_damaged
 from shared.parallel.config import layout_name
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
+from shared.trainer.retuning import changes_of
 
 
 def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
@@ -52,17 +52,17 @@ def known_causes(config: TrainerConfig) -> dict[str, str]:
 
 
 def same_run(folder: Path, config: TrainerConfig) -> bool:
-    """Whether a folder holds a finished run of the same configuration, the layout and the micro-batches aside: a pipeline needs more of
-    these, and they change nothing but rounding."""
+    """Whether a folder holds a finished run of the same configuration, what changes nothing but rounding aside, and with the same history:
+    one that was retuned on its way is another run."""
     if not ((folder / provenance.CONFIG).is_file() and (folder / "results.json").is_file()):
         return False
     try:
-        before = flat(provenance.read_record(folder / provenance.CONFIG) | {"start": provenance.saved_start(folder)})
-        now = flat(provenance.plain(config) | {"start": provenance.saved_start(config.engine.output)})
+        before = provenance.read_record(folder / provenance.CONFIG) | {"start": provenance.saved_start(folder)}
+        now = provenance.plain(config) | {"start": provenance.saved_start(config.engine.output)}
     except CourseError:
         return False
-    differ = {key for key, value in now.items() if before.get(key) != value and not provenance.may_change(key)}
-    return differ <= {"data.micro_batch_size"}
+    mine, theirs = ([[change.step, change.settings] for change in changes_of(each)] for each in (config.engine.output, folder))
+    return not provenance.differences(before, now) and mine == theirs
 
 
 def largest_difference(mine: Path, theirs: Path) -> float:

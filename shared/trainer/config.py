@@ -1,7 +1,6 @@
 """Chapter 12. The trainer's configuration: every key of a run, typed, with a sentence for each field.
 
-`python chapters/12_grpo/train.py --help` prints this file's classes. What they hold is checked before any work begins; what only
-shows together (a sequence longer than the model's positions) is checked in `TrainerConfig`.
+`train.py --help` prints these classes. Each checks what it holds before work begins, `TrainerConfig` what shows only together.
 """
 
 from collections.abc import Mapping
@@ -11,10 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from shared.course.typed import usable_path
-from shared.data.fim import FimConfig
+from shared.course.extensions import Extension
+from shared.course.typed import keys_of, unknown_key, usable_path
 from shared.data.loader import equal_microbatches
-from shared.data.prepare import PrepareConfig
 from shared.engine.config import EngineConfig, require
 from shared.engine.metrics.peaks import measure_peak
 from shared.finetune.chat.prepare import ChatConfig
@@ -37,54 +35,10 @@ from shared.preference.ppo import PPOConfig
 from shared.preference.reward_model import RewardConfig
 from shared.rl.config import TaskPolicyConfig
 from shared.trainer.axes import BROUGHT
+from shared.trainer.data_config import DataConfig
 from shared.trainer.modes import require_mode
 
 WORTH = 1.3  # times faster must bfloat16 be, before the casts that autocast adds are paid for
-
-
-@dataclass
-class DataConfig:
-    """The text, and how it becomes batches.
-
-    Args:
-        prepare: sources, cleaning, tokenizer.
-        prepared: the folder in which prepared text is kept, for every run that asks for the same.
-        seq: tokens that a row predicts.
-        batch_size: the global batch size: rows in a step, over all micro-batches and ranks. Rollouts have their own (ppo.minibatches).
-        micro_batch_size: rows in one forward and backward of a rank; where its share of the batch is smaller, the share.
-        fim: how often a document's middle is moved to its end.
-        strategy: how documents are packed into rows.
-        epochs: how often the text may be gone through; null for as often as the steps need.
-        held_out_rows: rows of held-out text in an evaluation during training; null for all. The last evaluation takes all.
-    """
-
-    prepare: PrepareConfig = field(default_factory=PrepareConfig)
-    prepared: Path = Path("runs/prepared")
-    seq: int = 256
-    batch_size: int = 16
-    micro_batch_size: int = 8
-    fim: FimConfig = field(default_factory=FimConfig)
-    strategy: Literal["best_fit", "sequential"] = "best_fit"
-    epochs: int | None = None
-    held_out_rows: int | None = 128
-
-    def __post_init__(self):
-        self.prepared = Path(self.prepared).expanduser()
-        for name in ("seq", "batch_size", "micro_batch_size"):
-            require(getattr(self, name) >= 1, f"data.{name} is {getattr(self, name)}: give at least 1.")
-        require(self.epochs is None or self.epochs >= 1, f"data.epochs is {self.epochs}: give at least 1, or null.")
-        require(
-            self.held_out_rows is None or self.held_out_rows >= 1, f"data.held_out_rows is {self.held_out_rows}: give at least 1, or null."
-        )
-        require(
-            self.epochs is None or self.prepare.sources[0].weight is None,
-            "data.epochs limits how often the text is gone through, and sources with a weight are gone through in their shares: "
-            "give data.epochs null, or no weights.",
-        )
-        require(
-            self.batch_size % self.micro_batch_size == 0,
-            f"data.batch_size is {self.batch_size} and not a multiple of data.micro_batch_size, {self.micro_batch_size}: change one.",
-        )
 
 
 @dataclass
@@ -122,6 +76,7 @@ class ReportConfig:
         temperature: of the prompts' samples; 0 takes the likeliest token. Gaps are always filled with the likeliest.
         top_k: how many of the likeliest tokens a sample draws from; null for all.
         export: also write the model in Hugging Face's format.
+        held_out_rows: rows of held-out text in the last evaluation; null for all.
     """
 
     prompts: list[str] = field(default_factory=lambda: ["def ", "class ", "import "])
@@ -130,11 +85,15 @@ class ReportConfig:
     temperature: float = 0.7
     top_k: int | None = 40
     export: bool = True
+    held_out_rows: int | None = None
 
     def __post_init__(self):
         require(self.completions >= 0 and self.new_tokens >= 1, "report.completions must be at least 0, and report.new_tokens at least 1.")
         require(self.temperature >= 0, f"report.temperature is {self.temperature}: give at least 0.")
         require(self.top_k is None or self.top_k >= 1, f"report.top_k is {self.top_k}: give at least 1, or null for all.")
+        require(
+            self.held_out_rows is None or self.held_out_rows >= 1, f"report.held_out_rows is {self.held_out_rows}: give 1 or more, or null."
+        )
         require(all(self.prompts), "report.prompts holds an empty text: give each at least one character.")
 
 
@@ -170,6 +129,10 @@ class TrainerConfig:
             section may change attention, dropout and RoPE's length alone) and, where none is given, the tokenizer; null for random weights.
         start_config: a configuration beside this file, of a smaller model that is trained first where start_from is not there yet; null to
             refuse a start_from that is not there.
+        continue_from: a run, or one of its checkpoints, that is continued in another folder with all of its state: weights, the optimizer's
+            state, the step and the place in the data. start_from takes weights alone, and begins at step 0.
+        continue_with: settings that a run is continued with although they change it, such as steps,optimizer.lr; or sections, such as
+            schedule. Any other difference from the run that is there is refused.
         impl: whose exercises run: the solutions, yours, or yours where their check passed.
         steps: training steps.
         seed: of the initial weights, the order of the data, dropout and the samples.
@@ -183,6 +146,7 @@ class TrainerConfig:
         grpo: with mode grpo, the tasks, the rollouts, the loss and the rewards.
         adapter: with other modes than pretrain, what is trained in place of the weights; null to train all of them.
         model: the model; the vocabulary's size is the tokenizer's.
+        objective: a loss of your own by import path, called with the model, a micro-batch and the mode's own objective; null for that one.
         optimizer: which optimizer, with what.
         schedule: how the learning rate moves; its steps are the run's.
         precision: of the matrix products; auto measures whether bfloat16 is faster here. Weights are float32.
@@ -196,6 +160,8 @@ class TrainerConfig:
     mode: Literal["pretrain", "sft", "reward", "dpo", "ppo", "grpo"] = "pretrain"
     start_from: Path | None = None
     start_config: Path | None = None
+    continue_from: Path | None = None
+    continue_with: list[str] | str = field(default_factory=list)
     impl: Literal["reference", "mine", "mixed"] = "reference"
     steps: int = 1000
     seed: int = 0
@@ -209,6 +175,7 @@ class TrainerConfig:
     grpo: TaskPolicyConfig = field(default_factory=TaskPolicyConfig)
     adapter: AdapterConfig | None = None
     model: MixtureModelConfig = field(default_factory=MixtureModelConfig)
+    objective: Extension | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -240,10 +207,14 @@ class TrainerConfig:
         return settings | {"model": model_section(given, start)}
 
     def __post_init__(self):
+        if isinstance(self.continue_with, str):
+            self.continue_with = [name.strip() for name in self.continue_with.split(",") if name.strip()]
+        known = {*keys_of(TrainerConfig)}
+        for name in self.continue_with:
+            require(name in known, f"continue_with: {unknown_key(name, sorted(known))}")
         require_built(self.parallel, BROUGHT)
         require(self.steps >= 1, f"steps is {self.steps}: give at least 1.")
-        require(self.seed >= 0, f"seed is {self.seed}: give at least 0.")
-        require(self.seed < 2**63, f"seed is {self.seed}: give less than 2**63.")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}: give at least 0 and less than 2**63.")
         self.schedule = replace(self.schedule, steps=self.steps)
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,

@@ -13,7 +13,6 @@ Left out on purpose: copies of the state in other ranks' memory, which would sav
 in its own way: without dropout the weights are those of an undisturbed run, but for rounding.
 """
 
-import json
 import os
 import platform
 import signal
@@ -24,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,12 +37,12 @@ from shared.parallel.comm.processes import whole_number
 from shared.parallel.config import ParallelConfig, layout_name
 from shared.parallel.health.heartbeat import EXIT_CODE
 from shared.trainer.config import TrainerConfig
+from shared.trainer.history import append, events_of
 from shared.trainer.modes import ROLLING
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
 
-HISTORY = "history.jsonl"
 ASKED = (0, *(128 + number for number in (signal.SIGINT, signal.SIGTERM)))  # exit codes of a run that ended, or was asked to
 LOOK = 1.0  # seconds between two looks of a rank that waits
 
@@ -158,14 +156,14 @@ class History(Callback):
     every_rank = expendable = True
 
     def __init__(self, config: TrainerConfig, world: Communicator):
-        self.config, self.world, self.path = config, world, config.engine.output / HISTORY
+        self.config, self.world, self.output = config, world, config.engine.output
 
     def on_start(self, engine: "RuntimeEngine") -> None:
         there = self.world.gather_objects(f"{platform.node()} (process {os.getppid()})")
         if self.world.rank == 0:
             idle = whole_number("GROUP_WORLD_SIZE", "1") * whole_number("LOCAL_WORLD_SIZE", "1") - self.world.size
             layout = {"layout": layout_name(self.config.parallel), "ranks": self.world.size, "idle": idle, "there": Counter(there)}
-            append(self.path, {"event": "start", "step": engine.step} | layout)
+            append(self.output, {"event": "start", "step": engine.step} | layout)
 
     def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
         self.note_stop(engine, str(error) or type(error).__name__)
@@ -175,30 +173,13 @@ class History(Callback):
             self.note_stop(engine, f"asked to leave ({engine.stopped})" if engine.leaving else engine.stopped)
 
     def note_stop(self, engine: "RuntimeEngine", reason: str) -> None:
-        append(self.path, {"event": "stop", "step": engine.step, "rank": self.world.rank, "reason": reason})
-
-
-def append(path: Path, event: dict[str, Any]) -> None:
-    """Add a line, in one write: ranks may add theirs at the same time."""
-    event = {"time": datetime.now().astimezone().isoformat(" ", "seconds")} | event
-    with path.open("ab", buffering=0) as file:
-        file.write(json.dumps(event).encode() + b"\n")
-
-
-def events_of(output: Path) -> list[dict[str, Any]]:
-    """The lines of a run's history, oldest first; a line that a crash cut off is left out. Empty where a run has none."""
-    found = []
-    with suppress(FileNotFoundError):
-        for line in (output / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                found.append(json.loads(line))
-    return found
+        append(self.output, {"event": "stop", "step": engine.step, "rank": self.world.rank, "reason": reason})
 
 
 def note_end(config: TrainerConfig, world: Communicator) -> None:
     """Say that the run and its report are done, for which idle ranks wait."""
     if config.elastic and world.rank == 0:
-        append(config.engine.output / HISTORY, {"event": "end", "step": config.steps})
+        append(config.engine.output, {"event": "end", "step": config.steps})
 
 
 def has_ended(output: Path) -> bool:

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from shared.course import figures as style
+from shared.course.extensions import called
 from shared.data.tokenizer import TextTokenizer
 from shared.engine.callbacks import Callback, Metrics
 from shared.finetune.chat.datasets import Conversation
@@ -105,7 +106,7 @@ class TaskPolicyOptimization(Rolling, Answering):
         return [self.measured]
 
     def announcement(self, config: TrainerConfig) -> tuple[str, str]:
-        by = " + ".join(f"{part.weight:g} x {part.name}" for part in config.grpo.rewards)
+        by = " + ".join(f"{part.weight:g} x {called(part.name)}" for part in config.grpo.rewards)
         runs = f"Programs run in a sandbox: {self.code.describe()}\n" if self.code else ""
         return f"{len(self.training):,} tasks to answer ({len(self.tasks):,} held out)", f"Answers are rewarded by {by}.\n{runs}"
 

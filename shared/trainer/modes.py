@@ -193,6 +193,7 @@ def unused_with_rollouts(config: "TrainerConfig") -> list[tuple[str, str]]:
     found = [
         (config.data.epochs != data.epochs, "data.epochs", ", where steps alone say how long prompts are answered"),
         (config.data.held_out_rows != data.held_out_rows, "data.held_out_rows", no_loss),
+        (config.report.held_out_rows is not None, "report.held_out_rows", no_loss),
         (evaluated, "engine.evaluate_every", no_loss),
         (bool(config.engine.early_stopping), "engine.early_stopping", no_loss),
     ]

@@ -6,11 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from torch import nn
 
-from shared.data.completion import continue_ids, fill_gap, find_gaps, require_prompt
+from shared.data.completion import find_gaps, gap_ids, require_prompt
 from shared.data.loader import EvaluationLoader, StatefulLoader
 from shared.data.mixture import shares_in_words
 from shared.data.prepare import PreparedText, open_prepared, prepare
@@ -21,6 +20,7 @@ from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.health.agreement import agreed
 from shared.parallel.strategy import ParallelStrategy
+from shared.rl.generation import Drawing, answer_all
 from shared.totals import Totals, bits_per_byte
 from shared.trainer.callbacks import BitsPerByte
 from shared.trainer.config import TrainerConfig
@@ -62,7 +62,7 @@ class Pretraining:
         return loaders(config, self.text, strategy.mesh)
 
     def all_held_out(self, config: TrainerConfig, strategy: ParallelStrategy) -> Iterable:
-        return evaluation_loader(config, self.text, None, strategy.mesh)
+        return evaluation_loader(config, self.text, config.report.held_out_rows, strategy.mesh)
 
     def callbacks(self, config: TrainerConfig) -> list[Callback]:
         held_out = evaluation_loader(config, self.text, config.data.held_out_rows)
@@ -85,18 +85,37 @@ class Pretraining:
         return amount, remarks
 
     def judge(self, run: "Run", model: nn.Module, totals: Totals) -> Judged:
-        config, text = run.config, self.text
-        samples = [(prompt, sample(run, model, prompt, number)) for number, prompt in enumerate(config.report.prompts)]
+        config, text, rows = run.config, self.text, run.config.report.held_out_rows
         seq, count = config.data.seq, config.report.completions if config.data.fim.rate > 0 else 0
         gaps = find_gaps(text.held_out, text.tokenizer, count, config.seed, before=seq, after=seq // 2)
-        completions = [fill_gap(model, text.tokenizer, gap, seq // 8, context=seq) for gap in gaps]
-        held_out_bytes = evaluation_loader(config, text, None).byte_count(text.tokenizer.byte_lengths)
+        filled = self.continued(model, [gap_ids(text.tokenizer, gap) for gap in gaps], seq // 8, seq, Drawing(temperature=0.0))
+        completions = [gap._replace(filled=middle) for gap, middle in zip(gaps, filled, strict=True)]
+        judged_on, everything = evaluation_loader(config, text, rows), evaluation_loader(config, text, None)
         summary = {
-            "held-out bits per byte": bits_per_byte(totals.loss_sum, held_out_bytes),
+            "held-out bits per byte": bits_per_byte(totals.loss_sum, judged_on.byte_count(text.tokenizer.byte_lengths)),
             "held-out next tokens guessed right": totals.mean_metrics()["correct"],
             "gaps filled exactly": f"{sum(completion.right for completion in completions)} of {len(completions)}",
         }
-        return Judged(summary, samples, completions)
+        if len(judged_on.rows) < len(everything.rows):
+            summary["rows of held-out text in that"] = f"{len(judged_on.rows):,} of {len(everything.rows):,}"
+        return Judged(summary, list(zip(config.report.prompts, self.samples(run, model), strict=True)), completions)
+
+    def samples(self, run: "Run", model: nn.Module) -> list[str]:
+        """What the model continues the report's prompts with, each from a random stream of its own."""
+        report, config = run.config.report, run.config
+        prompts = [self.tokenizer.encode(prompt) for prompt in report.prompts]
+        drawing = Drawing(report.temperature, report.top_k)
+        seeds = [config.seed + number for number in range(len(prompts))]
+        return self.continued(model, prompts, report.new_tokens, config.data.seq, drawing, seeds)
+
+    def continued(
+        self, model: nn.Module, prompts: list[list[int]], new_tokens: int, context: int, drawing: Drawing, seeds: list[int] | None = None
+    ) -> list[str]:
+        """Texts after prompts, up to the end of a document. Of a prompt that leaves no room, the model reads the end."""
+        prompts = [prompt[-max(1, context - new_tokens) :] for prompt in prompts]
+        stops = {self.tokenizer.end_id}
+        found = answer_all(model, prompts, new_tokens, context=context, stops=stops, drawing=drawing, seeds=seeds)
+        return [self.tokenizer.decode(ids) for ids in found]
 
     def save_beside(self, folder: Path, longest: int) -> None:
         self.tokenizer.save_pretrained(folder, longest)
@@ -111,13 +130,3 @@ def given_tokenizer(config: TrainerConfig, start: InitialWeights) -> TextTokeniz
 def with_tokenizer_of(config: TrainerConfig, start: InitialWeights) -> TrainerConfig:
     prepare = replace(config.data.prepare, tokenizer=config.data.prepare.tokenizer or start.tokenizer)
     return replace(config, data=replace(config.data, prepare=prepare))
-
-
-def sample(run: "Run", model: nn.Module, prompt: str, number: int) -> str:
-    config, tokenizer = run.config, run.mode.tokenizer
-    generator = torch.Generator(run.engine.device).manual_seed(config.seed + number)
-    ids = continue_ids(
-        model, tokenizer, tokenizer.encode(prompt), config.report.new_tokens, context=config.data.seq,
-        temperature=config.report.temperature, top_k=config.report.top_k, generator=generator,
-    )  # fmt: skip
-    return tokenizer.decode(ids)

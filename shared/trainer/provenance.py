@@ -1,10 +1,11 @@
 """Chapter 12. Provenance of a run: the resolved configuration and the code's version, kept beside its results.
 
-A run that is resumed must be the same run, so what decides its weights is compared with what was saved.
+A run that is resumed must be the same run, so what decides its weights is compared with what was saved (`shared.trainer.retuning`).
 """
 
 import json
 import platform
+import re
 import subprocess
 from dataclasses import fields, is_dataclass
 from importlib import metadata
@@ -21,8 +22,10 @@ from shared.engine.trackers.external import flat
 from shared.output_files import write_atomically
 
 CONFIG, CODE, START = "config.yaml", "code.json", "start.json"
-MAY_CHANGE = (  # decides nothing about the weights
+MAY_CHANGE = (  # decides nothing about the weights, but for rounding
     "engine", "report", "impl", "parallel", "elastic", "data.prepared", "data.held_out_rows", "data.prepare.workers",
+    "data.micro_batch_size", "optimizer.fused", "model.attention", "model.experts.implementation",
+    "continue_from", "continue_with",
     "schedule.steps",  # the same as steps, which is compared
     "start_from", "start_config", "ppo.reward_model", "ppo.reward_config",  # paths; what they hold is compared, as `start`
 )  # fmt: skip
@@ -40,20 +43,19 @@ def plain(value: Any) -> Any:
 
 
 def keep_record(config: Any, output: Path, start: str | None = None) -> None:
-    """Write the configuration and the code's version into the run's folder, or find the same configuration there.
+    """Write the configuration and the code's version into the run's folder.
 
     Args:
         start: the fingerprint of the weights that the run starts from, where it starts from any.
-
-    Raises:
-        CourseError: the folder holds a run of another configuration, and something of it is already trained.
     """
-    path = output / CONFIG
-    if path.exists() and (output / "checkpoints").is_dir():
-        require_same(read_record(path) | {"start": saved_start(output)}, plain(config) | {"start": start}, output)
-    write_atomically(path, yaml.safe_dump(plain(config), sort_keys=False).encode())  # a run that is killed right here must still find it
+    write_settings(plain(config), output)  # a run that is killed right here must still find it
     write_atomically(output / START, json.dumps({"sha256": start}).encode())
     write_atomically(output / CODE, json.dumps(code_version(), indent=1).encode())
+
+
+def write_settings(settings: dict[str, Any], output: Path) -> None:
+    """Write a run's configuration, but for what allowed it to change: that holds for one command."""
+    write_atomically(output / CONFIG, yaml.safe_dump(settings | {"continue_with": []}, sort_keys=False).encode())
 
 
 def saved_value(output: Path, key: str) -> Any:
@@ -89,23 +91,34 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def require_same(saved: dict, now: dict, output: Path) -> None:
-    if differing := differences(saved, now):
-        raise CourseError(
-            f"{output} holds a run of another configuration: {', '.join(differing)}. "
-            "Give the same to continue it, or another engine.output to begin a new one."
-        )
-
-
-def differences(saved: dict, now: dict) -> list[str]:
-    """The first keys that decide the weights and differ, each with both values."""
+def changed(saved: dict, now: dict) -> dict[str, list[Any]]:
+    """The keys that differ, each with both values."""
     before, after = flat(saved), flat(now)
-    found = [
-        f"{key} ({before.get(key)!r} there, {after.get(key)!r} here)"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not may_change(key)
-    ]
-    return [*found[:4], *(["..."] * (len(found) > 4))]
+    keys = sorted(before.keys() | after.keys())
+    differing = [key for key in keys if without_folders(before.get(key)) != without_folders(after.get(key))]
+    return {key: [before.get(key), after.get(key)] for key in differing}
+
+
+def differences(saved: dict, now: dict) -> dict[str, list[Any]]:
+    """The keys that decide the weights and differ, each with both values."""
+    found = {key: values for key, values in changed(saved, now).items() if not may_change(key)}
+    if found.keys() & {"precision", "optimizer.name"}:
+        found.pop("optimizer.newton_schulz_dtype", None)  # which follows them
+    return found
+
+
+def in_words(found: dict[str, list[Any]], most: int = 4) -> str:
+    """
+    >>> in_words({"steps": [40, 80], "seed": [0, 1]}, most=1)
+    'steps (40 there, 80 here), ...'
+    """
+    said = [f"{key} ({before!r} there, {after!r} here)" for key, (before, after) in found.items()]
+    return ", ".join([*said[:most], *(["..."] * (len(said) > most))])
+
+
+def without_folders(value: Any) -> str:
+    """A setting as text, without the folders of what it names by import path: a project that was moved is the same."""
+    return re.sub(r"/[^'\"]*/(?=[^/'\"]+\.py:\w)", "", repr(value))
 
 
 def may_change(key: str) -> bool:

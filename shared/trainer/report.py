@@ -20,6 +20,7 @@ from shared.output_files import write_atomically
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.elastic import Era
+from shared.trainer.retuning import Change
 
 SHOWN = 3  # answers of each kind
 Series = list[tuple[int, float]]
@@ -113,12 +114,14 @@ def by_kind(entries: Sequence[Any]) -> dict[str, list[Any]]:
 
 @dataclass
 class Results:
-    """All that the report shows. metrics: step -> name -> value, as the run logged them. eras: the starts of an elastic run."""
+    """All that the report shows. metrics: step -> name -> value, as the run logged them. eras: the starts of an elastic run. changes: what
+    the run was continued with."""
 
     metrics: dict[int, dict[str, float]]
     judged: Judged
     report: Path
     eras: list[Era] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
 
 def write_report(config: TrainerConfig, results: Results) -> None:
@@ -136,6 +139,7 @@ def write_report(config: TrainerConfig, results: Results) -> None:
         pictures=pictures,
         judged=results.judged,
         eras=results.eras,
+        changes=results.changes,
         code=code_of(config.engine.output),
         config=yaml.safe_dump(provenance.plain(config), sort_keys=False),
     )
@@ -213,6 +217,8 @@ def curves(results: Results, names: dict[str, str], label: str, zero: bool = Fal
         axes.plot(*zip(*points, strict=True), label=title, marker=marker, markersize=3, color=colours.get(title))
     for era in results.eras[1:]:
         axes.axvline(era.step, color="0.6", linestyle=":", linewidth=1)
+    for change in results.changes:
+        axes.axvline(change.step, color="0.4", linestyle="--", linewidth=1)
     axes.set(xlabel="training step", ylabel=label)
     if zero:
         axes.set_ylim(bottom=0)

@@ -3,11 +3,13 @@
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from shared.engine.debug.anomalies import put_weights
@@ -16,7 +18,6 @@ from shared.engine.trackers.jsonl import read_damaged
 from shared.finetune.base import merged_weights
 from shared.finetune.peft_format import save_adapter
 from shared.loop import evaluate
-from shared.model.counting import parameter_counts
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
@@ -32,9 +33,11 @@ from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.config import TrainerConfig
 from shared.trainer import provenance
 from shared.trainer.elastic import eras
+from shared.trainer.extending import parameter_count
 from shared.trainer.planner.memory import step_sizes
 from shared.trainer.initial_weights import with_adapter
 from shared.trainer.report import Results, format_value, write_report
+from shared.trainer.retuning import changes_of
 
 if TYPE_CHECKING:
     from shared.trainer.run import Run
@@ -46,11 +49,14 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
     """Evaluate the trained model, write the report and show the summary. Every rank calls it; rank 0 writes and returns the results."""
     config, engine = run.config, run.engine
     began = time.perf_counter()
-    with console.status("Evaluating what was learned ..."):
-        held_out = run.mode.all_held_out(config, run.strategy)
-        batches = (on_device(batch, engine.device) for batch in held_out or ())
+    held_out = run.mode.all_held_out(config, run.strategy)
+    text = "" if held_out is None else f"the held-out rows ({len(held_out)} batches), "
+    console.print(f"Trained. Now the report: {text}answers, figures.", highlight=False)
+    with console.status("") as status:
+        batches = (on_device(batch, engine.device) for batch in counted(held_out, status)) if held_out is not None else ()
         totals = None if held_out is None else run.strategy.sum(evaluate(engine.model, batches, engine.objective))
         memory = run.strategy.mesh.world.gather_objects(run.costs.peak_here or peak_memory(engine.device))
+        status.update("Report: saving the model, and asking it for answers")
         if config.report.export:
             export(run)
         model = whole_model(run)
@@ -68,10 +74,18 @@ def evaluate_and_report(run: "Run", console: Console) -> Results | None:
         **(known_causes(config) if compared else {}),
     }
     results = Results(metrics, replace(judged, summary=summary), config.engine.output / "report.html", eras(config.engine.output))
+    results.changes = changes_of(config.engine.output)
     write_report(config, results)
     keep(results, config.engine.output / "results.json")
     show(results, console)
     return results
+
+
+def counted(batches: Any, status: Status) -> Iterator[Any]:
+    """The batches, with their numbers shown in a terminal."""
+    for number, batch in enumerate(batches, 1):
+        status.update(f"Report: held-out batch {number} of {len(batches)}")
+        yield batch
 
 
 def export(run: "Run") -> None:
@@ -182,16 +196,17 @@ def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: floa
 
     peaks = [row["speed/peak_flops"] for row in metrics.values() if "speed/peak_flops" in row]
     return {
-        "parameters": sum(parameter_counts(run.config.model).values()),
+        "parameters": parameter_count(run.config),
         "training tokens": max((int(row.get("progress/tokens", 0)) for row in metrics.values()), default=0),
         "tokens per second": median("speed/tokens_per_second"),
         "model FLOPs utilisation": median("speed/mfu"),
         **({"peak FLOP/s, which steps raised": max(peaks)} if peaks else {}),
         "peak memory, GiB": run.costs.peak_memory / GIB,
-        "seconds to prepare the text": run.preparation_seconds,
+        **run.watch.seconds,
         "seconds in training steps": run.costs.training,
         "seconds for data, evaluation and saving": run.costs.overhead,
         "seconds for this report": report_seconds,
+        "seconds in all, since the process began": run.watch.total(),
     }
 
 

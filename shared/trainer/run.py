@@ -6,7 +6,6 @@ modes, such as where rows come from and what is evaluated at the end, is one obj
 """
 
 import signal
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from shared.engine.defaults import default_callbacks
 from shared.engine.engine import RuntimeEngine
 from shared.folder_lock import held_folder
 from shared.loop import accumulate_gradients
-from shared.model.counting import parameter_counts
 from shared.model.hf.registry import write_config
 from shared.moe.balancing import BalanceExperts
 from shared.moe.expert_norms import ExpertNorms
@@ -43,8 +41,10 @@ from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
+from shared.trainer.continuation import copy_run
 from shared.trainer.dpo import PreferenceTuning
 from shared.trainer.elastic import History, note_end, require_one_folder
+from shared.trainer.extending import objective_of, own_parts, parameter_count, require_extensions
 from shared.trainer.fitting import require_memory
 from shared.trainer.grpo import TaskPolicyOptimization
 from shared.trainer.initial_weights import InitialWeights, find_initial_weights, fingerprint_of, float_remark
@@ -53,8 +53,10 @@ from shared.trainer.modes import ROLLING, Mode
 from shared.trainer.ppo import PolicyOptimization
 from shared.trainer.pretrain import Pretraining
 from shared.trainer.report import Results
+from shared.trainer.retuning import Changes, KeepChanges, find_changes, unresolved
 from shared.trainer.reward import RewardModelling
 from shared.trainer.sft import FineTuning
+from shared.trainer.stopwatch import Stopwatch
 from shared.trainer.results import evaluate_and_report, pipeline_line, stages_summary
 
 
@@ -79,24 +81,26 @@ class Run:
     strategy: ParallelStrategy
     costs: Costs
     traffic: Traffic
-    preparation_seconds: float
+    changes: Changes
+    watch: Stopwatch
 
     @property
     def text(self) -> Any:
         return self.mode.text
 
 
-def train_model(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Results | None:
+def train_model(config: TrainerConfig, console: Console, world: Communicator | None = None, began: float | None = None) -> Results | None:
     """Train as `config` says and write the report. Every rank calls it; rank 0 speaks, and returns the results.
 
     Args:
         world: the ranks of the run; None for this process alone.
+        began: when the time that the report accounts for began (`shared.trainer.stopwatch`); None for now.
 
     Raises:
         SystemExit: the run was asked to leave before its end; the code is the one that shells give to that signal.
         CourseError: something that the reader can mend, in one sentence: among others, settings that only fail together.
     """
-    world = world or SingleRankCommunicator()
+    world, watch = world or SingleRankCommunicator(), Stopwatch(began)
     console = console if world.rank == 0 else Console(quiet=True)
     require_agreement(world, "configuration", config)  # first of all: what follows has ranks meet as the configuration says
     with ExitStack() as held, broken_connections_named(world):  # from before the first file of the run to after the last
@@ -104,9 +108,12 @@ def train_model(config: TrainerConfig, console: Console, world: Communicator | N
         agreed(world, lambda: require_one_folder(config, sharing, world))
         leads = sharing[0] == world.rank
         agreed(world, lambda: held.enter_context(held_folder(config.engine.output, leads, console)))
-        run = build(config, console, world)
+        if config.continue_from:
+            agreed(world, lambda: copy_run(config, console) if leads else None)
+        watch.lap("seconds for imports and settings")
+        run = build(config, console, world, watch)
         loader, held_out = run.mode.loaders(run.config, run.strategy)
-        engine = run.engine.fit(loader, held_out, steps=config.steps)
+        engine = run.engine.fit(loader, held_out, steps=config.steps, retune=run.changes.for_engine(config, run.engine.optimizer))
         if engine.step < config.steps and engine.leaving:
             console.print(f"The same command resumes from step {engine.step}.", highlight=False)
             raise SystemExit(128 + signal.Signals[engine.stopped])
@@ -115,35 +122,38 @@ def train_model(config: TrainerConfig, console: Console, world: Communicator | N
         return results
 
 
-def build(config: TrainerConfig, console: Console, world: Communicator | None = None) -> Run:
+def build(config: TrainerConfig, console: Console, world: Communicator | None = None, watch: Stopwatch | None = None) -> Run:
     """Everything up to the first step: the data, the model, parallelized over the ranks, the optimizer, the engine with its callbacks."""
-    mesh = Mesh(config.parallel, world or SingleRankCommunicator())
+    mesh, watch = Mesh(config.parallel, world or SingleRankCommunicator()), watch or Stopwatch()
     device = pick_device(config.engine.device)
     if device.type == "cpu":
         keep_freed_memory()
+    agreed(mesh.world, lambda: require_extensions(config))
     agreed(mesh.world, lambda: require_memory(config, device))  # with the least vocabulary, before hours of preparing text
+    agreed(mesh.world, lambda: find_changes(config, leave_out=unresolved(config)))  # refused before hours of preparing text, as well
     start = agreed(mesh.world, lambda: find_initial_weights(config.start_from)) if config.start_from else None
-    began = time.perf_counter()
+    watch.lap("seconds to check the settings")
     mode = MODES[config.mode](config, start, mesh.world, console)
-    preparation_seconds = time.perf_counter() - began
+    watch.lap("seconds to prepare the text")
     config = resolved(config, mode.tokenizer, start, device, mesh.world)
+    watch.lap("seconds to choose the precision")
     agreed(mesh.world, lambda: require_memory(config, device))
     mode.require_answerable(config)
     if config.report.export:
         write_config(config.model)  # refuses a model that no format can hold, now rather than after the last step
-    keep_record(config, mode, start, mesh.world)
+    changes, leads = keep_record(config, mode, start, mesh.world)
 
     own = mesh.pp.rank * mesh.loss.size + mesh.loss.rank  # ranks with other rows, positions or layers draw other dropout
     torch.manual_seed(config.seed + own)
     strategy = parallel_model(config, mesh, device, start, mode.shaped)
     scaler = LossScaler() if config.precision == "float16" else None
     costs, traffic = Costs(), Traffic(mesh.world.trace)
-    watching = [costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]
+    watching = [KeepChanges(config, changes, leads), costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]
     engine = RuntimeEngine(
         strategy,
         build_optimizer(strategy.optim_params, config.optimizer, strategy.routes),
         config.engine,
-        objective=autocast_objective(mode.objective, config.precision),
+        objective=autocast_objective(objective_of(config, mode.objective), config.precision),
         runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
         updater=Update(config.max_grad_norm, scaler, strategy.grad_norm),
         callbacks=[*watching, *mode.callbacks(config), *callbacks_of(config, device, scaler)],
@@ -157,11 +167,17 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
         )
     if mesh.pp.size > 1:
         console.print(pipeline_line(config), highlight=False, soft_wrap=True)
-    return Run(config, mode, start, engine, strategy, costs, traffic, preparation_seconds)
+    watch.lap("seconds to build the model and measure the peak")
+    costs.mark = watch.mark
+    return Run(config, mode, start, engine, strategy, costs, traffic, changes, watch)
 
 
-def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None, world: Communicator) -> None:
+def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None, world: Communicator) -> tuple[Changes, bool]:
     """Keep the configuration, the tokenizer and the fingerprint of the initial weights in the run's folder, or find the same run there.
+
+    Returns:
+        What differs from the run that is there and is allowed to, on every rank; and whether this rank writes for those that share its
+        folder.
 
     Raises:
         CourseError: on every rank: the folder holds another run, or the ranks start from different weights.
@@ -169,16 +185,18 @@ def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None,
     output, digests = config.engine.output, Digests(config.data.prepared / DIGESTS)
     fingerprint = agreed(world, lambda: fingerprint_of([start, *mode.more_weights()], digests) if start else None)
     require_agreement(world, "model", {"start_from": fingerprint})
-    if ranks_that_share(world, output)[0] != world.rank:
-        agreed(world, lambda: None)
-        return
-    digests.save()
+    leads = ranks_that_share(world, output)[0] == world.rank
 
-    def keep() -> None:
-        provenance.keep_record(config, output, fingerprint)
+    def keep() -> Changes:
+        digests.save()
+        changes = find_changes(config, fingerprint, mode.tokenizer)
+        if not changes.asked:  # else when the run has taken its checkpoint with them
+            provenance.keep_record(config, output, fingerprint)
         mode.save_beside(output / "tokenizer", config.model.max_position_embeddings)  # so that a checkpoint alone is enough to start from
+        return changes
 
-    agreed(world, keep)
+    kept = agreed(world, lambda: keep() if leads else None)
+    return Changes(**world.gather_objects(kept and vars(kept))[0]), leads
 
 
 def resolved(
@@ -207,7 +225,8 @@ def callbacks_of(config: TrainerConfig, device: torch.device, scaler: LossScaler
     return mine + default_callbacks(
         replace(config.engine, trackers=trackers),
         device,
-        config.model if config.model.architecture == "decoder" else None,  # two stacks have no one count of operations
+        # Of two stacks, and of parts by import path, no formula counts the operations.
+        config.model if config.model.architecture == "decoder" and not [*own_parts(config)] else None,
         dtype=getattr(torch, config.precision),
         loss_scale=(lambda: scaler.state.scale) if scaler else None,
         settings=provenance.plain(config),
@@ -218,7 +237,7 @@ def announce(
     config: TrainerConfig, mode: Mode, start: InitialWeights | None, device: torch.device, console: Console, remark: str = ""
 ) -> None:
     """What is about to be trained, in a few lines. remark: another line."""
-    parameters = sum(parameter_counts(config.model).values())
+    parameters = parameter_count(config)
     tokens = config.steps * config.data.batch_size * config.data.seq  # but with rollouts the policy decides
     seen = "" if config.mode in ROLLING else f", {tokens / 1e6:.1f} million to be seen"
     amount, remarks = mode.announcement(config)

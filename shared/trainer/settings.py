@@ -5,22 +5,26 @@ line, as in `optimizer.lr=0.003`. A key that does not exist is refused, with the
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shared.course.errors import CourseError, SettingError
-from shared.course.launch import print_help, refuse
+from shared.course.launch import help_asked, print_help, refuse
 from shared.course.strict_yaml import parse_yaml, read_yaml
-from shared.course.typed import configured, merged, usable_path, with_words
+from shared.course.typed import configured, located_in, merged, usable_path, with_words
 
 Config = TypeVar("Config")
 
 USAGE = "%(prog)s CONFIG.yaml [key=value ...]"
 
 
-def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_settings(path: Path, config_class: type | None = None, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The keys of a YAML file, over those of the file that it extends, as deep as they go.
+
+    Args:
+        config_class: of which the files are a configuration, whose import paths are then looked for beside the file that gives them; None
+            to leave those as they are.
 
     Raises:
         CourseError: a file that is not there, is not YAML, holds no keys, or extends itself or something else than one file.
@@ -33,6 +37,7 @@ def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise CourseError(f"There is no {kind} {path}{f', which {seen[-1].name} extends' if seen else ''}: give a YAML file.")
     settings = read_yaml(path)
     below = settings.pop("extends", None)
+    settings = located_in(config_class, settings, (path.parent, Path.cwd())) if config_class else settings
     if below is not None and not isinstance(below, str):
         raise CourseError(f"{path} extends {below!r}: give the name of one file, beside this one or with its path.")
     schedule = settings.get("schedule")
@@ -40,7 +45,7 @@ def read_settings(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise CourseError(f"{path} gives schedule.steps, and the schedule's steps are the run's: give steps.")
     if below is None:
         return settings
-    return merged(read_settings(path.parent / usable_path(below, f"{path}: extends"), (*seen, path)), settings, emptied=False)
+    return merged(read_settings(path.parent / usable_path(below, f"{path}: extends"), config_class, (*seen, path)), settings, emptied=False)
 
 
 def implementation_asked(words: list[str]) -> str:
@@ -63,8 +68,8 @@ def parse_words(config_class: type[Config], words: list[str], tell: Callable[[st
 
     Ends the process with one sentence and exit code 2 where the file cannot be read, or something is unknown or of the wrong type.
     """
-    if {"-h", "--help"} & set(words):
-        print_help(config_class, USAGE)
+    if asked := help_asked(words):
+        print_help(config_class, USAGE, asked)
     try:
         if not words or "=" in words[0]:
             raise SettingError("Give a configuration first, such as chapters/12_grpo/laptop.yaml.")
@@ -76,20 +81,33 @@ def parse_words(config_class: type[Config], words: list[str], tell: Callable[[st
         changes = dict(change.removeprefix("--").split("=", 1) for change in changes)
         if "schedule.steps" in changes:
             raise SettingError("schedule.steps is the length of the run: give steps.")
-        written = read_settings(Path(path))
-        settings = with_words(config_class, written, changes)
-        if "steps" in changes and not any(key.split(".")[0] == "schedule" for key in changes):
-            settings = with_shorter_schedule(written.get("steps"), settings, tell)
-        return with_one_length(config_class, settings)
+        written = read_settings(Path(path), config_class)
+        settings = located_in(config_class, with_words(config_class, written, changes), (Path(path).resolve().parent, Path.cwd()))
+        return with_one_length(config_class, with_shorter_schedule(config_class, written, settings, changes, tell))
     except CourseError as error:
         refuse(error)
 
 
-def with_shorter_schedule(planned: Any, settings: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Settings whose warm-up and decay are shrunk in proportion, where a run that is shorter than `planned` has no room for them."""
-    schedule, steps = settings.get("schedule"), settings.get("steps")
-    if not isinstance(schedule, dict):
+def with_shorter_schedule(
+    config_class: type,
+    written: dict[str, Any],
+    settings: dict[str, Any],
+    words: Collection[str],
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Settings whose warm-up and decay are shrunk in proportion, where words make a run so much shorter that it has no room for them.
+
+    Args:
+        written: the file's settings, without the words.
+        words: the keys on the command line. Where they say how the schedule is, it stays so.
+    """
+    fields = config_class.__dataclass_fields__
+    if "steps" not in words or any(key.split(".")[0] == "schedule" for key in words) or "schedule" not in fields:
         return settings
+    given, steps, planned = settings.get("schedule") or {}, settings.get("steps"), written.get("steps", fields["steps"].default)
+    if not isinstance(given, dict):
+        return settings
+    schedule = vars(fields["schedule"].default_factory()) | given
     is_wsd = schedule.get("name") == "wsd"
     names = ("warmup_steps", "decay_steps") if is_wsd else ("warmup_steps",) if schedule.get("name") != "constant" else ()
     lengths = {name: schedule[name] for name in names if name in schedule}
@@ -101,7 +119,7 @@ def with_shorter_schedule(planned: Any, settings: dict[str, Any], tell: Callable
     tell(
         f"{steps} of {planned} steps: {', '.join(f'schedule.{name} {length} becomes {shorter[name]}' for name, length in lengths.items())}."
     )
-    return settings | {"schedule": schedule | shorter}
+    return settings | {"schedule": given | shorter}
 
 
 def parse_text(config_class: type[Config], text: str) -> Config:

@@ -161,7 +161,7 @@ def make_twin(file: Path, words: Mapping[str, str], folder: Path, steps: int, la
     Raises:
         CourseError: the file, the words or the layout cannot be.
     """
-    settings = with_words(TrainerConfig, read_settings(file), words)
+    settings = with_words(TrainerConfig, read_settings(file, TrainerConfig), words)
     parallel = configured(ParallelConfig, settings.get("parallel") or {}, "parallel")
     if layout:
         try:

@@ -172,7 +172,7 @@ def test_a_build_that_cannot_be_right_is_explained(learner, edit, sentence):
 
 def test_an_unknown_build_or_stage_is_refused(learner):
     assert "Its stages: weights, feed_forward" in learner.course("check", "07.build.nonsense").stderr
-    assert "Chapter 05 has no build" in learner.course("check", "05.build").stderr
+    assert "Chapter 13 has no build" in learner.course("check", "13.build").stderr
 
 
 def test_the_build_comes_after_a_chapters_exercises(tmp_path):
@@ -181,7 +181,7 @@ def test_the_build_comes_after_a_chapters_exercises(tmp_path):
     progress = Progress(tmp_path)
     for stage in BUILDS["07.build"].stages:
         progress.record_check(stage.id, "a fingerprint")
-    assert build_command.next_lines("07", tmp_path) == build_command.next_lines("05", tmp_path) == []
+    assert build_command.next_lines("07", tmp_path) == build_command.next_lines("13", tmp_path) == []
 
 
 def test_the_generator_writes_a_missing_build_and_compares_one(learner, monkeypatch):

@@ -151,4 +151,4 @@ def test_a_hunt_from_the_list_to_the_reason(learner):
 
 def test_an_unknown_hunt_is_refused(learner):
     assert "There are: a, b, c, d, e" in learner.course("hunt", "07", "z").stderr
-    assert "Chapter 03 has no hunts. There are: course hunt 07" in learner.course("hunt", "03").stderr
+    assert "Chapter 13 has no hunts. There are: course hunt 0" in learner.course("hunt", "13").stderr

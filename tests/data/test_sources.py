@@ -5,6 +5,7 @@ import gzip
 import inspect
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,41 @@ def test_a_hub_dataset_that_cannot_be_reached_is_one_sentence():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=180)
     assert "The hub dataset 'someone/no-such-dataset' (split 'train') cannot be opened: " in done.stderr.splitlines()[-1]
     assert "There is no file or folder someone/no-such-dataset here either: check the spelling" in done.stderr.splitlines()[-1]
+
+
+def test_a_hub_that_never_answers_is_given_up_after_a_few_seconds(tmp_path):
+    """A server that takes connections and says nothing, as behind a broken proxy. The library's other requests do not add to the wait."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = """
+import time
+from huggingface_hub import HfApi
+from shared.data import hub
+from shared.data.sources import Source
+began = time.monotonic()
+print(hub.reason_unreached(Source(path="nobody/nothing")))
+print(time.monotonic() - began)
+"""
+        environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    said, seconds = done.stdout.splitlines()
+    assert "the hub cannot be reached (" in said and float(seconds) < hub.SECONDS + 1 <= 5
+
+
+def test_a_pattern_names_the_files_that_match(tmp_path):
+    for name in ("a.md", "b.txt", "deep/c.md", "deep/.hidden/d.md", ".e.md", "deep/f.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "of a table"}\n' if name.endswith("jsonl") else f"text of {name}\n")
+    names = lambda pattern, **settings: [name for name, _ in read(str(tmp_path / pattern), **settings)]  # noqa: E731
+    assert names("**/*.md") == ["a.md", "deep/c.md"]
+    assert names("*", suffixes=(".txt",)) == ["b.txt"]
+    assert names("d*p/*") == ["deep/c.md", "deep/f.jsonl:1"]
+    digests = lambda: identity(Source(path=str(tmp_path / "**/*.md")), lambda path: path.read_text())["files"]  # noqa: E731
+    before = digests()
+    (tmp_path / "g.md").write_text("new\n")
+    assert len(before) == 2 and len(digests()) == 3
+    with pytest.raises(CorpusError, match="No file matches .*: give another pattern"):
+        names("*.rst")
 
 
 @pytest.mark.parametrize("path", ["no/such/file", "missing.jsonl", "/nowhere/at/all", "./data"])

@@ -1,7 +1,10 @@
 """The engine: its hooks in their order, the loop of chapter 01 inside it, and a resume that is exact."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 from runs import Loader, Recorder, held_out, resumable_engine, weights
 
 from shared.course.errors import CourseError
@@ -182,6 +185,18 @@ def test_compiling_changes_no_name_in_the_checkpoint(tmp_path):
     engine.config.compile = False
     engine.fit(Loader(), steps=1)
     assert engine.checkpoints.load(1).weights.keys() == plain.checkpoints.load(1).weights.keys()
+
+
+@pytest.mark.slow  # the compiler's front alone takes ten seconds to import
+def test_without_a_compiler_the_run_goes_on_and_says_so_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/no/compiler/g++"))
+    plain = resumable_engine(tmp_path / "plain").fit(Loader(), steps=2)
+    said = Console(file=io.StringIO(), width=400)
+    engine = resumable_engine(tmp_path / "compiled", compile=True, console=said).fit(Loader(), steps=2)
+    assert said.file.getvalue().count("torch.compile does not work here (") == 1
+    for ours, theirs in zip(engine.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import math
 import pytest
 import torch
 from runs import MODEL, SEQ, Loader, Recorder, batch, make_engine, printed
@@ -77,12 +78,26 @@ def test_a_cpus_peak_is_measured_in_products_that_happen(monkeypatch):
 
     monkeypatch.setattr(peaks, "time", SimpleNamespace(perf_counter=lambda: done["flops"]))
     monkeypatch.setattr(torch, "mm", counted)
-    assert measure_peak(torch.float32, size=64, repeats=3) == 1.0
+    assert measure_peak(torch.float32, size=64, repeats=3, at_most=math.inf) == 1.0
     assert done["flops"] == (1 + 3) * 2 * 64**3
-    measure_peak(torch.float32, size=64, repeats=3, at_least=10 * 2 * 64**3)
+    measure_peak(torch.float32, size=64, repeats=3, at_least=10 * 2 * 64**3, at_most=math.inf)
     assert done["flops"] == (1 + 3 + 1 + 10) * 2 * 64**3, "for as long as was asked"
     monkeypatch.undo()
     assert peak_flops("cpu", torch.float32) > 1e8  # slower than any processor that runs this
+
+
+@pytest.mark.parametrize("speed", [1e12, 1e10, 1e9, 2e8])
+def test_measuring_a_cpus_peak_ends_in_time_on_a_slow_one_too(monkeypatch, speed):
+    """A clock that counts operations as a processor of this many FLOP/s would: at 1e9, one product of 1024 x 1024 takes 2 seconds."""
+    clock = {"seconds": 0.0}
+
+    def slow(left, right, *, out):
+        clock["seconds"] += 2 * left.shape[0] * left.shape[1] * right.shape[1] / speed
+
+    monkeypatch.setattr(peaks, "time", SimpleNamespace(perf_counter=lambda: clock["seconds"]))
+    monkeypatch.setattr(torch, "mm", slow)
+    assert measure_peak(torch.bfloat16) == pytest.approx(speed)
+    assert clock["seconds"] < 1.0, "so that precision auto, which measures two dtypes, takes less than 2 seconds"
 
 
 def test_utilisation_of_a_published_run():

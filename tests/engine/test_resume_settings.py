@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from runs import MODEL, Loader, make_engine, weights
+from runs import MODEL, Loader, make_engine, printed, weights
 
+from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
 from shared.engine.checkpoint.soundness import CheckpointError
+from shared.loss import next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
 from shared.optim.callbacks import ScheduleLearningRate
@@ -102,13 +104,90 @@ def test_what_a_schedule_drives_is_no_difference(tmp_path, schedule):
     assert engine_of(tmp_path, callbacks=[SCHEDULES[schedule]()]).fit(Loader(), steps=5).step == 5
 
 
-class Raise(Callback):
-    def on_start(self, engine):
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 0.25
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lr": 2e-2}, ["lr"]),
+        ({"betas": (0.8, 0.99), "eps": 1e-6}, ["betas", "eps"]),
+        ({"parts": 2, "decay": (0.1, 0.0)}, ["weight_decay"]),
+    ],
+)
+def test_settings_that_are_named_are_this_runs_and_the_rest_is_the_checkpoints(tmp_path, settings, words):
+    first = engine_of(tmp_path).fit(Loader(), steps=3)
+    engine = engine_of(tmp_path, **settings)
+    given = [{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")} for group in engine.optimizer.param_groups]
+    engine.fit(Loader(), steps=3, retune=words)
+    for mine, group in zip(given, engine.optimizer.param_groups, strict=True):
+        assert {key: tuple(group[key]) if key == "betas" else group[key] for key in mine} == mine
+    kept = {id(parameter): state for parameter, state in engine.optimizer.state.items()}
+    for mine, theirs in zip(engine.model.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs) and torch.equal(kept[id(mine)]["exp_avg"], first.optimizer.state[theirs]["exp_avg"])
+    assert all(f"The optimizer's {word} is " in printed(engine) for word in words)
+    with pytest.raises(CheckpointError, match=rf"retune=\['{sorted(words)[-1]}'\]"):
+        engine_of(tmp_path, **settings).fit(Loader(), steps=5, retune=sorted(words)[:-1])
 
 
-def test_the_way_to_change_a_setting_on_purpose_that_the_refusal_names_works(tmp_path):
+def test_a_rate_that_was_changed_is_the_rate_of_the_next_steps_and_of_the_next_checkpoint(tmp_path):
+    """Beside PyTorch's own loop: three steps at one rate, then two at another, with one state."""
     engine_of(tmp_path).fit(Loader(), steps=3)
-    engine = engine_of(tmp_path, callbacks=[Raise()]).fit(Loader(), steps=4)
-    assert engine.optimizer.param_groups[0]["lr"] == 0.25 and engine_of(tmp_path).fit(Loader(), steps=5).step == 5
+    engine = engine_of(tmp_path, lr=2e-2).fit(Loader(), steps=5, retune=["lr"])
+    alone = engine_of(tmp_path / "alone")
+    for step, microbatches in zip(range(5), Loader(), strict=False):
+        for group in alone.optimizer.param_groups:
+            group["lr"] = 1e-2 if step < 3 else 2e-2
+        totals = [next_token_objective(alone.model, each) for each in microbatches]
+        alone.optimizer.zero_grad()
+        (sum(each.loss_sum for each in totals) / sum(each.token_count for each in totals)).backward()
+        alone.optimizer.step()
+    for name, weight in weights(engine).items():
+        torch.testing.assert_close(weight, weights(alone)[name], rtol=1e-4, atol=1e-6)
+    assert engine_of(tmp_path, lr=2e-2).fit(Loader(), steps=6).step == 6, "and nothing differs from now on"
+
+
+def test_another_optimizer_begins_with_an_empty_state_where_that_is_asked_for(tmp_path):
+    before = weights(engine_of(tmp_path).fit(Loader(), steps=3))
+    with pytest.raises(CheckpointError, match=r"retune=\['optimizer'\], which empties the state of the optimizer"):
+        engine_of(tmp_path, ours, name="lion", lr=1e-3).fit(Loader(), steps=5)
+    engine = engine_of(tmp_path, ours, name="lion", lr=1e-3).fit(Loader(), steps=3, retune=["optimizer"])
+    assert not engine.optimizer.state and {group["rule"] for group in engine.optimizer.param_groups} == {"lion"}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items()) and "begins empty" in printed(engine)
+    assert engine.fit(Loader(), steps=5).step == 5
+
+
+def test_a_setting_that_needs_more_state_is_not_taken_without_it(tmp_path):
+    engine_of(tmp_path).fit(Loader(), steps=3)
+    with pytest.raises(CheckpointError, match=r"amsgrad .* retune=\['optimizer'\]"):
+        engine_of(tmp_path, amsgrad=True).fit(Loader(), steps=5, retune=["amsgrad"])
+    assert engine_of(tmp_path, amsgrad=True).fit(Loader(), steps=5, retune=["optimizer"]).step == 5
+
+
+def test_what_is_no_setting_is_refused(tmp_path):
+    engine_of(tmp_path).fit(Loader(), steps=3)
+    with pytest.raises(CourseError, match="retune names 'learning_rate': give amsgrad, .*loader.*lr"):
+        engine_of(tmp_path).fit(Loader(), steps=5, retune=["learning_rate"])
+
+
+class Other(Loader):
+    """Other data than `Loader`'s, which refuses its position."""
+
+    def load_state_dict(self, state):
+        raise CourseError("The data is other data.")
+
+
+def test_other_data_begins_at_its_start_where_that_is_asked_for(tmp_path):
+    engine_of(tmp_path).fit(Loader(), steps=3)
+    with pytest.raises(CourseError, match="other data"):
+        engine_of(tmp_path).fit(Other(), steps=5)
+    engine, loader = engine_of(tmp_path), Other()
+    engine.fit(loader, steps=5, retune=["loader"])
+    assert loader.step == 2 and "The loader begins at its start" in printed(engine)
+    mine = Loader()
+    engine_of(tmp_path).fit(mine, steps=6, retune=["loader"])
+    assert mine.step == 3, "a loader that takes its position keeps it"
+
+
+def test_more_steps_extend_a_run_bit_for_bit_where_the_rate_is_constant(tmp_path):
+    whole = engine_of(tmp_path / "whole").fit(Loader(), steps=8)
+    engine_of(tmp_path / "parts").fit(Loader(), steps=4)
+    extended = engine_of(tmp_path / "parts").fit(Loader(), steps=8)
+    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(extended).items())

@@ -257,6 +257,9 @@ def test_an_adaptive_coefficient_moves_towards_its_target():
         again = PPOAdvantages(PPOConfig(prompts=6, kl_coefficient=0.1, target_kl=target, kl_horizon=60))
         again.load_state_dict(advantages.state_dict())
         assert again.kl_coefficient == advantages.kl_coefficient
+        retuned = PPOAdvantages(PPOConfig(prompts=6, kl_coefficient=0.4, target_kl=target, kl_horizon=60))
+        retuned.load_state_dict(advantages.state_dict())
+        assert retuned.kl_coefficient == 0.4, "what a continued run is given takes the place of what was in effect"
 
 
 WRONG = [

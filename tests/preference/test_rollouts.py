@@ -158,6 +158,20 @@ def test_another_seed_or_other_prompts_are_not_continued():
         loader.load_state_dict(state)
 
 
+def test_with_other_sizes_the_next_step_begins_another_rollout():
+    """Half of the open one would be cut into other minibatches than its steps so far."""
+    first = alone_run(sampler=scripted).loader
+    next(iter(first))
+    state = json.loads(json.dumps(first.state_dict()))
+    for changed, is_open in ((PPO, True), (replace(PPO, minibatches=2), False), (replace(PPO, prompts=4), False)):
+        loader = alone_run(sampler=scripted).loader
+        loader.config = changed
+        loader.load_state_dict(state)
+        assert (loader.current is not None) == is_open and loader.position == PPO.prompts
+        next(iter(loader))
+        assert loader.position == PPO.prompts + (0 if is_open else changed.prompts)
+
+
 def test_ranks_that_do_not_wait_for_one_another_are_noticed(monkeypatch):
     monkeypatch.setattr(RolloutLoader, "anyone", lambda self, is_open: is_open)
     with pytest.raises(CommunicationError):

@@ -75,7 +75,7 @@ def test_each_part_has_its_curve_and_the_sum_its_weights(own):
     made = rewards("task", RewardPart("format", 0.5, r"\d+"), RewardPart(own("brevity"), -2.0))
     samples = [sample(0, "7"), sample(0, "is 7"), sample(1, " yes"), sample(2, "x")]
     assert made(samples) == pytest.approx([1.5 - 1.8, 1 - 1.2, 1 - 1.2, 0.25 - 1.8])
-    assert made.parts[0] == {"task": 1.0, "format": 1.0, own("brevity"): pytest.approx(0.9)} and made.parts[2]["format"] == 0
+    assert made.parts[0] == {"task": 1.0, "format": 1.0, "brevity": pytest.approx(0.9)} and made.parts[2]["format"] == 0
     assert [each["task"] for each in made.parts] == [1, 1, 1, 0.25]
 
 
@@ -118,7 +118,7 @@ def test_rewards_that_fail_count_as_what_was_chosen_or_end_the_run(own):
         sentence = f"reward .*:{name} failed on the prompt 'Say yes.' and the answer 'hang': .*{said}"
         assert [bool(re.search(sentence, str(each.message))) for each in warned].count(True) == 1, name
     assert made.parts[0]["failed"] == made.parts[1]["failed"] == made.parts[1]["number"] == 1
-    assert [made.parts[1][own(name)] for name in ("known", "nothing", "hangs", "power")] == [2.0, -1.0, 1.0, 0.5]
+    assert [made.parts[1][name] for name in ("known", "nothing", "hangs", "power")] == [2.0, -1.0, 1.0, 0.5]
     made.failed = None
     for name in ("nan", "hangs"):
         with pytest.raises(CourseError, match=f"reward .*:{name} failed on the prompt .*: {FAILURES[name]}.*\\. Mend it"):
@@ -150,7 +150,7 @@ def test_other_tasks_are_judged_by_the_same_checks():
 
 @pytest.mark.parametrize(
     ("function", "said"),
-    [("missing", "has no function 'missing'"), ("two", "too many positional arguments"), ("brevity", "No such file")],
+    [("missing", "has no class or function 'missing'"), ("two", "too many positional arguments"), ("brevity", "No such file")],
 )
 def test_a_function_that_cannot_be_used_is_refused_before_work(own, tmp_path, function, said):
     name = own(function) if function != "brevity" else str(tmp_path / "other.py:brevity")

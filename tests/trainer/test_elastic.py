@@ -20,7 +20,7 @@ from shared.data.loader import StatefulLoader
 from shared.data.rows import Row
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, layout_name, parse_layout
-from shared.trainer import elastic
+from shared.trainer import elastic, history
 from shared.trainer.config import DataConfig, TrainerConfig
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
@@ -163,7 +163,7 @@ def test_the_history_shows_who_left_and_what_was_lost_and_bears_a_cut_line(tmp_p
         start | {"step": 15, "there": {"a": 2}, "layout": "dp2", "ranks": 2},
         start | {"step": 15, "there": {"a": 2, "<c>": 1}, "layout": "dp2", "ranks": 2, "idle": 1},
     ]
-    (tmp_path / elastic.HISTORY).write_text("\n".join(map(json.dumps, events)) + '\n{"event": "st')
+    (tmp_path / history.FILE).write_text("\n".join(map(json.dumps, events)) + '\n{"event": "st')
     _, second, third = elastic.eras(tmp_path)
     assert second[1:] == (15, "dp2", 2, 0, 4, "left: 2 ranks of b; rank 3 has sent no heartbeat")
     assert third[1:] == (15, "dp2", 2, 1, 0, "joined: 1 rank of <c>") and elastic.names(Counter(a=2)) == "2 ranks of a"

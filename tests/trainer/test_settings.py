@@ -9,15 +9,18 @@ from rich.console import Console
 from trainer_runs import TRAIN, settings_file
 
 from shared.course.errors import CourseError
-from shared.course.typed import RENAMED
+from shared.course.paths import CHECKOUT
+from shared.course.typed import RENAMED, keys_of, unknown_key, with_words
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
+from shared.optim.config import ScheduleConfig
 from shared.parallel.planning.memory import StepSizes, estimate_memory
-from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
+from shared.trainer.pipeline.stages import read_pipeline
+from shared.trainer.retuning import require_allowed
 from shared.trainer.run import train_model
-from shared.trainer.settings import parse_text, parse_words, read_settings
+from shared.trainer.settings import parse_text, parse_words, read_settings, with_shorter_schedule
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,34 @@ def test_warm_up_and_decay_shrink_with_a_run_that_words_shorten(tmp_path, prepar
     schedule, said = {"name": name, "warmup_steps": 20, "decay_steps": 65}, []
     config = parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared, steps=260, schedule=schedule)), *words], said.append)
     assert ((config.schedule.warmup_steps, config.schedule.decay_steps), said) == (lengths, told)
+
+
+RUNS = sorted(path for kind in ("laptop", "two_3090s") for path in (CHECKOUT / "chapters" / "12_grpo").glob(f"{kind}*.yaml"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_every_run_that_is_shipped_is_shortened_by_one_word(path):
+    """In every mode; the model that it starts from need not be there."""
+    written = read_settings(path)
+    for steps in (1, 7, 20, written["steps"] - 1):
+        settings = with_words(TrainerConfig, written, {"steps": str(steps)})
+        schedule = with_shorter_schedule(TrainerConfig, written, settings, ["steps"])["schedule"]
+        assert ScheduleConfig(**schedule | {"steps": steps}).name == written["schedule"]["name"]
+
+
+def test_the_pipeline_that_is_shipped_is_shortened_by_one_word(tmp_path):
+    for words in (["steps=7"], ["stages.sft.steps=7"]):
+        stages = read_pipeline(CHECKOUT / "chapters/12_grpo/pipelines/laptop.yaml", [*words, f"output={tmp_path}"]).stages
+        assert {stage.config.steps for stage in stages if words == ["steps=7"] or stage.name == "sft"} == {7}
+
+
+def test_a_schedule_that_the_file_leaves_to_the_defaults_shrinks_too(tmp_path, prepared):
+    path, said = settings_file(tmp_path, prepared), []
+    settings = yaml.safe_load(path.read_text())
+    del settings["schedule"], settings["steps"]
+    path.write_text(yaml.safe_dump(settings))
+    assert parse_words(TrainerConfig, [str(path), "steps=20"], said.append).schedule.warmup_steps == 1
+    assert said == ["20 of 1000 steps: schedule.warmup_steps 50 becomes 1."]
 
 
 def test_a_schedule_that_words_give_is_not_shrunk(tmp_path, prepared, capsys):
@@ -216,15 +247,66 @@ def test_files_that_extend_each_other_in_a_ring_are_refused(tmp_path):
 
 def test_keys_that_a_record_no_longer_has_differ_and_free_ones_do_not(tmp_path):
     saved = {"seed": 0, "engine": {"log_every": 1}, "data": {"prepared": "a", "prepare": {"vocab_size": 512}}, "gone": 7}
-    provenance.require_same(saved, saved | {"engine": {"log_every": 2}}, tmp_path)
+    assert require_allowed(saved, saved | {"engine": {"log_every": 2}}, tmp_path, []) == {}
     now = {name: value for name, value in saved.items() if name != "gone"} | {"data": {"prepared": "b", "prepare": {"vocab_size": 300}}}
     differing = r"another configuration: data\.prepare\.vocab_size \(512 there, 300 here\), gone \(7 there, None here\)\. "
-    with pytest.raises(CourseError, match=differing):
-        provenance.require_same(saved, now, tmp_path)
+    with pytest.raises(CourseError, match=differing + "Within a run gone cannot change"):
+        require_allowed(saved, now, tmp_path, [])
 
 
 def test_a_run_of_another_length_is_refused_by_the_key_that_can_be_given(tmp_path):
     """The schedule's steps are the run's, and refused as a word."""
     saved, now = ({"steps": steps, "schedule": {"steps": steps}} for steps in (4, 8))
-    with pytest.raises(CourseError, match=r"another configuration: steps \(4 there, 8 here\)\. "):
-        provenance.require_same(saved, now, tmp_path)
+    with pytest.raises(CourseError, match=r"another configuration: steps \(4 there, 8 here\)\. .*continue_with=steps to continue it"):
+        require_allowed(saved, now, tmp_path, [])
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--data.prepare.sources.help", "--data.prepare.sources.weight WEIGHT"),
+        ("--grpo.rewards.help", "--grpo.rewards.options OPTIONS"),
+        ("--model.experts.help", "--model.experts.num_experts NUM_EXPERTS"),
+        ("--engine.callbacks.help", "--engine.callbacks.name NAME"),
+    ],
+)
+def test_help_shows_the_fields_of_a_lists_entries(capsys, word, said):
+    with pytest.raises(SystemExit) as left:
+        parse_words(TrainerConfig, [word])
+    assert left.value.code == 0 and said in capsys.readouterr().out
+
+
+def test_help_of_a_key_that_does_not_exist_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse_words(TrainerConfig, ["--grpo.reward.help"])
+    assert left.value.code == 2 and "Did you mean 'grpo.rewards'?" in capsys.readouterr().err
+
+
+def test_the_help_that_is_advertised_is_the_help_that_is_there(capsys):
+    with pytest.raises(SystemExit):
+        parse_words(TrainerConfig, ["--help"])
+    advertised = re.findall(r"^  (--[\w.]+\.help)", capsys.readouterr().out, re.M)
+    assert len(advertised) > 8
+    for word in advertised:
+        with pytest.raises(SystemExit) as left:
+            parse_words(TrainerConfig, [word])
+        assert left.value.code == 0, word
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("key", "offered"),
+    [
+        ("data.weight", None),  # not dpo.sft_weight
+        ("engine.name", None),  # which several sections have
+        ("report.path", None),
+        ("engine.lr", "optimizer.lr"),  # the only one of that name
+        ("checkpoint.every", "engine.checkpoint.every"),
+        ("data.sources", "data.prepare.sources"),
+        ("model.hidden_sizes", "model.hidden_size"),
+        ("batchsize", "data.batch_size"),
+    ],
+)
+def test_a_key_like_it_is_offered_from_its_own_section_only(key, offered):
+    said = unknown_key(key, list(keys_of(TrainerConfig)))
+    assert said == f"There is no setting {key}." + (f" Did you mean {offered!r}?" if offered else "")

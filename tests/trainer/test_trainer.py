@@ -13,13 +13,16 @@ from rich.console import Console
 from safetensors.torch import load_file
 from trainer_runs import TRAIN, settings_file, train
 
+from shared.data.completion import fill_gap, find_gaps, gap_ids
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained
-from shared.trainer import pretrain, provenance, results
+from shared.rl.generation import Drawing
+from shared.trainer import provenance, results
 from shared.trainer.config import TrainerConfig
 from shared.trainer.loaders import loaders
 from shared.trainer.run import build
 from shared.trainer.settings import parse_text, parse_words
+from shared.trainer.stopwatch import Stopwatch
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,15 @@ def test_a_run_leaves_what_it_promises(finished):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
     assert {"train/loss", "speed/tokens_per_second", "speed/mfu", "norm/gradient", "validation/bits_per_byte"} <= rows[-1].keys()
     assert "parts are yours" in said and "The report:" in said
+
+
+def test_the_report_accounts_for_all_of_a_first_runs_time(finished):
+    """From the start of the process: imports, preparing and the precision too."""
+    summary = json.loads((finished[0] / "run" / "results.json").read_text())["summary"]
+    total = summary.pop("seconds in all, since the process began")
+    parts = {name: value for name, value in summary.items() if name.startswith("seconds ")}
+    assert {"seconds for imports and settings", "seconds to prepare the text", "seconds to choose the precision"} <= parts.keys()
+    assert sum(parts.values()) == pytest.approx(total, rel=0.03, abs=0.3) and parts["seconds for imports and settings"] > 0.5
 
 
 def test_the_learning_rate_followed_its_schedule(finished):
@@ -80,20 +92,39 @@ def test_files_that_were_changed_since_the_commit_are_named(monkeypatch):
 
 def test_what_a_run_took_is_a_median_that_a_pause_does_not_move():
     took = SimpleNamespace(peak_memory=2**31, training=1.0, overhead=2.0)
-    run = SimpleNamespace(config=SimpleNamespace(model=ModelConfig()), costs=took, preparation_seconds=3.0)
+    run = SimpleNamespace(config=SimpleNamespace(model=ModelConfig()), costs=took, watch=Stopwatch())
     logs = {step: {"speed/tokens_per_second": rate, "progress/tokens": 10 * step} for step, rate in enumerate((8.0, 0.1, 7.0), 1)}
     found = results.costs(run, logs | {4: {"validation/loss": 1.0}}, 4.0)
     assert (found["tokens per second"], found["training tokens"], found["model FLOPs utilisation"]) == (7.0, 30, None)
 
 
-def test_the_same_prompt_twice_draws_two_samples(monkeypatch):
-    monkeypatch.setattr(pretrain, "continue_ids", lambda *_, generator, **__: torch.rand(1, generator=generator).item())
-    tokenizer = SimpleNamespace(encode=lambda text: [], decode=lambda drawn: drawn)
-    run = SimpleNamespace(
-        config=TrainerConfig(), engine=SimpleNamespace(device=torch.device("cpu")), mode=SimpleNamespace(tokenizer=tokenizer)
-    )
-    first, second, again = (pretrain.sample(run, None, "def ", number) for number in (0, 1, 0))
-    assert first == again != second
+def test_the_same_prompt_twice_draws_two_samples_and_a_long_one_is_read_at_its_end(finished, prepared):
+    run = built(finished[0], prepared, report={"prompts": ["def ", "def ", "class A:\n" * 60], "temperature": 1.0, "new_tokens": 12})
+    model = load_pretrained(finished[0] / "run" / "model")
+    first, second, long = run.mode.samples(run, model)
+    assert first != second and long and [first, second, long] == run.mode.samples(run, model)
+    end = run.mode.tokenizer.encode("class A:\n" * 60)[-(96 - 12) :]
+    [same] = run.mode.continued(model, [end], 12, 96, Drawing(1.0, 40), [2])
+    assert same == long
+
+
+def test_gaps_are_filled_with_what_chapter_03_fills_them_with(finished, prepared):
+    """With a cache of keys and values, and all at once; without either there."""
+    run, model = built(finished[0], prepared), load_pretrained(finished[0] / "run" / "model")
+    tokenizer = run.mode.tokenizer
+    gaps = find_gaps(run.text.held_out, tokenizer, 3, 0, before=96, after=48)
+    filled = run.mode.continued(model, [gap_ids(tokenizer, gap) for gap in gaps], 12, 96, Drawing(temperature=0.0))
+    room = [len(gap_ids(tokenizer, gap)) <= 96 - 12 for gap in gaps]
+    assert any(room) and all(
+        fill_gap(model, tokenizer, gap, 12, context=96).filled == middle
+        for gap, middle, fits in zip(gaps, filled, room, strict=True) if fits
+    )  # fmt: skip
+
+
+def test_the_last_evaluation_takes_as_many_rows_as_the_report_asks_for(finished, prepared):
+    few, everything = (built(finished[0], prepared, report={"held_out_rows": rows}) for rows in (3, None))
+    sizes = [sum(len(batch["input_ids"]) for batch in run.mode.all_held_out(run.config, run.strategy)) for run in (few, everything)]
+    assert sizes[0] == 3 < sizes[1]
 
 
 def test_the_exported_model_generates_the_same_tokens_in_transformers(finished):

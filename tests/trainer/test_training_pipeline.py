@@ -98,8 +98,11 @@ def test_finished_stages_are_kept_and_other_settings_are_refused_by_stage(undist
     path.write_text(yaml.safe_dump(settings))
     assert all(stage.is_finished() for stage in read_pipeline(path, ["engine.log_every=7", "report.new_tokens=9"]).stages)
     changed = read_pipeline(path, ["stages.dpo.optimizer.lr=0.5"])
-    with pytest.raises(CourseError, match=r"Stage dpo was trained with optimizer.lr \(0.02 there, 0.5 here\): give the same again, delete"):
+    told = r"Stage dpo was trained with other settings: optimizer.lr \(0.02 there, 0.5 here\). .*stages.dpo.continue_with=optimizer.lr to"
+    with pytest.raises(CourseError, match=told):
         changed.stages[2].is_finished()
+    asked = read_pipeline(path, ["stages.dpo.optimizer.lr=0.5", "stages.dpo.continue_with=optimizer.lr"])
+    assert [stage.is_finished() for stage in asked.stages[:3]] == [True, True, False], "its run is continued"
     copy = tmp_path / "copy"
     shutil.copytree(settings["output"], copy)
     moved = read_pipeline(path, [f"output={copy}"])

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from shared.course.errors import SettingError
+from shared.course.extensions import Extension, ImportPath, is_import_path
 from shared.corpus import Document
 from shared.data.cleaning.duplicates import ExactDuplicates, NearDuplicates
 from shared.data.cleaning.quality import CodeQuality, ProseQuality
@@ -31,7 +33,8 @@ class CleaningConfig:
     """How to clean.
 
     Args:
-        stages: which stages, in which order: repair, length, exact duplicates, language, quality, near duplicates.
+        stages: which stages, in which order: repair, length, exact duplicates, language, quality, near duplicates. Or one of your own by
+            import path, such as my_module.MyStage or {name: my_module.MyStage, options: {limit: 3}} (`shared.data.cleaning.stages.Stage`).
         text: what the rules of quality are for.
         min_bytes: bytes of the shortest document to keep.
         max_bytes: bytes of the longest.
@@ -43,7 +46,7 @@ class CleaningConfig:
         ValueError: an unknown stage, one given twice, languages without their stage, or a share outside 0 to 1.
     """
 
-    stages: tuple[str, ...] = ("repair", "length", "exact duplicates", "quality", "near duplicates")
+    stages: tuple[ImportPath | Extension, ...] = ("repair", "length", "exact duplicates", "quality", "near duplicates")
     text: Literal["code", "prose"] = "code"
     min_bytes: int = 64
     max_bytes: int = 2_000_000
@@ -53,10 +56,10 @@ class CleaningConfig:
 
     def __post_init__(self) -> None:
         for stage in self.stages:
-            if stage not in NAMES:
+            if isinstance(stage, str) and stage not in NAMES and not is_import_path(stage):
                 nearest = difflib.get_close_matches(stage, NAMES, n=1, cutoff=0)[0]
                 raise ValueError(f"There is no cleaning stage {stage!r}. Did you mean {nearest!r}? There are: {', '.join(NAMES)}.")
-        if len(set(self.stages)) < len(self.stages):
+        if any(self.stages.count(stage) > 1 for stage in self.stages):
             raise ValueError(f"The cleaning stages are {list(self.stages)}: give each at most once.")
         if bool(self.languages) != ("language" in self.stages):
             raise ValueError("Languages and the cleaning stage 'language' need each other: give both or neither.")
@@ -76,7 +79,21 @@ class CleaningConfig:
             "quality": CodeQuality if self.text == "code" else ProseQuality,
             "near duplicates": lambda: NearDuplicates(self.similarity),
         }
-        return [stages[name]() for name in self.stages]
+        return [stages[stage]() if stage in NAMES else own_stage(stage) for stage in self.stages]
+
+
+def own_stage(stage: str | Extension) -> Stage:
+    """A stage by import path.
+
+    Raises:
+        SettingError: it cannot be loaded, takes other arguments, or lacks something of a stage.
+    """
+    extension = Extension(stage) if isinstance(stage, str) else stage
+    made = extension.bound("data.prepare.cleaning.stages")()
+    needed = ["name", "remembers", "measure", "decide", *(["remember"] if getattr(made, "remembers", False) else [])]
+    if lacking := [name for name in needed if not hasattr(made, name)]:
+        raise SettingError(f"data.prepare.cleaning.stages: {extension.name} has no {lacking[0]}: a stage needs {', '.join(needed)}.")
+    return made
 
 
 class Step(NamedTuple):

@@ -5,16 +5,22 @@ layout in which this process holds only some of the parameters.
 """
 
 import copy
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from shared.course.errors import CourseError
 
 OF_THIS_RUN = ("params", "param_names", "foreach", "fused", "capturable")  # what a group holds, and how its step is computed
 
 DRIVEN = ("lr", "base_lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")  # by a schedule
 CYCLED = ("momentum", "betas")  # too, where a schedule of PyTorch's has left max_momentum in the group
+RATES = ("lr", "initial_lr", "base_lr")  # what the setting lr stands for: the rate, and the one that it was given as
+OPTIMIZER, LOADER = "optimizer", "loader"  # in `retune`: the whole optimizer, and the position in the data
+KEEPS_MORE = ("amsgrad", "centered", "rule")  # with another value, the state holds other tensors
 
 Plain = float | int | bool | str | None | list | tuple
 
@@ -75,13 +81,19 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Optimize
             group.update({key: value for key, value in settings.items() if key != "names"})
 
 
-def require_same_settings(model: nn.Module, optimizer: Optimizer, state: OptimizerState) -> None:
-    """Refuse an optimizer that was given other settings than the saved one: the saved ones would take their place without a word.
+class Difference(NamedTuple):
+    """A setting of a parameter's group that is not the saved one. word: what allows it in `RuntimeEngine.fit(retune=...)`."""
 
-    Raises:
-        ValueError: the settings of a parameter's group differ, by key, with both values. Learning rates are compared as they were given,
-            not as a schedule has left them.
-    """
+    key: str
+    name: str
+    here: Any
+    there: Any
+    word: str
+
+
+def settings_that_differ(model: nn.Module, optimizer: Optimizer, state: OptimizerState) -> Iterator[Difference]:
+    """The settings of each parameter's group that are not what was saved. Learning rates are compared as they were given, not as a
+    schedule has left them."""
     names = names_of(model, optimizer)
     saved = {name: group for group in state.groups for name in group["names"]}
     for group in optimizer.param_groups:
@@ -91,11 +103,60 @@ def require_same_settings(model: nn.Module, optimizer: Optimizer, state: Optimiz
             for key in sorted(here.keys() - left_out):
                 values = here[key], there.get(key)
                 if values[0] != values[1] and not (key == "lr" and None in values):
-                    raise ValueError(
-                        f"The optimizer's {key} for {name} is {values[0]} here and {values[1]} in the saved run: resume with what was "
-                        "saved, or begin a new run in another output folder. To change it on purpose, resume with what was saved and set "
-                        "it in optimizer.param_groups in a callback's on_start, which comes after the checkpoint is loaded."
-                    )
+                    word = OPTIMIZER if here.keys() - there.keys() or key in KEEPS_MORE else key
+                    yield Difference(key, name, *values, word)
+
+
+def require_same_settings(model: nn.Module, optimizer: Optimizer, state: OptimizerState) -> None:
+    """Refuse an optimizer that was given other settings than the saved one: the saved ones would take their place without a word.
+
+    Raises:
+        ValueError: the settings of a parameter's group differ, by key, with both values.
+    """
+    for key, name, here, there, word in settings_that_differ(model, optimizer, state):
+        raise ValueError(
+            f"The optimizer's {key} for {name} is {here} here and {there} in the saved run: resume with what was saved, or begin a new run "
+            f"in another output folder. To continue this run with it, call fit with retune=[{word!r}]"
+            f"{', which empties the state of the optimizer' if word == OPTIMIZER else ''}."
+        )
+
+
+def require_settings(optimizer: Optimizer, retune: Collection[str]) -> None:
+    """Refuse to retune what is not there, which would change nothing without a word.
+
+    Raises:
+        CourseError: names it.
+    """
+    known = {OPTIMIZER, LOADER}.union(*(group.keys() - {*OF_THIS_RUN} for group in optimizer.param_groups))
+    if unknown := sorted({*retune} - known):
+        raise CourseError(f"retune names {unknown[0]!r}: give {', '.join(sorted(known))}.")
+
+
+def retuned(model: nn.Module, optimizer: Optimizer, state: OptimizerState, retune: Collection[str]) -> tuple[OptimizerState, list[str]]:
+    """A saved state with this run's settings in it.
+
+    Args:
+        retune: keys of the groups, such as lr, whose values are this run's; or `optimizer`, with which nothing is left of what was saved.
+
+    Returns:
+        The state, and a sentence about each setting that is another now.
+    """
+    differing = list(settings_that_differ(model, optimizer, state))
+    said = {f"The optimizer's {each.key} is {each.here} and was {each.there}." for each in differing if each.word in retune}
+    names = names_of(model, optimizer)
+    here = {names[parameter]: group for group in optimizer.param_groups for parameter in group["params"]}
+    if OPTIMIZER in retune:
+        given = [(name, {key: value for key, value in group.items() if key not in OF_THIS_RUN}) for name, group in here.items()]
+        groups = [group | {"names": [name]} for name, group in given]
+        return OptimizerState({}, {}, groups), ["The optimizer is another one: its state begins empty."]
+    keys = {*retune, *(RATES if "lr" in retune else ())} - {*KEEPS_MORE}
+    groups = []
+    for group in state.groups:
+        for name in group["names"]:
+            mine = here.get(name, group)
+            kept = {key: value for key, value in group.items() if key not in keys or (key not in mine and key not in RATES)}
+            groups.append(kept | {key: mine[key] for key in keys if key in mine and (key in group or key in RATES)} | {"names": [name]})
+    return replace(state, groups=groups), sorted(said)
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:

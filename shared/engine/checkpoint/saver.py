@@ -8,7 +8,7 @@ Left out on purpose: more than one save at a time. A second one waits for the fi
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shared.course.errors import CourseError
 from shared.engine.checkpoint.folder import Checkpoints
-from shared.engine.checkpoint.optimizer_state import require_same_settings
+from shared.engine.checkpoint.optimizer_state import require_same_settings, require_settings, retuned
 from shared.engine.checkpoint.snapshot import Snapshot, Stateful, restore, take_snapshot, weights_of
 from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoint
 
@@ -36,9 +36,13 @@ class Saver:
         state: what is saved: a module whose `state_dict` holds the weights, and over whose `named_parameters` the optimizer was built.
         checkpoints: where to.
         asynchronous: whether `save` returns before the checkpoint is complete.
+
+    Attributes:
+        retuned: sentences about what the run took from its own settings, and not from the checkpoint.
     """
 
     def __init__(self, state: nn.Module, checkpoints: Checkpoints, asynchronous: bool):
+        self.retuned: list[str] = []
         self.state, self.checkpoints, self.asynchronous = state, checkpoints, asynchronous
         self.thread: ThreadPoolExecutor | None = None
         self.pending: Future[Any] | None = None
@@ -88,23 +92,27 @@ class Saver:
         best = self.checkpoints.best()
         return math.isfinite(loss) and (best is None or loss < best[1])
 
-    def restore(self, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> tuple[int | None, list[str]]:
+    def restore(
+        self, optimizer: Optimizer, parts: Mapping[str, Stateful], retune: Collection[str] = ()
+    ) -> tuple[int | None, list[str]]:
         """Resume from the newest intact checkpoint. Returns its step, None where there is none, and a sentence for each damaged one.
 
         From the checkpoint: weights, the optimizer's state and settings, the position in the data, random numbers, the state of callbacks
         that both have. The optimizer's settings and the weights' dtypes must be what was saved. This run's own: schedule, batch size,
-        number of steps, engine configuration, layout.
+        number of steps, engine configuration, layout, and what `retune` names (`RuntimeEngine.fit`).
 
         A checkpoint whose parts cannot take their state is damaged where an older one's can; where none can, their code is wrong.
 
         Raises:
+            CourseError: `retune` names what the optimizer has no setting for.
             CheckpointError: no checkpoint is intact, or the newest that is does not fit this run.
         """
-        parts, failures = {name: Part(name, part) for name, part in parts.items()}, []
+        parts, failures = {name: Part(name, part, name in retune) for name, part in parts.items()}, []
+        require_settings(optimizer, retune)
 
         def use(step: int) -> int:
             try:
-                return self.restore_step(step, optimizer, parts)
+                return self.restore_step(step, optimizer, parts, retune)
             except PartFailed as failed:
                 failures.append(failed.__cause__)
                 raise DamagedCheckpoint.of(self.checkpoints.path(step), f"{failed}.") from failed
@@ -116,14 +124,19 @@ class Saver:
                 raise failures[0] from None
             raise
 
-    def restore_step(self, step: int, optimizer: Optimizer, parts: Mapping[str, Stateful]) -> int:
-        snapshot = self.checkpoints.load(step)
+    def restore_step(self, step: int, optimizer: Optimizer, parts: Mapping[str, "Part"], retune: Collection[str]) -> int:
+        snapshot, said = self.checkpoints.load(step), []
         mine, snapshot = shared_callbacks(parts, snapshot)
         try:
             require_same_dtypes(self.state, snapshot)
             if shapes_of(weights_of(self.state)) == shapes_of(snapshot.weights):  # of another model, `restore` says more
+                if retune:
+                    state, said = retuned(self.state, optimizer, snapshot.optimizer, retune)
+                    snapshot = replace(snapshot, optimizer=state)
                 require_same_settings(self.state, optimizer, snapshot.optimizer)
-            return restore(snapshot, self.state, optimizer, mine)
+            step = restore(snapshot, self.state, optimizer, mine)
+            self.retuned = [*said, *(part.said for part in parts.values() if part.said)]
+            return step
         except ValueError as error:
             raise CheckpointError(f"{self.checkpoints.path(step)} does not fit this run. {error}") from error
 
@@ -155,16 +168,20 @@ class PartFailed(Exception):
 
 
 class Part:
-    """A part of a run. If it cannot take its state it raises `PartFailed`, which is not one of `restore`'s refusals."""
+    """A part of a run. If it cannot take its state it raises `PartFailed`, which is not one of `restore`'s refusals. renewed: where it
+    refuses the state in a sentence, it stays at its beginning, and `said` has a sentence about that."""
 
-    def __init__(self, name: str, part: Stateful):
-        self.name, self.part = name, part
+    def __init__(self, name: str, part: Stateful, renewed: bool = False):
+        self.name, self.part, self.renewed, self.said = name, part, renewed, ""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.said = ""
         try:
             self.part.load_state_dict(state)
-        except CourseError:  # a refusal in a sentence
-            raise
+        except CourseError:
+            if not self.renewed:
+                raise
+            self.said = f"The {self.name} begins at its start: its data is not that of the checkpoint."
         except Exception as error:
             raise PartFailed(f"its state of {self.name} cannot be taken ({type(error).__name__}: {error})") from error
 

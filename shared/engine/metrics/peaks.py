@@ -18,6 +18,9 @@ import torch
 from shared.course.errors import CourseError
 
 
+SMALL = 128  # of the square matrices that tell how long larger ones take
+
+
 @dataclass(frozen=True)
 class Peak:
     """Peak FLOP/s of a device for dense matrix products.
@@ -96,18 +99,38 @@ def peak_for_dtype(peak: Peak, dtype: torch.dtype, tf32: bool) -> float:
     raise CourseError(f"There is no peak for {dtype}: choose float32, bfloat16 or float16.")
 
 
-def measure_peak(dtype: torch.dtype, size: int = 1024, repeats: int = 7, at_least: float = 0.4) -> float:
+def measure_peak(dtype: torch.dtype, size: int = 1024, repeats: int = 7, at_least: float = 0.4, at_most: float = 0.7) -> float:
     """Measure the peak FLOP/s of this CPU: the fastest of several products of two square matrices, 2 size^3 / seconds.
 
     The fastest, because other programs can only make a product slower; and at least `repeats` products and `at_least` seconds, because
     another program may occupy the CPU for a shorter time. Measure once, and keep the value.
+
+    Args:
+        size: of the matrices; smaller ones are taken where a product would last too long, as bfloat16 does on a CPU without it.
+        at_most: seconds after which no further product begins.
     """
-    left, right = (torch.randn(size, size, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
-    out = torch.empty(size, size, dtype=dtype)
-    torch.mm(left, right, out=out)  # the first one prepares kernels and memory
-    seconds = []
-    while len(seconds) < repeats or sum(seconds) < at_least:
-        began = time.perf_counter()
-        torch.mm(left, right, out=out)
-        seconds.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    if size > SMALL:
+        small = matrices(dtype, SMALL)
+        timed_product(*small)
+        while size > SMALL and timed_product(*small) * (size / SMALL) ** 3 > at_most / 4:
+            size //= 2
+    large = matrices(dtype, size)
+    timed_product(*large)  # the first one prepares kernels and memory
+    seconds = [timed_product(*large)]
+    while (len(seconds) < repeats or sum(seconds) < at_least) and time.perf_counter() - began < at_most:
+        seconds.append(timed_product(*large))
     return 2 * size**3 / min(seconds)
+
+
+def matrices(dtype: torch.dtype, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two square matrices of random numbers, and room for their product."""
+    left, right = (torch.randn(size, size, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
+    return left, right, torch.empty(size, size, dtype=dtype)
+
+
+def timed_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
+    """Seconds of one product."""
+    began = time.perf_counter()
+    torch.mm(left, right, out=out)
+    return time.perf_counter() - began

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.corpus import CorpusError, existing
+from shared.corpus import CorpusError
 from shared.course.errors import CourseError
 from shared.course.typed import PathText
 from shared.data import hub, tables
-from shared.data.sources import Source, files_of, kind_of_file
+from shared.data.sources import Source, files_at, kind_of_file
 from shared.finetune.chat.template import Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -113,8 +113,7 @@ def records(source: ChatSource) -> Iterator[tables.Record]:
         batches = hub.open_saved(source).with_format("arrow").iter(tables.ROWS)
         yield from places(rows_of(batches, source.path), name)
     else:
-        path = existing(source.path)
-        for file in files_of(path, source.suffixes) if path.is_dir() else [path]:
+        for file in files_at(source)[1]:
             yield from records_of_file(file, kind_of_file(file) if source.kind == "auto" else kind)
 
 

@@ -64,7 +64,8 @@ def estimate_adapted(
     counts = parameter_counts(own)
     trained = own.num_hidden_layers * adapter_size(own, base)
     others = sum(counts.values()) - counts["matrix"]
-    held = bytes_held(trained, data_shards(layout), 3 if fsdp > 1 else layout.zero, state=8 if optimizer.name == "adamw" else 4)
+    state = 4 if optimizer.name in ("lion", "muon", "sgd") else 8
+    held = bytes_held(trained, data_shards(layout), 3 if fsdp > 1 else layout.zero, state=state)
     weights = held["weights"] + (counts["matrix"] * base.bits / 8 + 4 * others) / fsdp
     width, gathered = WIDTH[step.precision], dequantized_bytes(own, step) if base.is_quantized else 0
     if fsdp > 1:

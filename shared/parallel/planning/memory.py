@@ -144,8 +144,9 @@ def expert_shards(layout: ParallelConfig) -> int:
 
 
 def state_width(counts: Mapping[Role, int], optimizer: OptimizerConfig) -> float:
-    """Bytes of state for a parameter, on average: AdamW keeps two means, the others one, and Muon leaves to AdamW what is no matrix.
+    """Bytes of state for a parameter, on average: AdamW keeps two means, Lion, Muon and SGD one, and Muon leaves to AdamW what is no
+    matrix. One by import path counts as AdamW.
     counts: of parameters, by role."""
     if optimizer.name != "muon":
-        return 8 if optimizer.name == "adamw" else 4
+        return 4 if optimizer.name in ("lion", "sgd") else 8
     return 8 - 4 * (counts["matrix"] + counts["expert"]) / max(sum(counts.values()), 1)

@@ -25,7 +25,8 @@ from shared.data.prepare import DIGESTS
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.initial_weights import InitialWeights, find_initial_weights, find_reward_model, fingerprint_of
-from shared.trainer.settings import merged, read_settings, with_one_length
+from shared.trainer.retuning import not_asked_for, words_for
+from shared.trainer.settings import merged, read_settings, with_one_length, with_shorter_schedule
 from shared.trainer.start import TRAIN, command_of
 
 FOLDER = CHECKOUT / "chapters" / "12_grpo" / "pipelines"  # of the course's own
@@ -112,7 +113,12 @@ class Stage:
             return False
         remedy = f"delete {self.folder} to train this stage and what follows from the beginning, or give another output."
         if changed := provenance.differences(record["settings"], provenance.plain(self.config)):
-            raise CourseError(f"Stage {self.name} was trained with {', '.join(changed)}: give the same again, {remedy}")
+            if not (refused := not_asked_for(changed, self.config.continue_with)):
+                return False  # the run is continued with them
+            raise CourseError(
+                f"Stage {self.name} was trained with other settings: {provenance.in_words(refused)}. Give the same again, give "
+                f"stages.{self.name}.{words_for(changed)} to continue it with what is new, {remedy}"
+            )
         if self.start and record["start"] != self.start_fingerprint():
             raise CourseError(f"Stage {self.name} was trained from other weights than stage {self.start.name} has now: {remedy}")
         return True
@@ -215,7 +221,7 @@ def planned(entry: StageEntry, asked: dict[str, str], layout: str | None, path: 
         raise SettingError(f"{given[0]} is given, which the pipeline decides: leave it out, or run this stage alone with make run.")
     file = entry.config if entry.config.is_absolute() else path.parent / entry.config
     layout = asked.pop("layout", None) or entry.layout or layout
-    settings = read_settings(file)
+    settings = read_settings(file, StageSettings)
     models = [stage for stage in pipeline.stages if stage.config.mode != "reward"]
     start = models[-1] if models else None
     if pipeline.stages and start is None:
@@ -230,7 +236,7 @@ def planned(entry: StageEntry, asked: dict[str, str], layout: str | None, path: 
     if layout:
         found, _ = command_of(layout, [str(file), *command])
         words = dict(word.split("=", 1) for word in found[found.index(str(TRAIN)) + 2 :])
-    known = with_words(StageSettings, settings, words)
+    known = with_shorter_schedule(StageSettings, settings, with_words(StageSettings, settings, words), asked)
     if start:
         known["model"] = merged(provenance.plain(start.config.model), known.get("model") or {})
         config = with_one_length(StageSettings, known)

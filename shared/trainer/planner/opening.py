@@ -45,7 +45,7 @@ def open_planned(file: Path, words: Sequence[str] = (), layout: str | None = Non
     """
     if bad := [word for word in words if "=" not in word]:
         raise SettingError(f"{bad[0]!r} is not a setting: write key=value.")
-    settings = with_words(TrainerConfig, read_settings(file), dict(word.removeprefix("--").split("=", 1) for word in words))
+    settings = with_words(TrainerConfig, read_settings(file, TrainerConfig), dict(word.removeprefix("--").split("=", 1) for word in words))
     if layout is not None:
         settings["parallel"] = with_degrees(settings.get("parallel") or {}, layout)
     start = settings.get("start_from")

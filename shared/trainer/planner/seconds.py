@@ -145,7 +145,7 @@ def optimizer_seconds(config: TrainerConfig, hardware: Hardware, step: StepSizes
 
 
 def bytes_moved(weight: Weight, optimizer: str) -> float:
-    state = 8 if optimizer == "adamw" or (optimizer == "muon" and not weight.matrix) else 4
+    state = 4 if optimizer in ("lion", "sgd") or (optimizer == "muon" and weight.matrix) else 8
     return weight.numbers * (2 * 4 + 2 * 4 + 2 * state)
 
 

@@ -35,9 +35,12 @@ def most_frequent(ids: list[int]) -> Pair | None:
 def train(text: str, count: int) -> dict[Pair, int]:
     """Up to `count` merges, in order: pair -> new id, from 256 on."""
     ids, merges = list(text.encode()), {}
-    while len(merges) < count and (pair := most_frequent(ids)):
-        merges[pair] = 256 + len(merges)
-        ids = merge(ids, pair, merges[pair])
+    for new in range(256, 256 + count):
+        pair = most_frequent(ids)
+        if pair is None:
+            break
+        merges[pair] = new
+        ids = merge(ids, pair, new)
     return merges
 
 

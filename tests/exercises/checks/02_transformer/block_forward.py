@@ -97,6 +97,32 @@ def order_case(title: str, pre_norm: bool, *names: str) -> Case:
     return Case("property", title, given, lambda **_: {"calls": list(names)}, CONTRACT, observe=order_of_calls)
 
 
+def same(x):
+    return x
+
+
+def gradients_of_x(function, x, sublayers, pre_norm):
+    leaf = x.clone().requires_grad_()
+    out = function(leaf + 0, sublayers, pre_norm)
+    (out * randn(*out.shape, seed=97)).sum().backward()
+    return {"result": out.detach(), "gradient of x": leaf.grad}
+
+
+def kept_case(title: str, pre_norm: bool) -> Case:
+    """Functions whose backward pass needs what they returned. x + (e^x - 1) and the like by torch.add."""
+    sublayers = [(torch.tanh, torch.exp), (torch.sigmoid, torch.tanh)]
+
+    def oracle(x, sublayers, pre_norm):
+        for norm, sublayer in sublayers:
+            x = torch.add(x, sublayer(norm(x))) if pre_norm else norm(torch.add(x, sublayer(x)))
+        return x
+
+    def given():
+        return {"x": randn(7, seed=23), "sublayers": sublayers, "pre_norm": pre_norm}
+
+    return Case("property", title, given, lambda **g: gradients_of_x(oracle, **g), "torch.add", observe=gradients_of_x, rtol=1e-12)
+
+
 def gradient_case(title: str, pre_norm: bool) -> Case:
     return Case(
         "oracle",
@@ -156,6 +182,22 @@ CHECK = Check(
         Case("property", "without sublayers the stream passes", numbers([3.0], pre_norm=True), answer(3.0), "the contract"),
         order_case("pre-norm: who is called, and when", True, "norm 1", "sublayer 1", "norm 2", "sublayer 2"),
         order_case("post-norm: who is called, and when", False, "sublayer 1", "norm 1", "sublayer 2", "norm 2"),
+        Case(
+            "property",
+            "pre-norm: a norm and a sublayer that return their input itself",
+            numbers([3.0, 5.0], (same, same), (same, same), pre_norm=True),
+            answer(12.0, 20.0),
+            "the contract: x is left unchanged; twice doubled",
+        ),
+        Case(
+            "property",
+            "post-norm: a sublayer that returns its input itself",
+            numbers([3.0, 5.0], (same, same), (minus_one, same), pre_norm=False),
+            answer(11.0, 19.0),
+            "the contract: x is left unchanged; 2 * 6 - 1 and 2 * 10 - 1",
+        ),
+        kept_case("pre-norm: gradients where backward needs what was returned", True),
+        kept_case("post-norm: gradients where backward needs what was returned", False),
         Case("oracle", "pre-norm", encoder_layer(True), by_torch, f"{ORACLE}(norm_first=True)", observe=call, rtol=1e-9, atol=1e-12),
         Case("oracle", "post-norm", encoder_layer(False), by_torch, f"{ORACLE}(norm_first=False)", observe=call, rtol=1e-9, atol=1e-12),
         gradient_case("gradients, pre-norm", True),

@@ -49,6 +49,34 @@ def bias(heads: int, length: int):
     return lambda: randn(1, heads, length, length, seed=11, scale=2.0)
 
 
+def bias_of_rows(rows: int, heads: int, queries: int, keys: int):
+    return lambda: randn(rows, heads, queries, keys, seed=13, scale=2.0)
+
+
+def fine_bias():
+    """Between neighbours of half precision: 200 and steps of 0.1, of which bfloat16 near 200 has none below 1."""
+    return 200 + 0.1 * torch.arange(11.0)[None, None, None]
+
+
+def many_equal_keys():
+    """70,000 keys, more than the largest number of float16."""
+    given = {"queries": torch.zeros(1, 2, 1, 1), "keys": torch.ones(1, 1, 70_000, 1), "values": torch.full((1, 1, 70_000, 1), 2.0)}
+    return {name: tensor.half() for name, tensor in given.items()}
+
+
+def with_nan():
+    """One query is not a number, and so are its weights."""
+    given = random(2, 4, 2, 5, 5, 3, mask=causal(5))()
+    given["queries"][1, 2, 3] = torch.nan
+    return given
+
+
+def nan_by_torch(queries, keys, values, mask):
+    found = by_torch(queries.nan_to_num(), keys, values, mask)
+    found[1, 2, 3] = torch.nan
+    return {"result": found}
+
+
 def transposed():
     given = random(2, 4, 2, 5, 5, 3)()
     return {name: tensor.transpose(1, 2).contiguous().transpose(1, 2) for name, tensor in given.items()}
@@ -160,7 +188,36 @@ CHECK = Check(
         oracle_case("one query and many keys, as in generation", random(2, 6, 2, 1, 11, 3, mask=causal(1, 11)), "property"),
         oracle_case("a bias for each head", random(2, 4, 2, 5, 5, 7, bias=bias(4, 5)), "property"),
         oracle_case("a bias, a mask and a scale", random(2, 4, 2, 5, 5, 7, bias=bias(4, 5), mask=causal(5), scale=0.7), "property"),
+        oracle_case("a bias for each row of the batch", random(2, 4, 2, 5, 5, 7, bias=bias_of_rows(2, 4, 5, 5)), "property"),
+        oracle_case("a bias for each row and key, for all heads", random(3, 4, 2, 5, 7, 3, bias=bias_of_rows(3, 1, 1, 7)), "property"),
+        oracle_case("as many queries as heads, and rows", random(4, 4, 2, 4, 4, 4, mask=causal(4)), "property"),
         oracle_case("tensors that are not contiguous", transposed, "property"),
+        Case(
+            "property",
+            "a query that is NaN: its result is NaN, and no other one's",
+            with_nan,
+            nan_by_torch,
+            "the contract: NaN is not hidden",
+            rtol=1e-12,
+            atol=1e-15,
+        ),
+        Case(
+            "property",
+            "float16, and more equal keys than it has numbers for",
+            many_equal_keys,
+            lambda **given: {"result": torch.full((1, 2, 1, 1), 2.0).half()},
+            "arithmetic: the mean of 70,000 times 2; the contract: the softmax is computed in float32",
+            rtol=2e-2,
+        ),
+        Case(
+            "property",
+            "bfloat16 with a float32 bias of about 200",
+            random(1, 2, 1, 3, 11, 4, dtype=torch.bfloat16, bias=fine_bias),
+            in_double,
+            "the contract: the bias is added in float32",
+            rtol=3e-2,
+            atol=3e-2,
+        ),
         Case(
             "property",
             "queries that may look nowhere: zeros, and no NaN in any gradient",

@@ -63,6 +63,30 @@ def result_by_torch(x, layers):
     return {"result": by_torch(x, layers)}
 
 
+def same(x):
+    return x
+
+
+def gradients_of_x(function, x, **layers):
+    leaf = x.clone().requires_grad_()
+    out = function(leaf, **layers)
+    (out * randn(*out.shape, seed=97)).sum().backward()
+    return {"result": out.detach(), "gradient of x": leaf.grad}
+
+
+def kept_case(title: str, activation) -> Case:
+    """The activation's backward pass needs what it returned; torch.addcmul is the product in one kernel."""
+    functions = {"gate": lambda x: 2 * x, "up": lambda x: x + 1, "down": lambda x: 3 * x, "activation": activation}
+
+    def oracle(x, gate, up, down, activation):
+        return down(torch.addcmul(torch.zeros_like(x), activation(gate(x)), up(x)))
+
+    def given():
+        return {"x": randn(7, seed=21)} | functions
+
+    return Case("property", title, given, lambda **g: gradients_of_x(oracle, **g), "torch.addcmul", observe=gradients_of_x, rtol=1e-12)
+
+
 def by_erf(x, layers, activation):
     """GELU by its definition: x times the normal distribution's cumulative function."""
     gate = layers.gate(x)
@@ -125,6 +149,22 @@ CHECK = Check(
             observe=how_often,
             changes=("layers",),
         ),
+        Case(
+            "property",
+            "a gate and an activation that return their input itself",
+            lambda: {"x": torch.tensor([2.0, 3.0]), "gate": same, "up": same, "down": same, "activation": same},
+            answer(4.0, 9.0),
+            "the contract: x is left unchanged; 2 * 2 and 3 * 3",
+        ),
+        Case(
+            "property",
+            "an up projection that returns its input itself",
+            lambda: {"x": torch.tensor([2.0, 3.0]), "gate": lambda x: 2 * x, "up": same, "down": same, "activation": lambda x: x + 1},
+            answer(10.0, 21.0),
+            "the contract: x is left unchanged; 5 * 2 and 7 * 3",
+        ),
+        kept_case("gradients with ReLU", torch.relu),
+        kept_case("gradients with tanh", torch.tanh),
         Case("oracle", "float64", random(2, 3), result_by_torch, ORACLE, observe=call, rtol=1e-12),
         Case("oracle", "float32", random(11, 13, dtype=torch.float32), result_by_torch, ORACLE, observe=call, rtol=1e-5, atol=1e-6),
         Case(

@@ -1,0 +1,34 @@
+"""Chapter 12. Wall-clock time of a run's start, part by part, so that a report accounts for all of it."""
+
+import time
+
+
+class Stopwatch:
+    """Seconds of parts that follow each other without a gap.
+
+    Args:
+        began: when the first part began, on the clock of `time.perf_counter`; None for now.
+
+    Attributes:
+        seconds: part -> seconds, in order.
+    """
+
+    def __init__(self, began: float | None = None):
+        self.began = self.mark = time.perf_counter() if began is None else began
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """End a part here; the next one begins."""
+        before, self.mark = self.mark, time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + self.mark - before
+
+    def total(self) -> float:
+        """Seconds since the first part began."""
+        return time.perf_counter() - self.began
+
+
+def process_began() -> float:
+    """When this process began, on the clock of `time.perf_counter`."""
+    import psutil
+
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())
