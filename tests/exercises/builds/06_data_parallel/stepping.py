@@ -286,6 +286,7 @@ CLIP = tuple(
     for case in (
         step_case(f"the norm of all gradients: {kind}", kind, [one_each(3)], "norms"),
         step_case(f"clipped steps: {kind}", kind, PAIRS, "weights", momentum, max_norm=0.05),
+        step_case(f"the norm before clipping: {kind}", kind, PAIRS[:1], "norms", momentum, max_norm=0.05),
         step_case(f"a norm below max_norm: {kind}", kind, PAIRS[:2], "weights", momentum, max_norm=100.0),
     )
 )
