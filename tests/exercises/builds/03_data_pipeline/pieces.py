@@ -105,7 +105,7 @@ def steps_per_second() -> float:
 
 
 def within(prepare: Callable[[], Any], work: Callable[[Any], Any], steps: int) -> str:
-    """Whether work(prepare()) costs at most the processor's time of so many steps of a plain loop, at one of four tries. Preparing is free."""
+    """Whether work(prepare()) costs at most the processor's time of so many steps of a plain loop, at one of four tries."""
     for _ in range(4):
         made = prepare()
         limit = steps / steps_per_second()

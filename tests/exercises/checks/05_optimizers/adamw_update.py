@@ -9,7 +9,7 @@ import torch
 
 from shared.course.checking import Case, Check
 
-from .pieces import after, leaves, randn, tensors
+from .pieces import after, leaves, randn, tensors, where_it_lies
 
 CONTRACT = "the contract"
 ORACLE = "torch.optim.AdamW(foreach=False)"
@@ -97,6 +97,17 @@ CHECK = Check(
             numbers([1.0, 1.0], [3.0, -3.0], [5.0, 5.0], [7.0, 7.0], 4, betas=(0.0, 0.0)),
             leaves(parameter=[0.9, 1.1], exp_avg=[3.0, -3.0], exp_avg_sq=[9.0, 9.0]), "arithmetic", after(*CHANGED), changes=CHANGED,
             rtol=1e-12,
+        ),
+        Case(
+            "property", "other tensors over the same memory see the step, and autograd goes on", numbers([2.0], [4.0], [0.0], [0.0], 1),
+            lambda **_: leaves(parameter=[1.9], exp_avg=[0.4], exp_avg_sq=[0.16])() | {"autograd records afterwards": True},
+            "the contract: in place", where_it_lies(*CHANGED), changes=CHANGED, rtol=1e-12,
+        ),
+        Case(
+            "property", "a gradient that is no number is not hidden",
+            numbers([2.0, 2.0], [float("nan"), 4.0], [0.0, 0.0], [0.0, 0.0], 1),
+            leaves(parameter=[float("nan"), 1.9], exp_avg=[float("nan"), 0.4], exp_avg_sq=[float("nan"), 0.16]), "arithmetic",
+            after(*CHANGED), changes=CHANGED, rtol=1e-12,
         ),
         oracle("one step of [3, 5]", random(3, 5)),
         oracle("five steps of [3, 5]", random(3, 5, steps=5)),

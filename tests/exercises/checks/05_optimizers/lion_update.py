@@ -10,7 +10,7 @@ import torch
 
 from shared.course.checking import Case, Check
 
-from .pieces import after, leaves, randn, tensors
+from .pieces import after, leaves, randn, tensors, where_it_lies
 
 CONTRACT = "the contract"
 ORACLE = "torch.optim.SGD with weight decay, fed with the sign of torch.optim.SGD's own momentum (dampened)"
@@ -98,6 +98,19 @@ CHECK = Check(
             "property", "gradients from 1e-6 to 1e6 move a weight by the same lr",
             numbers([1.0] * 4, [1e-6, -1e-3, 1e3, -1e6], [0.0] * 4, lr=0.25),
             leaves(parameter=[0.75, 1.25, 0.75, 1.25], exp_avg=[1e-8, -1e-5, 1e1, -1e4]), "the contract",
+        ),
+        example(
+            "property", "where the sign is 0 the decay moves the weight all the same", numbers([2.0], [0.0], [0.0], weight_decay=0.5),
+            leaves(parameter=[1.9], exp_avg=[0.0]), "arithmetic: 2 - 0.1 * 0.5 * 2",
+        ),
+        example(
+            "property", "a beta1 of 0: the gradient alone decides", numbers([2.0], [4.0], [-8.0], betas=(0.0, 0.5)),
+            leaves(parameter=[1.9], exp_avg=[-2.0]), "arithmetic: the direction is 4; the memory is -4 + 2",
+        ),
+        Case(
+            "property", "other tensors over the same memory see the step, and autograd goes on", numbers([2.0], [4.0], [0.0]),
+            lambda **_: leaves(parameter=[1.9], exp_avg=[0.04])() | {"autograd records afterwards": True}, "the contract: in place",
+            where_it_lies(*CHANGED), changes=CHANGED, rtol=1e-12,
         ),
         oracle("one step of [3, 5]", random(3, 5)),
         oracle("seven steps of [3, 5]", random(3, 5, steps=7)),

@@ -148,6 +148,10 @@ CHECK = Check(
             "arithmetic: 0.25 * 4 + 0.75 * 8",
         ),
         example(
+            "worked example", "no momentum", numbers([[8.0, 16.0]], [[4.0, 8.0]], momentum=0.0), answer([[8.0, 16.0]], [[8.0, 16.0]]),
+            "arithmetic: the gradient alone",
+        ),
+        example(
             "worked example", "the direction is doubled where it is orthogonalised, not before",
             numbers([[10.0, 20.0]], [[1.0, 2.0]], orthogonalize=double),
             answer([[3.8, 7.6]], [[1.9, 3.8]]), "arithmetic: twice 1.9; the buffer keeps 1.9",

@@ -85,6 +85,10 @@ CHECK = Check(
             "property", "growth far above the largest number of float16", given(2.0**24, 1, True, interval=2), answer(2.0**25, 0),
             "arithmetic: 2^24 * 2",
         ),
+        example(
+            "property", "a scale that is no whole number", given(3.0, 1, True, growth=1.5, interval=2), answer(4.5, 0),
+            "arithmetic: 3 * 1.5",
+        ),
         oracle("good steps only", run(".......", interval=3)),
         oracle("overflows only", run("xxxxx")),
         oracle("an overflow in between", run("..x...x.x....", interval=3)),
