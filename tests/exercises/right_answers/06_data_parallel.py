@@ -215,12 +215,12 @@ def unshard_unit__by_chunks(whole, shard, group):
 
 
 def reshard_unit__concatenated(whole, gradients, sizes, dtype, group):
+    whole.untyped_storage().resize_(0)
     parts = [whole.new_zeros(n, dtype=dtype) if g is None else g.reshape(-1).to(dtype) for g, n in zip(gradients, sizes, strict=True)]
     parts.append(whole.new_zeros(whole.numel() - sum(sizes), dtype=dtype))
     flat = torch.cat(parts)
     shard = flat.new_zeros(flat.numel() // group.size)
     work = group.reduce_scatter(shard, flat, asynchronous=True)
-    whole.untyped_storage().resize_(0)
     return shard, work
 
 
