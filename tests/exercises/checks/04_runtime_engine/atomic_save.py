@@ -247,6 +247,10 @@ def found(function, **given):
     return {"a reader finds": [seen for seen in watch(function, **given).found if seen != "nothing"]}
 
 
+def ending(title: str, make, error: BaseException) -> Case:
+    return Case("property", title, make, expected_failing(f"{type(error).__name__}: {error}"), CONTRACT, interrupted(error))
+
+
 CHECK = Check(
     exercise="04.atomic_save",
     outputs=(),
@@ -271,22 +275,10 @@ CHECK = Check(
             given(FLAT, existing=OLD, leftover={"weights": "half"}), expected_handed, CONTRACT, handed,
         ),
         Case("property", "two saves under one name", given(DEEP), expected_standing, CONTRACT, standing_after_two),
-        Case(
-            "property", "`write` raises after its first file", given(FLAT), expected_failing("RuntimeError: no weights"), CONTRACT,
-            interrupted(RuntimeError("no weights")),
-        ),
-        Case(
-            "property", "`write` raises, and there is an older folder", given(DEEP, existing=OLD),
-            expected_failing("RuntimeError: no weights"), CONTRACT, interrupted(RuntimeError("no weights")),
-        ),
-        Case(
-            "property", "Ctrl-C while `write` writes", given(DEEP, existing=OLD), expected_failing("KeyboardInterrupt: "), CONTRACT,
-            interrupted(KeyboardInterrupt()),
-        ),
-        Case(
-            "property", "the process is asked to end while `write` writes", given(DEEP, existing=OLD), expected_failing("SystemExit: 143"),
-            CONTRACT, interrupted(SystemExit(143)),
-        ),
+        ending("`write` raises after its first file", given(FLAT), RuntimeError("no weights")),
+        ending("`write` raises, and there is an older folder", given(DEEP, existing=OLD), RuntimeError("no weights")),
+        ending("Ctrl-C while `write` writes", given(DEEP, existing=OLD), KeyboardInterrupt()),
+        ending("the process is asked to end while `write` writes", given(DEEP, existing=OLD), SystemExit(143)),
         Case(
             "property", "forcing to the disk fails", given(FLAT, existing=OLD), expected_failing("OSError: [Errno 5] Input/output error"),
             CONTRACT, broken_disk,
