@@ -107,8 +107,8 @@ def generalized_advantages(
         values: [answers, time], what was expected before each token.
         lengths: [answers] int64, tokens in each answer, 0 to time.
         last_values: [answers], the value of the state after the last token, which the caller chooses: 0 where nothing follows, as after an
-            answer that ended, and the value model's estimate where the answer would have gone on. `rewards`, `values` and `last_values` have
-            one float dtype.
+            answer that ended, and the value model's estimate where the answer would have gone on. `rewards`, `values` and `last_values`
+            have one float dtype.
         gamma: discount of the next state, 0 to 1.
         lam: how far differences are carried backwards, 0 to 1.
 
