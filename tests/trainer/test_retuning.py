@@ -178,8 +178,9 @@ def test_what_changes_a_run_is_refused_with_both_values_and_the_words_and_then_t
 def test_first_weights_that_were_trained_further_since_are_named_by_their_places_and_not_by_their_fingerprints(tmp_path):
     before = {"start_from": "runs/sft", "start": "80e15427"}
     after = {"start_from": "runs/sft", "start": "83f69dc5"}
-    for more, named in (({}, "start_from=runs/sft has now"), ({"ppo": {"reward_model": "r"}}, "start_from=runs/sft or ppo.reward_model=r has now")):
-        with pytest.raises(CourseError, match=f"run began with other weights than {named}.*name a copy of what they were") as refused:
+    judged = {"ppo": {"reward_model": "r"}}
+    for more, named in (({}, "start_from=runs/sft"), (judged, "start_from=runs/sft or ppo.reward_model=r")):
+        with pytest.raises(CourseError, match=f"run began with other weights than {named} has now.*name a copy of what they were") as refused:
             retuning.require_allowed(before | more, after | more, tmp_path / "run", [])
         assert "80e1" not in str(refused.value)
     with pytest.raises(CourseError, match="Within a run mode, start cannot change"):
