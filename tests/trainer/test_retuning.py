@@ -180,7 +180,7 @@ def test_first_weights_that_were_trained_further_since_are_named_by_their_places
     after = {"start_from": "runs/sft", "start": "83f69dc5"}
     judged = {"ppo": {"reward_model": "r"}}
     for more, named in (({}, "start_from=runs/sft"), (judged, "start_from=runs/sft or ppo.reward_model=r")):
-        with pytest.raises(CourseError, match=f"run began with other weights than {named} has now.*name a copy of what they were") as refused:
+        with pytest.raises(CourseError, match=f"run began with other weights than {named} has now.*name a copy of what") as refused:
             retuning.require_allowed(before | more, after | more, tmp_path / "run", [])
         assert "80e1" not in str(refused.value)
     with pytest.raises(CourseError, match="Within a run mode, start cannot change"):
