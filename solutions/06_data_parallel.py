@@ -104,6 +104,8 @@ def recompute(
         output = run(*fresh)
     tensors = [*fresh, *parameters]
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not output.requires_grad:  # it depends on nothing that wants a gradient, and autograd refuses such an output
+        return (None,) * len(tensors)
     gradients = iter(torch.autograd.grad(output, wanted, upstream, allow_unused=True))
     return tuple(next(gradients) if tensor.requires_grad else None for tensor in tensors)
 

@@ -51,7 +51,7 @@ def pack_documents(documents: Sequence[Tensor], seq: int) -> Batch:
         seq: positions in the row; the sum of all n_i - 1 is at most this.
 
     Returns:
-        Four tensors, [seq] int64:
+        Four new tensors, [seq] int64, which share no memory with the documents:
         `input_ids`: the inputs; 0 on padding.
         `targets`: the token that follows in the same document; -100 on padding.
         `documents`: 0 for the first document, 1 for the second, ...; -1 on padding.
@@ -78,10 +78,9 @@ def fill_in_middle(
     The document is cut before character `first` and before character `second` into prefix, middle and suffix, any of which may
     be empty. Each of the three is encoded on its own; in spm too, prefix and middle are encoded apart.
 
-        psm:  tokens.prefix, prefix, tokens.suffix, suffix, tokens.middle, middle, tokens.end
-        spm:  tokens.prefix, tokens.suffix, suffix, tokens.middle, prefix, middle, tokens.end
-
-    tokens.prefix stands first in both orders; in spm nothing stands behind it (the paper's variant 2).
+    Both orders begin with tokens.prefix and end with tokens.end. In psm prefix, suffix and middle come in this order, each behind its own
+    special token. In spm the suffix with its token comes before the two others, and prefix and middle follow tokens.middle together, with
+    nothing between them, so that nothing stands directly behind tokens.prefix (the paper's variant 2).
 
     Args:
         text: a document, without its end token.
@@ -126,6 +125,7 @@ def mask_tokens(
         rate: the share of the tokens that is chosen.
 
     Returns:
+        Two new tensors, which share no memory with the arguments:
         inputs: [batch, seq] int64, what the model sees.
         targets: [batch, seq] int64, the original token where one was chosen, -100 elsewhere.
 

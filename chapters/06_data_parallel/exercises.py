@@ -33,8 +33,9 @@ def ring_all_reduce(tensor: Tensor, group: Communicator) -> None:
     Args:
         tensor: contiguous, of any shape, dtype and length: also shorter than n, so that some chunks are empty. Ranks hold the same bits
             afterwards.
-        group: the ranks that add up. `group.rank` of `group.size`; `send(tensor, to)` and `receive(tensor, source)` count ranks
-            within the group, are done when they return, and with `asynchronous=True` once one calls `wait()` on what they return.
+        group: the ranks that add up. `group.rank` of `group.size`; `send(tensor, to)` and `receive(tensor, source)`, which writes what
+            arrives into `tensor`, count ranks within the group, are done when they return, and with `asynchronous=True` once one calls
+            `wait()` on what they return.
 
     It sends 2 (n - 1) times, each time one chunk (an empty one too) and straight from the tensor, and beside the tensor needs memory for
     one chunk. A group of one rank sends nothing.
@@ -54,8 +55,9 @@ def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
     """Overlap the gradient all-reduce with the next backward pass: start each bucket as soon as possible.
 
     It is called before the forward pass of a step's last micro-batch. A bucket is full once each of its parameters has its gradient of that
-    pass, added to those of earlier micro-batches: it calls what was given to `parameter.register_post_accumulate_grad_hook(function)`, with
-    the parameter.
+    pass, added to those of earlier micro-batches. At that moment autograd calls what was registered with
+    `parameter.register_post_accumulate_grad_hook(function)`, as function(parameter). `parameter.grad` may hold earlier micro-batches'
+    gradients already, so that it is set does not say that this pass has come by.
 
     Ranks may have their gradients in different orders, yet must start the same operations in the same order. So bucket 0 starts
     first, then bucket 1, and so on: a bucket that is full waits until those before it have started, and then starts at once.
@@ -87,8 +89,9 @@ def partition(sizes: Sequence[int], whole: Sequence[bool], held: Sequence[int]) 
     """Partition parameters over ranks for ZeRO, so that ranks hold as nearly equal numbers of elements as possible.
 
     First the parameters that must stay whole, the largest first: each goes to the rank that then holds the fewest numbers. The others may
-    be cut anywhere, and are cut so that they even out the ranks' loads: afterwards the ranks that received something of them differ
-    by one number at most, and a rank that received nothing holds no fewer than those.
+    be cut anywhere, and each of their numbers goes to a rank that holds few: afterwards a rank that received any of them holds at most one
+    number more than any other rank. So 6 numbers for ranks that hold 9, 2 and 1 make 9, 5 and 4, and a rank may receive nothing.
+    A model has hundreds of millions of numbers: do not go through them one by one.
 
     Args:
         sizes: how many numbers each parameter has, at least 1.
@@ -119,8 +122,9 @@ def recompute(
 
     Args:
         run: run(*inputs) -> output. It uses `parameters`, and it may draw random numbers, as dropout does.
-        inputs: the inputs of the first run. Tensors of any dtype; integer tensors have no gradient. Inputs may have been computed from one
-            another; each gets its own gradient alone.
+        inputs: the inputs of the first run. Tensors of any dtype; integer tensors have no gradient. An input may have been computed from
+            another one, and one tensor may be given twice. Each place gets the gradient of what `run` does with it there: what flows from
+            one input to another outside of `run` is not part of it. For x and y = 2 x, and run = x * y, x gets y and y gets x.
         parameters: the other tensors that it reads. They may be frozen, and it may leave some of them unused.
         upstream: the gradient of the loss with respect to the output, in the output's shape.
         random_state: the generators as they were before the first run. `with random_numbers_from(random_state):` restores them, and resets
@@ -128,8 +132,9 @@ def recompute(
 
     Returns:
         The gradient of each input, then of each parameter, in their order and shapes. None for a tensor that does not require one, and
-        for one that the output does not depend on. No `.grad` is changed: autograd accumulates the returned gradients, so hooks on a
-        parameter see one gradient. Gradients are recorded here even where they are switched off outside, as in a backward pass.
+        for one that the output does not depend on, also where that is all of them. No `.grad` is changed: autograd accumulates the
+        returned gradients, so hooks on a parameter see one gradient. Gradients are recorded here even where they are switched off
+        outside, as in a backward pass.
 
     >>> x, weight = torch.tensor([2.0]), torch.tensor([5.0], requires_grad=True)
     >>> recompute(lambda x: (x * weight).square(), [x], [weight], torch.tensor([0.5]), random_state_of(x))    # 0.5 * 2 * (2 * 5) * 2
@@ -143,7 +148,8 @@ def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
     """Start the all-gather of an FSDP unit's weights from the ranks' shards.
 
     The weights that the modules compute with are views of `whole`, made once, and autograd keeps such views for the backward pass. So the
-    weights must be gathered into this very tensor, whose storage has 0 bytes until now.
+    weights must be gathered into this very tensor. Its storage, the memory behind it and its views, has 0 bytes until now, and
+    `whole.untyped_storage().resize_(bytes)` gives it others.
 
     Args:
         whole: [size * n], of the dtype that is computed in. Its storage is allocated again, and filled.
@@ -171,6 +177,8 @@ def reshard_unit(
 ) -> tuple[Tensor, Work]:
     """Free a unit's unsharded weights after its backward pass, and start the reduce-scatter of its gradients.
 
+    The weights are freed before memory for the sum is taken: this is the moment at which a rank holds most.
+
     Args:
         whole: [size * n], the weights. Afterwards its storage has 0 bytes; the tensor itself, and views of it, stay.
         gradients: this rank's gradient of each parameter, in the parameter's shape, in the order in which they lie in `whole`. None for one
@@ -181,8 +189,9 @@ def reshard_unit(
             this rank's part of the sum of all ranks' `whole`, both of one dtype; `whole` is undefined afterwards.
 
     Returns:
-        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, and the work that fills it: it is complete
-        once `wait()` has returned. The gradients are sums over tokens, so they are added and never averaged.
+        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, with memory of its own: a view of a longer
+        buffer would keep all of that. And the work that fills it: it is complete once `wait()` has returned. The gradients are sums over
+        tokens, so they are added and never averaged.
 
     >>> whole, gradients = torch.ones(4), [torch.tensor([[5.0], [6.0]]), None]
     >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, SingleRankCommunicator())

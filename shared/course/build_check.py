@@ -116,7 +116,9 @@ def read_module(path: Path) -> ModuleType:
     return module
 
 
-def run_stage(check: Any, functions: Functions, wrong: dict[str, Functions], keep: Callable = lambda _: None, confirm: bool = True) -> Outcome:
+def run_stage(
+    check: Any, functions: Functions, wrong: dict[str, Functions], keep: Callable = lambda _: None, confirm: bool = True
+) -> Outcome:
     """Climb a stage's cases in this process; `wrong` maps sentences to wrong builds, for the diagnosis; see `checking.run_check`."""
     from shared.course import checking
 

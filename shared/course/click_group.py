@@ -10,6 +10,7 @@ from shared.course.errors import CourseError
 
 CANNOT = 64  # the command cannot be carried out as given; 2, click's own code, means NOT ATTEMPTED here
 INTERRUPTED = 130
+SYNONYMS = {"compare": "report", "diff": "report", "evaluate": "eval", "generate": "sample", "list": "runs", "ls": "runs"}
 TRAINER = "trainer"  # sections of commands: `command.section`
 MAINTAINERS = "maintainers"
 
@@ -46,7 +47,8 @@ class CourseGroup(click.Group):
     def offer(self, name: str) -> str:
         if name[:1].isdigit():
             return f"Did you mean `course check {name}`?"
-        nearest = difflib.get_close_matches(name, self.commands, n=1, cutoff=0.5)
+        same = [SYNONYMS[name]] if SYNONYMS.get(name) in self.commands else []
+        nearest = same or difflib.get_close_matches(name, self.commands, n=1, cutoff=0.5)
         return f"Did you mean `course {nearest[0]}`?" if nearest else "`course --help` lists them."
 
     def main(self, *args: Any, **settings: Any) -> None:

@@ -5,6 +5,7 @@
 A notebook always runs in a temporary workspace with untouched stubs, so a learner's progress never shows in it.
 """
 
+import base64
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from nbclient import NotebookClient
 
 from shared.course import catalogue, stubs
 from shared.course.errors import CourseError
+from shared.course.paths import CHECKOUT
 from shared.course.progress import replace_text
 
 # Other ways of running that must print the same: another CPU's rounding, and one thread.
@@ -40,6 +42,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 # Tags of cells: the figure that the first cell shows as what the reader will have made, and imports, which JupyterLab shows collapsed.
 OPENING_FIGURE = "opening-figure"
 IMPORTS = "imports"
+PICTURES = CHECKOUT / "chapters" / "pictures"  # those of some chapters, for the README
 PICTURE = "opening.png"  # the first cell shows it as `![...](attachment:opening.png)`
 
 
@@ -112,4 +115,6 @@ def refresh(chapter: catalogue.Chapter) -> None:
         if done.returncode:
             raise CourseError(f"{path.name} prints something else with {variant}; it is not stored. nbval says:\n{done.stdout[-6000:]}")
     replace_text(path, nbformat.writes(notebook) + "\n")
+    if (picture := PICTURES / f"{chapter.number}.png").exists():
+        picture.write_bytes(base64.b64decode(opening_figure(notebook)))
 

@@ -43,10 +43,9 @@ def fill_in_middle(
     The document is cut before character `first` and before character `second` into prefix, middle and suffix, any of which may
     be empty. Each of the three is encoded on its own; in spm too, prefix and middle are encoded apart.
 
-        psm:  tokens.prefix, prefix, tokens.suffix, suffix, tokens.middle, middle, tokens.end
-        spm:  tokens.prefix, tokens.suffix, suffix, tokens.middle, prefix, middle, tokens.end
-
-    tokens.prefix stands first in both orders; in spm nothing stands behind it (the paper's variant 2).
+    Both orders begin with tokens.prefix and end with tokens.end. In psm prefix, suffix and middle come in this order, each behind its own
+    special token. In spm the suffix with its token comes before the two others, and prefix and middle follow tokens.middle together, with
+    nothing between them, so that nothing stands directly behind tokens.prefix (the paper's variant 2).
 
     Args:
         text: a document, without its end token.

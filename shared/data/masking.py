@@ -41,6 +41,7 @@ def mask_tokens(
         rate: the share of the tokens that is chosen.
 
     Returns:
+        Two new tensors, which share no memory with the arguments:
         inputs: [batch, seq] int64, what the model sees.
         targets: [batch, seq] int64, the original token where one was chosen, -100 elsewhere.
 

@@ -38,7 +38,7 @@ def pack_documents(documents: Sequence[Tensor], seq: int) -> Batch:
         seq: positions in the row; the sum of all n_i - 1 is at most this.
 
     Returns:
-        Four tensors, [seq] int64:
+        Four new tensors, [seq] int64, which share no memory with the documents:
         `input_ids`: the inputs; 0 on padding.
         `targets`: the token that follows in the same document; -100 on padding.
         `documents`: 0 for the first document, 1 for the second, ...; -1 on padding.

@@ -5,6 +5,7 @@ A run that is resumed must be the same run, so what decides its weights is compa
 
 import json
 import platform
+import re
 import subprocess
 from dataclasses import fields, is_dataclass
 from importlib import metadata
@@ -94,7 +95,8 @@ def changed(saved: dict, now: dict) -> dict[str, list[Any]]:
     """The keys that differ, each with both values."""
     before, after = flat(saved), flat(now)
     keys = sorted(before.keys() | after.keys())
-    return {key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)}
+    differing = [key for key in keys if without_folders(before.get(key)) != without_folders(after.get(key))]
+    return {key: [before.get(key), after.get(key)] for key in differing}
 
 
 def differences(saved: dict, now: dict) -> dict[str, list[Any]]:
@@ -112,6 +114,11 @@ def in_words(found: dict[str, list[Any]], most: int = 4) -> str:
     """
     said = [f"{key} ({before!r} there, {after!r} here)" for key, (before, after) in found.items()]
     return ", ".join([*said[:most], *(["..."] * (len(said) > most))])
+
+
+def without_folders(value: Any) -> str:
+    """A setting as text, without the folders of what it names by import path: a project that was moved is the same."""
+    return re.sub(r"/[^'\"]*/(?=[^/'\"]+\.py:\w)", "", repr(value))
 
 
 def may_change(key: str) -> bool:

@@ -51,6 +51,8 @@ def test_the_command_alone_says_what_to_do(learner):
     ("arguments", "offered"),
     [
         (["chek"], "Did you mean `course check`?"),
+        (["compare", "runs/a", "runs/b"], "Did you mean `course report`?"),
+        (["list"], "Did you mean `course runs`?"),
         ([FIRST], f"Did you mean `course check {FIRST}`?"),
         (["check", "01.cros_entropy"], f"Did you mean {FIRST}?"),
         (["hint", "cross_entropy"], f"Did you mean {FIRST}?"),

@@ -83,6 +83,14 @@ def test_the_first_cell_shows_the_question_and_the_figure_that_the_reader_will_h
     assert f"](attachment:{refresh.PICTURE})" in first.source and "?" in first.source
 
 
+def test_the_readmes_pictures_are_figures_of_the_notebooks():
+    shown = re.findall(r"chapters/pictures/(\d\d)\.png", (CHECKOUT / "README.md").read_text(encoding="utf-8"))
+    assert sorted(shown) == sorted(path.stem for path in refresh.PICTURES.glob("[0-9]*.png")) and len(shown) >= 2
+    for chapter in (chapter for chapter in CHAPTERS if chapter.number in shown):
+        picture = (refresh.PICTURES / f"{chapter.number}.png").read_bytes()
+        assert picture == base64.b64decode(refresh.opening_figure(read(chapter))), f"`course refresh {chapter.number}` renews it"
+
+
 @by_chapter
 def test_a_long_list_of_imports_is_collapsed(chapter):
     """JupyterLab shows a bar in its place, which opens with a click."""

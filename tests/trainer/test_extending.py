@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 from scripts import refused, run_script
-from trainer_runs import TRAIN, train
+from trainer_runs import TRAIN
 
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
@@ -83,6 +83,17 @@ def test_an_example_runs_as_it_stands_and_does_what_it_says(project, name):
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     step = max((folder / "checkpoints").glob("step-*"))
     return {key: value for file in step.glob("weights*.safetensors") for key, value in load_file(file).items()}
+
+
+def test_a_project_that_was_moved_goes_on_with_its_run(project, tmp_path):
+    moved = shutil.copytree(project, tmp_path / "moved", ignore=shutil.ignore_patterns("runs"))
+    shutil.copytree(project / "runs" / "prepared", moved / "runs" / "prepared")
+    first = run_script(TRAIN, "optimizer.yaml", "steps=1", cwd=moved)
+    assert first.returncode == 0, first.stderr
+    again = run_script(TRAIN, "optimizer.yaml", "steps=1", cwd=moved.rename(tmp_path / "elsewhere"))
+    assert again.returncode == 0 and "Going on from step 1" in again.stdout, again.stderr
+    other = run_script(TRAIN, "optimizer.yaml", "steps=1", "optimizer.options.momentum=0.5", cwd=tmp_path / "elsewhere")
+    assert refused(other, "optimizer.options.momentum (0.8 there, 0.5 here)")
 
 
 LAYOUTS = {

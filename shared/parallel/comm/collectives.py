@@ -37,8 +37,9 @@ def ring_all_reduce(tensor: Tensor, group: Communicator) -> None:
     Args:
         tensor: contiguous, of any shape, dtype and length: also shorter than n, so that some chunks are empty. Ranks hold the same bits
             afterwards.
-        group: the ranks that add up. `group.rank` of `group.size`; `send(tensor, to)` and `receive(tensor, source)` count ranks
-            within the group, are done when they return, and with `asynchronous=True` once one calls `wait()` on what they return.
+        group: the ranks that add up. `group.rank` of `group.size`; `send(tensor, to)` and `receive(tensor, source)`, which writes what
+            arrives into `tensor`, count ranks within the group, are done when they return, and with `asynchronous=True` once one calls
+            `wait()` on what they return.
 
     It sends 2 (n - 1) times, each time one chunk (an empty one too) and straight from the tensor, and beside the tensor needs memory for
     one chunk. A group of one rank sends nothing.

@@ -51,8 +51,9 @@ def recompute(
 
     Args:
         run: run(*inputs) -> output. It uses `parameters`, and it may draw random numbers, as dropout does.
-        inputs: the inputs of the first run. Tensors of any dtype; integer tensors have no gradient. Inputs may have been computed from one
-            another; each gets its own gradient alone.
+        inputs: the inputs of the first run. Tensors of any dtype; integer tensors have no gradient. An input may have been computed from
+            another one, and one tensor may be given twice. Each place gets the gradient of what `run` does with it there: what flows from
+            one input to another outside of `run` is not part of it. For x and y = 2 x, and run = x * y, x gets y and y gets x.
         parameters: the other tensors that it reads. They may be frozen, and it may leave some of them unused.
         upstream: the gradient of the loss with respect to the output, in the output's shape.
         random_state: the generators as they were before the first run. `with random_numbers_from(random_state):` restores them, and resets
@@ -60,8 +61,9 @@ def recompute(
 
     Returns:
         The gradient of each input, then of each parameter, in their order and shapes. None for a tensor that does not require one, and
-        for one that the output does not depend on. No `.grad` is changed: autograd accumulates the returned gradients, so hooks on a
-        parameter see one gradient. Gradients are recorded here even where they are switched off outside, as in a backward pass.
+        for one that the output does not depend on, also where that is all of them. No `.grad` is changed: autograd accumulates the
+        returned gradients, so hooks on a parameter see one gradient. Gradients are recorded here even where they are switched off
+        outside, as in a backward pass.
 
     >>> x, weight = torch.tensor([2.0]), torch.tensor([5.0], requires_grad=True)
     >>> recompute(lambda x: (x * weight).square(), [x], [weight], torch.tensor([0.5]), random_state_of(x))    # 0.5 * 2 * (2 * 5) * 2

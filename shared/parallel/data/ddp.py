@@ -27,8 +27,9 @@ def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
     """Overlap the gradient all-reduce with the next backward pass: start each bucket as soon as possible.
 
     It is called before the forward pass of a step's last micro-batch. A bucket is full once each of its parameters has its gradient of that
-    pass, added to those of earlier micro-batches: it calls what was given to `parameter.register_post_accumulate_grad_hook(function)`, with
-    the parameter.
+    pass, added to those of earlier micro-batches. At that moment autograd calls what was registered with
+    `parameter.register_post_accumulate_grad_hook(function)`, as function(parameter). `parameter.grad` may hold earlier micro-batches'
+    gradients already, so that it is set does not say that this pass has come by.
 
     Ranks may have their gradients in different orders, yet must start the same operations in the same order. So bucket 0 starts
     first, then bucket 1, and so on: a bucket that is full waits until those before it have started, and then starts at once.

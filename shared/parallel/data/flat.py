@@ -35,7 +35,8 @@ def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
     """Start the all-gather of an FSDP unit's weights from the ranks' shards.
 
     The weights that the modules compute with are views of `whole`, made once, and autograd keeps such views for the backward pass. So the
-    weights must be gathered into this very tensor, whose storage has 0 bytes until now.
+    weights must be gathered into this very tensor. Its storage, the memory behind it and its views, has 0 bytes until now, and
+    `whole.untyped_storage().resize_(bytes)` gives it others.
 
     Args:
         whole: [size * n], of the dtype that is computed in. Its storage is allocated again, and filled.
@@ -64,6 +65,8 @@ def reshard_unit(
 ) -> tuple[Tensor, Work]:
     """Free a unit's unsharded weights after its backward pass, and start the reduce-scatter of its gradients.
 
+    The weights are freed before memory for the sum is taken: this is the moment at which a rank holds most.
+
     Args:
         whole: [size * n], the weights. Afterwards its storage has 0 bytes; the tensor itself, and views of it, stay.
         gradients: this rank's gradient of each parameter, in the parameter's shape, in the order in which they lie in `whole`. None for one
@@ -74,8 +77,9 @@ def reshard_unit(
             this rank's part of the sum of all ranks' `whole`, both of one dtype; `whole` is undefined afterwards.
 
     Returns:
-        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, and the work that fills it: it is complete
-        once `wait()` has returned. The gradients are sums over tokens, so they are added and never averaged.
+        This rank's shard of the sum over the ranks, [n] in `dtype`, on `whole`'s device, with memory of its own: a view of a longer
+        buffer would keep all of that. And the work that fills it: it is complete once `wait()` has returned. The gradients are sums over
+        tokens, so they are added and never averaged.
 
     >>> whole, gradients = torch.ones(4), [torch.tensor([[5.0], [6.0]]), None]
     >>> shard, work = reshard_unit(whole, gradients, [2, 1], torch.float64, SingleRankCommunicator())

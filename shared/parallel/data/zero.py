@@ -34,8 +34,9 @@ def partition(sizes: Sequence[int], whole: Sequence[bool], held: Sequence[int]) 
     """Partition parameters over ranks for ZeRO, so that ranks hold as nearly equal numbers of elements as possible.
 
     First the parameters that must stay whole, the largest first: each goes to the rank that then holds the fewest numbers. The others may
-    be cut anywhere, and are cut so that they even out the ranks' loads: afterwards the ranks that received something of them differ
-    by one number at most, and a rank that received nothing holds no fewer than those.
+    be cut anywhere, and each of their numbers goes to a rank that holds few: afterwards a rank that received any of them holds at most one
+    number more than any other rank. So 6 numbers for ranks that hold 9, 2 and 1 make 9, 5 and 4, and a rank may receive nothing.
+    A model has hundreds of millions of numbers: do not go through them one by one.
 
     Args:
         sizes: how many numbers each parameter has, at least 1.

@@ -9,7 +9,7 @@ WORDS, END, WIDTH = 5, 5, 12  # a document is words 0 to 4, and the end token 5
 
 
 def rows(documents: list[list[int]], width: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, [documents, width] each. What fills up a row is the end token; its target is -100, which does not count."""
+    """Inputs and targets, [documents, width] each. Rows are filled up with the end token, whose target is -100: it does not count."""
     input_ids = torch.full((len(documents), width), END)
     targets = torch.full((len(documents), width), -100)
     for number, ids in enumerate(documents):
@@ -19,7 +19,7 @@ def rows(documents: list[list[int]], width: int) -> tuple[Tensor, Tensor]:
 
 
 def train(documents: list[list[int]], width: int, steps: int, rate: float) -> tuple[list[float], Tensor]:
-    """Gradient descent on the mean loss over the targets that count. Returns the losses, and the logits of the next token by the last one."""
+    """Gradient descent on the mean loss over the targets that count. Returns the losses, and the logits of the next token by the last."""
     input_ids, targets = rows(documents, width)
     table = torch.zeros(1 + WORDS, 1 + WORDS, dtype=torch.float64, requires_grad=True)
     losses = []

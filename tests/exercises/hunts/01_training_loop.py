@@ -1,8 +1,8 @@
 """The checks of chapter 01's repairs: a repaired program has the losses, counts, weights and letters of the right one.
 
 Data, sizes and seeds differ from what the programs print, so that no repair can aim at what it sees. Tolerance: micro-batches add float64
-numbers up in another order, which moves a sum by some 1e-15 of its largest summand; 1e-9 is far from that and from any mistake. A repair of `a`
-may weigh by a share of two counts, which PyTorch divides in float32: 1e-7 of it, so 1e-5 is allowed there.
+numbers up in another order, which moves a sum by some 1e-15 of its largest summand; 1e-9 is far from that and from any mistake. A repair
+of `a` may weigh by a share of two counts, which PyTorch divides in float32: 1e-7 of it, so 1e-5 is allowed there.
 """
 
 from collections.abc import Callable

@@ -108,16 +108,20 @@ def sync_buckets__as_an_object(buckets):
     return Exchange().finish
 
 
-def partition__one_at_a_time(sizes, whole, held):
-    """Numbers are handed out singly, and counted; then each rank's count is cut off in turn."""
+def partition__by_bisection(sizes, whole, held):
+    """The common level is found by bisection; then each rank's count is cut off in turn."""
     loads, result = list(held), [None] * len(sizes)
     for size, number in sorted(((size, number) for number, size in enumerate(sizes) if whole[number]), reverse=True):
         lowest = min(range(len(loads)), key=lambda rank: loads[rank])
         result[number] = [(0, size if rank == lowest else 0) for rank in range(len(loads))]
         loads[lowest] += size
-    given = [0] * len(loads)
-    for _ in range(sum(size for number, size in enumerate(sizes) if not whole[number])):
-        rank = min(range(len(loads)), key=lambda rank: loads[rank] + given[rank])
+    left = sum(size for number, size in enumerate(sizes) if not whole[number])
+    level, above = min(loads), max(loads) + left + 1
+    while above - level > 1:
+        middle = (level + above) // 2
+        level, above = (middle, above) if sum(max(0, middle - load) for load in loads) <= left else (level, middle)
+    given = [max(0, level - load) for load in loads]
+    for rank in [rank for rank, load in enumerate(loads) if load <= level][: left - sum(given)]:
         given[rank] += 1
     for number, size in enumerate(sizes):
         if not whole[number]:
@@ -176,7 +180,7 @@ def recompute__one_at_a_time(run, inputs, parameters, upstream, random_state):
             result = run(*copies)
     found = []
     for tensor in copies + list(parameters):
-        if not tensor.requires_grad:
+        if not (tensor.requires_grad and result.requires_grad):
             found.append(None)
             continue
         found.append(torch.autograd.grad(result, tensor, upstream, retain_graph=True, allow_unused=True)[0])
@@ -190,6 +194,8 @@ def recompute__by_places(run, inputs, parameters, upstream, random_state):
         output = run(*views)
     tensors = (*views, *parameters)
     places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
+    if output.grad_fn is None:
+        return tuple(None for _ in tensors)
     gradients = torch.autograd.grad([output], [tensors[place] for place in places], [upstream], allow_unused=True)
     answer = dict(zip(places, gradients, strict=True))
     return tuple(answer.get(place) for place in range(len(tensors)))
@@ -209,12 +215,12 @@ def unshard_unit__by_chunks(whole, shard, group):
 
 
 def reshard_unit__concatenated(whole, gradients, sizes, dtype, group):
+    whole.untyped_storage().resize_(0)
     parts = [whole.new_zeros(n, dtype=dtype) if g is None else g.reshape(-1).to(dtype) for g, n in zip(gradients, sizes, strict=True)]
     parts.append(whole.new_zeros(whole.numel() - sum(sizes), dtype=dtype))
     flat = torch.cat(parts)
     shard = flat.new_zeros(flat.numel() // group.size)
     work = group.reduce_scatter(shard, flat, asynchronous=True)
-    whole.untyped_storage().resize_(0)
     return shard, work
 
 

@@ -232,7 +232,7 @@ STARTS = [
     Row("conversations of GRPO", trainer(*GRPO, "chats.sources=[{path: a.jsonl}]"), "chats.sources are conversations", trained=True),
     Row("tasks in no file", trainer(*GRPO, "grpo.tasks.sources=[{path: no.jsonl}]", "engine.output=a"), "no.jsonl", code=1, trained=True),
     Row("a reward in no file", trainer(*GRPO, "grpo.rewards=[{name: 'no.py:mine'}]", "grpo.tasks.made.kinds=[sum]", "engine.output=a"),
-        ("no.py:mine", "cannot be loaded"), code=1, trained=True),
+        ("no.py:mine", "there is no file no.py"), trained=True),
     Row("a reward model that writes, in GRPO", trainer(*GRPO, "grpo.rewards=[{name: model, folder: run}]", "engine.output=a"),
         ("grpo.rewards is run", "is a language model"), code=1, trained=True),
     Row("a reference that the loss lacks", trainer("dpo.loss=simpo", "dpo.reference=beside"), "reference has no effect with loss simpo"),

@@ -1,5 +1,5 @@
-"""Stage 4 of build 03: budgets of processor time, in steps of a plain loop, so that they hold on any machine. A form that does the work once
-takes a third of its budget or less, one that does it again and again takes several times as much."""
+"""Stage 4 of build 03: budgets of processor time, in steps of a plain loop, so that they hold on any machine. A form that does the work
+once takes a third of its budget or less, one that does it again and again takes several times as much."""
 
 import random
 from functools import cache

@@ -141,7 +141,8 @@ def memory_case() -> Case:
         for name in NAMES:
             rows[0][name].fill_(5)
         kept = [row["input_ids"].tolist() for row in rows[1:]] == before[1:]
-        return {"other rows stay as they were": kept, "documents stay as they were": [ids.tolist() for ids in given] == documents_of([6] * 4)}
+        same = [ids.tolist() for ids in given] == documents_of([6] * 4)
+        return {"other rows stay as they were": kept, "documents stay as they were": same}
 
     given = lambda: {"documents": torch.tensor(documents_of([6] * 4)), "width": 5}  # noqa: E731
     expected = lambda **_: {"other rows stay as they were": True, "documents stay as they were": True}  # noqa: E731

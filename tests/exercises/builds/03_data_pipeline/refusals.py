@@ -73,12 +73,14 @@ def restoring(width: int, seed: int, documents: list[list[int]], word: str) -> C
 # Files of text
 
 FILES = {
-    "b.txt": "naïve\r\n漢字\n".encode(), "a.py": b"x = 1\n", "empty.txt": b"", "spaces.txt": b" \n\t\r\n", "latin.txt": "caf\u00e9 au".encode("latin-1"),
+    "b.txt": "naïve\r\n漢字\n".encode(), "a.py": b"x = 1\n", "empty.txt": b"",
+    "spaces.txt": b" \n\t\r\n", "latin.txt": "caf\u00e9 au".encode("latin-1"),
     "image.png": b"\x89PNG\r\n\x1a\n\x00\x00", "zeros.txt": b"text\x00text", "cut.txt": "naïve 漢".encode()[:-1], "no_end": b"last",
     "late.txt": b"a" * 70_000 + b"\xff" + b"a" * 10, "utf16.txt": "ab".encode("utf-16-le"),
 }  # fmt: skip
 REASONS = {
-    "cut.txt": ("UTF-8", "7"), "empty.txt": ("empty",), "image.png": ("binary",), "late.txt": ("UTF-8", "70000"), "latin.txt": ("UTF-8", "3"),
+    "cut.txt": ("UTF-8", "7"), "empty.txt": ("empty",),
+    "image.png": ("binary",), "late.txt": ("UTF-8", "70000"), "latin.txt": ("UTF-8", "3"),
     "spaces.txt": ("empty",), "utf16.txt": ("binary",), "zeros.txt": ("binary",),
 }  # fmt: skip
 

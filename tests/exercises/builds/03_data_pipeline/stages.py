@@ -1,4 +1,4 @@
-"""The stages of build 03: what byte-level BPE, its file, packing and a loader do, against Hugging Face's tokenizers and against arithmetic."""
+"""The stages of build 03: what byte-level BPE, its file, packing and a loader do, against Hugging Face's tokenizers and arithmetic."""
 
 from .fast import FAST
 from .filing import FILES

@@ -187,7 +187,8 @@ ENCODE = (
     bytes_case("bytes that are no text", [102, 94, 0, 255, 188], bytes([169, 161, 33, 173, 0])),
     bytes_case("no ids", [], b""),
     own_case("no merges", [], 256, "naïve 😀"),
-    own_case("merges are replayed in their order: not the longest token first", ["bc bc bc abc abc abcd ab ab ab ab"], 262, "abc abcd abcabc bcab"),
+    own_case("merges are replayed in their order: not the longest token first",
+             ["bc bc bc abc abc abcd ab ab ab ab"], 262, "abc abcd abcabc bcab"),
     own_case("one pair in several places", ["aa aa aaa"], 258, "aaaaa aaaa aaa aaabaaa"),
     own_case("a pair that only a later merge makes", ["abcd abcd abcd bcd bcd cd cd cd"], 264, "abcd bcd cdcd abcdcd d"),
     encode_case("no text", ""),
@@ -216,7 +217,8 @@ def special_case(title: str, text: str, names: tuple[str, ...] = NAMES) -> Case:
 
     def expected(text: str, **_: Any) -> Results:
         plain = trained()[2].encode(text).ids
-        return {"ids": trained(names)[2].encode(text).ids, "ids of a text that is not trusted": plain, "bytes of the ids": repr(text.encode())}
+        ids = trained(names)[2].encode(text).ids
+        return {"ids": ids, "ids of a text that is not trusted": plain, "bytes of the ids": repr(text.encode())}
 
     return Case("oracle", title, lambda: {"text": text, "special": list(names)}, expected, LIBRARY, observe)
 

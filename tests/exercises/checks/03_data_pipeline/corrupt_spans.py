@@ -12,6 +12,7 @@ from shared.course.checking import Case, Check
 from .pieces import CONTRACT, ids, refused
 
 ORACLE = "Python's re: runs of capitals in a text with one letter for each token"
+LISTED = "the contract: the second span gets sentinels[1]"
 PAPER = "Raffel et al. 2019, figure 2"
 SENTINELS = list(range(199, 189, -1))  # no letter of the cases is one of them
 END = 1
@@ -22,6 +23,13 @@ def text(tokens: str, sentinels: list[int] = SENTINELS, end_id: int = END):
     return lambda: {
         "input_ids": torch.tensor([ord(letter.lower()) for letter in tokens], dtype=torch.int64),
         "noise": torch.tensor([letter.isupper() for letter in tokens], dtype=torch.bool), "sentinels": list(sentinels), "end_id": end_id,
+    }  # fmt: skip
+
+
+def numbers(tokens: list[int], noise: str, sentinels: list[int]):
+    """Arguments from ids: a 1 in `noise` is noise."""
+    return lambda: {
+        "input_ids": ids(*tokens), "noise": torch.tensor([letter == "1" for letter in noise]), "sentinels": list(sentinels), "end_id": END,
     }  # fmt: skip
 
 
@@ -95,6 +103,23 @@ CHECK = Check(
         worked("no noise at all", "abc", "abc", ""),
         worked("nothing but noise", "ABC", "0", "0abc"),
         worked("an empty text", "", "", ""),
+        Case(
+            "worked example", "sentinels that count up", numbers([11, 12, 13, 14, 15], "01011", [20, 21, 22]),
+            lambda **given: {"inputs": ids(11, 20, 13, 21, END), "targets": ids(20, 12, 21, 14, 15, END)}, LISTED,
+        ),
+        Case(
+            "worked example", "sentinels in no order", numbers([11, 12, 13, 14, 15], "10101", [70, 7, 700]),
+            lambda **given: {"inputs": ids(70, 12, 7, 14, 700, END), "targets": ids(70, 11, 7, 13, 700, 15, END)}, LISTED,
+        ),
+        Case(
+            "worked example", "the ids 0 and the end token's among the tokens", numbers([0, 1, 0, 1, 0], "01100", [99, 98]),
+            lambda **given: {"inputs": ids(0, 99, 1, 0, END), "targets": ids(99, 1, 0, END)}, CONTRACT,
+        ),
+        Case(
+            "worked example", "a sentinel of 0, an end token of 0, and ids above 65,535",
+            lambda: numbers([70_000, 65_536, 40_000], "010", [0, 70_001])() | {"end_id": 0},
+            lambda **given: {"inputs": ids(70_000, 0, 40_000, 0), "targets": ids(0, 65_536, 0)}, CONTRACT,
+        ),
         Case("property", "three spans and two sentinels", text("AbCdE", sentinels=[199, 198]), refused, CONTRACT),
         Case("property", "one span and no sentinel", text("abC", sentinels=[]), refused, CONTRACT),
         Case("property", "as many sentinels as spans", text("AbC", sentinels=[199, 198]), both("0b1", "0a1c"), CONTRACT),

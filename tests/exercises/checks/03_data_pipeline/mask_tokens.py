@@ -90,6 +90,17 @@ def counts(function, **given):
     }  # fmt: skip
 
 
+def shared(function, **given):
+    """Arguments whose memory a result uses: writing to the result would change them."""
+    results = function(**given)
+    places = {result.untyped_storage().data_ptr() for result in results}
+    return {
+        "arguments that share memory with a result": [
+            name for name, value in given.items() if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in places
+        ]
+    }
+
+
 def large():
     given = random(200, 200, seed=5)()
     return given | {"special": torch.arange(200).remainder(5).eq(0).expand(200, 200).clone()}
@@ -128,6 +139,41 @@ CHECK = Check(
         Case(
             "worked example", "a rate of 0.5", case_of([11, 12, 13], [0] * 3, [0.1, 0.4, 0.6], [0.2, 0.85, 0.2], rate=0.5),
             rows([3, 92, 13], [11, 12, -100]), CONTRACT,
+        ),
+        Case(
+            "worked example", "a rate of 0 chooses nothing", case_of([11, 12, 13], [0] * 3, [0.0, 0.1, 0.5], [0.2, 0.85, 0.2], rate=0.0),
+            rows([11, 12, 13], [-100] * 3), CONTRACT,
+        ),
+        Case(
+            "worked example", "no draw is below the rate", case_of([11, 12, 13], [0] * 3, [0.9, 0.5, 0.2], [0.2, 0.85, 0.95]),
+            rows([11, 12, 13], [-100] * 3), "the contract: nothing is chosen beyond what the draws say",
+        ),
+        Case(
+            "worked example", "nothing but special tokens", case_of([1, 2, 0], [1] * 3, [0.1, 0.0, 0.1], [0.2, 0.85, 0.95]),
+            rows([1, 2, 0], [-100] * 3), CONTRACT,
+        ),
+        Case(
+            "worked example", "a replacement that is the token itself", case_of([91, 92, 13], [0] * 3, [0.1] * 3, [0.85, 0.85, 0.85]),
+            rows([91, 92, 93], [91, 92, 13]), "the contract: it was chosen, so it is a target",
+        ),
+        Case(
+            "worked example", "a replacement of 0",
+            lambda: case_of([11, 12], [0] * 2, [0.1] * 2, [0.85] * 2)() | {"replacements": ids(0, 0)[None]},
+            rows([0, 0], [11, 12]), CONTRACT,
+        ),
+        Case(
+            "worked example", "tokens that are the mask token, or 0, before anything is masked",
+            case_of([MASK, 0, MASK, 0], [0] * 4, [0.1, 0.1, 0.9, 0.9], [0.2, 0.95, 0.2, 0.2]), rows([3, 0, 3, 0], [3, 0, -100, -100]),
+            CONTRACT,
+        ),
+        Case(
+            "worked example", "a mask token of 0, and ids above 65,535",
+            lambda: case_of([70_000, 65_536, 40_000], [0] * 3, [0.1, 0.1, 0.9], [0.2, 0.95, 0.2])() | {"mask_id": 0},
+            rows([0, 65_536, 40_000], [70_000, 65_536, -100]), CONTRACT,
+        ),
+        Case(
+            "property", "new tensors, also where nothing is chosen", random(2, 7, seed=6, rate=0.0),
+            lambda **given: {"arguments that share memory with a result": []}, "the contract: left unchanged", shared,
         ),
         Case(
             "property", "the shares of 40,000 tokens, a fifth of them special", large,

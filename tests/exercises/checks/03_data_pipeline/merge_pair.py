@@ -10,6 +10,7 @@ from .pieces import CONTRACT, answer, given, random_ids
 
 ORACLE = "Python's re.sub, on a text with one character for each id"
 ONE_PASS = "the contract: what was joined is not joined again"
+DIGITS = "the contract: ids are numbers, not digits"
 TWICE = "the contract: from left to right, without overlap"
 
 
@@ -55,6 +56,9 @@ CHECK = Check(
         example("no ids at all", [], (5, 6), 9, [], CONTRACT),
         example("the new id is the left one of the pair", [5, 6, 6, 8], (5, 6), 5, [5, 6, 8], ONE_PASS),
         example("the new id is the right one of the pair", [5, 5, 6], (5, 6), 6, [5, 6], ONE_PASS),
+        example("ids whose last digits are the pair's left one", [15, 6, 25, 6], (5, 6), 19, [15, 6, 25, 6], DIGITS),
+        example("ids whose first digits are the pair's right one", [5, 60, 5, 61], (5, 6), 9, [5, 60, 5, 61], DIGITS),
+        example("ids above 65,535", [70_000, 65_536, 4464, 0], (70_000, 65_536), 70_001, [70_001, 4464, 0], CONTRACT),
         Case(
             "property", "putting the pair back gives the ids back", given(ids=random_ids(101, 3, 4), pair=(2, 1), new_id=11),
             lambda ids, **rest: {"with the pair put back": ids}, "joining loses nothing", decoded,

@@ -65,6 +65,18 @@ def alone(function, documents, seq):
     return {"documents that read otherwise when packed alone": different}
 
 
+def apart(function, documents, seq):
+    """Whether a row that is written to leaves the documents as they are, and each tensor of it the others."""
+    row, before = function(documents, seq), [document.tolist() for document in documents]
+    wanted = {name: values.tolist() for name, values in row.items()}
+    shared = []
+    for name, values in row.items():
+        values.fill_(77)
+        shared += [other for other in row if other != name and row[other].tolist() != wanted[other]]
+        wanted[name] = values.tolist()
+    return {"tensors that share memory": shared, "documents stay as they were": [document.tolist() for document in documents] == before}
+
+
 SOURCE = "the contract: n - 1 predictions of each document of n tokens"
 
 CHECK = Check(
@@ -92,6 +104,15 @@ CHECK = Check(
             "worked example", "three documents and padding", packed([5, 6, 7, 2], [8, 2], [4, 9, 2], seq=8),
             row([5, 6, 7, 8, 4, 9, 0, 0], [6, 7, 2, 2, 9, 2, -100, -100], [0, 0, 0, 1, 2, 2, -1, -1], [0, 1, 2, 0, 0, 1, 0, 0]), SOURCE,
         ),
+        Case(
+            "worked example", "the id 0 is a token like any other", packed([0, 0, 5, 0], [0, 0], [3, 0], seq=7),
+            row([0, 0, 5, 0, 3, 0, 0], [0, 5, 0, 0, 0, -100, -100], [0, 0, 0, 1, 2, -1, -1], [0, 1, 2, 0, 0, 0, 0]), CONTRACT,
+        ),
+        Case(
+            "worked example", "ids of a large vocabulary, in int32",
+            packed([70_000, 40_000, 2], [65_536, 32_768], seq=4, dtype=torch.int32),
+            row([70_000, 40_000, 65_536, 0], [40_000, 2, 32_768, -100], [0, 0, 1, -1], [0, 1, 0, 0]), CONTRACT,
+        ),
         Case("property", "a document of one token", packed([5, 6, 2], [4], seq=7), refused, CONTRACT),
         Case("property", "an empty document", packed([], [5, 6, 2], seq=7), refused, CONTRACT),
         Case(
@@ -107,6 +128,16 @@ CHECK = Check(
         Case(
             "property", "a document reads the same with neighbours and alone", random_documents(4, 2, 7, seq=11),
             lambda **given: {"documents that read otherwise when packed alone": []}, CONTRACT, alone,
+        ),
+        Case(
+            "property", "a document that fills the row is copied, not viewed", packed([5, 6, 7, 2], seq=3),
+            lambda **given: {"tensors that share memory": [], "documents stay as they were": True}, "the contract: left unchanged", apart,
+            changes=("documents",),
+        ),
+        Case(
+            "property", "two documents that fill the row are copied", packed([5, 6], [7, 2], seq=2),
+            lambda **given: {"tensors that share memory": [], "documents stay as they were": True}, "the contract: left unchanged", apart,
+            changes=("documents",),
         ),
         Case("oracle", "five random documents in a row of 41", random_documents(11, 2, 13, 3, 5, seq=41), by_torch, ORACLE),
         Case("oracle", "the same in uint8, exactly full", random_documents(11, 2, 13, 3, 5, seq=29, dtype=torch.uint8), by_torch, ORACLE),

@@ -25,6 +25,20 @@ def after(*names: str) -> Callable:
     return observe
 
 
+def where_it_lies(*names: str) -> Callable:
+    """An observation: what stands in the memory that the arguments had before the call, and whether autograd records afterwards."""
+
+    def observe(function: Callable, **given) -> dict:
+        before = {name: given[name].detach() for name in names}  # other tensors over the same memory
+        try:
+            function(**given)
+            return before | {"autograd records afterwards": torch.is_grad_enabled()}
+        finally:
+            torch.set_grad_enabled(True)
+
+    return observe
+
+
 def leaves(dtype=torch.float64, **lists: list[float]) -> Callable:
     """The expectation that goes with it."""
     return lambda **given: tensors(dtype, **lists)

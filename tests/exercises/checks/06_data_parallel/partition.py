@@ -5,6 +5,7 @@ numbers ranks hold afterwards, by size.
 """
 
 import heapq
+import time
 
 from shared.course.checking import Case, Check
 
@@ -60,8 +61,25 @@ def by_heap(sizes, whole, held):
     return {"numbers that ranks hold, by size": sorted(heap)}
 
 
+def quickly(function, sizes, whole, held):
+    """Whether it takes less than a second of this thread's time."""
+    began = time.thread_time()
+    result = judged_by_ends(function(sizes, whole, held), held)
+    return result | {"less than a second for these numbers": time.thread_time() - began < 1.0}
+
+
+def judged_by_ends(ranges, held):
+    loads = [load + sum(stop - start for start, stop in column) for load, column in zip(held, zip(*ranges, strict=True), strict=True)]
+    return {"numbers that ranks hold, by size": sorted(loads)}
+
+
 def hold(*loads: int):
     return lambda **given: {"numbers that ranks hold, by size": sorted(loads)}
+
+
+def in_time(**given):
+    loads = [2_000_000] * 5 + [2_000_001] * 3
+    return {"numbers that ranks hold, by size": loads, "less than a second for these numbers": True}
 
 
 def example(title, arguments, expected, source="arithmetic"):
@@ -103,5 +121,6 @@ CHECK = Check(
         oracle("on top of what they hold", shared([13, 7, 31, 2, 17, 5, 3], [1, 0, 1, 0, 1, 1, 0], [40, 3, 19, 0])),
         oracle("equal layers", shared([24, 24, 24, 24, 97, 97, 5] * 3, [1, 1, 1, 1, 1, 1, 0] * 3, [0] * 5)),
         oracle("in rising order", shared([2, 3, 5, 7, 11, 13, 17], [1, 1, 1, 1, 1, 1, 0], [0, 0, 0])),
+        Case("budget", "16 million numbers, eight ranks", cut([4_000_000, 12_000_003], [0] * 8), in_time, "16,000,003 / 8", quickly),
     ],
 )  # fmt: skip

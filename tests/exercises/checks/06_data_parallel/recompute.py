@@ -55,6 +55,11 @@ def product(x, y, weight):
     return x * y * weight
 
 
+def doubled(x, idle):
+    """2 x; the parameter is not used."""
+    return 2 * x
+
+
 class Run:
     """`computation` of the inputs that it is called with and of the parameters, as a block is called. It counts its calls."""
 
@@ -92,6 +97,12 @@ def one_from_the_other():
     given_x = given(product, [[3.0], [0.0]], [[1.0]], "www")()
     x, _ = given_x["inputs"]
     return given_x | {"inputs": [x, 2 * x]}
+
+
+def one_tensor_twice():
+    """Arguments: both inputs are the same tensor."""
+    given_x = given(product, [[3.0], [0.0]], [[2.0]], "www")()
+    return given_x | {"inputs": [given_x["inputs"][0]] * 2}
 
 
 def randn(*shape: int, seed: int):
@@ -209,6 +220,14 @@ CHECK = Check(
         case(
             "property", "x y times weight, where y was computed from x: y = 2 x", one_from_the_other, answer([6.0], [3.0], [18.0]),
             "arithmetic: y weight, x weight, x y: what reaches x by way of y, the old graph adds",
+        ),
+        case(
+            "property", "x y times weight, where x and y are one tensor", one_tensor_twice, answer([6.0], [6.0], [9.0]),
+            "arithmetic: each place gets the other's number times the weight",
+        ),
+        case(
+            "property", "nothing that the output depends on wants a gradient", given(doubled, [[2.0]], [[5.0]], "-w"), answer(None, None),
+            CONTRACT,
         ),
         case(
             "property", "dropout: the same half is dropped again",

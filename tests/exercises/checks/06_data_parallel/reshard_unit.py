@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from shared.course.checking import Case, Check
 from shared.parallel.comm.communicator import CompletedWork, SingleRankCommunicator
 
@@ -108,6 +110,37 @@ def used(function, gradients, sizes, padding, dtype):
     return over_ranks(work, len(gradients))
 
 
+class Buffers(TorchDispatchMode):
+    """Notes the bytes of the weights whenever a tensor as long as they are is made."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.whole, self.seen, self.ended = whole, [], False
+
+    def __torch_dispatch__(self, operation, types, arguments=(), named=None):
+        result = operation(*arguments, **named or {})
+        if isinstance(result, torch.Tensor) and result.numel() >= self.whole.numel() and not self.ended:
+            if result.untyped_storage().data_ptr() != self.whole.untyped_storage().data_ptr():
+                self.seen.append(self.whole.untyped_storage().nbytes())
+        return result
+
+
+def most_at_a_time(function, gradients, sizes, padding, dtype):
+    def work(world):
+        whole = weights_of(gradients, sizes, padding)
+        with Buffers(whole) as buffers:
+            _, operation = function(whole, gradients[world.rank], sizes, dtype, world)
+        problem = finished(operation)
+        return {"bytes of the weights when the first buffer of their length was made": buffers.seen[:1]} | problem
+
+    return over_ranks(work, len(gradients))
+
+
+def none_at_a_time(gradients, **arguments):
+    about = "bytes of the weights when the first buffer of their length was made"
+    return {f"rank {rank}": {about: [0]} for rank in range(len(gradients))}
+
+
 def devices(function, gradients, sizes, padding, dtype):
     """Where things lie when the weights are not on the CPU: on meta, a device that every machine has, of shapes without numbers."""
     world, handed = SingleRankCommunicator(), []
@@ -155,11 +188,16 @@ CHECK = Check(
             "property", "weights and gradients on another device than the CPU", digits(1, [(2, 3), (3,)], unused=[(0, 1)]),
             CONTRACT, on_meta, devices,
         ),
+        case(
+            "property", "bfloat16 weights and gradients, and added in bfloat16",
+            digits(2, [(2, 3), (3,)], padding=1, dtype=torch.bfloat16, of=torch.bfloat16),
+        ),
         case("oracle", "random numbers", random(2, [(7, 5), (5,), (3, 11)], padding=1), ORACLE, tolerance=1e-12),
         case(
             "two ranks", "random numbers, of which both ranks lack some", random(2, [(7,), (5, 3)], unused=[(0, 1), (1, 0)]), ORACLE,
             tolerance=1e-12,
         ),
+        case("budget", "weights are freed first", digits(2, [(2, 3), (5,)], padding=1), CONTRACT, none_at_a_time, most_at_a_time),
         case("budget", "one reduction, under way when it is returned", digits(3, [(2, 3), (5,)], padding=1), CONTRACT, one_reduction, used),
         case(
             "budget", "the bytes of `dtype`", digits(2, [(2, 3), (5,)], padding=1, dtype=torch.float32, of=torch.bfloat16), CONTRACT,

@@ -1,0 +1,24 @@
+"""Build 06: the stages and their cases."""
+
+from shared.course.checking import Check
+
+from .limits import BUCKETS, BUDGETS, HELD, KEPT
+from .stepping import ACCUMULATE, CLIP, GRADIENTS, ORDERS, REDUCE, START, ZERO
+from .sharding import GATHER, RECOMPUTE, STATE
+from .refusals import BAD_INPUT
+
+STAGES = {
+    "start": START,
+    "gradients": GRADIENTS,
+    "buckets": (*BUCKETS, *ORDERS),
+    "accumulate": ACCUMULATE,
+    "zero": ZERO,
+    "gather": (*GATHER, *HELD),
+    "reduce": REDUCE,
+    "recompute": (*RECOMPUTE, *KEPT),
+    "clip": CLIP,
+    "state": STATE,
+    "budgets": BUDGETS,
+    "bad_input": BAD_INPUT,
+}
+STAGES = {name: Check(f"06.build.{name}", (), cases, ()) for name, cases in STAGES.items()}
