@@ -1,5 +1,5 @@
-"""A model in a wrapper that adds up gradients over the ranks, as PyTorch's DistributedDataParallel does: its forward pass arms the exchange,
-and the end of the backward pass carries it out. All ranks should have the same weights after each step."""
+"""A model in a wrapper that adds up gradients over the ranks, as PyTorch's DistributedDataParallel does: its forward pass arms the
+exchange, and the end of the backward pass carries it out. All ranks should have the same weights after each step."""
 
 import torch
 from torch import Tensor, nn

@@ -1,5 +1,5 @@
-"""An all-reduce in three stages, for machines with two ranks each: the sum within each machine; over the machines, by the first rank of each;
-then from the first rank to the second. All ranks should hold the sum of all."""
+"""An all-reduce in three stages, for machines with two ranks each: the sum within each machine; over the machines, by the first rank of
+each; then from the first rank to the second. All ranks should hold the sum of all."""
 
 import torch
 from torch import Tensor

@@ -146,8 +146,8 @@ def partition__on_a_line(sizes, whole, held):
             held[owner[number]] += sizes[number]
     total = sum(size for size, stays in zip(sizes, whole, strict=True) if not stays)
     level = max(held.values()) + total
-    while sum(max(0, level - load) for load in held.values()) > total:
-        level -= 1
+    while (excess := sum(max(0, level - load) for load in held.values()) - total) > 0:
+        level -= max(1, excess // len(held))
     room = {rank: max(0, level - load) for rank, load in held.items()}
     spare = total - sum(room.values())
     for rank in [rank for rank in held if held[rank] <= level][:spare]:

@@ -303,7 +303,7 @@ BUDGETS = (
     traffic_case("what DDP sends", "replica", (2, 3)),
     traffic_case("what ZeRO-1 sends", "zero", (2, 3)),
     overlap_case("ZeRO-1's buckets start in the backward pass too", 4000, LONG, kind="zero"),
-    traffic_case("what FSDP sends", "sharded", (2, 2)),
+    traffic_case("what FSDP sends", "sharded", (3, 3)),
     traffic_case("what FSDP sends with recomputation", "recompute", (1, 1)),
     peak_case("memory of FSDP", 2, 2),
     peak_case("memory of FSDP with recomputation, three ranks", 3, 1, recompute=True),
