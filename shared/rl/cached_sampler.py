@@ -40,17 +40,14 @@ class CachedSampler:
             raise ValueError("temperature is 0: answers that are learned from must be drawn, so give a positive number.")
         if min(self.new_tokens, self.rows, self.multiple) < 1:
             raise ValueError(f"new_tokens is {self.new_tokens}, rows {self.rows}, multiple {self.multiple}: give at least 1 of each.")
-        self.drawing()
-
-    def drawing(self) -> Drawing:
-        return Drawing(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        Drawing.of(self)
 
     def __call__(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], seeds: Sequence[int], anyone: Callable[[bool], bool]
     ) -> list[Completion]:
         found = [Completion([], [], False) for _ in prompts]
         for drawn in generate_tokens(
-            model, prompts, self.new_tokens, drawing=self.drawing(), seeds=seeds, stops=self.stops,
+            model, prompts, self.new_tokens, drawing=Drawing.of(self), seeds=seeds, stops=self.stops,
             rows=self.rows, multiple=self.multiple, anyone=anyone,
         ):  # fmt: skip
             answer = found[drawn.number]

@@ -8,7 +8,7 @@ draw them. Only rounding differs, where other rows stand in a matrix product.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,11 @@ class Drawing:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, settings: Any) -> "Drawing":
+        """The drawing that an object with fields of these names describes."""
+        return cls(**{entry.name: getattr(settings, entry.name) for entry in fields(cls)})
 
     def __post_init__(self) -> None:
         require_drawing(self.temperature, self.top_k)

@@ -127,10 +127,9 @@ class GRPOConfig(RolloutConfig):
             if is_wrong:
                 raise ValueError(reason)
 
-
     @property
     def drawing(self) -> Drawing:
-        return Drawing(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        return Drawing.of(self)
 
     @property
     def sampling(self) -> dict[str, Any]:
