@@ -35,7 +35,7 @@ MEMORY_LIMIT = 4 * 2**30  # bytes resident in a child
 OUTPUT_LIMIT = 16 * 2**20  # bytes printed by a child
 STARTING = 120.0  # seconds that a child may take, on a loaded machine, until its check begins
 WAITING = 40.0  # seconds beyond its limit that an answer may spend waiting; the limit itself counts only processor time
-DIAGNOSING = 4.0  # seconds for finding out which misconception a failed answer shows
+DIAGNOSING = 20.0  # seconds for finding out which misconception a failed answer shows; a build has more than a hundred wrong ones
 SHOWN_OUTPUT = 2000  # characters of it that are shown
 PRELOADED = ["torch", "cloudpickle", "shared.course.checking", "shared.course.running"]  # nothing of the core: it is bound in the child
 
@@ -206,7 +206,7 @@ def leave(outcome: Outcome, folder: Path) -> None:
 def keep_before_diagnosis(outcome: Outcome, folder: Path) -> None:
     """Leave a failed outcome for the parent before it is known why: there an answer that fails may hang on later cases."""
     leave(outcome, folder)
-    limit(DIAGNOSING, DIAGNOSING)
+    limit(DIAGNOSING, waiting=4.0)
 
 
 def failed_check(exercise_id: str, error: Exception) -> Outcome:

@@ -45,8 +45,9 @@ class RewardProcess:
         if failed != {}:
             self.close()
             name, reason = next(iter(failed.items())) if isinstance(failed, dict) else (next(iter(self.functions)), failed)
+            reason = reason if reason.endswith((".", "?")) else f"{reason}."
             raise CourseError(
-                f"The reward {name} cannot be loaded: {reason.rstrip('.')}. Give a function of your own by import path, such as "
+                f"The reward {name} cannot be loaded: {reason} Give a function of your own by import path, such as "
                 "my_module.my_reward, of a prompt, an answer and the expected answer, or a name of the course's."
             )
 
