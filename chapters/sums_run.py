@@ -189,8 +189,8 @@ def accuracy(model: Any, pairs: Sequence[tuple[int, int]], config: SumsConfig) -
     return sum(text_of(ids) == str(sum(each)) for ids, each in zip(said, pairs, strict=True)) / len(pairs)
 
 
-def samples_of(model: Any, pairs: Sequence[tuple[int, int]], each: int, config: SumsConfig, seed: int) -> list[list[bool]]:
-    """Whether each of `each` drawn answers to every sum is right, at temperature 1."""
+def samples_of(model: Any, pairs: Sequence[tuple[int, int]], each: int, config: SumsConfig, seed: int) -> tuple[list[Any], list[int]]:
+    """`each` drawn answers to every sum, at temperature 1, side by side, and how many to each are right."""
     from shared.model.init import stream_seed
     from shared.preference.answer_rows import Sample
     from shared.rl.cached_sampler import CachedSampler
@@ -201,8 +201,9 @@ def samples_of(model: Any, pairs: Sequence[tuple[int, int]], each: int, config: 
     prompts = [prompt_of(pairs[number]) for number in numbers]
     with evaluating(model):
         found = CachedSampler(config.new_tokens, {END}, rows=256)(model, prompts, seeds, bool)
-    scores = reward_of_sums(pairs)([Sample(*one) for one in zip(numbers, prompts, found, strict=True)])
-    return [[score == 1 for score in scores[first : first + each]] for first in range(0, len(scores), each)]
+    samples = [Sample(*one) for one in zip(numbers, prompts, found, strict=True)]
+    scores = reward_of_sums(pairs)(samples)
+    return samples, [int(sum(scores[first : first + each])) for first in range(0, len(scores), each)]
 
 
 # GRPO.

@@ -17,7 +17,7 @@ IGNORED = -100  # a target that is not counted: padding, a prompt, the far side 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy of next-token predictions, and how many targets it sums over.
 
-    A target t with logits z costs logsumexp(z) - z[t] nats. A target of -100 costs nothing and is not counted.
+    A target t with logits z costs -log(softmax(z)[t]) nats. A target of -100 costs nothing and is not counted.
 
     Args:
         logits: [..., vocab], any floating dtype. Half-precision logits are computed with in float32.

@@ -25,14 +25,15 @@ def sample_next(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
         logits: [batch, vocab], any floating dtype. Left unchanged. Half-precision logits are computed with in float32, where
             dividing by a small temperature does not overflow.
         temperature: 0 takes the likeliest token; otherwise positive.
-        top_k: how many of the likeliest tokens may be drawn; None for all. More than `vocab` means all.
+        top_k: how many of the likeliest tokens may be drawn; None for all. More than `vocab` means all. Of tokens that tie for
+            the last place, one may be kept or all.
         generator: the source of randomness, on the logits' device; None for torch's default.
 
     Returns:
         [batch] int64 token ids.
 
     Raises:
-        ValueError: temperature below 0, or top_k below 1.
+        ValueError: temperature below 0, or top_k below 1, each whatever the other is.
 
     >>> logits = torch.tensor([[1.0, 3.0, 2.0]])
     >>> sample_next(logits, temperature=0.0)

@@ -59,14 +59,15 @@ def train_step(
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], objective: Objective) -> Totals:
     """Sums over batches and one division by whoever reads them: a short last batch weighs what it holds. The mode is
-    put back even where the objective raises."""
-    was_training = model.training
+    put back even where the objective raises, module by module: `model.train()` would wake a block that was frozen in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             return add_totals(objective(model, batch) for batch in batches)
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
 
 
 def sample_next(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, generator: Generator | None = None) -> Tensor:

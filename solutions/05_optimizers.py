@@ -92,6 +92,6 @@ def update_scale(state: LossScale, finite: bool, growth: float = 2.0, backoff: f
     """Any overflow starts the count anew: the scale grows only after `interval` good steps in a row."""
     if not finite:
         return LossScale(state.scale * backoff, 0)
-    if state.good_steps + 1 == interval:
+    if state.good_steps + 1 >= interval:
         return LossScale(state.scale * growth, 0)
     return LossScale(state.scale, state.good_steps + 1)

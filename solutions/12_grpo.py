@@ -19,10 +19,12 @@ def cached_attention(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
+    used: int | None = None,
 ) -> Tensor:
     """Rows and places are indexed together, so that each row writes at its own length. Nobody looks behind the longest row."""
     places = lengths[:, None] + torch.arange(queries.shape[2], device=lengths.device)
-    used = int(places.max()) + 1
+    if used is None:
+        used = int(places.max()) + 1
     if used > cached_keys.shape[2]:
         raise ValueError(f"The cache has {cached_keys.shape[2]} places, and a row needs {used}: allocate a larger one.")
     rows = torch.arange(len(queries), device=lengths.device)[:, None]

@@ -19,7 +19,7 @@ from shared.totals import Batch, Objective, Reducer, Runner, Totals, Updater, ad
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy of next-token predictions, and how many targets it sums over.
 
-    A target t with logits z costs logsumexp(z) - z[t] nats. A target of -100 costs nothing and is not counted.
+    A target t with logits z costs -log(softmax(z)[t]) nats. A target of -100 costs nothing and is not counted.
 
     Args:
         logits: [..., vocab], any floating dtype. Half-precision logits are computed with in float32.
@@ -47,14 +47,14 @@ def accumulate_gradients(model: nn.Module, microbatches: Sequence[Batch], object
     result is the gradient of the sum over all tokens, however unevenly they are spread over the micro-batches.
 
     Args:
-        model: any module that `objective` understands.
+        model: any module that `objective` understands. The modes of its modules and what of it learns are left as they are.
         microbatches: one or more batches.
-        objective: objective(model, microbatch) -> Totals(loss_sum, token_count, metrics).
+        objective: objective(model, microbatch) -> Totals(loss_sum, token_count, metrics). Its tensors are its own: it may return
+            the same ones again.
 
     Returns:
-        The totals over all micro-batches (`add_totals` of the parts). They hold no graph: `requires_grad` is False.
-        Nor does anything that is kept in between: a metric may still hang on its micro-batch's graph, and
-        `add_totals([totals])` cuts it loose.
+        The totals over all micro-batches, in the dtypes of the parts. They hold no graph: `requires_grad` is False.
+        Nor does anything that is kept in between, such as a metric that still hangs on its micro-batch's graph.
 
     >>> weight = torch.nn.Linear(1, 1, bias=False)
     >>> objective = lambda model, x: Totals(model(x).sum(), torch.tensor(x.numel()), {})
@@ -73,12 +73,12 @@ def apply_update(model: nn.Module, optimizer: Optimizer, token_count: Tensor) ->
 
     Args:
         model: its parameters' `grad` hold the gradient of the loss sum. Afterwards the same tensors hold that of the
-            mean: the division is in place.
+            mean: the division is in place, whether or not a gradient is finite. Nothing else of the model changes.
         optimizer: steps over the model's parameters.
         token_count: [] int64, tokens that counted in the whole step, over all micro-batches and ranks.
 
     Raises:
-        ValueError: token_count is 0; the weights are as they were.
+        ValueError: token_count is 0; weights and gradients are as they were.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> model = torch.nn.ParameterList([weight])
@@ -115,7 +115,8 @@ def train_step(
         The reduced totals.
 
     The gradients of the step remain in `grad` afterwards, where monitoring can read them; those of an earlier
-    step must not be in them, and a parameter that this step did not use has none (`None`).
+    step must not be in them, and a parameter that this step did not use has none (`None`). Nothing is skipped: what to do
+    with a step of no tokens, or with a loss of NaN, is the updater's decision, and what it raises reaches the caller.
     """
     raise NotImplementedError("01.train_step: write this body")
 
@@ -125,13 +126,14 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], objective: Objective) -
     """The objective's totals over held-out data, with dropout off and without recording gradients.
 
     Args:
-        model: left as it was found, also where the objective raises: in training mode if it was in training mode, in
-            evaluation mode if not.
-        batches: one or more batches, of any sizes, possibly a generator.
-        objective: objective(model, batch) -> Totals.
+        model: left as it was found, also where the objective raises: each module in it in training mode if it was in
+            training mode, in evaluation mode if not. A block may be in another mode than the model that holds it.
+        batches: one or more batches, of any sizes, possibly a generator: each is asked for when the one before is judged.
+        objective: objective(model, batch) -> Totals. Its tensors are its own: it may return the same ones again.
 
     Returns:
-        The totals over all batches. Their `mean_loss` weighs every token alike.
+        The totals over all batches, in the dtypes of the parts. Their `mean_loss` weighs every token alike; where no token
+        counts, the sums are 0.
 
     >>> objective = lambda model, x: Totals(x.sum(), torch.tensor(x.numel()), {})
     >>> totals = evaluate(torch.nn.Dropout(), [torch.tensor([1.0]), torch.tensor([3.0, 5.0])], objective)
@@ -149,14 +151,15 @@ def sample_next(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
         logits: [batch, vocab], any floating dtype. Left unchanged. Half-precision logits are computed with in float32, where
             dividing by a small temperature does not overflow.
         temperature: 0 takes the likeliest token; otherwise positive.
-        top_k: how many of the likeliest tokens may be drawn; None for all. More than `vocab` means all.
+        top_k: how many of the likeliest tokens may be drawn; None for all. More than `vocab` means all. Of tokens that tie for
+            the last place, one may be kept or all.
         generator: the source of randomness, on the logits' device; None for torch's default.
 
     Returns:
         [batch] int64 token ids.
 
     Raises:
-        ValueError: temperature below 0, or top_k below 1.
+        ValueError: temperature below 0, or top_k below 1, each whatever the other is.
 
     >>> logits = torch.tensor([[1.0, 3.0, 2.0]])
     >>> sample_next(logits, temperature=0.0)

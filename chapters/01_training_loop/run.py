@@ -78,6 +78,8 @@ def run(config: RunConfig) -> None:
         from run_build import run_build
 
         return run_build(config, build, build_line("01"))
+    if config.impl != "reference":
+        print(build_line("01"))
     from chapters.byte_models import ByteModel
     from chapters.text_run import run_on_text
 

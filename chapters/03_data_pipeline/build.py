@@ -183,7 +183,7 @@ def read_texts(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     left out, and the names are in alphabetical order in both.
 
     A text is exactly what the file's bytes say in UTF-8. A file is refused for the first of these reasons that holds, and the reason has
-    the word in quotes: it has no bytes, or nothing but spaces and ends of lines ("empty"); a byte of it is 0 ("binary"); it is not in
+    the word in quotes: it has no bytes, or nothing but white space ("empty"); a byte of it is 0 ("binary"); it is not in
     UTF-8 ("UTF-8", and the number of the first byte that is wrong, from 0).
     """
     raise NotImplementedError("03.build: read_texts is not written yet")

@@ -53,7 +53,8 @@ def global_gradient_norm(gradients: Iterable[Tensor | None]) -> Tensor:
 
     Args:
         gradients: tensors of any shapes and floating dtypes, possibly a generator; None for a parameter that has none. Half
-            precision is summed in float32, where 300 squared is not yet beyond the largest number. They are left as they are.
+            precision is summed in float32, where 300 squared is not yet beyond the largest number. They are left as they are; a
+            tensor that is given twice counts twice.
 
     Returns:
         [] float32 (float64 where a gradient is float64), on the gradients' device, without a graph. 0.0 where there are none. A

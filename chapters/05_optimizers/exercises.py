@@ -73,7 +73,8 @@ def lion_update(
         betas: (beta1, beta2), each in [0, 1).
         weight_decay: the part of w that lr takes away at each step.
 
-    Where c is 0 the sign is 0, and only the decay moves the weight.
+    Where c is 0 the sign is 0, and only the decay moves the weight. A gradient that is NaN is not hidden: m is NaN from then on. c is NaN
+    then too, and counts as 0: the sign of what is no number is 0.
 
     >>> w, m = torch.tensor([2.0]), torch.tensor([-1.0])
     >>> lion_update(w, torch.tensor([4.0]), m, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
@@ -95,7 +96,7 @@ def newton_schulz(
 
     Args:
         matrices: [..., rows, columns], any floating dtype, which the computation keeps. Left unchanged. Leading dimensions count
-            matrices that have nothing to do with each other, such as experts.
+            matrices that have nothing to do with each other, such as experts: where one holds NaN or infinity, it alone comes back as NaN.
         steps: how often the polynomial is applied.
         coefficients: (a, b, c).
         eps: the smallest norm to divide by, so that a matrix of zeros stays one.
@@ -136,14 +137,15 @@ def muon_update(
     Args:
         gradient: g, [..., rows, columns]; or a process's part of it, of any shape. Left unchanged.
         momentum_buffer: b, in the shape of the gradient; zeros before the first step. Changed in place.
-        orthogonalize: maps a direction to the orthogonalised one, in the same shape; from a part it first gathers the whole.
+        orthogonalize: maps a direction to the orthogonalised one, in the same shape. Called once: from a part it first
+            gathers the whole.
         shape: (..., rows, columns) of the whole parameter, which the scale is read from.
         momentum: in [0, 1).
         nesterov: see above.
         scaling: see above.
 
     Returns:
-        The update, in the shape of the gradient.
+        The update, in the shape of the gradient, in memory of its own: the buffer's is not the caller's to change.
 
     >>> b = torch.zeros(4, 1)                                      # b = 1, d = 0.9 * 1 + 0.1 * 10, times sqrt(4)
     >>> muon_update(torch.full((4, 1), 10.0), b, lambda d: d, (4, 1), momentum=0.9, nesterov=True, scaling="original").T
@@ -190,7 +192,8 @@ def update_scale(state: LossScale, finite: bool, growth: float = 2.0, backoff: f
     """The loss scale of the next step (Micikevicius et al. 2018, section 3.2).
 
     After a step whose gradients were not all finite: the scale times `backoff`, and the count restarts at 0.
-    After a good step: the count is one higher; where it reaches `interval`, the scale times `growth`, and the count restarts at 0.
+    After a good step: the count is one higher; where it reaches `interval`, or is above it already (a run
+    may be resumed with a shorter interval), the scale times `growth`, and the count restarts at 0.
 
     Args:
         state: of the step that was tried.

@@ -26,6 +26,7 @@ def cached_attention(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
+    used: int | None = None,
 ) -> Tensor:
     """Attention of new tokens over a KV cache, which takes in their keys and values.
 
@@ -42,6 +43,9 @@ def cached_attention(
         lengths: [rows] int64, the tokens that each row of the cache holds already; at least 0. The caller advances them.
         scale: what the scores are multiplied by.
         window: how many places a query looks at, itself included; None for all.
+        used: the length of the longest row with its new tokens, from a caller who knows it; None to find it in `lengths`. A program that
+            reads a number from a GPU waits for the GPU, here once in each layer: with `used` given, no number is read from a tensor, and
+            everything stays on the device of `lengths`.
 
     Returns:
         [rows, H, new, d] in the dtype of `values`, for all rows, heads and tokens at once. Places behind the longest row cost neither

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from chapters.sums_run import END, SumsConfig
+from chapters.sums_run import SumsConfig
 from shared.course.launch import launch
 
 TRIES = (1, 2, 4, 8, 16)  # k of pass@k
@@ -128,21 +128,12 @@ def measured(model: Any, start: Any, config: SumsConfig) -> dict[str, float]:
     import torch
 
     from chapters import sums_run
-    from shared.model.init import stream_seed
-    from shared.preference.answer_rows import AnswerRows, Sample
+    from shared.preference.answer_rows import AnswerRows
     from shared.preference.value_head import token_scores
-    from shared.rl.cached_sampler import CachedSampler
     from shared.rl.pass_at_k import mean_pass_at_k
 
     held_out, most = sums_run.sums_of(config)[0], TRIES[-1]
-    asked = held_out[:ASKED]
-    numbers = [number for number in range(len(asked)) for _ in range(most)]
-    prompts = [sums_run.prompt_of(asked[number]) for number in numbers]
-    seeds = [stream_seed(f"held-out answer {place}", config.seed) for place in range(len(numbers))]
-    drawn = CachedSampler(config.new_tokens, {END}, rows=400)(model, prompts, seeds, bool)
-    samples = [Sample(*each) for each in zip(numbers, prompts, drawn, strict=True)]
-    scores = sums_run.reward_of_sums(asked)(samples)
-    right = [int(sum(scores[first : first + most])) for first in range(0, len(scores), most)]
+    samples, right = sums_run.samples_of(model, held_out[:ASKED], most, config, config.seed)
     rows = AnswerRows(samples, 64, 1)
     with torch.no_grad():
         own, first = (rows.take(token_scores(each, rows.batch)[0]) for each in (model, start))

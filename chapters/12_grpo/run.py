@@ -48,14 +48,14 @@ def run(config: RunConfig) -> None:
     torch.set_num_threads(1)
     console = Console(markup=False, emoji=False)
     start = kept_start(config, console)
-    before = passes(start, config)
+    before = accuracies(start, config)
     columns = (*Progress.get_default_columns(), TextColumn("{task.fields[shown]}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("GRPO", total=config.steps, shown="")
         for step, model, curve in sums_run.learn(start, config):
             shown = f"reward {curve.rollouts[-1]['reward']:.2f}, held out {curve.held_out[-1][1]:.0%}"
             bar.update(task, completed=step, shown=shown)
-    after = passes(model, config)
+    after = accuracies(model, config)
     figures = {"settings": {name: asdict(config)[name] for name in sorted(each.name for each in fields(SumsConfig))}}
     figures |= {"before": before, "after": after, "held_out": curve.held_out, "rollouts": curve.rollouts}
     write_atomically(config.output / "figures.json", json.dumps(figures, indent=1).encode())
@@ -87,13 +87,13 @@ def kept_start(config: RunConfig, console: Any) -> Any:
     return model
 
 
-def passes(model: Any, config: RunConfig) -> dict[str, float]:
+def accuracies(model: Any, config: RunConfig) -> dict[str, float]:
     """Greedy accuracy and pass@k of a model on held-out sums."""
     from chapters import sums_run
     from shared.rl.pass_at_k import mean_pass_at_k
 
     held_out, _ = sums_run.sums_of(config)
-    right = [sum(each) for each in sums_run.samples_of(model, held_out[:ASKED], TRIES[-1], config, config.seed)]
+    _, right = sums_run.samples_of(model, held_out[:ASKED], TRIES[-1], config, config.seed)
     found = {"greedy": sums_run.accuracy(model, held_out, config)}
     return found | {f"pass@{k}": mean_pass_at_k(right, TRIES[-1], k) for k in TRIES}
 

@@ -120,7 +120,7 @@ def results(case: Case, value: Any) -> Observation:
 def observe(check: Check, case: Case, function: Callable) -> tuple[Observation, Exception | None]:
     """What `function` does on a case: its flattened results, or `raised`; and `changed` for arguments it spoilt."""
     torch.default_generator.manual_seed(0)
-    given = case.given()
+    given, recording = case.given(), torch.is_grad_enabled()
     with Forbidden(check.forbidden) as calls:
         try:
             if case.observe is None:
@@ -129,6 +129,9 @@ def observe(check: Check, case: Case, function: Callable) -> tuple[Observation, 
                 result, error = results(case, case.observe(function, **given)), None
         except Exception as raised:  # also of a list that holds itself, which has no end to look through
             result, error = {"raised": type(raised).__name__}, raised
+    if torch.is_grad_enabled() != recording:
+        torch.set_grad_enabled(recording)  # the next case, and the check's own oracle, need it as it was
+        result[f"left gradient recording switched {'off' if recording else 'on'} for everything that comes after"] = True
     for name, fresh in case.given().items():
         if name not in case.changes and (change := changed(flatten(contents(fresh)), flatten(contents(given[name])))):
             result[f"changed its argument {name}{change}"] = True

@@ -235,7 +235,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any], emptied: bool = T
 
 def unknown_key(key: str, known: list[str]) -> str:
     """The sentence for a key that does not exist, with the one that was probably meant: the only one of that name, or one like it in the
-    same section."""
+    same section. Where the only one of that name is in another section, it says that and guesses nothing."""
     for old, new in RENAMED.items():
         if f".{old}".endswith(f".{key}"):
             return f"{key} is an older name: write {new.removeprefix(old[: len(old) - len(key)])}."
@@ -245,6 +245,8 @@ def unknown_key(key: str, known: list[str]) -> str:
     beside = [name for name in known if name.startswith(f"{section}.")]
     same = [name for name in known if name.rpartition(".")[2] == own]
     near = [name for name in same if name in beside][:1] or (same if len(same) == 1 else [])
+    if near and section in known and near[0].partition(".")[0] != section.partition(".")[0]:
+        return f"There is no setting {key}. The only {own} is {near[0]!r}."
     if not near and (beside or section in known):
         last = {name.rpartition(".")[2]: name for name in reversed(beside)}
         near = [last[name] for name in difflib.get_close_matches(own, last, n=1)] if beside else [section]

@@ -32,7 +32,8 @@ def lion_update(
         betas: (beta1, beta2), each in [0, 1).
         weight_decay: the part of w that lr takes away at each step.
 
-    Where c is 0 the sign is 0, and only the decay moves the weight.
+    Where c is 0 the sign is 0, and only the decay moves the weight. A gradient that is NaN is not hidden: m is NaN from then on. c is NaN
+    then too, and counts as 0: the sign of what is no number is 0.
 
     >>> w, m = torch.tensor([2.0]), torch.tensor([-1.0])
     >>> lion_update(w, torch.tensor([4.0]), m, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)

@@ -33,7 +33,8 @@ def update_scale(state: LossScale, finite: bool, growth: float = 2.0, backoff: f
     """The loss scale of the next step (Micikevicius et al. 2018, section 3.2).
 
     After a step whose gradients were not all finite: the scale times `backoff`, and the count restarts at 0.
-    After a good step: the count is one higher; where it reaches `interval`, the scale times `growth`, and the count restarts at 0.
+    After a good step: the count is one higher; where it reaches `interval`, or is above it already (a run
+    may be resumed with a shorter interval), the scale times `growth`, and the count restarts at 0.
 
     Args:
         state: of the step that was tried.

@@ -44,7 +44,7 @@ def newton_schulz(
 
     Args:
         matrices: [..., rows, columns], any floating dtype, which the computation keeps. Left unchanged. Leading dimensions count
-            matrices that have nothing to do with each other, such as experts.
+            matrices that have nothing to do with each other, such as experts: where one holds NaN or infinity, it alone comes back as NaN.
         steps: how often the polynomial is applied.
         coefficients: (a, b, c).
         eps: the smallest norm to divide by, so that a matrix of zeros stays one.
@@ -86,14 +86,15 @@ def muon_update(
     Args:
         gradient: g, [..., rows, columns]; or a process's part of it, of any shape. Left unchanged.
         momentum_buffer: b, in the shape of the gradient; zeros before the first step. Changed in place.
-        orthogonalize: maps a direction to the orthogonalised one, in the same shape; from a part it first gathers the whole.
+        orthogonalize: maps a direction to the orthogonalised one, in the same shape. Called once: from a part it first
+            gathers the whole.
         shape: (..., rows, columns) of the whole parameter, which the scale is read from.
         momentum: in [0, 1).
         nesterov: see above.
         scaling: see above.
 
     Returns:
-        The update, in the shape of the gradient.
+        The update, in the shape of the gradient, in memory of its own: the buffer's is not the caller's to change.
 
     >>> b = torch.zeros(4, 1)                                      # b = 1, d = 0.9 * 1 + 0.1 * 10, times sqrt(4)
     >>> muon_update(torch.full((4, 1), 10.0), b, lambda d: d, (4, 1), momentum=0.9, nesterov=True, scaling="original").T

@@ -25,8 +25,9 @@ def generalized_advantages(
             anything, also NaN, in `rewards` and in `values`, and does not matter.
         values: [answers, time], what was expected before each token.
         lengths: [answers] int64, tokens in each answer, 0 to time.
-        last_values: [answers], the value of the state after the last token: 0 for an answer that ended, what the value model says for one
-            that was cut off. `rewards`, `values` and `last_values` have one float dtype.
+        last_values: [answers], the value of the state after the last token, which the caller chooses: 0 where nothing follows, as after an
+            answer that ended, and the value model's estimate where the answer would have gone on. `rewards`, `values` and `last_values`
+            have one float dtype.
         gamma: discount of the next state, 0 to 1.
         lam: how far differences are carried backwards, 0 to 1.
 

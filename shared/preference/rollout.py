@@ -26,6 +26,7 @@ class RolloutConfig:
         answers: to each prompt.
         new_tokens: of an answer at most.
         temperature: of sampling, and of the log-probabilities that are compared.
+        rows: answers that are drawn at a time on each rank. Fewer need a smaller KV cache.
         passes: over a rollout's answers.
         minibatches: in each pass; each is one step.
     """
@@ -34,11 +35,12 @@ class RolloutConfig:
     answers: int = 1
     new_tokens: int = 64
     temperature: float = 1.0
+    rows: int = 64
     passes: int = 2
     minibatches: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "answers", "new_tokens", "passes", "minibatches"):
+        for name in ("prompts", "answers", "new_tokens", "rows", "passes", "minibatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1.")
         if not 0 < self.temperature < math.inf:
@@ -48,6 +50,11 @@ class RolloutConfig:
                 f"minibatches is {self.minibatches} and does not divide the {self.prompts * self.answers} answers of a rollout "
                 "(prompts x answers): change one of them."
             )
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What tokens are drawn by, as settings of a sampler."""
+        return {"temperature": self.temperature}
 
 
 @dataclass

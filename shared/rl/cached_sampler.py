@@ -17,7 +17,7 @@ class CachedSampler:
         new_tokens: of an answer at most.
         stops: tokens that end an answer.
         temperature: positive.
-        top_k, top_p: how much of the tail is cut off; None for nothing. Log-probabilities are taken after that.
+        top_k, top_p, min_p, repetition_penalty: as `Drawing` takes them. Log-probabilities are those of what is left.
         rows: answers that are drawn at a time.
         multiple: of which the number of tokens is that the model is given: with sequence parallelism, the tensor-parallel ranks.
 
@@ -30,6 +30,8 @@ class CachedSampler:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
     rows: int = 64
     multiple: int = 1
 
@@ -41,7 +43,7 @@ class CachedSampler:
         self.drawing()
 
     def drawing(self) -> Drawing:
-        return Drawing(self.temperature, self.top_k, self.top_p)
+        return Drawing(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
     def __call__(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], seeds: Sequence[int], anyone: Callable[[bool], bool]

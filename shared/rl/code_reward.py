@@ -72,21 +72,25 @@ def passed(outcome: Outcome, task: CodeTask) -> list[bool]:
     return right + [False] * (len(task.cases) - len(right))
 
 
+def reward_of(outcome: Outcome, task: CodeTask, share: bool) -> float:
+    right = passed(outcome, task)
+    return sum(right) / len(right) if share else float(all(right) and outcome.ended == "finished")
+
+
 class CodeReward:
-    """1.0 for a program that passes all cases of its task and finishes, else 0.0; with `share`, the share of the cases that it passes.
+    """1.0 for a program that passes all cases of its task and finishes, else 0.0; or, with `share`, the share of the cases that it passes.
 
     Its workers start with the first program, or with `describe`, and end with `close`.
     """
 
-    def __init__(self, share: bool = False, workers: int = 2, limits: Limits | None = None, namespaces: bool = True):
-        self.share = share
+    def __init__(self, workers: int = 2, limits: Limits | None = None, namespaces: bool = True):
         self.pool = Pool(limits, workers, namespaces)
 
     def __call__(self, answer: str, task: CodeTask | str) -> float:
         """The reward of one answer to a task, which may be given as JSON."""
         return self.judge([answer], [task])[0]
 
-    def judge(self, answers: Sequence[str], tasks: Sequence[CodeTask | str]) -> list[float]:
+    def judge(self, answers: Sequence[str], tasks: Sequence[CodeTask | str], share: bool = False) -> list[float]:
         """The rewards of answers, each to its task; all workers run at once.
 
         Raises:
@@ -98,11 +102,7 @@ class CodeReward:
             Call(program_of(answer), task.function, [inputs for inputs, _ in task.cases])
             for answer, task in zip(answers, read, strict=True)
         ]
-        return [self.reward_of(outcome, task) for outcome, task in zip(self.pool.run(calls), read, strict=True)]
-
-    def reward_of(self, outcome: Outcome, task: CodeTask) -> float:
-        right = passed(outcome, task)
-        return sum(right) / len(right) if self.share else float(all(right) and outcome.ended == "finished")
+        return [reward_of(outcome, task, share) for outcome, task in zip(self.pool.run(calls), read, strict=True)]
 
     def describe(self) -> str:
         return self.pool.describe()

@@ -94,7 +94,9 @@ class DecodingCache(KeyValueCache):
         lengths = self.lengths[self.part]
         window = self.decoder.config.sliding_window if attention.layer_type == "sliding_attention" else None
         if self.decoder.config.position not in ("alibi", "relative"):
-            return cached_attention.cached_attention(queries, keys, values, cached_keys, cached_values, lengths, attention.scale, window)
+            return cached_attention.cached_attention(
+                queries, keys, values, cached_keys, cached_values, lengths, attention.scale, window, self.length + queries.shape[2]
+            )
         bias = self.bias(attention.layer_type, window, queries.shape[2]).to(queries.dtype)
         rows, places = torch.arange(len(queries), device=queries.device)[:, None], self.new_places(queries.shape[2])
         for cached, new in ((cached_keys, keys), (cached_values, values)):
@@ -128,7 +130,7 @@ class DecodingCache(KeyValueCache):
         """[rows, heads, new, T]: the position bias of each row, -inf where it may not look. Layers of a type share it in a pass."""
         if layer_type not in self.biases:
             places = self.new_places(new)
-            seen = torch.arange(int(places.max()) + 1, device=places.device)
+            seen = torch.arange(self.length + new, device=places.device)
             bias = self.decoder.stack.position_bias(places.flatten(), seen).squeeze(0).unflatten(1, places.shape).transpose(0, 1)
             hidden = seen > places[..., None]
             if window is not None:
@@ -167,7 +169,7 @@ class DecodingCache(KeyValueCache):
         """Take in one more token of each row in use, in order: [used, vocab], the logits of the token behind it."""
         self.part = slice(0, self.used)
         if self.fused is not None:
-            self.biases.clear()
+            self.start_pass()
             logits = self.fused(torch.tensor(tokens, device=self.lengths.device), self.lengths[self.part])
         else:
             ids, lengths = padded([[token] for token in tokens], self.multiple, self.lengths.device)
@@ -180,11 +182,15 @@ class DecodingCache(KeyValueCache):
         self.read([[0]])
         self.used = 0
 
+    def start_pass(self) -> None:
+        """Find the longest row once: layers that asked a GPU for it would each wait for it."""
+        self.length = int(self.lengths[self.part].max())
+        self.biases.clear()
+
     def forward(self, ids: Tensor, wanted: Tensor, memory: Tensor | None = None) -> Tensor:
         """One pass over new tokens, [rows, new], of the rows of `part`: the logits at one of them in each row, [rows, vocab]."""
         positions, head_fn = self.new_places(ids.shape[1]), partial(logits_at, places=wanted)
-        self.length = int(self.lengths[self.part].max())
-        self.biases.clear()
+        self.start_pass()
         with self.serving():
             if self.decoder.encoder is None:
                 return self.model(ids, positions=positions, cache=self, head_fn=head_fn)

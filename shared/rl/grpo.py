@@ -15,12 +15,13 @@ gradient is the same however the answers are cut into micro-batches and ranks:
 In the first step after a rollout all ratios are 1, and the advantages of a group add up to 0. With `sequence` the loss is then 0, and near
 to it otherwise; its gradient is that of the ratios, and not 0.
 
-Left out on purpose: a bonus for entropy, and clipping from above of ratios with a negative advantage.
+Left out on purpose: a bonus for entropy, clipping from above of ratios with a negative advantage, and stop strings in rollouts: an answer
+that a string ends has drawn no token that ends it, and would not learn to.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from shared.preference.value_head import token_scores
 from shared.rl import advantages as group_relative
 from shared.rl import policy_loss
 from shared.rl.advantages import Scale
+from shared.rl.generation import Drawing
 from shared.rl.policy_loss import Estimator, Level
 from shared.totals import Batch, Totals
 
@@ -65,6 +67,11 @@ class GRPOConfig(RolloutConfig):
             what comes first.
         importance_limit: multiply a token's advantage by its probability under the trainer over that under the sampler, at most this; null
             where they are one policy in one precision.
+        top_k: draw from so many likeliest tokens; null for all. This and the next three change what is drawn from, and not what is trained:
+            they need importance_limit. Tokens that are cut off are never drawn, so nothing is learned about them.
+        top_p: draw from the likeliest tokens that reach this probability together; null for all.
+        min_p: draw from tokens of at least this share of the likeliest one's probability; null for all.
+        repetition_penalty: what positive logits of tokens that stand in the text already are divided by; 1 for nothing.
     """
 
     answers: int = 8
@@ -83,6 +90,10 @@ class GRPOConfig(RolloutConfig):
     overlong_penalty: float = 0.0
     rounds: int = 1
     importance_limit: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,10 +117,24 @@ class GRPOConfig(RolloutConfig):
                 self.importance_limit is not None and not 1 <= self.importance_limit < math.inf,
                 f"importance_limit is {self.importance_limit}: give at least 1, or null.",
             ),
+            (
+                self.drawing != Drawing(self.temperature) and self.importance_limit is None,
+                "top_k, top_p, min_p or repetition_penalty changes the distribution that tokens are drawn from, and the trainer scores "
+                "them under the policy's own: give importance_limit, such as 2, which weighs the difference, or leave them out.",
+            ),
         ]
         for is_wrong, reason in wrong:
             if is_wrong:
                 raise ValueError(reason)
+
+
+    @property
+    def drawing(self) -> Drawing:
+        return Drawing(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return asdict(self.drawing)
 
 
 class GRPOAdvantages:

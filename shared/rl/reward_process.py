@@ -23,15 +23,16 @@ class RewardProcess:
     """Computes rewards of texts.
 
     Args:
-        functions: by name: None, the pattern of a format, or the options of a function by import path.
-        seconds: that one reward may take.
+        functions: by name: None for a verifier, the pattern of a format, or the options of a function by import path. Verifiers that calls
+            name besides are loaded when they do.
+        seconds: that one reward may take, loading apart.
 
     Raises:
         CourseError: names a function that cannot be had, and says why.
     """
 
     def __init__(self, functions: Mapping[str, str | None | dict[str, Any]], seconds: float):
-        self.functions, self.seconds = functions, seconds
+        self.functions, self.seconds = dict(functions), seconds
         self.process: subprocess.Popen | None = None
         self.start()
 
@@ -52,6 +53,9 @@ class RewardProcess:
     def __call__(self, calls: Sequence[Call]) -> list[float | str]:
         """For each call its number, or the reason why there is none, NaN included."""
         found: list[float | str] = []
+        if missing := dict.fromkeys(name for name, *_ in calls if name not in self.functions):
+            self.functions = missing | self.functions
+            self.close()
         while len(found) < len(calls):
             if self.process is None:
                 self.start()

@@ -18,7 +18,7 @@ from typing import Any
 
 from shared.course.errors import CourseError
 from shared.course.extensions import bound
-from shared.rl.verifiers import VERIFIERS
+from shared.rl.verifiers import MATH, VERIFIERS, math_reward
 
 Function = Callable[[str, str, str], Any]  # prompt, answer, expected answer -> a number
 
@@ -32,6 +32,8 @@ def function_of(name: str, settings: str | dict | None) -> Function:
     if isinstance(settings, str):
         return partial(matches, re.compile(settings))
     if name in VERIFIERS:
+        if name == MATH:
+            math_reward("x^2 + 2x + 1", "(x + 1)^2")  # imports sympy and its parser, which takes seconds: not within an answer's limit
         return partial(verified, VERIFIERS[name])
     return bound(name, settings or {}, "grpo.rewards", "prompt", "answer", "expected")
 

@@ -39,6 +39,7 @@ class RewardPart:
         pattern: with format, the regular expression that a whole answer must match; null for thoughts and answer in tags.
         folder: with model, of a run with mode reward, or of transformers' sequence classification.
         options: with a function of your own, its keyword arguments.
+        share: with code, count the share of a task's cases that a program passes, in place of all or nothing.
     """
 
     name: ImportPath = TASK
@@ -46,6 +47,7 @@ class RewardPart:
     pattern: str | None = None
     folder: Path | None = None
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    share: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in NAMES and not is_import_path(self.name):
@@ -62,6 +64,8 @@ class RewardPart:
             raise ValueError(f"The reward {self.name} has the folder {self.folder}: give one to the reward model, and to no other.")
         if self.pattern is not None and self.name != FORMAT:
             raise ValueError(f"The reward {self.name} has a pattern: give one to the reward format, and to no other.")
+        if self.share and self.name != CODE:
+            raise ValueError(f"The reward {self.name} has share: give it to the reward code, and to no other.")
         try:
             re.compile(self.pattern or "")
         except re.error as error:
@@ -99,6 +103,7 @@ class RewardSet:
         failed: float | None = None,
     ):
         self.weights = {part.name: part.weight for part in parts}
+        self.share = any(part.share for part in parts)
         if not parts or len({*map(called, self.weights)}) < len(parts):
             raise CourseError(f"rewards names {', '.join(part.name for part in parts) or 'nothing'}: give at least one, and each once.")
         self.tasks, self.decode, self.model, self.code, self.failed = tasks, decode, model, code, failed
@@ -109,7 +114,7 @@ class RewardSet:
         checks = {*self.weights} | ({task.check for task in tasks} if TASK in self.weights else set())
         if CODE in checks and code is None or MODEL in checks and model is None:
             raise ValueError("The rewards need what runs code, or a reward model, and were given none.")
-        self.process = RewardProcess(dict.fromkeys(VERIFIERS) | mine, seconds)
+        self.process = RewardProcess(dict.fromkeys(sorted(checks & VERIFIERS.keys())) | mine, seconds)
         self.parts: list[dict[str, float]] = []
         self.warned: set[str] = set()
 
@@ -144,7 +149,7 @@ class RewardSet:
                 programs[place] = (answer, task.answer)
             else:
                 calls[place] = (of, task.prompt, answer, task.answer)
-        values = [*self.process([*calls.values()]), *self.run([*programs.values()])]
+        values = [*self.process([*calls.values()]), *self.run([*programs.values()], self.share and name == CODE)]
         for place, value in zip([*calls, *programs], values, strict=True):
             found[place] = value
         reasons = [reason_against(each) for each in found]
@@ -155,14 +160,14 @@ class RewardSet:
         values = [self.failed if reason else value for value, reason in zip(found, reasons, strict=True)]
         return values, [float(bool(reason)) for reason in reasons]
 
-    def run(self, programs: Sequence[tuple[str, str]]) -> list[float | str]:
+    def run(self, programs: Sequence[tuple[str, str]], share: bool) -> list[float | str]:
         """Rewards of programs, all at once; one by one where a task is none, to name it."""
         if not programs:
             return []
         try:
-            return [*self.code.judge(*zip(*programs, strict=True))]
+            return [*self.code.judge(*zip(*programs, strict=True), share)]
         except ValueError as error:
-            return [describe(error)] if len(programs) == 1 else [value for each in programs for value in self.run([each])]
+            return [describe(error)] if len(programs) == 1 else [value for each in programs for value in self.run([each], share)]
 
     def report(self, said: str, name: str) -> None:
         """Name what failed: in an error, or once in a warning."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from shared.preference.made_preferences import SCORES
 from shared.rl.number_reward import number_reward
 
-CODE = "code"
+CODE, MATH = "code", "math"
 REASONED = r"(?s)<think>.*?</think>\s*<answer>.*?</answer>\s*"  # as DeepSeek-R1 was asked to answer (2025, table 1)
 
 
@@ -46,5 +46,5 @@ def math_reward(answer: str, expected: str) -> float:
     return float(math_verify.verify(wanted, given, timeout_seconds=None))
 
 
-VERIFIERS: dict[str, Callable[[str, str], float]] = SCORES | {"number": number_reward, "exact": exact_reward, "math": math_reward}
+VERIFIERS: dict[str, Callable[[str, str], float]] = SCORES | {"number": number_reward, "exact": exact_reward, MATH: math_reward}
 CHECKS = (*VERIFIERS, CODE)  # that a task may have

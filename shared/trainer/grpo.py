@@ -102,7 +102,7 @@ class TaskPolicyOptimization(Rolling, Answering):
         ), None  # fmt: skip
 
     def callbacks(self, config: TrainerConfig) -> list[Callback]:
-        self.measured = Watched(self.console, self.close)
+        self.measured = RolloutAlarms(self.console, self.close)
         return [self.measured]
 
     def announcement(self, config: TrainerConfig) -> tuple[str, str]:
@@ -130,7 +130,7 @@ class TaskPolicyOptimization(Rolling, Answering):
             summary |= {f"held-out pass@{k} before": were[k], f"held-out pass@{k} after": are[k]}
         summary |= self.last_rollout(SHOWN) | {"alarms": " ".join(alarms(self.measured.loader.metrics).values()) or "none"}
         summary |= {"why the loss says little": self.measured.explained(), "trained parameters": trained_parameters(model)}
-        figures = {"pass_at_k": passes(were, are)} if were else {}
+        figures = {"pass_at_k": plot_pass_at_k(were, are)} if were else {}
         return Judged(summary, answered=answered, figures=figures, unit="mean of advantages, weighed by ratios")
 
     def examined(self, model: TransformerModel, config: TrainerConfig) -> tuple[list[str], dict[int, float]]:
@@ -162,7 +162,7 @@ class TaskPolicyOptimization(Rolling, Answering):
         return self.verdicts.judged(tasks, answers, TASK)[0]
 
 
-class Watched(RolloutMetrics):
+class RolloutAlarms(RolloutMetrics):
     """Logs the metrics of rollouts, and says once of each of them when it is a cause for alarm. close: called when the run ends.
 
     Attributes:
@@ -210,7 +210,7 @@ def prompting(config: TrainerConfig, start: InitialWeights, task: Task) -> Promp
     return Prompting(tokenizer, template, ChatReport(stops=example.stops))
 
 
-def passes(before: dict[int, float], after: dict[int, float]) -> Figure:
+def plot_pass_at_k(before: dict[int, float], after: dict[int, float]) -> Figure:
     """pass@k against k, before training and after."""
     style.use_style()
     figure = Figure()

@@ -143,7 +143,15 @@ def require_allowed(
     if not (refused := not_asked_for(different, asked)):
         return different
     begins = f"{run} holds a run of another configuration: {provenance.in_words(refused)}. "
-    if fixed := [key for key in refused if not can_change(key)]:
+    fixed = [key for key in refused if not can_change(key)]
+    if fixed == ["start"]:
+        places = [("start_from", after.get("start_from")), ("ppo.reward_model", (after.get("ppo") or {}).get("reward_model"))]
+        named = " or ".join(f"{key}={place}" for key, place in places if place) or "a run without start_from"
+        raise CourseError(
+            f"{run} began with other weights than {named} has now, and a run keeps its first weights. Where these were trained further "
+            "since, name a copy of what they were; else give another engine.output to begin a new run."
+        )
+    if fixed:
         raise CourseError(
             f"{begins}Within a run {', '.join(fixed)} cannot change: give the same to continue it, or another engine.output to begin a new "
             "one, which may start_from this one's weights."

@@ -60,7 +60,7 @@ class Rolling:
         multiple = strategy.mesh.tp.size if config.parallel.sequence_parallel else 1
         self.measured.loader = kind(
             strategy,
-            sampler=CachedSampler(sizes.new_tokens, self.stops, sizes.temperature, multiple=multiple),
+            sampler=CachedSampler(sizes.new_tokens, self.stops, rows=sizes.rows, multiple=multiple, **sizes.sampling),
             config=sizes,
             seq=config.data.seq,
             micro_batch_size=config.data.micro_batch_size,

@@ -110,13 +110,14 @@ def test_the_trainer_gives_answers_the_probabilities_that_they_were_drawn_with(t
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"top_k": 3}], ids=["top-p", "top-k"])
+@pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.4}], ids=["top-p", "top-k", "min-p"])
 def test_a_sampler_that_cuts_off_the_tail_is_refused_or_weighed(temperature, cut):
     """The trainer scores all tokens, and says of those that were kept together what was kept, not 1."""
     sampler = CachedSampler(NEW_TOKENS, STOPS, temperature, **cut)
     with pytest.raises(CourseError, match="it draws from another distribution, by its temperature, top_k, top_p or precision"):
         run_of(replace(PLAIN, temperature=temperature), sampler=sampler).loader.roll_out()
-    config = replace(PLAIN, temperature=temperature, importance_limit=5.0, prompts=8)
+    config = replace(PLAIN, temperature=temperature, importance_limit=5.0, prompts=8, **cut)
+    assert CachedSampler(NEW_TOKENS, STOPS, **config.sampling) == sampler
     run = run_of(config, sampler=sampler)
     opened = run.loader.roll_out()
     assert 0.2 < opened.metrics["sampler_ratio"] < 0.97
@@ -125,6 +126,13 @@ def test_a_sampler_that_cuts_off_the_tail_is_refused_or_weighed(temperature, cut
         assert (old[: len(drawn)] <= drawn + 1e-9).all(), "what was kept is renormalised: likelier under the sampler"
         weights = (old[: len(drawn)] - drawn).exp()
         torch.testing.assert_close(said[: len(drawn)] / weights, (said[0] / weights[0]).expand(len(drawn)))
+
+
+def test_answers_that_a_repetition_penalty_drew_are_weighed():
+    """Nothing is cut off, so the weights are 1 on average, and their limit takes little away."""
+    config = replace(PLAIN, importance_limit=20.0, prompts=40, answers=8, repetition_penalty=1.5)
+    metrics = run_of(config, sampler=CachedSampler(NEW_TOKENS, STOPS, **config.sampling)).loader.roll_out().metrics
+    assert metrics["sampler_difference"] > 0.1 and metrics["sampler_ratio"] == pytest.approx(1, abs=0.1)
 
 
 def test_a_sampler_at_another_temperature_is_refused():

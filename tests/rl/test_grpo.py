@@ -221,6 +221,12 @@ WRONG = [
     ({"overlong_tokens": 9}, "belong together"),
     ({"rounds": 0}, "rounds is 0"),
     ({"importance_limit": 0.9}, "importance_limit is 0.9"),
+    ({"top_p": 0.8}, "top_k, top_p, min_p or repetition_penalty changes the distribution"),
+    ({"top_k": 4}, "give importance_limit"),
+    ({"min_p": 0.1}, "give importance_limit"),
+    ({"repetition_penalty": 1.2}, "give importance_limit"),
+    ({"min_p": 1.5, "importance_limit": 2.0}, "min_p is 1.5"),
+    ({"rows": 0}, "rows is 0"),
 ]
 
 

@@ -1,5 +1,6 @@
 """Rewards by name, their sum, and rewards that fail: named, never silently 0, and over within their time."""
 
+import importlib.util
 import json
 import math
 import re
@@ -49,10 +50,10 @@ def two(prompt, answer): return 1.0
 class Runner:
     """Stands for the sandbox."""
 
-    def judge(self, answers, tasks):
+    def judge(self, answers, tasks, share=False):
         if "broken" in answers:
             raise ValueError("no cases")
-        return [0.25 for _ in answers]
+        return [0.75 if share else 0.25 for _ in answers]
 
 
 @pytest.fixture
@@ -69,6 +70,33 @@ def sample(prompt: int, answer: str) -> Sample:
 def rewards(*parts, **settings) -> RewardSet:
     parts = [part if isinstance(part, RewardPart) else RewardPart(part) for part in parts]
     return RewardSet(parts, TASKS, lambda ids: "".join(map(chr, ids)), **{"code": Runner()} | settings)
+
+
+def test_a_share_of_the_cases_counts_where_it_is_asked_for_and_not_in_the_tasks_own_check():
+    made = rewards("task", RewardPart("code", share=True))
+    assert made([sample(2, "x")]) == [0.25 + 0.75]
+    with pytest.raises(ValueError, match="The reward task has share"):
+        RewardPart("task", share=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
+def test_math_verify_is_imported_before_the_time_limit_runs():
+    """Before a process says that it is ready. The calls after that import nothing."""
+    program = r"""
+import sys
+from shared.rl import reward_worker
+judge = reward_worker.function_of("math", None)
+known = {*sys.modules}
+assert judge("", r"$\frac{2}{\sqrt{2}}$", r"\sqrt{2}") == 1 and judge("", "7", "12") == 0
+assert known == {*sys.modules}, {*sys.modules} - known
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_verifier_that_only_held_out_tasks_need_is_loaded_when_they_come():
+    with closing(RewardSet([RewardPart()], TASKS[:1], str)) as made:
+        assert [*made.process.functions] == ["number"]
+        assert made.judged([TASKS[1], TASKS[0]], ["yes", "7"]) == ([1.0, 1.0], [0.0, 0.0])
 
 
 def test_each_part_has_its_curve_and_the_sum_its_weights(own):

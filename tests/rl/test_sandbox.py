@@ -126,9 +126,9 @@ def test_rewards_of_code():
         "def add(a, b):\n  1/0",
         "",
     ]
-    with closing(CodeReward()) as whole, closing(CodeReward(share=True)) as share:
+    with closing(CodeReward()) as whole:
         assert whole.judge(answers, [ADD] * 7) == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
-        assert share.judge(answers[:3], [ADD] * 3) == [1.0, 2 / 3, 0.0]
+        assert whole.judge(answers[:3], [ADD] * 3, share=True) == [1.0, 2 / 3, 0.0]
         assert whole(RIGHT, '{"function": "add", "cases": [[[2, 3], 5], [["a", "b"], "ab"]]}') == 1.0
 
 

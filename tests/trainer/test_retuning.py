@@ -14,7 +14,7 @@ from tuned_runs import base_run, tuned_config
 from shared.course.errors import CourseError
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.parallel.comm.threads import run_threads
-from shared.trainer import history, provenance
+from shared.trainer import history, provenance, retuning
 from shared.trainer.config import TrainerConfig
 from shared.trainer.retuning import changes_of
 from shared.trainer.run import train_model
@@ -173,6 +173,18 @@ def test_what_changes_a_run_is_refused_with_both_values_and_the_words_and_then_t
     assert "Changes on the way" in page and f"<td>{allowed}</td>" in page
     again = copied(tmp_path / "taken", tmp_path / "again", prepared, *words)
     assert train_model(again, QUIET).changes == results.changes, "and the same settings then need no words"
+
+
+def test_first_weights_that_were_trained_further_since_are_named_by_their_places_and_not_by_their_fingerprints(tmp_path):
+    before = {"start_from": "runs/sft", "start": "80e15427"}
+    after = {"start_from": "runs/sft", "start": "83f69dc5"}
+    judged = {"ppo": {"reward_model": "r"}}
+    for more, named in (({}, "start_from=runs/sft"), (judged, "start_from=runs/sft or ppo.reward_model=r")):
+        with pytest.raises(CourseError, match=f"run began with other weights than {named} has now.*name a copy of what") as refused:
+            retuning.require_allowed(before | more, after | more, tmp_path / "run", [])
+        assert "80e1" not in str(refused.value)
+    with pytest.raises(CourseError, match="Within a run mode, start cannot change"):
+        retuning.require_allowed(before | {"mode": "sft"}, after | {"mode": "dpo"}, tmp_path / "run", [])
 
 
 def test_only_what_is_named_is_taken(tmp_path, prepared, short):

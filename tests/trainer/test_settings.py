@@ -300,7 +300,6 @@ def test_the_help_that_is_advertised_is_the_help_that_is_there(capsys):
         ("data.weight", None),  # not dpo.sft_weight
         ("engine.name", None),  # which several sections have
         ("report.path", None),
-        ("engine.lr", "optimizer.lr"),  # the only one of that name
         ("checkpoint.every", "engine.checkpoint.every"),
         ("data.sources", "data.prepare.sources"),
         ("model.hidden_sizes", "model.hidden_size"),
@@ -310,3 +309,8 @@ def test_the_help_that_is_advertised_is_the_help_that_is_there(capsys):
 def test_a_key_like_it_is_offered_from_its_own_section_only(key, offered):
     said = unknown_key(key, list(keys_of(TrainerConfig)))
     assert said == f"There is no setting {key}." + (f" Did you mean {offered!r}?" if offered else "")
+
+
+@pytest.mark.parametrize(("key", "only"), [("engine.lr", "optimizer.lr"), ("optimizer.rate", "data.fim.rate")])
+def test_the_only_key_of_that_name_in_another_section_is_named_as_what_it_is_and_not_offered(key, only):
+    assert unknown_key(key, list(keys_of(TrainerConfig))) == f"There is no setting {key}. The only {key.split('.')[1]} is {only!r}."

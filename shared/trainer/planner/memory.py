@@ -17,13 +17,11 @@ from shared.parallel.planning.activations import WIDTH, Part, model_of_rank
 from shared.parallel.planning.frozen_costs import NF4_BITS, FrozenBase, estimate_adapted, sizes_of
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, part_counts, state_width
 from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts
-from shared.rl.cached_sampler import CachedSampler
 from shared.trainer.config import TrainerConfig
 from shared.trainer.initial_weights import find_reward_model
 from shared.trainer.modes import ROLLING
 
 IDS = 2 * 8  # bytes of a token in a batch: as input and as target
-ROWS_DRAWN = CachedSampler.__dataclass_fields__["rows"].default  # answers at a time
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ def cache_bytes(config: TrainerConfig, part: Part) -> float:
     """Keys and values of the answers that a rank draws at a time, at their longest; weights that fsdp keeps gathered meanwhile, or that the
     fused step arranges, which copies them."""
     sizes, parallel = getattr(config, config.mode), config.parallel
-    own, rows = model_of_rank(config.model, parallel), min(ROWS_DRAWN, sizes.prompts * sizes.answers // parallel.data_ranks)
+    own, rows = model_of_rank(config.model, parallel), min(sizes.rows, sizes.prompts * sizes.answers // parallel.data_ranks)
     width = WIDTH[step_sizes(config).precision]
     kept = rows * config.data.seq * 2 * own.num_key_value_heads * own.head_dim * part.layers * width
     if parallel.fully_sharded > 1:

@@ -24,7 +24,7 @@ from shared.trainer.config import TrainerConfig
 from shared.trainer.modes import ROLLING
 from shared.trainer.planner.flops import Flops, Trained, muon_flops, part_flops
 from shared.trainer.planner.hardware import Hardware
-from shared.trainer.planner.memory import ROWS_DRAWN, reward_model_setting
+from shared.trainer.planner.memory import reward_model_setting
 from shared.trainer.planner.traffic import GRADIENTS, RINGS, SHARDS, Sent, own_weights, seconds_of, stride_of
 
 WITHIN = ("tp", "ep")  # axes whose operations every micro-batch waits for
@@ -167,7 +167,7 @@ def rollout_seconds(config: TrainerConfig, hardware: Hardware, step: StepSizes) 
     reference = config.mode == "ppo" or config.grpo.reference
     scoring = forward * (1 + reference + (reward_model_setting(config) is not None)) / uses
     share = sizes.prompts * sizes.answers / layout.data_ranks
-    rows, prompt = min(ROWS_DRAWN, share), max(config.data.seq - sizes.new_tokens, 1)
+    rows, prompt = min(sizes.rows, share), max(config.data.seq - sizes.new_tokens, 1)
     counts = parameter_counts(own)
     kept = WIDTH[step.precision] if layout.fully_sharded > 1 else 4
     if config.adapter and config.adapter.base == "nf4":

@@ -82,19 +82,19 @@ def train_step__keywords(model, optimizer, microbatches, objective, runner, redu
 
 
 def evaluate__inference_mode(model, batches, objective):
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     try:
         model.train(False)
         with torch.inference_mode():
             parts = [objective(model, batch) for batch in batches]
     finally:
-        if training:
-            model.train()
+        for module in training:
+            module.training = True
     return add_totals(parts)
 
 
 def evaluate__running_sums(model, batches, objective):
-    before = model.training
+    before = {module: module.training for module in model.modules()}
     model.eval()
     try:
         total = None
@@ -104,7 +104,8 @@ def evaluate__running_sums(model, batches, objective):
             total = add_totals([part] if total is None else [total, part])
         return total
     finally:
-        model.train(before)
+        for module in model.modules():
+            module.training = before[module]
 
 
 def sample_next__mask_below_the_kth(logits, temperature=1.0, top_k=None, generator=None):

@@ -120,6 +120,6 @@ def update_scale__count_first(state, finite, growth=2.0, backoff=0.5, interval=2
 
 
 def update_scale__replaced(state, finite, growth=2.0, backoff=0.5, interval=2000):
-    if finite and (state.good_steps + 1) % interval:
+    if finite and state.good_steps < interval - 1:
         return state._replace(good_steps=state.good_steps + 1)
     return state._replace(scale=state.scale * (growth if finite else backoff), good_steps=0)

@@ -11,40 +11,40 @@ import torch
 import torch.nn.functional as F
 
 
-def cached_attention__by_hand(queries, keys, values, cached_keys, cached_values, lengths, scale, window=None):
+def cached_attention__by_hand(queries, keys, values, cached_keys, cached_values, lengths, scale, window=None, used=None):
     """Scores, mask, softmax and mean in at least float32; the heads of a group are a dimension of their own."""
     rows, heads, new, size = queries.shape
     shared, room = cached_keys.shape[1:3]
-    end = int(lengths.max()) + new
+    end = used or int(lengths.max()) + new
     if end > room:
         raise ValueError("no room")
-    at = lengths.unsqueeze(1) + torch.arange(new)
+    at = lengths.unsqueeze(1) + torch.arange(new, device=lengths.device)
     index = at[:, None, :, None].expand(rows, shared, new, size)
     cached_keys.scatter_(2, index, keys)
     cached_values.scatter_(2, index, values)
     wide = torch.promote_types(values.dtype, torch.float32)
     grouped = queries.to(wide).reshape(rows, shared, -1, new, size)
     scores = scale * torch.einsum("bkgnd,bksd->bkgns", grouped, cached_keys[:, :, :end].to(wide))
-    behind = at.unsqueeze(-1) - torch.arange(end)
+    behind = at.unsqueeze(-1) - torch.arange(end, device=at.device)
     hidden = (behind < 0) | (behind >= (end if window is None else window))
     weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
     mean = torch.einsum("bkgns,bksd->bkgnd", weights, cached_values[:, :, :end].to(wide))
     return mean.reshape(rows, heads, new, size).to(values.dtype)
 
 
-def cached_attention__with_repeated_heads(queries, keys, values, cached_keys, cached_values, lengths, scale, window=None):
+def cached_attention__with_repeated_heads(queries, keys, values, cached_keys, cached_values, lengths, scale, window=None, used=None):
     """A head's own copy of its keys, and a mask of numbers that are added."""
     new, places = queries.shape[2], cached_keys.shape[2]
-    if bool((lengths + new > places).any()):
+    longest = int((lengths + new).max()) if used is None else used
+    if longest > places:
         raise ValueError("no room")
-    rows, steps = torch.meshgrid(torch.arange(queries.shape[0]), torch.arange(new), indexing="ij")
+    rows, steps = torch.meshgrid(*(torch.arange(size, device=lengths.device) for size in (len(queries), new)), indexing="ij")
     for cache, fresh in ((cached_keys, keys), (cached_values, values)):
         cache.permute(0, 2, 1, 3)[rows, lengths[rows] + steps] = fresh.permute(0, 2, 1, 3)
-    longest = int((lengths + new).max())
     last = (lengths[rows] + steps)[..., None]
-    place = torch.arange(longest)
+    place = torch.arange(longest, device=last.device)
     open_places = (place <= last).logical_and(place > last - (longest if window is None else window))
-    added = torch.zeros(open_places.shape, dtype=queries.dtype).masked_fill(~open_places, float("-inf"))
+    added = queries.new_zeros(open_places.shape).masked_fill(~open_places, float("-inf"))
     copies = queries.shape[1] // keys.shape[1]
     own = (cache[:, :, :longest].repeat_interleave(copies, dim=1) for cache in (cached_keys, cached_values))
     return F.scaled_dot_product_attention(queries, *own, attn_mask=added[:, None], scale=scale)

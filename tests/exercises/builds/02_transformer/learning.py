@@ -98,7 +98,7 @@ def steps_case(config: Config) -> Case:
     return Case("oracle", "three steps", lambda: given, expected, THEIRS, observe, rtol=1e-3, atol=2e-4)
 
 
-UNEVEN = [[1, 1, 1, 1, 1, 2, 2, 3], [7, 8, 8, 8, 8, 8, 9, 9]]
+UNEVEN = [[1, 1, 1, 1, 1, 2, 2, 3], [7, 8, 8, 8, 9, 9, 10, 11]]  # 5 and 3 tokens that predict
 GRADIENTS = (
     gradients_case("two tokens", ONE_LAYER, (ids_of(1, 2), None)),
     *(gradients_case(title, config, (ids_of(3, 11, seed=2), None)) for title, config in NAMED.items()),

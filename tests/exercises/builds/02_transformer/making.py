@@ -131,7 +131,8 @@ def load_case(title: str, config: Config, folder: Callable[[], Path] | None = No
         return {"parameters": {"numbers": numbers, "held": numbers, "trainable": True}, "weights": weights, "global generator": "as it was"}
 
     def observe(adapters: Any, **_: Any) -> Results:
-        model, generator = generator_state(lambda: adapters.load(where()))
+        folder = where()  # it is made when it is first asked for, which draws numbers
+        model, generator = generator_state(lambda: adapters.load(folder))
         weights = {name: weight.detach().clone() for name, weight in adapters.state(model).items()}
         return {"parameters": numbers_of(model), "weights": weights, "global generator": generator}
 

@@ -1,7 +1,7 @@
 """Stage 10 of build 02: a folder from which transformers makes the same model."""
 
 import json
-import tempfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,9 @@ ALL = 10**9
 
 
 def new_folder() -> Path:
-    return Path(tempfile.mkdtemp(dir=HOME.name)) / "not" / "there yet"
+    """Always the same path, which errors name: two builds that fail alike must say the same. What was there is gone."""
+    shutil.rmtree(Path(HOME.name) / "not", ignore_errors=True)
+    return Path(HOME.name) / "not" / "there yet"
 
 
 def loaded(folder: Path) -> Results:
@@ -44,6 +46,14 @@ def loaded(folder: Path) -> Results:
     strange = {key: sorted(str(name) for name in about[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     weights = {f"{name} in transformers": weight.detach().clone() for name, weight in model.named_parameters()}
     return {"transformers": "loads all of it" if not any(strange.values()) else str(strange)} | weights
+
+
+def tried(name: str, act: Callable[[], Results]) -> Results:
+    """What `act` finds in a folder, or why it cannot read it."""
+    try:
+        return act()
+    except (OSError, ValueError) as error:
+        return {name: f"{type(error).__name__}: {error}"}
 
 
 def written_files(folder: Path, most: int) -> Results:
@@ -101,12 +111,12 @@ def save_case(
         model = adapters.create(dict(config), 1) if created else adapters.load(where()).to(dtype)
         folder = target(adapters) if target else new_folder()
         adapters.save(model, folder, most)
-        again = adapters.state(adapters.load(folder))
-        weights = {} if created else {f"{name} loaded again": weight.detach().clone() for name, weight in again.items()}
-        theirs = loaded(folder)
-        if created:
-            theirs = {"transformers": theirs["transformers"]}
-        return theirs | {"in the folder": written_files(folder, most), "config.json": config_of(folder)} | weights
+        again = tried("load", lambda: {f"{name} loaded again": weight for name, weight in adapters.state(adapters.load(folder)).items()})
+        theirs = tried("transformers", lambda: loaded(folder))
+        if created:  # the weights are the build's own
+            again, theirs = {key: again[key] for key in again if key == "load"}, {"transformers": theirs["transformers"]}
+        found = {"in the folder": written_files(folder, most), "config.json": config_of(folder)}
+        return theirs | found | {name: weight.detach().clone() if name != "load" else weight for name, weight in again.items()}
 
     given = {"most": most, "dtype": kind} | said(config)
     return Case("oracle", title, lambda: given, expected, THEIRS, observe, **EXACT)

@@ -8,24 +8,32 @@ import torch
 import torch.nn.functional as F
 
 from shared.course.checking import Case, Check
+from shared.course.comparing import flatten
 from shared.totals import Totals
 
 from .pieces import (
+    FROZEN_STATE,
+    Deep,
+    SameCount,
     TinyModel,
     Watched,
     Weight,
     digits,
     gradients,
     holds_graph,
+    in_float32,
     joined,
     next_token_loss,
+    not_a_number,
     product_sum,
+    state,
     totals_by_torch,
     uneven,
     with_gradient,
 )
 
 CONTRACT = "the contract"
+COUNT = "totals.token_count"
 ORACLE = "torch: backward of the summed loss of all micro-batches as one batch"
 
 
@@ -45,6 +53,35 @@ def watched(*sizes: int, objective=product_sum):
 
 def language_model(*counted: int):
     return lambda: {"model": TinyModel(), "microbatches": uneven(*counted), "objective": next_token_loss}
+
+
+def deep(frozen: bool = False):
+    return lambda: {"model": Deep(frozen), "microbatches": digits(1, 2), "objective": product_sum}
+
+
+def same_count():
+    return {"model": Weight(), "microbatches": digits(1, 1, 1), "objective": SameCount()}
+
+
+def same_twice():
+    return {"model": Weight(), "microbatches": digits(3) * 2, "objective": product_sum}
+
+
+def float32():
+    given = in_float32()
+    return {"model": given["model"], "microbatches": given["batches"], "objective": product_sum}
+
+
+def states(function, model, microbatches, objective):
+    """The modules' modes and what learns, at each call of the objective and afterwards."""
+    found = []
+
+    def noted(model, microbatch):
+        found.append(state(model))
+        return objective(model, microbatch)
+
+    function(model, microbatches, noted)
+    return {"at the first call": found[0], "at the second call": found[1], "afterwards": state(model)}
 
 
 def run(function, model, microbatches, objective):
@@ -124,6 +161,39 @@ CHECK = Check(
             "property", "the totals are cut loose from the graphs", one_weight(1, 3, objective=product_sum_with_live_metric),
             lambda **given: {"the totals hold a graph": False}, CONTRACT, observe=graph_left,
         ),
+        Case(
+            "property", "weights below the top level, one of them in two places", deep(),
+            lambda **given: {
+                "totals": sums(77, 3, 0, 11)()["totals"], "gradient of first.weight": torch.tensor(22.0, dtype=torch.float64),
+                "gradient of block.inner.weight": torch.tensor(11.0, dtype=torch.float64),
+            },
+            "arithmetic: 11 for each place in which a weight is used", observe=run,
+        ),
+        Case(
+            "property", "a frozen weight, and a block in evaluation mode, stay so", deep(frozen=True),
+            lambda **given: {"at the first call": FROZEN_STATE, "at the second call": FROZEN_STATE, "afterwards": FROZEN_STATE},
+            "the contract: modes and `requires_grad` are the caller's", observe=states,
+        ),
+        Case(
+            "property", "the same micro-batch given twice counts twice", same_twice, sums(4, 6, 2, 2), "arithmetic: 1 + 1", observe=run,
+        ),
+        Case(
+            "property", "an objective that returns the same tensor as its count each time", same_count,
+            sums(222, 3, 111, 111), "arithmetic: three values; what the objective returned is not to be added into", observe=run,
+        ),
+        Case(
+            "property", "a loss of NaN is not hidden",
+            lambda: {"model": Weight(), "microbatches": not_a_number(), "objective": product_sum},
+            sums(float("nan"), 2, float("nan"), float("nan")), "the contract: totals and gradient are of all micro-batches", observe=run,
+        ),
+        Case(
+            "property", "float32 stays float32", float32,
+            lambda **given: {name: value.float() for name, value in flatten(sums(22, 2, 11, 11)()).items() if name != COUNT} | {
+                COUNT: torch.tensor(2)
+            },
+            CONTRACT, observe=run,
+        ),
+        Case("oracle", "no target counts", language_model(0, 0), by_torch, ORACLE, run, rtol=1e-12, atol=1e-13),
         Case("oracle", "micro-batches with 5 and 2 counted targets", language_model(5, 2), by_torch, ORACLE, run, rtol=1e-12, atol=1e-13),
         Case(
             "oracle", "micro-batches with 1, 22, 0, 13 and 3 counted targets", language_model(1, 22, 0, 13, 3), by_torch, ORACLE, run,

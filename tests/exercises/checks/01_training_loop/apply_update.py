@@ -7,12 +7,25 @@ of 1e-8 beside gradients of 3 and more: 1e-8.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from shared.course.checking import Case, Check
 
-from .pieces import TinyModel, Weight, gradients, joined, mean_loss_by_torch, next_token_loss, uneven, weights, with_gradient
+from .pieces import (
+    FROZEN_STATE,
+    Deep,
+    TinyModel,
+    Weight,
+    gradients,
+    joined,
+    mean_loss_by_torch,
+    next_token_loss,
+    state,
+    uneven,
+    weights,
+    with_gradient,
+)
 
 CONTRACT = "the contract"
 ORACLE = "torch: backward of the mean loss, then the same optimizer's step"
@@ -63,9 +76,63 @@ def update(function, model, optimizer, token_count):
 
 
 def in_place(function, model, optimizer, token_count):
-    before = model.weight.grad
+    """Data parallelism sees gradients through views of its own, here one that was made before the update."""
+    before, view = model.weight.grad, model.weight.grad.detach()
     function(model, optimizer, token_count)
-    return {"the gradient is the tensor that it was": model.weight.grad is before}
+    return {"the gradient is the tensor that it was": model.weight.grad is before, "what a view of its memory sees": view}
+
+
+class Values(nn.Module):
+    """Several numbers as one weight."""
+
+    def __init__(self, values: Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(values)
+
+
+def values(weight: list, gradient: list, token_count: int, dtype=torch.float64, transposed: bool = False):
+    """A weight of several numbers with a gradient, SGD with lr 0.5; transposed: the gradient lies in memory column by column."""
+
+    def given():
+        model = Values(torch.tensor(weight, dtype=dtype))
+        model.weight.grad = torch.tensor(gradient, dtype=dtype)
+        if transposed:
+            model.weight.grad = model.weight.grad.t().contiguous().t()
+        return {"model": model, "optimizer": SGD(model.parameters(), lr=0.5), "token_count": torch.tensor(token_count)}
+
+    return given
+
+
+def moved(weight: list, gradient: list, dtype=torch.float64):
+    return lambda **given: {"weight": torch.tensor(weight, dtype=dtype), "gradient of weight": torch.tensor(gradient, dtype=dtype)}
+
+
+def deep_in_two_groups():
+    model = with_gradient(Deep(), 6.0)
+    groups = [{"params": [model.first.weight]}, {"params": [model.block["inner"].weight], "lr": 0.2}]
+    return {"model": model, "optimizer": SGD(groups, lr=0.1), "token_count": torch.tensor(3)}
+
+
+def deep_in_part():
+    """The optimizer has one of two weights; an earlier stage of a training leaves such."""
+    model = with_gradient(Deep(), 6.0)
+    return {"model": model, "optimizer": SGD([model.first.weight], lr=0.1), "token_count": torch.tensor(3)}
+
+
+def deep_numbers(first: float, inner: float):
+    names = {"first.weight": first, "block.inner.weight": inner, "gradient of first.weight": 2.0, "gradient of block.inner.weight": 2.0}
+    return lambda **given: {name: torch.tensor(value, dtype=torch.float64) for name, value in names.items()}
+
+
+def frozen():
+    model = Deep(frozen=True)
+    model.first.weight.grad = torch.tensor(6.0, dtype=torch.float64)
+    return {"model": model, "optimizer": SGD(model.parameters(), lr=0.1), "token_count": torch.tensor(3)}
+
+
+def state_after(function, model, optimizer, token_count):
+    function(model, optimizer, token_count)
+    return state(model)
 
 
 def steps(function, model, optimizer, token_count):
@@ -81,8 +148,8 @@ def refused(function, model, optimizer, token_count):
     try:
         function(model, optimizer, token_count)
     except ValueError as error:
-        return {"raised": type(error).__name__, "weight": model.weight.detach(), "optimizer steps": len(stepped)}
-    return {"weight": model.weight.detach(), "optimizer steps": len(stepped)}
+        return {"raised": type(error).__name__, **weights(model), **gradients(model), "optimizer steps": len(stepped)}
+    return {**weights(model), **gradients(model), "optimizer steps": len(stepped)}
 
 
 def numbers(weight: float, gradient: float):
@@ -133,7 +200,43 @@ CHECK = Check(
         ),
         Case(
             "property", "the division is in place", one_weight(6.0, 3),
-            lambda **given: {"the gradient is the tensor that it was": True}, CONTRACT, in_place, changes=("model",),
+            lambda **given: {
+                "the gradient is the tensor that it was": True, "what a view of its memory sees": torch.tensor(2.0, dtype=torch.float64),
+            },
+            CONTRACT, in_place, changes=("model",), rtol=1e-12,
+        ),
+        Case(
+            "property", "a gradient whose rows do not lie one after another",
+            values([[1, 2, 3], [4, 5, 6]], [[6, 12, 18], [24, 30, 36]], 6, transposed=True),
+            moved([[0.5, 1, 1.5], [2, 2.5, 3]], [[1, 2, 3], [4, 5, 6]]), "arithmetic", update, changes=("model",), rtol=1e-12,
+        ),
+        Case(
+            "property", "weights below the top level, one of them in two places, two groups in the optimizer", deep_in_two_groups,
+            deep_numbers(1.8, 2.6), "arithmetic: 2 - 0.1 * 2 and 3 - 0.2 * 2", update, changes=("model",), rtol=1e-12,
+        ),
+        Case(
+            "property", "a gradient of the model that the optimizer does not have is divided too", deep_in_part,
+            deep_numbers(1.8, 3.0), "the contract: the gradients are those of the model's parameters", update, changes=("model",),
+            rtol=1e-12,
+        ),
+        Case(
+            "property", "a frozen weight, and a block in evaluation mode, stay so", frozen, lambda **given: FROZEN_STATE,
+            "the contract: modes and `requires_grad` are the caller's", state_after, changes=("model",),
+        ),
+        Case(
+            "property", "large gradients, NaN and infinity are divided like any other",
+            values([1, 1, 1, 1], [6e9, float("nan"), float("inf"), 6], 3),
+            moved([1 - 1e9, float("nan"), -float("inf"), 0], [2e9, float("nan"), float("inf"), 2]),
+            "arithmetic; who wants to clip or skip hands over another updater", update, changes=("model",), rtol=1e-12,
+        ),
+        Case(
+            "property", "float16 gradients and 100,000 tokens, more than float16 can hold",
+            values([1, 2], [50_000, 25_000], 100_000, torch.float16),
+            moved([0.75, 1.875], [0.5, 0.25], torch.float16), "arithmetic: 50,000 / 100,000", update, changes=("model",), rtol=2**-10,
+        ),
+        Case(
+            "property", "16,777,217 tokens, which float32 cannot tell from 16,777,216", values([5], [3 * 16_777_217], 16_777_217),
+            moved([3.5], [3]), "arithmetic", update, changes=("model",), rtol=1e-12,
         ),
         Case(
             "property", "a parameter without a gradient is left alone", three_weights, unused_left_alone,
@@ -142,8 +245,7 @@ CHECK = Check(
         ),
         Case(
             "property", "a count of 0 is refused before anything changes", one_weight(6.0, 0),
-            lambda **given: {"raised": "ValueError", "weight": torch.tensor(2.0, dtype=torch.float64), "optimizer steps": 0}, CONTRACT,
-            refused, changes=("model",),
+            lambda **given: {"raised": "ValueError", **numbers(2.0, 6.0)(), "optimizer steps": 0}, CONTRACT, refused, changes=("model",),
         ),
         Case(
             "oracle", "two updates of SGD with momentum", language_model(lambda p: SGD(p, lr=0.3, momentum=0.9)),

@@ -39,6 +39,15 @@ def transposed():
     return {name: tensor.transpose(0, 1) for name, tensor in random(7, 3, vocab=5, ignored=2)().items()}
 
 
+def none_counts():
+    return {"logits": random(2, vocab=5)()["logits"], "targets": torch.tensor([-100, -100])}
+
+
+def left_as_it_was(function, logits, targets):
+    function(logits, targets)
+    return {"logits.requires_grad afterwards": logits.requires_grad}
+
+
 def answer(loss_sum: float, token_count: int, dtype=torch.float32):
     return lambda logits, targets: {"loss_sum": torch.tensor(loss_sum, dtype=dtype), "token_count": torch.tensor(token_count)}
 
@@ -106,16 +115,30 @@ CHECK = Check(
             "property", "logits of -10,000 do not all vanish", exactly([[-10_000.0, -10_000.0]], [1]),
             answer(0.6931472, 1), "arithmetic: two equally likely tokens, log(2), up to the rounding of 10,000 in float32", atol=2**-10,
         ),
+        Case(
+            "property", "a logit of 30,000, and a loss of as much", exactly([[30_000.0, 0.0], [0.0, 3.0]], [1, 1]),
+            answer(30_000.048587, 2), "arithmetic: 30,000 + log(1 + exp(-3))",
+        ),
+        Case(
+            "property", "a prediction of NaN is not hidden", exactly([[float("nan"), 0.0], [0.0, 0.0]], [1, 1]),
+            answer(float("nan"), 2), "the contract: logsumexp of NaN is NaN, and a run that hides it trains on nothing",
+        ),
+        Case(
+            "property", "logits that require no gradient do not afterwards", exactly([[0.0, 1.0]], [1]),
+            lambda **given: {"logits.requires_grad afterwards": False}, "the contract: left unchanged", left_as_it_was,
+        ),
         Case("oracle", "three float64 predictions", random(3, vocab=5), by_torch, ORACLE, rtol=1e-12),
         Case("oracle", "[2, 3] predictions, one ignored", random(2, 3, vocab=5, ignored=1), by_torch, ORACLE, rtol=1e-12),
         Case("oracle", "logits and targets that are not contiguous", transposed, by_torch, ORACLE, rtol=1e-12),
         Case("oracle", "[11, 13] predictions, wide logits", random(11, 13, vocab=17, ignored=23, scale=30), by_torch, ORACLE, rtol=1e-12),
         Case("oracle", "float32", random(3, 7, vocab=11, dtype=torch.float32, ignored=2), by_torch, ORACLE),
         Case("oracle", "bfloat16", random(3, 7, vocab=11, dtype=torch.bfloat16, ignored=2), by_torch, ORACLE),
+        Case("oracle", "bfloat16, 301 targets", random(301, vocab=3, dtype=torch.bfloat16), by_torch, ORACLE),
+        Case("oracle", "a vocabulary of 40,000, and ids above 32,767", random(11, vocab=40_000), by_torch, ORACLE, rtol=1e-12),
         Case("oracle", "float16, sum above 65,504", random(13, 17, vocab=11, dtype=torch.float16, scale=300), by_torch, ORACLE),
         gradient_case("gradient of three predictions", random(3, vocab=5)),
         gradient_case("gradient where targets are ignored", random(2, 3, vocab=5, ignored=2)),
-        gradient_case("gradient where no target counts", random(2, vocab=5, ignored=2)),
+        gradient_case("gradient where no target counts", none_counts),
         gradient_case("gradient of wide logits", random(5, 7, vocab=11, ignored=5, scale=3000)),
         gradient_case("gradient in bfloat16", random(3, 7, vocab=11, dtype=torch.bfloat16, ignored=2), rtol=2**-7),
         gradient_case("gradient in float16", random(3, 7, vocab=11, dtype=torch.float16, ignored=2), rtol=2**-10),

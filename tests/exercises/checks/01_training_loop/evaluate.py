@@ -8,16 +8,22 @@ import torch
 from shared.course.checking import Case, Check
 
 from .pieces import (
+    FROZEN_STATE,
+    Deep,
+    SameCount,
     TinyModel,
     Watched,
     Weight,
     digits,
     gradients,
     holds_graph,
+    in_float32,
     joined,
     mean_loss_by_torch,
     next_token_loss,
+    not_a_number,
     product_sum,
+    state,
     totals_by_torch,
     uneven,
     with_gradient,
@@ -55,6 +61,22 @@ def broken_second_batch(model, batch):
     return product_sum(model, batch)
 
 
+def frozen(objective=product_sum):
+    return lambda: {"model": Deep(frozen=True), "batches": digits(1, 2), "objective": objective}
+
+
+def same_count():
+    return {"model": Weight(), "batches": digits(1, 1, 1), "objective": SameCount()}
+
+
+def same_twice():
+    return {"model": Weight(), "batches": digits(3) * 2, "objective": product_sum}
+
+
+def float32():
+    return in_float32() | {"objective": product_sum}
+
+
 def sums(loss_sum: float, token_count: int, x: float):
     def expected(**given):
         loss_sum_and_x = [torch.tensor(value, dtype=torch.float64) for value in (loss_sum, x)]
@@ -76,6 +98,47 @@ def by_torch(model, batches, objective):
     model.eval()
     with torch.no_grad():
         return {"totals": totals_by_torch(model, batches), "mean_loss": mean_loss_by_torch(model, joined(batches)).item()}
+
+
+def state_after(function, model, **given):
+    try:
+        function(model=model, **given)
+    except SecondBatchBroken as error:
+        return {"raised": type(error).__name__, **state(model)}
+    return state(model)
+
+
+def recording(function, **given):
+    """Two evaluations, one where the caller records gradients and one where it does not."""
+    with torch.enable_grad():
+        function(**given)
+        on = torch.is_grad_enabled()
+    with torch.no_grad():
+        function(**given)
+        off = torch.is_grad_enabled()
+    return {"where the caller records gradients, it does afterwards": on, "where it does not, it does afterwards": off}
+
+
+def one_by_one(function, model, batches, objective):
+    """How many batches were asked for by the time each of them is judged."""
+    made, found = [], []
+
+    def stream():
+        for batch in batches:
+            made.append(batch)
+            yield batch
+
+    def noted(model, batch):
+        found.append(len(made))
+        return objective(model, batch)
+
+    function(model, stream(), noted)
+    return {"batches asked for at each call": found}
+
+
+def in_float32_too(**given):
+    totals = sums(22, 2, 11)()["totals"]
+    return {"totals": totals | {"loss_sum": totals["loss_sum"].float(), "metrics": {"x": totals["metrics"]["x"].float()}}}
 
 
 def mode(function, model, **given):
@@ -147,6 +210,43 @@ CHECK = Check(
             "the contract: left as it was found, also where the objective raises", mode_after_error, changes=("model",),
         ),
         Case(
+            "property", "and a model in evaluation mode stays so where the objective raises",
+            one_weight(1, 3, training=False, objective=broken_second_batch),
+            lambda **given: {"raised": "SecondBatchBroken", "model.training afterwards": False},
+            "the contract: left as it was found, also where the objective raises", mode_after_error, changes=("model",),
+        ),
+        Case(
+            "property", "a block in evaluation mode inside a model in training mode, and a frozen weight, stay so", frozen(),
+            lambda **given: FROZEN_STATE, "the contract: every module in the mode in which it was", state_after, changes=("model",),
+        ),
+        Case(
+            "property", "they stay so where the objective raises", frozen(broken_second_batch),
+            lambda **given: {"raised": "SecondBatchBroken", **FROZEN_STATE}, "the contract: also where the objective raises", state_after,
+            changes=("model",),
+        ),
+        Case(
+            "property", "whether gradients are recorded is afterwards as before", one_weight(1, 3),
+            lambda **given: {
+                "where the caller records gradients, it does afterwards": True, "where it does not, it does afterwards": False,
+            },
+            CONTRACT, recording,
+        ),
+        Case("property", "the same batch given twice counts twice", same_twice, sums(4, 6, 2), "arithmetic: 2 * (1 + 1)"),
+        Case(
+            "property", "an objective that returns the same tensor as its count each time", same_count,
+            sums(222, 3, 111), "arithmetic: three values; what the objective returned is not to be added into",
+        ),
+        Case(
+            "property", "a loss of NaN is not hidden",
+            lambda: {"model": Weight(), "batches": not_a_number(), "objective": product_sum},
+            sums(float("nan"), 2, float("nan")), "the contract: the totals over all batches",
+        ),
+        Case("property", "float32 stays float32", float32, in_float32_too, CONTRACT),
+        Case(
+            "oracle", "no target counts", language_model(0, 0),
+            lambda model, batches, objective: {"totals": totals_by_torch(model, batches)}, ORACLE, rtol=1e-12,
+        ),
+        Case(
             "property", "gradients that are there stay as they are", earlier_gradient,
             lambda **given: {"the totals hold a graph": False, "gradient of weight": torch.tensor(5.0, dtype=torch.float64)},
             CONTRACT, graph,
@@ -158,6 +258,10 @@ CHECK = Check(
         Case(
             "oracle", "batches with 22, 22, 0, 13 and 3 counted targets", language_model(22, 22, 0, 13, 3), by_torch, ORACLE, with_mean,
             rtol=1e-12,
+        ),
+        Case(
+            "budget", "a generator's batches are asked for one by one", one_weight(1, 3, 2),
+            lambda **given: {"batches asked for at each call": [1, 2, 3]}, "the contract: taken one by one", one_by_one,
         ),
     ],
 )

@@ -31,9 +31,59 @@ def product_sum(model, batch) -> Totals:
     return Totals(model(batch["x"]).sum(), torch.tensor(batch["x"].numel()), {"x": batch["x"].sum()})
 
 
+class SameCount:
+    """Like product_sum for batches of one value; the count that it returns is the same tensor each time."""
+
+    def __init__(self):
+        self.count = torch.tensor(1)
+
+    def __call__(self, model, batch) -> Totals:
+        return product_sum(model, batch)._replace(token_count=self.count)
+
+
+def not_a_number() -> list[dict[str, Tensor]]:
+    """Two micro-batches of one value, of which the first is NaN."""
+    return [{"x": torch.tensor([value], dtype=torch.float64)} for value in (float("nan"), 10.0)]
+
+
+def in_float32() -> dict:
+    """A model of one weight and two micro-batches of one value, all in float32."""
+    return {"model": Weight().float(), "batches": [{"x": batch["x"].float()} for batch in digits(1, 1)]}
+
+
 def digits(*sizes: int) -> list[dict[str, Tensor]]:
     """Micro-batch i has sizes[i] values that add up to 10**i: a gradient of 101 lacks micro-batch 1."""
     return [{"x": torch.tensor([10.0**i] + [0.0] * (size - 1), dtype=torch.float64)} for i, size in enumerate(sizes)]
+
+
+class Deep(nn.Module):
+    """Weights below the top level: `first` (2), which `block.tied` holds too, and `block.inner` (3). It maps x to 7 * x.
+
+    Args:
+        frozen: `block.inner` does not learn, and `block` is in evaluation mode while the model is in training mode.
+    """
+
+    def __init__(self, frozen: bool = False):
+        super().__init__()
+        self.first = Weight(2.0)
+        self.block = nn.ModuleDict({"tied": Weight(), "inner": Weight(3.0)})
+        self.block["tied"].weight = self.first.weight
+        self.block["inner"].weight.requires_grad_(not frozen)
+        self.block.train(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.block["tied"](x) + self.block["inner"](x)
+
+
+def state(model: nn.Module) -> dict[str, list[str]]:
+    """What of a model is neither a weight nor a gradient: the modules in training mode, and the weights that learn."""
+    return {
+        "modules in training mode": [name or "model" for name, module in model.named_modules() if module.training],
+        "weights that learn": [name for name, weight in model.named_parameters() if weight.requires_grad],
+    }
+
+
+FROZEN_STATE = {"modules in training mode": ["model", "first"], "weights that learn": ["first.weight"]}  # of Deep(frozen=True)
 
 
 class TinyModel(nn.Module):

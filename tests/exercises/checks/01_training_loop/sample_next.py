@@ -65,15 +65,32 @@ def frequency_case(title: str, given) -> Case:
     return Case("oracle", title, given, probabilities, ORACLE, frequencies, atol=0.0125)
 
 
-def odds_case(title: str, odds: list[float], expected: list[float], source: str, **options) -> Case:
-    """A worked example whose logits are the logarithms of small odds."""
+def odds_case(title: str, odds: list[float], expected: list[float], source: str, rung: str = "worked example", **options) -> Case:
+    """A case whose logits are the logarithms of small odds."""
     given = many([math.log(odd) for odd in odds], **options)
-    return Case("worked example", title, given, lambda **given: results(torch.tensor([expected])), source, frequencies, atol=0.0125)
+    return Case(rung, title, given, lambda **given: results(torch.tensor([expected])), source, frequencies, atol=0.0125)
 
 
 def seen(function, logits):
     """The different tokens that 200 calls draw; each of three equally likely ones is missing with probability 1e-35."""
     return {"different tokens drawn": sorted({function(logits).item() for _ in range(200)})}
+
+
+def ties(function, logits, generator):
+    """Of three tokens that tie for the second of two places, one may be kept or all: what is seen must be true of both."""
+    drawn = set(function(logits, top_k=2, generator=generator).tolist())
+    tied = bool(drawn & {1, 2, 3})
+    return {"the likeliest is drawn": 0 in drawn, "one that ties is drawn": tied, "a less likely one is drawn": 4 in drawn}
+
+
+def upper_half(function, logits, generator):
+    drawn = function(logits, generator=generator)
+    return {"share of ids from 500 on": (drawn >= 500).double().mean()}
+
+
+def left_as_it_was(function, logits):
+    function(logits)
+    return {"logits.requires_grad afterwards": logits.requires_grad}
 
 
 def with_generator(function, logits):
@@ -150,6 +167,50 @@ CHECK = Check(
             rows([6e4, -6e4, 5e4], [0.0, 300.0, -300.0], dtype=torch.float16, temperature=1e-3), token_ids(0, 1),
             "arithmetic: exp(-300 / 0.001) = 0",
         ),
+        Case("property", "top_k of 0 at temperature 0", rows(ROW, temperature=0.0, top_k=0), refused, CONTRACT),
+        Case("property", "top_k of -1 at temperature 0", rows(ROW, temperature=0.0, top_k=-1), refused, CONTRACT),
+        Case("property", "a temperature of -1 with top_k 1", rows(ROW, temperature=-1.0, top_k=1), refused, CONTRACT),
+        Case(
+            "property", "logits that require no gradient do not afterwards", rows(ROW),
+            lambda **given: {"logits.requires_grad afterwards": False}, "the contract: left unchanged", left_as_it_was,
+        ),
+        Case(
+            "property", "a vocabulary of 40,000, and an id above 32,767",
+            lambda: {"logits": torch.zeros(2, 40_000).index_fill(1, torch.tensor([39_999]), 90.0), "temperature": 0.5},
+            token_ids(39_999, 39_999), "arithmetic: 39,999 * exp(-180) = 3e-74",
+        ),
+        Case(
+            "property", "top_k 2 of five, three of which tie for the second place", many([2.0, 1.0, 1.0, 1.0, 0.0]),
+            lambda **given: {"the likeliest is drawn": True, "one that ties is drawn": True, "a less likely one is drawn": False},
+            "the contract: one of those that tie, or all", ties,
+        ),
+        odds_case(
+            "top_k 2 of logits log(3), log(3), log(2) and log(1)", [3, 3, 2, 1], [0.5, 0.5, 0, 0],
+            "arithmetic: two tokens tie for two places", "property", top_k=2,
+        ),
+        Case(
+            "property", "a logit of minus infinity is never drawn",
+            many([0.0, -math.inf, math.log(3), -math.inf], top_k=3, temperature=2.0),
+            lambda **given: results(torch.tensor([[1 / (1 + 3**0.5), 0, 3**0.5 / (1 + 3**0.5), 0]])),
+            "arithmetic: exp(-inf) = 0, and 1 to sqrt(3)", frequencies, atol=0.0125,
+        ),
+        Case(
+            "property", "a temperature of 1e-6, and logits that lie as near to each other",
+            many([0.0, 1e-6 * math.log(3)], temperature=1e-6),
+            lambda **given: results(torch.tensor([[0.25, 0.75]])), "arithmetic: 1 to 3", frequencies, atol=0.0125,
+        ),
+        Case(
+            "property", "bfloat16 logits of 100 and 100.5 at temperature 0.3",
+            lambda: (given := many([100.0, 100.5], temperature=0.3)()) | {"logits": given["logits"].bfloat16()},
+            lambda **given: results(torch.tensor([[0.0, 0.5 / 0.3]]).softmax(-1)),
+            "arithmetic: 1 to exp(0.5 / 0.3); in bfloat16 333.3 and 335 are 334 and 336", frequencies, atol=0.0125,
+        ),
+        Case(
+            "property", "1,000 equally likely tokens in bfloat16",
+            lambda: {"logits": torch.zeros(4_000, 1_000, dtype=torch.bfloat16), "generator": Generator().manual_seed(3)},
+            lambda **given: {"share of ids from 500 on": torch.tensor(0.5, dtype=torch.float64)},
+            "arithmetic: half of them, with a standard deviation of 0.008 in 4,000 draws", upper_half, atol=0.04,
+        ),
         Case(
             "property", "a generator decides, and no other source", rows(*[ROW] * 97),
             of_generators(**{"torch's default generator was used": False}), CONTRACT, with_generator,
@@ -163,6 +224,7 @@ CHECK = Check(
         frequency_case("temperature 3", many(ROW, temperature=3.0)),
         frequency_case("top_k 2", many(ROW, top_k=2)),
         frequency_case("top_k 3 at temperature 2, two rows of different logits", many(ROW, OTHER, top_k=3, temperature=2.0)),
+        frequency_case("top_k 4 of five", many(ROW, top_k=4)),
         frequency_case("top_k larger than the vocabulary", many(ROW, top_k=11)),
     ],
 )

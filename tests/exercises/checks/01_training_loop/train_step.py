@@ -14,6 +14,8 @@ from shared.loop import accumulate_gradients, apply_update, keep_totals
 from shared.totals import Totals
 
 from .pieces import (
+    FROZEN_STATE,
+    Deep,
     TinyModel,
     Weight,
     digits,
@@ -22,6 +24,7 @@ from .pieces import (
     mean_loss_by_torch,
     next_token_loss,
     product_sum,
+    state,
     totals_by_torch,
     uneven,
     weights,
@@ -36,8 +39,9 @@ STEPS = [(5, 2), (1, 22, 0, 13), (22, 3)]  # counted targets of each micro-batch
 class Recorder:
     """A runner, a reducer and an updater that note what they are given, and add to the gradient in digits."""
 
-    def __init__(self, model: Weight, names: dict[str, object]):
+    def __init__(self, model: Weight, names: dict[str, object], reduced: Totals, gradient: float):
         self.model, self.names = model, {id(value): name for name, value in names.items()}
+        self.microbatches, self.reduced, self.gradient = names["microbatches"], reduced, gradient
         self.calls, self.found, self.returned = [], [], []
 
     def runner(self, model, microbatches, objective) -> Totals:
@@ -46,9 +50,9 @@ class Recorder:
         return self.add(30.0, totals(3.0, 1), "the runner's totals")
 
     def reducer(self, model, totals_of_this_rank) -> Totals:
-        """Notes its call, adds 400 to the gradient and returns 33 nats over 10 tokens."""
+        """Notes its call, adds to the gradient (400, if the case says nothing else) and returns totals of its own."""
         self.note(f"reducer({self.name(model)}, {self.name(totals_of_this_rank)})")
-        return self.add(400.0, totals(33.0, 10), "the reducer's totals")
+        return self.add(self.gradient, self.reduced, "the reducer's totals")
 
     def updater(self, model, optimizer, token_count) -> None:
         """Notes its call and leaves the weights alone."""
@@ -65,6 +69,8 @@ class Recorder:
         return result
 
     def name(self, value) -> str:
+        if isinstance(value, list | tuple) and [*map(id, value)] == [*map(id, self.microbatches)]:
+            return "microbatches"  # or a copy of the list
         return f"{value.item()} tokens" if isinstance(value, Tensor) else self.names.get(id(value), "something else")
 
 
@@ -77,14 +83,14 @@ def gradient_found(model: Weight) -> float:
     return 0.0 if model.weight.grad is None else model.weight.grad.item()
 
 
-def recorded(earlier: float = 0.0):
-    """A step of the recorder's parts, where an earlier step left the gradient `earlier`."""
+def recorded(earlier: float = 0.0, loss_sum: float = 33.0, token_count: int = 10, gradient: float = 400.0):
+    """A step of the recorder's parts, where an earlier step left the gradient `earlier`; the others are the reducer's."""
 
     def given():
         model = with_gradient(Weight(), earlier)
         optimizer, microbatches = SGD(model.parameters(), lr=0.1), digits(2)
         known = {"model": model, "optimizer": optimizer, "microbatches": microbatches, "objective": product_sum}
-        recorder = Recorder(model, known)
+        recorder = Recorder(model, known, totals(loss_sum, token_count), gradient)
         return known | {"runner": recorder.runner, "reducer": recorder.reducer, "updater": recorder.updater}
 
     return given
@@ -109,6 +115,48 @@ def found_in_digits(**given):
         "gradient that the runner finds": 0.0, "gradient that the reducer finds": 30.0,
         "gradient that the updater finds": 430.0, "gradient afterwards": 430.0, "weight afterwards": 2.0,
     }
+
+
+def named_calls(tokens: int = 10):
+    return lambda **given: {"calls": [
+        "runner(model, microbatches, objective)", "reducer(model, the runner's totals)", f"updater(model, optimizer, {tokens} tokens)",
+    ]}
+
+
+PARTS = {"objective": product_sum, "runner": accumulate_gradients, "reducer": keep_totals, "updater": apply_update}
+
+
+def deep_in_two_groups():
+    model = with_gradient(Deep(), 9.0)
+    groups = [{"params": [model.first.weight]}, {"params": [model.block["inner"].weight], "lr": 0.2}]
+    return {"model": model, "optimizer": SGD(groups, lr=0.1), "microbatches": digits(1, 1)} | PARTS
+
+
+def moved(**given):
+    values = {"first.weight": 2 - 0.1 * 11, "block.inner.weight": 3 - 0.2 * 5.5}
+    values |= {"gradient of first.weight": 11.0, "gradient of block.inner.weight": 5.5}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
+def weights_and_gradients(function, model, **given):
+    function(model=model, **given)
+    return weights(model) | gradients(model)
+
+
+def frozen():
+    model = Deep(frozen=True)
+    return {"model": model, "optimizer": SGD(model.parameters(), lr=0.1), "microbatches": digits(1, 1)} | PARTS
+
+
+def state_after(function, model, **given):
+    function(model=model, **given)
+    return state(model)
+
+
+def nothing_counts():
+    model = TinyModel()
+    parts = {"microbatches": uneven(0, 0), "objective": next_token_loss}
+    return {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)} | PARTS | parts
 
 
 def language_model(make_optimizer):
@@ -172,9 +220,7 @@ CHECK = Check(
         Case("shape and dtype", "what is returned", recorded(), lambda **given: {"totals": totals(33.0, 10)}, CONTRACT),
         Case(
             "worked example", "who is called, in which order, with what", recorded(),
-            lambda **given: {"calls": [
-                "runner(model, microbatches, objective)", "reducer(model, the runner's totals)", "updater(model, optimizer, 10 tokens)",
-            ]},
+            named_calls(),
             "the contract: run, reduce, update by the reduced count", calls,
         ),
         Case(
@@ -188,6 +234,33 @@ CHECK = Check(
         Case(
             "property", "an earlier step left a gradient of 5", recorded(earlier=5.0), found_in_digits,
             "the contract: an earlier step's gradient is not in this one's", found,
+        ),
+        Case(
+            "property", "no token counts: the updater is called all the same, and decides", recorded(token_count=0), named_calls(0),
+            "the contract: run, reduce, update", calls,
+        ),
+        Case(
+            "property", "no token counts: what the updater raises comes through", nothing_counts, lambda **given: {"raised": "ValueError"},
+            "the contract: apply_update refuses a count of 0", changes=("model",),
+        ),
+        Case(
+            "property", "a loss and a gradient of NaN: the updater is called all the same",
+            recorded(loss_sum=float("nan"), gradient=float("nan")), named_calls(), "the contract: run, reduce, update", calls,
+        ),
+        Case(
+            "property", "a gradient of NaN reaches the updater as it is", recorded(gradient=float("nan")),
+            lambda **given: found_in_digits() | {
+                "gradient that the updater finds": float("nan"), "gradient afterwards": float("nan"),
+            },
+            "the contract: nothing happens to the gradients between reducer and updater", found,
+        ),
+        Case(
+            "property", "weights below the top level, one of them in two places, two groups in the optimizer", deep_in_two_groups, moved,
+            "arithmetic: gradients 22 / 2 and 11 / 2, rates 0.1 and 0.2", weights_and_gradients, changes=("model",), rtol=1e-12,
+        ),
+        Case(
+            "property", "a frozen weight, and a block in evaluation mode, stay so", frozen, lambda **given: FROZEN_STATE,
+            "the contract: modes and `requires_grad` are the caller's", state_after, changes=("model",),
         ),
         plain_case("one step of SGD, earlier gradients of 9 everywhere", lambda p: SGD(p, lr=0.3), one_step_by_torch, one_step),
         plain_case("three steps of SGD with momentum", lambda p: SGD(p, lr=0.3, momentum=0.9), three_steps_by_torch, three_steps),

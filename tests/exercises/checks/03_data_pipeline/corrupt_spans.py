@@ -120,6 +120,16 @@ CHECK = Check(
             lambda: numbers([70_000, 65_536, 40_000], "010", [0, 70_001])() | {"end_id": 0},
             lambda **given: {"inputs": ids(70_000, 0, 40_000, 0), "targets": ids(0, 65_536, 0)}, CONTRACT,
         ),
+        Case(
+            "worked example", "the last token is kept, and is the end token", numbers([11, 12, 1], "010", [99, 98]),
+            lambda **given: {"inputs": ids(11, 99, 1, END), "targets": ids(99, 12, END)}, "the contract: the end token ends both",
+        ),
+        Case(
+            "worked example", "the last token is noise, and is the end token", numbers([11, 12, 1], "001", [99, 98]),
+            lambda **given: {"inputs": ids(11, 12, 99, END), "targets": ids(99, 1, END)}, "the contract: the end token ends both",
+        ),
+        Case("property", "one span of three tokens and one sentinel", text("aBCDe", sentinels=[199]), both("a0e", "0bcd"), CONTRACT),
+        Case("property", "no span and no sentinel", text("abc", sentinels=[]), both("abc", ""), CONTRACT),
         Case("property", "three spans and two sentinels", text("AbCdE", sentinels=[199, 198]), refused, CONTRACT),
         Case("property", "one span and no sentinel", text("abC", sentinels=[]), refused, CONTRACT),
         Case("property", "as many sentinels as spans", text("AbC", sentinels=[199, 198]), both("0b1", "0a1c"), CONTRACT),

@@ -30,6 +30,15 @@ def random_case(title: str, count: int, seed: int, pair: tuple[int, int], new_id
     return Case("oracle", title, given(ids=random_ids(count, seed, most), pair=pair, new_id=new_id), by_re, ORACLE)
 
 
+LARGE = 500_000
+BASES = (256, 1000, 1024, 4096, 10_000, 32_000, 32_768, 50_257, 65_535, 65_536, 100_000)
+
+
+def like_one_number() -> list[int]:
+    """Neighbours that make the same number as (5, LARGE) where two ids are packed into one, for each of the usual bases."""
+    return [part for base in BASES for part in (5 + LARGE // base, LARGE % base)] + [4, 2 * LARGE + 1]
+
+
 def lengths(function, ids, pair, new_id):
     merged = function(ids, pair, new_id)
     return {"lost length for each new id": (len(ids) - len(merged)) == merged.count(new_id), "a list of its own": merged is not ids}
@@ -59,6 +68,17 @@ CHECK = Check(
         example("ids whose last digits are the pair's left one", [15, 6, 25, 6], (5, 6), 19, [15, 6, 25, 6], DIGITS),
         example("ids whose first digits are the pair's right one", [5, 60, 5, 61], (5, 6), 9, [5, 60, 5, 61], DIGITS),
         example("ids above 65,535", [70_000, 65_536, 4464, 0], (70_000, 65_536), 70_001, [70_001, 4464, 0], CONTRACT),
+        example("the same numbers, each an object of its own", [*map(int, ["300", "400", "7"])], (300, 400), 500, [500, 7],
+                "the contract: ids are numbers, compared by ==", rung="property"),
+        example("neighbours that make the number of the pair, if two ids are packed into one", like_one_number(), (5, LARGE), 9,
+                like_one_number(), CONTRACT, rung="property"),
+        *(
+            Case(
+                "property", f"a new list for {title}", given(ids=ids, pair=(3, 1), new_id=11),
+                lambda **rest: {"lost length for each new id": True, "a list of its own": True}, CONTRACT, lengths,
+            )
+            for title, ids in (("no ids", []), ("one id", [3]))
+        ),
         Case(
             "property", "putting the pair back gives the ids back", given(ids=random_ids(101, 3, 4), pair=(2, 1), new_id=11),
             lambda ids, **rest: {"with the pair put back": ids}, "joining loses nothing", decoded,

@@ -139,6 +139,8 @@ CHECK = Check(
             lambda **given: {"tensors that share memory": [], "documents stay as they were": True}, "the contract: left unchanged", apart,
             changes=("documents",),
         ),
+        Case("oracle", "a document of 5,000 tokens, and a short one", random_documents(5000, 3, seq=5003), by_torch, ORACLE),
+        Case("oracle", "300 documents of two tokens", random_documents(*[2] * 300, seq=301), by_torch, ORACLE),
         Case("oracle", "five random documents in a row of 41", random_documents(11, 2, 13, 3, 5, seq=41), by_torch, ORACLE),
         Case("oracle", "the same in uint8, exactly full", random_documents(11, 2, 13, 3, 5, seq=29, dtype=torch.uint8), by_torch, ORACLE),
     ],

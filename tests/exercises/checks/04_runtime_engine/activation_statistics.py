@@ -50,6 +50,29 @@ def of_a_layer():
     return {"x": torch.tensor([[1.0, -1.0]], requires_grad=True) * 3}
 
 
+def of_a_weight():
+    return {"x": torch.tensor([1.0, -1.0], requires_grad=True)}
+
+
+def what_it_leaves(function, x):
+    try:
+        function(x)
+        return {"requires a gradient": x.requires_grad, "autograd records afterwards": torch.is_grad_enabled()}
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def as_before(x):
+    return {"requires a gradient": True, "autograd records afterwards": True}
+
+
+def counted_in_bfloat16():
+    """517 zeros and 389 infinities among 1,001 elements: neither share is one of bfloat16's."""
+    x = torch.ones(1001, dtype=torch.bfloat16)
+    x[:517], x[517:906] = 0.0, torch.inf
+    return {"x": x}
+
+
 def answer(mean: float, std: float, rms: float, abs_max: float, zeros: float, not_finite: float):
     names = ("mean", "std", "rms", "abs_max", "zeros", "not_finite")
     return lambda **given: {"statistics": dict(zip(names, (mean, std, rms, abs_max, zeros, not_finite), strict=True))}
@@ -115,6 +138,10 @@ CHECK = Check(
             "property", "float64: what float32 takes for 0 and for infinity", numbers(0.0, 1e-60, 3e60, -1e60, dtype=torch.float64), 1e-12
         ),
         Case("property", "a tensor without elements is refused", numbers(), lambda **given: {"raised": "ValueError"}, CONTRACT),
+        by_numpy_case("property", "bfloat16: counts beyond 256, where it has no odd numbers any more", counted_in_bfloat16),
+        Case(
+            "property", "a tensor that requires a gradient, and autograd, are as before", of_a_weight, as_before, CONTRACT, what_it_leaves,
+        ),
         by_numpy_case("oracle", "after a ReLU", halved_by_relu),
         by_numpy_case("oracle", "float64 that is not contiguous", strided, 1e-12, 1e-14),
         by_numpy_case("oracle", "bfloat16 [5, 7, 11]", random(5, 7, 11, dtype=torch.bfloat16, scale=3.0, shift=2.0)),

@@ -32,7 +32,9 @@ def model(seq: int, **fields):
 
 
 def call(function, fields, seq):
-    return {"flops": function(ModelConfig(**fields), seq)}
+    config = ModelConfig(**fields)
+    flops = function(config, seq)
+    return {"flops": flops} | ({} if config == ModelConfig(**fields) else {"changed the configuration": True})
 
 
 def counted(fields, seq):
@@ -66,7 +68,7 @@ def watched(title: str, seq: int, **fields) -> Case:
     return Case("oracle", title, model(seq, **fields), counted, ORACLE, call)
 
 
-ONE_LAYER = {"vocab_size": 5, "hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 3}
+ONE_LAYER = {"vocab_size": 5, "hidden_size": 6, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 7}
 
 CHECK = Check(
     exercise="04.flops_per_token",
@@ -75,17 +77,17 @@ CHECK = Check(
     cases=[
         Case("shape and dtype", "a whole number", model(11), answer(0), CONTRACT, call),
         Case(
-            "worked example", "one layer, D = 2, one head, inner width 3, vocabulary 5, a sequence of 7",
-            model(7, **ONE_LAYER, gated=False), answer(396),
-            "arithmetic: 6 * (4 * 2 * 2 + 2 * 2 * 3 + 2 * 5) + 12 * 1 * 2 * 7 = 228 + 168", call,
+            "worked example", "one layer, D = 6, one head, inner width 7, vocabulary 5, a sequence of 11",
+            model(11, **ONE_LAYER, gated=False), answer(2340),
+            "arithmetic: 6 * (4 * 6 * 6 + 2 * 6 * 7 + 6 * 5) + 12 * 1 * 6 * 11 = 1548 + 792", call,
         ),
         Case(
-            "worked example", "the same with a gate: a third matrix [2, 3]", model(7, **ONE_LAYER),
-            answer(432), "arithmetic: 396 + 6 * 2 * 3", call,
+            "worked example", "the same with a gate: a third matrix [6, 7]", model(11, **ONE_LAYER),
+            answer(2592), "arithmetic: 2340 + 6 * 6 * 7", call,
         ),
         Case(
-            "worked example", "the same with four layers", model(7, **ONE_LAYER | {"num_hidden_layers": 4}),
-            answer(1548), "arithmetic: 6 * (4 * (4 * 2 * 2 + 3 * 2 * 3) + 2 * 5) + 12 * 4 * 2 * 7 = 876 + 672", call,
+            "worked example", "the same with four layers", model(11, **ONE_LAYER | {"num_hidden_layers": 4}),
+            answer(9828), "arithmetic: 6 * (4 * (4 * 6 * 6 + 3 * 6 * 7) + 6 * 5) + 12 * 4 * 6 * 11 = 6660 + 3168", call,
         ),
         Case(
             "property", "GPT-3 on its 300 billion tokens, without the scores (seq 1)", lambda: {"fields": GPT3, "seq": 1},
@@ -98,6 +100,7 @@ CHECK = Check(
         ),
         Case("property", "an encoder-decoder is refused", model(11, architecture="encoder-decoder"), raised, CONTRACT, call),
         Case("property", "a sequence of 0 tokens is refused", model(0), raised, CONTRACT, call),
+        Case("property", "a sequence of -3 tokens is refused", model(-3), raised, CONTRACT, call),
         watched("a small LLaMA", 11),
         watched(
             "grouped queries: 6 heads share 2, and 6 * 4 is not the width 10", 17,

@@ -41,6 +41,11 @@ def strided():
     return {"gradients": [randn(6, 10, seed=3)[::2, ::3], randn(5, 7, seed=5).T]}
 
 
+def the_same_twice():
+    twice = torch.tensor([2.0])
+    return {"gradients": [twice, twice, torch.tensor([4.0, 1.0])]}
+
+
 def with_graph():
     return {"gradients": [torch.tensor([2.0, 1.0], requires_grad=True) * 3, torch.tensor(6.0, requires_grad=True)]}
 
@@ -77,8 +82,13 @@ def by_clipping(gradients):
 
 
 def graph_of(function, gradients):
-    norm = function(gradients)
-    return {"norm": norm.detach(), "the norm requires a gradient": norm.requires_grad}
+    """The norm, and whether gradients and autograd are as they were."""
+    try:
+        norm = function(gradients)
+        kept = torch.is_grad_enabled() and all(gradient.requires_grad for gradient in gradients)
+        return {"norm": norm.detach(), "the norm requires a gradient": norm.requires_grad, "gradients and autograd are as before": kept}
+    finally:
+        torch.set_grad_enabled(True)
 
 
 def on_meta(function, shapes):
@@ -128,9 +138,11 @@ CHECK = Check(
         Case("property", "one element is NaN", tensors([1.0, 2.0], [torch.nan, 1.0]), answer(torch.nan), CONTRACT),
         Case(
             "property", "gradients that carry graphs: the norm does not", with_graph,
-            lambda **given: {"norm": torch.tensor(9.0), "the norm requires a gradient": False}, "arithmetic: the root of 36 + 9 + 36",
-            graph_of,
+            lambda **given: {
+                "norm": torch.tensor(9.0), "the norm requires a gradient": False, "gradients and autograd are as before": True,
+            }, "arithmetic: the root of 36 + 9 + 36", graph_of,
         ),
+        Case("property", "the same tensor twice is two gradients", the_same_twice, answer(5.0), "arithmetic: the root of 4 + 4 + 16 + 1"),
         Case("property", "a generator, which can be read once", generated, lambda **given: by_numpy(**random(torch.float32)()), BY_NUMPY),
         Case("property", "tensors that are not contiguous", strided, by_numpy, BY_NUMPY, rtol=1e-14),
         Case("oracle", "float32", random(torch.float32, shapes=((17, 23), (31,), (5, 3))), by_torch, "torch.nn.utils.get_total_norm"),

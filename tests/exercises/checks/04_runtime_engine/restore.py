@@ -102,8 +102,14 @@ def random_numbers(function, snapshot, model, optimizer, parts):
 
 def held(function, snapshot, model, optimizer, parts):
     before = {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    objects = list(model.parameters())
-    function(snapshot, model, optimizer, parts)
+    objects, modules = list(model.parameters()), list(model.modules())
+    model.mix.bias.requires_grad_(False)  # frozen, with its dropout off: both are this run's choice
+    model.dropout.eval()
+    try:
+        function(snapshot, model, optimizer, parts)
+        autograd = torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
     in_groups = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     return {
         "the head is the embedding": model.head.weight is model.tokens.weight,
@@ -111,6 +117,8 @@ def held(function, snapshot, model, optimizer, parts):
         "parameters that are other objects": sum(new is not old for new, old in zip(model.parameters(), objects, strict=True)),
         "the optimizer's parameters are the model's": sorted(in_groups) == sorted(map(id, model.parameters())),
         "the first weight": model.tokens.weight[0, 0].item(),
+        "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        "modules in training": sum(module.training for module in modules) - len(modules), "autograd records": autograd,
     }
 
 
@@ -118,6 +126,7 @@ def all_held(snapshot, **given):
     return {
         "the head is the embedding": True, "tensors elsewhere in memory": [], "parameters that are other objects": 0,
         "the optimizer's parameters are the model's": True, "the first weight": snapshot.weights["tokens.weight"][0, 0].item(),
+        "frozen": ["mix.bias"], "modules in training": -1, "autograd records": True,
     }
 
 

@@ -2,7 +2,7 @@
 
 Tolerances. Worked examples are float64 arithmetic on a handful of digits: 1e-12. The oracle rounds each of its dozen operations, and so
 does the answer, in another order: 1e-12 in float64 after five steps, with 1e-15 for values near 0; float32 has 1e-6 for each of them, and
-a weight of size 1 moves by 0.01, so 1e-6 and 1e-7.
+a weight of size 1 moves by 0.01, so 1e-6 and 1e-7. bfloat16 has 8 bits, one part in 256 a rounding: 1e-2.
 """
 
 import torch
@@ -14,11 +14,12 @@ from .pieces import after, leaves, randn, tensors, where_it_lies
 CONTRACT = "the contract"
 ORACLE = "torch.optim.AdamW(foreach=False)"
 CHANGED = ("parameter", "exp_avg", "exp_avg_sq")
+NAN, INF = float("nan"), float("inf")
 
 
-def numbers(w: list, g: list, m: list, v: list, step: int, lr=0.1, betas=(0.9, 0.99), eps=0.0, weight_decay=0.0):
+def numbers(w, g, m, v, step: int, lr=0.1, betas=(0.9, 0.99), eps=0.0, weight_decay=0.0, dtype=torch.float64):
     settings = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return lambda: tensors(parameter=w, gradient=g, exp_avg=m, exp_avg_sq=v) | settings
+    return lambda: tensors(dtype, parameter=w, gradient=g, exp_avg=m, exp_avg_sq=v) | settings
 
 
 def random(*shape: int, dtype=torch.float64, steps: int = 1, weight_decay: float = 0.3, transposed: bool = False, eps: float = 1e-8):
@@ -104,10 +105,28 @@ CHECK = Check(
             "the contract: in place", where_it_lies(*CHANGED), changes=CHANGED, rtol=1e-12,
         ),
         Case(
-            "property", "a gradient that is no number is not hidden",
-            numbers([2.0, 2.0], [float("nan"), 4.0], [0.0, 0.0], [0.0, 0.0], 1),
-            leaves(parameter=[float("nan"), 1.9], exp_avg=[float("nan"), 0.4], exp_avg_sq=[float("nan"), 0.16]), "arithmetic",
+            "property", "a gradient that is no number, or infinite, is not hidden",
+            numbers([2.0] * 3, [NAN, INF, 4.0], [0.0] * 3, [0.0] * 3, 1),
+            leaves(parameter=[NAN, NAN, 1.9], exp_avg=[NAN, INF, 0.4], exp_avg_sq=[NAN, INF, 0.16]), "arithmetic: inf / inf is no number",
             after(*CHANGED), changes=CHANGED, rtol=1e-12,
+        ),
+        Case(
+            "property", "a hundredth gradient of 1: the corrections still count", numbers([2.0], [1.0], [1 - 0.9**99], [1 - 0.99**99], 100),
+            leaves(parameter=[1.9], exp_avg=[1 - 0.9**100], exp_avg_sq=[1 - 0.99**100]), "arithmetic: both corrected means are 1",
+            after(*CHANGED), changes=CHANGED, rtol=1e-11,
+        ),
+        Case(
+            "property", "a learning rate of 0: the weight stays, the means go on", numbers([2.0], [4.0], [0.0], [0.0], 1, lr=0.0),
+            leaves(parameter=[2.0], exp_avg=[0.4], exp_avg_sq=[0.16]), CONTRACT, after(*CHANGED), changes=CHANGED, rtol=1e-12,
+        ),
+        Case(
+            "property", "a single number without a dimension", numbers(2.0, 4.0, 0.0, 0.0, 1),
+            leaves(parameter=1.9, exp_avg=0.4, exp_avg_sq=0.16), "the contract: any shape", after(*CHANGED), changes=CHANGED, rtol=1e-12,
+        ),
+        Case(
+            "property", "bfloat16 stays bfloat16", numbers([2.0], [4.0], [0.0], [0.0], 1, dtype=torch.bfloat16),
+            leaves(torch.bfloat16, parameter=[1.9], exp_avg=[0.4], exp_avg_sq=[0.16]), "the contract: any floating dtype",
+            after(*CHANGED), changes=CHANGED, rtol=1e-2,
         ),
         oracle("one step of [3, 5]", random(3, 5)),
         oracle("five steps of [3, 5]", random(3, 5, steps=5)),

@@ -110,6 +110,26 @@ CHECK = Check(
             "property", "wsd stays at the minimum behind the end", of("wsd", 6, steps=3, decay_steps=0, minimum=0.25),
             factors(1.0, 1.0, 1.0, 0.25, 0.25, 0.25), CONTRACT,
         ),
+        curve(
+            "property", "constant with a minimum of 0.5: neither its warm-up nor its end reads it",
+            of("constant", 6, warmup_steps=4, steps=5, minimum=0.5), factors(0.25, 0.5, 0.75, 1.0, 1.0, 1.0), CONTRACT,
+        ),
+        curve(
+            "property", "linear with a minimum of 0.5, which the warm-up does not read: it covers the whole run",
+            of("linear", 6, warmup_steps=4, steps=4, minimum=0.5), factors(0.25, 0.5, 0.75, 1.0, 0.5, 0.5), CONTRACT,
+        ),
+        curve(
+            "property", "linear with `decay_steps`, which it does not read", of("linear", 5, steps=4, decay_steps=2),
+            factors(0.8, 0.6, 0.4, 0.2, 0.0), CONTRACT,
+        ),
+        curve(
+            "property", "cosine with `decay_steps`, which it does not read", of("cosine", 6, steps=5, decay_steps=2),
+            lambda **_: by_torch(6, "cosine", 0, 5, 0, 0.0), ORACLE, rtol=1e-10,
+        ),
+        curve(
+            "property", "wsd whose decay follows the warm-up at once", of("wsd", 6, warmup_steps=2, steps=5, decay_steps=3),
+            factors(0.5, 1.0, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0.0), CONTRACT,
+        ),
         curve("oracle", "constant", of("constant", 9, warmup_steps=3), by_torch, ORACLE, rtol=1e-10),
         curve("oracle", "linear", of("linear", 13, warmup_steps=3, minimum=0.1), by_torch, ORACLE, rtol=1e-10),
         curve("oracle", "cosine", of("cosine", 23, steps=20, warmup_steps=5, minimum=0.1), by_torch, ORACLE, rtol=1e-10),

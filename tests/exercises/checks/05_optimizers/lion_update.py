@@ -3,7 +3,7 @@
 lion_pytorch itself judges the core in tests/parity/test_05_optimizers.py; a check must not need it.
 
 Tolerances. A step is a sign times lr, so float64 agrees to the last digits of the weight: 1e-13, and 1e-15 for values near 0;
-float32 adds up seven roundings: 1e-5 and 1e-6.
+float32 adds up seven roundings: 1e-5 and 1e-6. bfloat16 has 8 bits: 1e-2.
 """
 
 import torch
@@ -15,10 +15,11 @@ from .pieces import after, leaves, randn, tensors, where_it_lies
 CONTRACT = "the contract"
 ORACLE = "torch.optim.SGD with weight decay, fed with the sign of torch.optim.SGD's own momentum (dampened)"
 CHANGED = ("parameter", "exp_avg")
+NAN, INF = float("nan"), float("inf")
 
 
-def numbers(w: list, g: list, m: list, lr=0.1, betas=(0.9, 0.99), weight_decay=0.0):
-    return lambda: tensors(parameter=w, gradient=g, exp_avg=m) | {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+def numbers(w, g, m, lr=0.1, betas=(0.9, 0.99), weight_decay=0.0, dtype=torch.float64):
+    return lambda: tensors(dtype, parameter=w, gradient=g, exp_avg=m) | {"lr": lr, "betas": betas, "weight_decay": weight_decay}
 
 
 def random(*shape: int, steps: int = 1, dtype=torch.float64, weight_decay: float = 0.3, transposed: bool = False):
@@ -95,9 +96,9 @@ CHECK = Check(
             leaves(parameter=[2.0, -3.0], exp_avg=[0.0, 0.0]), "the contract: the sign of 0 is 0",
         ),
         example(
-            "property", "gradients from 1e-6 to 1e6 move a weight by the same lr",
-            numbers([1.0] * 4, [1e-6, -1e-3, 1e3, -1e6], [0.0] * 4, lr=0.25),
-            leaves(parameter=[0.75, 1.25, 0.75, 1.25], exp_avg=[1e-8, -1e-5, 1e1, -1e4]), "the contract",
+            "property", "gradients from 1e-30 to 1e6 move a weight by the same lr",
+            numbers([1.0] * 5, [1e-30, 1e-6, -1e-3, 1e3, -1e6], [0.0] * 5, lr=0.25),
+            leaves(parameter=[0.75, 0.75, 1.25, 0.75, 1.25], exp_avg=[1e-32, 1e-8, -1e-5, 1e1, -1e4]), "the contract",
         ),
         example(
             "property", "where the sign is 0 the decay moves the weight all the same", numbers([2.0], [0.0], [0.0], weight_decay=0.5),
@@ -106,6 +107,28 @@ CHECK = Check(
         example(
             "property", "a beta1 of 0: the gradient alone decides", numbers([2.0], [4.0], [-8.0], betas=(0.0, 0.5)),
             leaves(parameter=[1.9], exp_avg=[-2.0]), "arithmetic: the direction is 4; the memory is -4 + 2",
+        ),
+        example(
+            "property", "a beta2 of 0: only the newest gradient is remembered", numbers([2.0], [4.0], [-8.0], betas=(0.5, 0.0)),
+            leaves(parameter=[2.1], exp_avg=[4.0]), "arithmetic: the direction is -4 + 2; the memory is 4",
+        ),
+        example(
+            "property", "a learning rate of 0: the weight stays, the memory goes on", numbers([2.0], [4.0], [0.0], lr=0.0),
+            leaves(parameter=[2.0], exp_avg=[0.04]), CONTRACT,
+        ),
+        example(
+            "property", "a gradient that is no number, and an infinite one",
+            numbers([2.0] * 3, [NAN, INF, 4.0], [0.0] * 3, weight_decay=0.5),
+            leaves(parameter=[1.9, 1.8, 1.8], exp_avg=[NAN, INF, 0.04]), "the contract: remembered, and without a sign",
+        ),
+        example(
+            "property", "a single number without a dimension", numbers(2.0, 4.0, 0.0), leaves(parameter=1.9, exp_avg=0.04),
+            "the contract: any shape",
+        ),
+        Case(
+            "property", "bfloat16 stays bfloat16", numbers([2.0], [4.0], [0.0], dtype=torch.bfloat16),
+            leaves(torch.bfloat16, parameter=[1.9], exp_avg=[0.04]), "the contract: any floating dtype", after(*CHANGED), changes=CHANGED,
+            rtol=1e-2,
         ),
         Case(
             "property", "other tensors over the same memory see the step, and autograd goes on", numbers([2.0], [4.0], [0.0]),

@@ -13,7 +13,9 @@ from shared.optim.muon import newton_schulz
 from .pieces import randn, tensors
 
 CONTRACT = "the contract"
-SCALES = {(2, 7, 5): 1.4**0.5, (2, 5, 7): 0.2 * 7**0.5, (9, 2, 3): 0.2 * 3**0.5}  # original, of [7, 5]; match_rms_adamw, of the others
+NAN, INF = float("nan"), float("inf")
+# original, of [7, 5]; match_rms_adamw, of the others
+SCALES = {(2, 7, 5): 1.4**0.5, (3, 2, 7, 5): 1.4**0.5, (2, 5, 7): 0.2 * 7**0.5, (9, 2, 3): 0.2 * 3**0.5}
 ORACLE = "torch.optim.Muon, its change of the weight over the learning rate"
 
 
@@ -52,6 +54,30 @@ def random(*shape: int, whole: tuple = (), dtype=torch.float64, **more):
 def call(function, momentum_buffer, **given):
     update = function(momentum_buffer=momentum_buffer, **given)
     return {"update": update.clone(), "momentum_buffer": momentum_buffer.clone()}
+
+
+def what_it_touches(function, momentum_buffer, **given):
+    """The update, and what stands in the memory that the buffer had before the call."""
+    before = momentum_buffer.detach()
+    try:
+        update = function(momentum_buffer=momentum_buffer, **given)
+        return {
+            "update": update.clone(), "momentum_buffer": before, "autograd records afterwards": torch.is_grad_enabled(),
+            "the update lies in the buffer's memory": update.untyped_storage().data_ptr() == before.untyped_storage().data_ptr(),
+        }
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def beside(update: list, buffer: list):
+    kept = {"autograd records afterwards": True, "the update lies in the buffer's memory": False}
+    return lambda **_: tensors(update=update, momentum_buffer=buffer) | kept
+
+
+def counted(function, orthogonalize, **given):
+    calls = []
+    function(orthogonalize=lambda direction: calls.append(1) or orthogonalize(direction), **given)
+    return {"calls of orthogonalize": len(calls)}
 
 
 def answer(update: list, buffer: list):
@@ -116,6 +142,10 @@ CHECK = Check(
             CONTRACT,
             changes=("momentum_buffer",),
         ),
+        Case(
+            "shape and dtype", "[3, 5] in bfloat16", random(3, 5, dtype=torch.bfloat16), lambda gradient, **_: {"update": gradient},
+            CONTRACT, changes=("momentum_buffer",),
+        ),
         example(
             "worked example", "the first step of a wide matrix, without nesterov", numbers([[10.0, 20.0]], [[0.0, 0.0]]),
             answer([[1.0, 2.0]], [[1.0, 2.0]]), "arithmetic: a tenth of the gradient, and a scale of 1",
@@ -171,6 +201,23 @@ CHECK = Check(
             "property", "nine [2, 3] matrices have nothing to do with each other",
             random(9, 2, 3, orthogonalize=by_its_norm, nesterov=False, scaling="match_rms_adamw"), by_lerp,
             "torch.optim.SGD's dampened momentum, each matrix by its norm, and 0.2 * sqrt(3)",
+        ),
+        example(
+            "property", "a stack of stacks, [3, 2, 7, 5]: rows and columns are the last two of four numbers", random(3, 2, 7, 5), by_lerp,
+            "torch.optim.SGD's dampened momentum, and sqrt(7 / 5)",
+        ),
+        Case(
+            "property", "other tensors over the buffer's memory see it, the update has memory of its own, and autograd goes on",
+            numbers([[10.0, 20.0]], [[0.0, 0.0]]), beside([[1.0, 2.0]], [[1.0, 2.0]]), CONTRACT, what_it_touches,
+            changes=("momentum_buffer",), rtol=1e-12,
+        ),
+        Case(
+            "property", "`orthogonalize` is called once: from a part it gathers the whole", numbers([[10.0, 20.0]], [[0.0, 0.0]]),
+            lambda **_: {"calls of orthogonalize": 1}, CONTRACT, counted, changes=("momentum_buffer",),
+        ),
+        example(
+            "property", "a gradient that is no number, or infinite, is not hidden", numbers([[NAN, INF, 10.0]], [[0.0, 0.0, 0.0]]),
+            answer([[NAN, INF, 1.0]], [[NAN, INF, 1.0]]), "arithmetic: a tenth of the gradient",
         ),
         example("oracle", "[2, 7, 5], nesterov", random(2, 7, 5), by_lerp, "torch.optim.SGD's dampened momentum; arithmetic for the scale"),
         example(

@@ -13,6 +13,7 @@ from .pieces import randn
 
 CONTRACT = "the contract"
 ORACLE = "torch.linalg.svd, and a s + b s^3 + c s^5 on the singular values"
+TWO_STEPS = 1.5 * 2.125 / 50**0.5
 CUBIC = (1.5, -0.5, 0.0)  # the classic coefficients, which converge to 1
 
 
@@ -31,6 +32,24 @@ def transposed():
 def of_sizes():
     """Three matrices whose sizes differ by millions."""
     return {"matrices": randn(3, 5, 7, seed=11) * torch.tensor([1e-3, 1.0, 1e3], dtype=torch.float64)[:, None, None]}
+
+
+def one_of_three():
+    matrices = randn(3, 5, 7, seed=11)
+    matrices[0, 2, 3], matrices[1, 4, 0] = torch.nan, torch.inf
+    return {"matrices": matrices}
+
+
+def third_alone(matrices):
+    broken = torch.full_like(matrices[:2], torch.nan)
+    return {"result": torch.cat([broken, by_svd(matrices[2:])["result"]])}
+
+
+def with_autograd(function, matrices):
+    try:
+        return {"result": function(matrices), "autograd records afterwards": torch.is_grad_enabled()}
+    finally:
+        torch.set_grad_enabled(True)
 
 
 def by_svd(matrices, steps=5, coefficients=(3.4445, -4.7750, 2.0315), eps=1e-7):
@@ -78,7 +97,7 @@ class Products(torch.overrides.TorchFunctionMode):
 
 
 def singular_values_between(function, matrices):
-    values = torch.linalg.svdvals(function(matrices))
+    values = torch.linalg.svdvals(function(matrices).nan_to_num())
     return {"all singular values lie between 0.6 and 1.3": bool(((values > 0.6) & (values < 1.3)).all())}
 
 
@@ -103,6 +122,12 @@ CHECK = Check(
             "worked example", "one step of s^5 alone",
             given(torch.diag(torch.tensor([3.0, -4.0]).double()), steps=1, coefficients=(0.0, 0.0, 1.0)),
             exactly([[0.07776, 0.0], [0.0, -0.32768]]), "arithmetic: 0.6^5 and 0.8^5, with the sign kept", rtol=1e-12, atol=1e-15,
+        ),
+        Case(
+            "worked example", "two steps of s + s^3 on a rotation times 5: both singular values are 5",
+            given(torch.tensor([[3.0, 4.0], [-4.0, 3.0]]).double(), steps=2, coefficients=(1.0, 1.0, 0.0)),
+            exactly([[3 * TWO_STEPS, 4 * TWO_STEPS], [-4 * TWO_STEPS, 3 * TWO_STEPS]]),
+            "arithmetic: the norm is the root of 50, so s^2 is 0.5, then 1.125: times 1.5 and times 2.125", rtol=1e-12,
         ),
         Case(
             "worked example", "no steps: the matrix by its norm", given(torch.tensor([[3.0, 0.0, 4.0]]).double(), steps=0),
@@ -136,6 +161,14 @@ CHECK = Check(
             "property", "the products of bfloat16 matrices are bfloat16", random(3, 11, dtype=torch.bfloat16),
             lambda matrices: {"every product is in the matrices' dtype": True}, "the contract: the computation keeps the dtype",
             dtype_of_products,
+        ),
+        Case(
+            "property", "in a stack one matrix holds NaN and one infinity: neither is hidden, and the third is not touched", one_of_three,
+            third_alone, f"the contract; {ORACLE}", rtol=1e-11, atol=1e-11,
+        ),
+        Case(
+            "property", "autograd records afterwards as before", random(3, 5),
+            lambda matrices: by_svd(matrices) | {"autograd records afterwards": True}, CONTRACT, with_autograd, rtol=1e-11, atol=1e-11,
         ),
         oracle("each matrix by its own norm", of_sizes, rung="property"),
         oracle("wide: [5, 7]", random(5, 7)),

@@ -82,9 +82,14 @@ CHECK = Check(
         ),
         example("property", "an overflow at a scale of 1", given(1.0, 0, False), answer(0.5, 0), "arithmetic: 1 * 0.5"),
         example(
-            "property", "growth far above the largest number of float16", given(2.0**24, 1, True, interval=2), answer(2.0**25, 0),
-            "arithmetic: 2^24 * 2",
+            "property", "growth far above the largest number of float16", given(2.0**60, 1, True, interval=2), answer(2.0**61, 0),
+            "arithmetic: 2^60 * 2",
         ),
+        example(
+            "property", "a count far above the interval, of a run that is resumed with a shorter one", given(8.0, 7, True, interval=3),
+            answer(16.0, 0), CONTRACT,
+        ),
+        example("property", "an overflow at a scale of 2^-20", given(2.0**-20, 0, False), answer(2.0**-21, 0), "arithmetic: 2^-20 * 0.5"),
         example(
             "property", "a scale that is no whole number", given(3.0, 1, True, growth=1.5, interval=2), answer(4.5, 0),
             "arithmetic: 3 * 1.5",

@@ -23,9 +23,13 @@ NAMES = "log_probs", "old_log_probs", "advantages"
 
 def of(ratios, advantages, dtype=torch.float64, old=-1.0, **more):
     """Tokens whose probability was e^-1, and is now this many times as large."""
-    ratios = torch.tensor(ratios, dtype=torch.float64)
-    made = ratios.log() + old, torch.full_like(ratios, old), torch.tensor(advantages, dtype=torch.float64)
-    return lambda: {name: tensor.to(dtype) for name, tensor in zip(NAMES, made, strict=True)} | more
+
+    def given():
+        now = torch.tensor(ratios, dtype=torch.float64).log() + old
+        made = now, torch.full_like(now, old), torch.tensor(advantages, dtype=torch.float64)
+        return {name: tensor.to(dtype) for name, tensor in zip(NAMES, made, strict=True)} | more
+
+    return given
 
 
 def drawn(*shape, spread=0.4, scale=1.0, dtype=torch.float64, seed=1, **more):

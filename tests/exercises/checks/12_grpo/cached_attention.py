@@ -55,7 +55,7 @@ def both(function, cached_keys, cached_values, **given):
     return {"result": result, "cached_keys": cached_keys.clone(), "cached_values": cached_values.clone()}
 
 
-def by_torch(queries, keys, values, cached_keys, cached_values, lengths, scale, window=None):
+def by_torch(queries, keys, values, cached_keys, cached_values, lengths, scale, window=None, used=None):
     results, new = [], queries.shape[2]
     for row, length in enumerate(lengths.tolist()):
         cached_keys[row, :, length : length + new], cached_values[row, :, length : length + new] = keys[row], values[row]
@@ -142,6 +142,16 @@ def kept_by_who_asked(function, **given):
     return {"result": kept} | {name: given[name].clone() for name in CACHES}
 
 
+def without_numbers(function, **given):
+    """On the device meta, whose tensors hold no numbers: to read one raises, as it would make a program wait for a GPU."""
+    result = function(**{name: each.to("meta") if isinstance(each, torch.Tensor) else each for name, each in given.items()})
+    return {"device": result.device.type, "shape": list(result.shape)}
+
+
+def of_meta(queries, **_):
+    return {"device": "meta", "shape": list(queries.shape)}
+
+
 def few_of_many(function):
     """Rows of 8 tokens at most in a cache of 4,096 places; then more of everything."""
     sizes = {name: of([used - 1 - row % 3 for row in range(rows)], new, heads, 2, 4096, 16, torch.float32, window=window)()
@@ -204,6 +214,10 @@ CHECK = Check(
         case("property", "the first row has no room, by one place", of((13, 11, 2), 1), as_they_were, CONTRACT, unchanged),
         case("property", "the last row has no room for the last of 3 tokens", of((0, 1, 11), 3), as_they_were, CONTRACT, unchanged),
         case("property", "an empty row has no room", of((0, 0), 14), refused, CONTRACT),
+        case("property", "the longest row is told", of(RAGGED, 3, used=12)),
+        case("property", "... and has no room", of((4, 11, 2), 3, used=14), as_they_were, CONTRACT, unchanged),
+        case("property", "... in a window, and no number is read from a tensor, on another device", of(RAGGED, 3, window=4, used=12),
+             of_meta, CONTRACT, without_numbers),
         case("property", "a window of 1: each token looks at itself", of(RAGGED, 3, window=1)),
         case("property", "a window of 2", of(RAGGED, 3, window=2)),
         case("property", "a window of 4, longer than some rows", of(RAGGED, 2, window=4)),
