@@ -285,17 +285,19 @@ def traffic_case(title: str, kind: str, numbers: Sequence[int], bucket_bytes: in
 
 
 LONG = [batches_of([(2, 5), (2, 5)][: 1 + rank], rank, 0.1, first=0) for rank in range(2)]
+ONE_LONG = [own[-1:] for own in LONG]
 MIXED = [batches_of([(2, 5)], 0, 0.1, first=0), batches_of([(2, 3)], 1, 0.1, first=0)]
 ORDERS = [batches_of([(2, 5)], rank, 0.1, first=rank) for rank in range(2)]
 BUCKETS = (
     sizes_case("the buckets, in order", 4000),
     sizes_case("weights larger than bucket_bytes", 1200),
     sizes_case("one bucket", 10**6),
-    overlap_case("buckets start while the backward pass computes, several micro-batches", 4000, LONG),
-    overlap_case("smaller buckets", 2500, LONG),
+    overlap_case("buckets start while the backward pass computes", 4000, ONE_LONG),
+    overlap_case("smaller buckets", 2500, ONE_LONG),
     overlap_case("a rank that does not use some weights", 4000, MIXED),
     overlap_case("ranks whose blocks run in different orders", 4000, ORDERS, blocks=2, backwards=True),
 )
+IN_THE_LAST = (overlap_case("buckets start in the last micro-batch, which the ranks may have at different times", 4000, LONG),)
 HELD = (held_case(2), held_case(3))
 KEPT = (kept_case(),)
 BUDGETS = (

@@ -2,7 +2,7 @@
 
 from shared.course.checking import Check
 
-from .limits import BUCKETS, BUDGETS, HELD, KEPT
+from .limits import BUCKETS, BUDGETS, HELD, IN_THE_LAST, KEPT
 from .stepping import ACCUMULATE, CLIP, GRADIENTS, ORDERS, REDUCE, START, ZERO
 from .sharding import GATHER, RECOMPUTE, STATE
 from .refusals import BAD_INPUT
@@ -11,7 +11,7 @@ STAGES = {
     "start": START,
     "gradients": GRADIENTS,
     "buckets": (*BUCKETS, *ORDERS),
-    "accumulate": ACCUMULATE,
+    "accumulate": (*ACCUMULATE, *IN_THE_LAST),
     "zero": ZERO,
     "gather": (*GATHER, *HELD),
     "reduce": REDUCE,
