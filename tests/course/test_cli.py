@@ -224,7 +224,7 @@ def test_two_checks_at_once_lose_nothing(learner):
 
 
 def test_a_check_that_fails_itself_is_not_held_against_the_answer(tmp_path, monkeypatch):
-    def broken(exercise_id, file, seconds, waiting):
+    def broken(exercise_id, file, seconds, waiting, keep):
         raise ZeroDivisionError("in the oracle")
 
     monkeypatch.setattr(running, "check_in_this_process", broken)

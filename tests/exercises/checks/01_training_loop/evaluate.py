@@ -243,7 +243,7 @@ CHECK = Check(
         ),
         Case("property", "float32 stays float32", float32, in_float32_too, CONTRACT),
         Case(
-            "oracle", "no target counts", language_model(0, 0),
+            "property", "no target counts", language_model(0, 0),
             lambda model, batches, objective: {"totals": totals_by_torch(model, batches)}, ORACLE, rtol=1e-12,
         ),
         Case(
