@@ -154,12 +154,12 @@ def test_throughput_counts_replicas_and_both_sides_of_an_encoder_decoder():
     ids = torch.zeros(2, 7, dtype=torch.int64)
     assert tokens_of({"input_ids": ids, "decoder_input_ids": ids[:, :3], "targets": ids[:, :3]}) == 14 + 6
     engine = SimpleNamespace(microbatches=[batch(1, 0, 3)], timings={}, strategy=SimpleNamespace(data_size=4, size=8))
-    throughput = Throughput(peak_flops=1e12, config=MODEL)
+    throughput = Throughput(peak_flops=1e18, config=MODEL)
     throughput.on_batch(engine, engine.microbatches)
     throughput.on_step(engine)
     assert (throughput.tokens, throughput.samples) == (4 * 3 * SEQ, 12)
     metrics = throughput.measure(engine)
-    assert metrics["speed/mfu"] == pytest.approx(flops_per_token(MODEL, SEQ) * metrics["speed/tokens_per_second"] / 8e12)
+    assert metrics["speed/mfu"] == pytest.approx(flops_per_token(MODEL, SEQ) * metrics["speed/tokens_per_second"] / 8e18)
 
 
 def test_a_peak_that_steps_beat_grows_and_says_so_once(tmp_path):

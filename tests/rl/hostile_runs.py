@@ -158,7 +158,7 @@ class Tried:
 def try_all(programs: list[Hostile], namespaces: bool) -> list[Tried]:
     """Every program through one worker, or through another if it is to wait until it is ended; each is followed by an honest one."""
     found = []
-    with closing(CodeReward(False, 1, LIMITS, namespaces)) as computing, closing(CodeReward(False, 1, WAITING, namespaces)) as waiting:
+    with closing(CodeReward(1, LIMITS, namespaces)) as computing, closing(CodeReward(1, WAITING, namespaces)) as waiting:
         for reward in (computing, waiting):
             reward.describe()
         workers = {reward: reward.pool.workers[0].process.pid for reward in (computing, waiting)}
