@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from shared.rl.code_reward import CodeReward, CodeTask
+from shared.rl.code_reward import CodeReward, CodeTask, reward_of
 from shared.rl.sandbox.isolation import Limits
 from shared.rl.sandbox.pool import Call
 
@@ -132,7 +132,7 @@ def judge(reward: CodeReward, hostile: Hostile, source: str) -> tuple[str, float
     """A program's verdict and reward."""
     call = Call(source, TASK.function, [inputs for inputs, _ in TASK.cases])
     outcome = reward.pool.run([call])[0]
-    value = reward.reward_of(outcome, TASK)
+    value = reward_of(outcome, TASK, share=False)
     raised = [found for kind, found in outcome.results if kind == "raised"]
     if value:
         verdict = "refused" if hostile.is_attempt else "right"
