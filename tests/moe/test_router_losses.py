@@ -1,6 +1,6 @@
 """The balance loss and the z-loss against transformers' functions, each in its own convention; what balance and collapse cost."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -93,4 +93,5 @@ def test_a_row_without_valid_tokens_adds_nothing():
 
 
 def test_experts_leave_a_dense_models_settings_alone():
-    assert replace(CONFIG, experts=None) == replace(CONFIG) and CONFIG.differences(ModelConfig(**vars(CONFIG))) == {}
+    plain = ModelConfig(**{entry.name: getattr(CONFIG, entry.name) for entry in fields(ModelConfig)})
+    assert replace(CONFIG, experts=None) == replace(CONFIG) and CONFIG.differences(plain) == {}
