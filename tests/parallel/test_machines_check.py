@@ -2,9 +2,14 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
+import pytest
 from two_machines import Machines
 from workspace import Learner
+
+from shared.parallel.comm.threads import run_threads
+from shared.parallel.health import machines as checking
 
 COURSE = [sys.executable, "-c", "from shared.course.cli import main; main()"]
 TIMEOUT = 120
@@ -45,6 +50,24 @@ def test_a_machine_that_nobody_meets_says_so_in_one_sentence(tmp_path):
         words = [*COURSE, "doctor", "--machines", 2, "--address", alone.address, "--wait", 2]
         code, told = alone.run(*words, timeout=TIMEOUT)
         assert code == 64 and told.count("\n") <= 2 and "could not connect to the others within 2 s" in told
+
+
+@pytest.mark.parametrize(("machines", "seconds"), [(2, 4.96), (4, 7.44)])
+def test_the_time_of_an_all_reduce_is_a_rings_over_the_slowest_link(machines, seconds, monkeypatch):
+    """496 MB travel 2 (n - 1) / n times; at 100 MB/s."""
+    monkeypatch.setattr(checking, "measure_link", lambda world, other: checking.LinkSpeed(0.001, 1e8 * other))
+    *speeds, gradients = checking.links(SimpleNamespace(size=machines))
+    assert [speed.about for speed in speeds] == [f"link 0-{other}" for other in range(1, machines)]
+    assert speeds[0].sentence == "1.00 ms, 100 MB/s (0.8 Gbit/s)"
+    assert f"at least {seconds:.1f} s a step" in gradients.sentence
+
+
+def test_a_latency_is_half_a_round_trip_and_bytes_count_in_both_directions(monkeypatch):
+    """A link of 1 ms and 10 MB/s, and a clock of its own: ranks are threads."""
+    monkeypatch.setattr(checking, "round_trip", lambda world, other, size: 2 * (0.001 + (size / 1e7 if size > 4 else 0)))
+    found = run_threads(lambda world: checking.measure_link(world, 1), 3)
+    assert [speed.latency for speed in found] == [0.001] * 3
+    assert found[0].bandwidth == found[1].bandwidth == found[2].bandwidth == pytest.approx(1e7, rel=0.05)
 
 
 def test_a_machine_outside_of_the_count_is_refused(tmp_path):
