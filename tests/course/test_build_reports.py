@@ -1,12 +1,14 @@
 """What the command says of builds: which stages fail, whose hints are opened, what counts as passed, and what has changed since."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from workspace import Learner
 
 from shared.course import build_check, build_command, builds
+from shared.course.checking import Case, Check
 from shared.course.errors import CourseError
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 from shared.course.progress import ALL_HINTS, Progress
@@ -158,3 +160,22 @@ def test_an_edit_of_a_solution_must_fit_once(edits, times):
         CourseError, match=rf"the one: '\w' is {times} times in the solution, not once"
     ):
         builds.with_edits("a b a", edits, "the one")
+
+
+def test_a_wrong_function_is_reported_though_the_next_one_is_not_written_yet():
+    """Its diagnosis asks later cases, which call the function that is missing."""
+
+    def unwritten() -> int:
+        raise NotImplementedError("second is not written yet")
+
+    def case(name: str) -> Case:
+        return Case("property", name, dict, lambda: {"y": 1}, "arithmetic", lambda functions: {"y": getattr(functions, name)()})
+
+    check = Check("07.build.weights", ("y",), [case("first"), case("second")], ("y",))
+    mistake = build_check.Functions(SimpleNamespace(first=lambda: 2, second=lambda: 1))
+    kept = []
+    answer = build_check.Functions(SimpleNamespace(first=lambda: 2, second=unwritten))
+    outcome = build_check.run_stage(check, answer, {"first counts from 1.": mistake}, kept.append)
+    assert (outcome.state, outcome.title) == (FAIL, "first") and kept == [outcome]
+    alone = build_check.Functions(SimpleNamespace(first=lambda: 1, second=unwritten))
+    assert build_check.run_stage(check, alone, {}).state == NOT_ATTEMPTED

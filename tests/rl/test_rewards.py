@@ -178,7 +178,10 @@ def test_other_tasks_are_judged_by_the_same_checks():
 
 @pytest.mark.parametrize(
     ("function", "said"),
-    [("missing", "has no class or function 'missing'"), ("two", "too many positional arguments"), ("brevity", "No such file")],
+    [
+        ("missing", "has no class or function 'missing'"), ("brevty", r"Did you mean 'brevity'\? Give a function"),
+        ("two", "too many positional arguments"), ("brevity", "No such file"),
+    ],  # fmt: skip
 )
 def test_a_function_that_cannot_be_used_is_refused_before_work(own, tmp_path, function, said):
     name = own(function) if function != "brevity" else str(tmp_path / "other.py:brevity")
