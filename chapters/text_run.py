@@ -116,6 +116,13 @@ def run_on_text(
         "held-out bits per byte, bigram table": f"{table_bits:.3f}",
         "held-out next bytes guessed right": f"{correct:.1%}",
     }
+    show_and_keep(config, console, model, sample, results, history, table_bits)
+
+
+def show_and_keep(
+    config: Any, console: Console, model: nn.Module, sample: str, results: dict[str, Any], history: History, table_bits: float
+) -> None:
+    """Print a finished run's sample and results, and write sample, plot, figures and weights into its output folder."""
     console.rule("a sample")
     console.print(sample, markup=False, highlight=False)
     console.rule()

@@ -11,16 +11,7 @@ import torch
 from rich.console import Console
 
 from chapters.byte_models import BigramModel
-from chapters.text_run import (
-    corpus_of,
-    plot_losses,
-    print_header,
-    print_table,
-    require_sensible,
-    texts_of,
-    train_with_progress,
-    write_results,
-)
+from chapters.text_run import corpus_of, print_header, require_sensible, show_and_keep, texts_of, train_with_progress
 from shared.course.build_check import Functions
 from shared.output_files import require_writable
 
@@ -59,11 +50,4 @@ def run_build(config: Any, build: Functions, line: str) -> None:
         "held-out bits per byte": f"{build.evaluate(model, texts.held_out, LENGTH, ROWS):.3f}",
         "held-out bits per byte, bigram table": f"{table_bits:.3f}",
     }
-    console.rule("a sample")
-    console.print(sample, markup=False, highlight=False)
-    console.rule()
-    print_table(console, results)
-    (config.output / "sample.txt").write_text(sample, encoding="utf-8")
-    plot_losses(history, table_bits, "bigram table, held-out files", config.output / "loss.png", top=8.2)
-    write_results(config.output, model, {"figures": results, "training": history.training, "held_out": history.held_out})
-    console.print(f"Plot: {config.output / 'loss.png'}   sample, figures and weights beside it.", highlight=False)
+    show_and_keep(config, console, model, sample, results, history, table_bits)

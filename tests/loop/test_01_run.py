@@ -8,7 +8,9 @@ from safetensors.torch import load_file
 from scripts import refused, run_script
 
 from shared.course import catalogue, stubs
+from shared.course.builds import builds, fingerprint
 from shared.course.paths import CHECKOUT
+from shared.course.progress import Progress
 
 SCRIPT = CHECKOUT / "chapters" / "01_training_loop" / "run.py"
 SMALL = ["--steps", "30", "--evaluate_every", "10", "--model.hidden_size", "32", "--sample_bytes", "40"]
@@ -100,3 +102,24 @@ def test_help_explains_every_option(tmp_path):
     done = run("--help", cwd=tmp_path)
     for said in ("--micro_batch_size", "windows in one forward and backward", "--model.window", "default: 4000"):
         assert said in done.stdout
+
+
+def test_a_build_that_passed_whole_trains_by_its_own_recipe_and_one_that_did_not_is_named(tmp_path, text_file):
+    learners_folder(tmp_path)
+    build, long_text = builds()["01.build"], tmp_path / "long.txt"
+    build.file(tmp_path).write_text(build.solution_file.read_text(encoding="utf-8"), encoding="utf-8")
+    text = fingerprint(stubs.BodyFile.read(build.file(tmp_path)))
+    for stage in build.stages[:-1]:
+        Progress(tmp_path).record_check(stage.id, text)
+    long_text.write_text("the cat sat on the mat.\n" * 6000, encoding="utf-8")
+    options = ["--impl", "mine", "--steps", "30", "--evaluate_every", "10", "--sample_bytes", "40", "--data", long_text]
+    assert "01.build is not used: 8 of 9 stages passed" in run(*SMALL, "--impl", "mine", "--data", text_file, cwd=tmp_path).stdout
+    Progress(tmp_path).record_check(build.stages[-1].id, text)
+    done = run(*options, cwd=tmp_path)
+    assert done.returncode == 0 and "01.build runs" in done.stdout and "a sample" in done.stdout, done.stderr
+    folder = tmp_path / "runs" / "01_training_loop"
+    record = json.loads((folder / "figures.json").read_text())
+    assert [step for step, _ in record["held_out"]] == [10, 20, 30]
+    assert record["training"][0][1] > 7.0 and record["training"][-1][1] < 4.0
+    assert load_file(folder / "model.safetensors")["head.weight"].shape == (256, 128), "the build's model, not the chapter's"
+    assert (folder / "loss.png").exists() and (folder / "sample.txt").exists()
