@@ -90,7 +90,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder by name, in the dtype that they have there: those of model.safetensors, or, where there is an index, those
+    """The tensors of a folder by name, in the dtype of the file: all tensors of model.safetensors. Where there is an index, all tensors
     that it lists, each from the file that it names.
 
     Raises:
@@ -152,7 +152,7 @@ def frequencies(settings: dict[str, Any]) -> Tensor:
 def packed_logits(model: nn.Module, ids: Tensor, documents: Tensor) -> Tensor:
     """Logits as `logits`, of rows in which several documents stand one behind the other. documents: int64 [rows, columns], the number of
     each token's document; the tokens of a document stand together, and each document of a row has a number of its own, which may be any.
-    A token sees those of its own document, up to itself. (Where positions count from does not matter: RoPE sees differences alone.)
+    A token sees the tokens of its own document, up to itself. (Positions may start at any number: RoPE depends on differences alone.)
 
     Raises:
         ValueError (stage 12): documents have another shape than ids (the message has the sizes of both).

@@ -112,12 +112,12 @@ def backward(parallel: object, microbatches: Sequence[Batch], loss: Callable[[Te
     its weights are complete and the buckets before it have started; what has not started then, starts after it. All are waited for
     after the backward pass. With `make_zero` a bucket may be a reduce-scatter, and has to be one from stage 11 on.
 
-    Budgets (stage 11), with P for the bytes of the trained weights and F for those of the units. Apart from them a step may have 8 calls,
-    which have 256 bytes and 8 bytes for each weight together. Padding to equal shares is not counted.
+    Budgets (stage 11), where P is the bytes of the trained weights and F the bytes of the units' weights. Beside these a step may make 8
+    calls, with 256 bytes and 8 bytes for each weight in all. Padding to equal shares is not counted.
         replica   backward: all-reduces of P, one for each bucket, however many micro-batches
         zero      backward: reduce-scatters of P, one for each bucket; update: all-gathers of P, at most one for each bucket
         sharded   each micro-batch: every unit is one all-gather in the forward pass, one in the backward pass, and one reduce-scatter;
-                  those of F in all. Once in a step: all-reduces of the trained weights outside, at most one for each
+                  each of these three sums to F. Once in a step: all-reduces of the trained weights outside, at most one for each
         memory    with `make_sharded`, in the forward pass the whole weights of one unit at a time; in the backward pass weights,
                   gradients and buffers of at most three units' size. After the step: shares, their gradients and optimizer state alone
 

@@ -24,7 +24,7 @@ every other name asks for AdamW. A name decays unless its role is "norm" or "bia
 A tied parameter has several names, counts once, and stands where its first name stands. It goes to Muon if all its names ask for Muon,
 and decays if all of them decay. A parameter that requires no gradient belongs to no group.
 
-Settings are {"adamw": {...}, "muon": {...}}, with these keys and meanings, those of `torch.optim.AdamW` and `torch.optim.Muon`:
+Settings are {"adamw": {...}, "muon": {...}}, with these keys, which mean what they mean in `torch.optim.AdamW` and `torch.optim.Muon`:
     adamw   lr, betas, eps, weight_decay
     muon    lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
 
