@@ -104,6 +104,7 @@ def test_an_extended_run_that_is_killed_resumes_bit_for_bit_with_and_without_the
         results = run("run", *again, **changed)
         assert equal(weights_at(tmp_path / "whole/run", 8), weights_at(tmp_path / "run/run", 8))
         assert [change.step for change in results.changes] == [4], "recorded once"
+        assert provenance.saved_value(tmp_path / "run/run", "continue_with") == [], "the words hold for one command"
 
 
 def test_a_kill_between_the_history_and_the_record_writes_the_change_once(tmp_path, run):
