@@ -117,8 +117,8 @@ def in_words(found: dict[str, list[Any]], most: int = 4) -> str:
 
 
 def without_folders(value: Any) -> str:
-    """A setting as text, whatever the order of its keys, and without the folders of what it names by import path, so that a project that was
-    moved is the same."""
+    """A setting as text, whatever the order of its keys. Folders of what it names by import path are left out: a project that was moved is
+    the same."""
     return re.sub(r"/[^'\"]*/(?=[^/'\"]+\.py:\w)", "", json.dumps(value, sort_keys=True, default=repr))
 
 
