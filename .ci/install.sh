@@ -21,8 +21,6 @@ if [ ! -x "$venv/bin/python" ] || ! usable "$venv/bin/python"; then
     "$found" -m venv "$venv" || { echo "Making the environment failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 fi
 
-# --no-compile: Python compiles a module when it is first imported. To compile all of them beforehand takes longer than to install them, and a
-# quarter of the space, for modules of which a run imports a few.
 if [ -n "${TORCH_INDEX:-}" ]; then
     torch=$(sed -n 's/^ *"\(torch==[^"]*\)",$/\1/p' pyproject.toml)
     echo "Installing $torch from $TORCH_INDEX ..."
@@ -35,4 +33,9 @@ case "$group" in
     *) echo "Installing what the course and the trainer run on (a few minutes the first time, most of it PyTorch) ..." ;;
 esac
 "$venv/bin/python" -m pip install --no-compile --editable ".${group:+[$group]}"
+# pip would compile every module, which takes longer than installing them and a fifth of the space. Python compiles what a run imports when
+# it does, and keeps it. Tests start Python thousands of times, so there, and where Python keeps nothing, all is compiled now.
+if [ "$group" = test ] || [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+    "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null || true  # some libraries hold files in another version's syntax
+fi
 echo "Ready. \`$venv/bin/course\` is the course's command; \`source $venv/bin/activate\` puts it on your path."
