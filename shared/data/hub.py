@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 # By these names `load_dataset` reads all files below the current folder; no dataset of the hub has one of them.
 FORMATS = {
-    "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg", "imagefolder", "json", "lance",
-    "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb", "pdffolder", "text", "tsfile", "videofolder", "vortex", "webdataset",
-    "xml",
+    "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg", "imagefolder", "json",
+    "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb", "pdffolder", "text", "tsfile", "videofolder", "vortex",
+    "webdataset", "xml",
 }  # fmt: skip
 SECONDS = 2  # to wait for the hub's first answer
 
