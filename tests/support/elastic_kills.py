@@ -29,7 +29,7 @@ from trainer_runs import settings_file, train  # noqa: E402
 from shared.trainer import elastic  # noqa: E402
 from shared.trainer.history import events_of  # noqa: E402
 
-STEPS, MACHINES, PAUSE = 20, 4, 0.4
+STEPS, MACHINES, PAUSE, PATIENCE = 20, 4, 0.4, 1800.0  # patience for a machine that does other work as well
 SETTINGS = {
     "model": {"hidden_dropout": 0.0}, "steps": STEPS, "data": {"batch_size": 7, "micro_batch_size": 1},
     "optimizer": {"name": "adamw", "lr": 0.001}, "report": {"completions": 0, "prompts": [], "export": True},
@@ -78,7 +78,7 @@ def killed(folder: Path, words: list[str], kills: int, generator: random.Random)
             if generator.random() < 0.2:  # in the middle of a start, mostly
                 time.sleep(generator.uniform(0, 6))
             else:
-                run.wait_for(lambda events, seen=seen: len(starts(events)) > seen or elastic.has_ended(folder))
+                run.wait_for(lambda events, seen=seen: len(starts(events)) > seen or elastic.has_ended(folder), PATIENCE)
                 time.sleep(generator.uniform(0, 8 * PAUSE))
             if elastic.has_ended(folder):
                 break
@@ -88,10 +88,10 @@ def killed(folder: Path, words: list[str], kills: int, generator: random.Random)
                 seen = now
             if len(agents) < MACHINES:
                 if generator.random() < 0.6:  # the others train without it
-                    run.wait_for(lambda events, seen=seen: len(starts(events)) > seen or elastic.has_ended(folder))
+                    run.wait_for(lambda events, seen=seen: len(starts(events)) > seen or elastic.has_ended(folder), PATIENCE)
                 time.sleep(generator.uniform(0, 8 * PAUSE))
                 agents.append(run.start())
-        run.wait_for(lambda events: events and events[-1]["event"] == "end")
+        run.wait_for(lambda events: events and events[-1]["event"] == "end", PATIENCE)
         found.ranks = starts(events_of(folder))
     eras = elastic.eras(folder)
     found.lost, found.seconds = sum(era.lost for era in eras), time.monotonic() - began
