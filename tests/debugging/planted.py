@@ -1,6 +1,6 @@
 """Planted bugs for chapters/12_grpo/DEBUGGING.md: tiny runs that go wrong, started by a number that says nothing about why.
 
-python tests/debugging/planted.py 3            which has its own folder, runs/planted/3; half a minute at most, on any CPU; 11 wants two starts
+python tests/debugging/planted.py 3            which has its own folder, runs/planted/3; half a minute at most; 11 wants two starts
 python tests/debugging/planted.py 3 FOLDER     ... or this one
 
 Find the cause with the page before you read on: each entry of PLANTED is one bug, a callback that spoils a run or a setting that cannot be

@@ -1,8 +1,8 @@
 """Elastic runs whose ranks are killed at random moments, on four "machines" of one rank each, and the table of what followed.
 
 `python tests/support/elastic_kills.py [--kills 15] [--of-each-run 5] [--seed 0] [--backend course torch]`. A rank alone is killed, which
-torchrun starts again, or a machine is, its agent with its rank; another one comes a while later. The weights after 20 steps are compared with
-those of one process to which nothing happened.
+torchrun starts again, or a machine is, its agent with its rank; another one comes a while later. The weights after 20 steps are compared
+with those of one process to which nothing happened.
 """
 
 import argparse
@@ -35,13 +35,18 @@ SETTINGS = {
     "optimizer": {"name": "adamw", "lr": 0.001}, "report": {"completions": 0, "prompts": [], "export": True},
     "engine": {"evaluate_every": 0, "checkpoint": {"every": 2}},
 }  # fmt: skip
+COLUMNS = ("backend", "layout of four ranks", "ranks killed", "machines killed", "during a start", "ranks of each start",
+           "steps made twice", "weights differ by")  # fmt: skip
 LAYOUTS = ("data_parallel", "fully_sharded", "zero1")  # of the runs, in turn
 
 
 @dataclass
 class Found:
-    """What was seen of one run. kills: what was killed -> how often. starting: kills that came before all ranks trained. ranks: of each start.
-    lost: steps that were made twice. difference: of any weight to the undisturbed run's, at most, relative to its tensor's norm."""
+    """What was seen of one run.
+
+    kills: what was killed -> how often. starting: kills that came before all ranks trained. ranks: of each start. lost: steps that were
+    made twice. said: lines of the report that name ranks. difference: of any weight to the undisturbed run's, relative to its tensor.
+    """
 
     kills: Counter = field(default_factory=Counter)
     starting: int = 0
@@ -138,8 +143,7 @@ def main() -> None:
     parser.add_argument("--backend", nargs="+", default=["course", "torch"])
     asked = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print("| backend | layout of four ranks | ranks killed | machines killed | during a start | ranks of each start | steps made twice | weights differ by |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for backend, layout, found in rows(asked.kills, asked.of_each_run, asked.seed, asked.backend, Path(folder)):
             name = {"data_parallel": "dp4", "fully_sharded": "fsdp4", "zero1": "dp4_zero1"}[layout]
