@@ -51,7 +51,8 @@ def remark(rows: list[dict[str, Any]]) -> str:
     longest = max(row["steps"] for row in short)
     return (
         f"{len(short)} of the {len(rows)} runs are too short for the law: after them a doubling of the tokens gains more than before, and "
-        f"the law's can only gain less. Do not rely on a prediction from them: raise grid.shortest above {longest}, and grid.budgets with it."
+        "the law's can only gain less. Do not rely on a prediction from them: "
+        f"raise grid.shortest above {longest}, and grid.budgets with it."
     )
 
 
