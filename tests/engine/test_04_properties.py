@@ -26,7 +26,8 @@ ANY = NUMBERS | st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan])
 @FEW
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(-2, 40), st.booleans(), st.booleans())
 def test_flops_are_linear_in_what_they_count(layers, queries, keys, head_dim, seq, gated, tied):
-    sizes = {"vocab_size": 7, "hidden_size": 6, "num_attention_heads": queries * keys, "num_key_value_heads": keys, "head_dim": 2 * head_dim}
+    sizes = {"vocab_size": 7, "hidden_size": 6, "num_attention_heads": queries * keys, "num_key_value_heads": keys}
+    sizes |= {"head_dim": 2 * head_dim}
     count = lambda layers, seq: SOLUTION.flops_per_token(  # noqa: E731
         ModelConfig(**sizes, num_hidden_layers=layers, gated=gated, tie_word_embeddings=tied), seq
     )

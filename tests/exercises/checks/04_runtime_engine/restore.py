@@ -250,7 +250,7 @@ CHECK = Check(
             lambda **given: {"steps": 7, "weight": torch.nan, "weight after one more step with gradient 1": torch.nan}, CONTRACT,
             one_step_on, RUN,
         ),
-        Case("property", "5 steps are done, and the loader has counted 2", other_count, lambda **given: {"steps": 5}, CONTRACT, changes=RUN),
+        Case("property", "5 steps are done, the loader has counted 2", other_count, lambda **given: {"steps": 5}, CONTRACT, changes=RUN),
         Case(
             "property", "weights are copied into the tensors that are there", interrupted(), all_held, CONTRACT, held, RUN, rtol=0.0,
         ),
