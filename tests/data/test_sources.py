@@ -151,7 +151,7 @@ def test_the_hub_is_asked_for_all_that_the_source_says(monkeypatch):
         asked.append(signature.bind(*arguments, **options).arguments)
         return datasets.Dataset.from_dict({"text": TEXTS})
 
-    monkeypatch.setattr(hub, "reason_unreached", lambda source: None)
+    monkeypatch.setattr(hub, "ask", lambda source: None)
     monkeypatch.setattr(datasets, "load_dataset", answer)
     assert texts("some/data", config="python", split="test", revision="v1.2", streaming=False) == TEXTS
     assert asked == [{"path": "some/data", "name": "python", "split": "test", "revision": "v1.2", "streaming": False}]
@@ -160,7 +160,7 @@ def test_the_hub_is_asked_for_all_that_the_source_says(monkeypatch):
 def test_a_stream_that_tells_its_fields_only_as_it_comes_is_read_whole(monkeypatch):
     stream = datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in TEXTS))
     assert stream.column_names is None
-    monkeypatch.setattr(hub, "reason_unreached", lambda source: None)
+    monkeypatch.setattr(hub, "ask", lambda source: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     assert texts("some/stream") == TEXTS
     with pytest.raises(CorpusError, match="some/stream has no field 'body': it has 'text'"):
@@ -184,7 +184,7 @@ from huggingface_hub import HfApi
 from shared.data import hub
 from shared.data.sources import Source
 began = time.monotonic()
-print(hub.reason_unreached(Source(path="nobody/nothing")))
+print(hub.reason_unreached(*hub.ask(Source(path="nobody/nothing"))))
 print(time.monotonic() - began)
 """
         environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "HF_HOME": str(tmp_path)}
