@@ -33,8 +33,8 @@ case "$group" in
     *) echo "Installing what the course and the trainer run on (a few minutes the first time, most of it PyTorch) ..." ;;
 esac
 "$venv/bin/python" -m pip install --no-compile --editable ".${group:+[$group]}"
-# pip would compile every module, which takes longer than installing them and a fifth of the space. Python compiles what a run imports when
-# it does, and keeps it. Tests start Python thousands of times, so there, and where Python keeps nothing, all is compiled now.
+# pip would compile every module, which takes longer than installing them and a fifth of the space. Python compiles what a run imports
+# when it does, and keeps it. Tests start Python thousands of times, so there, and where Python keeps nothing, all is compiled now.
 if [ "$group" = test ] || [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
     "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null || true  # some libraries hold files in another version's syntax
 fi

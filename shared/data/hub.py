@@ -19,6 +19,12 @@ from shared.data.tables import first_line
 if TYPE_CHECKING:
     from shared.data.sources import Skip, Source
 
+# By these names `load_dataset` reads all files below the current folder; no dataset of the hub has one of them.
+FORMATS = {
+    "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg", "imagefolder", "json",
+    "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb", "pdffolder", "text", "tsfile", "videofolder", "vortex",
+    "webdataset", "xml",
+}  # fmt: skip
 SECONDS = 2  # to wait for the hub's first answer
 
 
@@ -105,13 +111,15 @@ def open_saved(source: "Source") -> Any:
 
 def open_hub(source: "Source") -> Any:
     """The dataset of the hub: a stream, or downloaded and mapped."""
+    if source.path in FORMATS:
+        raise CorpusError(f"There is no file or folder {source.path} in {Path.cwd()}: check the spelling, or give its whole path.")
     # Asked once, for SECONDS at most: `load_dataset` would ask six times, for half a minute, before it looks at what was downloaded.
     answers = None if Path(source.path).exists() else ask(source)
     import datasets  # while the question is under way
 
     cure = "Check the spelling, or the network."
     if source.kind == "auto":
-        cure = f"There is no file or folder {source.path} here either: check the spelling, or the network."
+        cure = f"There is no file or folder {source.path} in {Path.cwd()} either: check the spelling, or the network."
     what = f"The hub dataset {source.path!r} (split {source.split!r})"
     unreached = answers and reason_unreached(*answers)
     online = datasets.config.HF_HUB_OFFLINE

@@ -167,12 +167,23 @@ def test_a_stream_that_tells_its_fields_only_as_it_comes_is_read_whole(monkeypat
         read("some/stream", text_field="body")
 
 
+def test_a_folder_that_is_missing_is_not_taken_for_a_format_of_the_library(tmp_path, monkeypatch):
+    """`load_dataset("text")` would read every file below the current folder."""
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    assert {*_PACKAGED_DATASETS_MODULES} <= hub.FORMATS
+    (tmp_path / "other.txt").write_text("of something else")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorpusError, match=f"There is no file or folder text in {tmp_path}: check the spelling"):
+        texts("text")
+
+
 def test_a_hub_dataset_that_cannot_be_reached_is_one_sentence():
     code = "from shared.data.sources import *; list(open_source(Source('someone/no-such-dataset')))"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=180)
     assert "The hub dataset 'someone/no-such-dataset' (split 'train') cannot be opened: " in done.stderr.splitlines()[-1]
-    assert "There is no file or folder someone/no-such-dataset here either: check the spelling" in done.stderr.splitlines()[-1]
+    assert f"There is no file or folder someone/no-such-dataset in {Path.cwd()} either: check the spelling" in done.stderr.splitlines()[-1]
 
 
 def test_a_hub_that_never_answers_is_given_up_after_a_few_seconds(tmp_path):
