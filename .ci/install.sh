@@ -24,7 +24,7 @@ fi
 if [ -n "${TORCH_INDEX:-}" ]; then
     torch=$(sed -n 's/^ *"\(torch==[^"]*\)",$/\1/p' pyproject.toml)
     echo "Installing $torch from $TORCH_INDEX ..."
-    "$venv/bin/python" -m pip install --index-url "$TORCH_INDEX" "$torch"
+    "$venv/bin/python" -m pip install --no-compile --index-url "$TORCH_INDEX" "$torch"
 fi
 case "$group" in
     lab) echo "Installing JupyterLab, which shows the notebooks ..." ;;
@@ -32,5 +32,10 @@ case "$group" in
     test) echo "Installing what only the tests need: pytest, and the libraries that results are compared with ..." ;;
     *) echo "Installing what the course and the trainer run on (a few minutes the first time, most of it PyTorch) ..." ;;
 esac
-"$venv/bin/python" -m pip install --editable ".${group:+[$group]}"
+"$venv/bin/python" -m pip install --no-compile --editable ".${group:+[$group]}"
+# pip would compile every module, which takes longer than installing them and a fifth of the space. Python compiles what a run imports
+# when it does, and keeps it. Tests start Python thousands of times, so there, and where Python keeps nothing, all is compiled now.
+if [ "$group" = test ] || [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+    "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null || true  # some libraries hold files in another version's syntax
+fi
 echo "Ready. \`$venv/bin/course\` is the course's command; \`source $venv/bin/activate\` puts it on your path."

@@ -1,5 +1,7 @@
 """What `12_grpo/scaling.py` shows: the plot of the grid with the prediction, and the page SCALING.md."""
 
+from collections import defaultdict
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,44 @@ def miss(prediction: dict[str, Any], big: dict[str, Any]) -> str:
     return (
         f"Predicted {prediction[LOSS]:.4f} {LOSS} at {prediction['written']}; trained, finished at {big['finished']}: {big[LOSS]:.4f}. "
         f"The prediction is {abs(error):.2%} too {'high' if error > 0 else 'low'}."
+    )
+
+
+def gains(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], list[tuple[dict[str, Any], float]]]:
+    """(width, layers, seed) -> its runs but the shortest, each with what a doubling of the tokens has gained since the run before it."""
+    sizes = defaultdict(list)
+    for row in sorted(rows, key=lambda row: (row["width"], row["layers"], row["seed"], row["tokens"])):
+        sizes[row["width"], row["layers"], row["seed"]].append(row)
+    return {
+        size: [(new, (old[LOSS] - new[LOSS]) / log2(new["tokens"] / old["tokens"])) for old, new in zip(runs, runs[1:], strict=False)]
+        for size, runs in sizes.items()
+    }
+
+
+def too_short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that no law of this form can describe: a later doubling of the same size gains more than an earlier one.
+
+    B / tokens^beta loses a constant share with each doubling, so what a doubling gains can only shrink. It grows at the beginning of a
+    training, when the loss falls in a bend that has nothing to do with the law.
+    """
+    found = []
+    for size, steps in gains(rows).items():
+        runs = sorted((row for row in rows if (row["width"], row["layers"], row["seed"]) == size), key=lambda row: row["tokens"])
+        bends = [number for number in range(1, len(steps)) if steps[number][1] > steps[number - 1][1]]
+        found += runs[: max(bends) + 1] if bends else []
+    return found
+
+
+def remark(rows: list[dict[str, Any]]) -> str:
+    """What `too_short` means for a prediction, in a sentence or two."""
+    short = too_short(rows)
+    if not short:
+        return "Each doubling of the tokens gains less than the one before it, as the law's form demands."
+    longest = max(row["steps"] for row in short)
+    return (
+        f"{len(short)} of the {len(rows)} runs are too short for the law: after them a doubling of the tokens gains more than before, and "
+        "the law's can only gain less. Do not rely on a prediction from them: "
+        f"raise grid.shortest above {longest}, and grid.budgets with it."
     )
 
 
@@ -78,6 +118,8 @@ def page(
         f"{law.optimum(each.flops)[0]:,.0f} | {law.loss(*law.optimum(each.flops)):.4f} |"
         for each in profiles
     )
+    said = {size: ", ".join(f"{gain:.3f} to {row['steps']:,}" for row, gain in steps) for size, steps in gains(rows).items()}
+    doublings = "\n".join(f"| {width} x {layers}, seed {seed} | {each} |" for (width, layers, seed), each in said.items() if each)
     isoflop = fit["isoflop"]
     second = (
         f"{isoflop['exponent']:.2f} ({isoflop['interval'][0]:.2f} to {isoflop['interval'][1]:.2f})"
@@ -85,7 +127,7 @@ def page(
         else f"none, for {isoflop['why']}"
     )
     third, around = fit["optimum_exponent"], fit["optimum_exponent_interval"]
-    said = miss(prediction, big) if big else f"Predicted {prediction[LOSS]:.4f} {LOSS} at {prediction['written']}; not trained yet."
+    result = miss(prediction, big) if big else f"Predicted {prediction[LOSS]:.4f} {LOSS} at {prediction['written']}; not trained yet."
     parameters, at = prediction["parameters"], law.optimum(prediction["flops"])
     return f"""# A larger model's loss, predicted
 
@@ -107,7 +149,7 @@ and then trains it. The method is that of Hoffmann et al. 2022, approaches 2 and
 
 ## The prediction
 
-{said}
+{result}
 
 It has {parameters:,} parameters and {prediction['tokens']:,} tokens: {prediction['times the largest of the grid']:.1f} times the FLOPs of
 the grid's largest run. The interval ({fit['level']:.0%}) is {low:.4f} to {high:.4f}. By the law, the best model for these FLOPs has
@@ -127,6 +169,14 @@ By the parabolas (approach 2): {second.rstrip('.')}.
 | FLOPs | best parameters, parabola | loss | best parameters, law | loss |
 |---|---|---|---|---|
 {best}
+
+## Whether the runs follow the law
+
+{remark(rows)}
+
+| width x layers | {LOSS} that a doubling of the tokens gains, up to so many steps |
+|---|---|
+{doublings}
 
 ## The runs
 

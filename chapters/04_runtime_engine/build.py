@@ -125,10 +125,12 @@ def evaluate(engine: object, micro_batches: Sequence[Any]) -> dict[str, float]:
 
 def save(engine: object) -> None:
     """A checkpoint of the run as it is between two steps, into settings["folder"]. Another one of this step, sound or not, is replaced.
+    Once it is safe, the callbacks hear of it (on_save), from wherever `save` was called.
 
-    What stays is the newest `keep` sound checkpoints. One is removed only once the new one is safe: at no moment are fewer
-    sound ones there than were before, or than `keep`, and at no moment is there more on the disk than keep + 1. What a killed save left is
-    removed by the next save. A checkpoint has at most 64 KiB more than the tensors of the model and of the optimizer's state.
+    What stays is the newest `keep` sound checkpoints, those of the highest steps; torn ones are removed. One is removed only once the new
+    one is safe: at no moment are fewer sound ones there than were before, or than `keep`, and at no moment is there more on the disk than
+    keep + 1. What a killed save left is removed by the next save. A checkpoint has at most 64 KiB more than the tensors of the model and
+    of the optimizer's state.
 
     At no time does a save hold more than a quarter of what it writes, as copies in memory; no tensor of the models in the check is as
     large as that. It calls `os.fsync` 12 times at most, whatever the number of tensors (stage 6).

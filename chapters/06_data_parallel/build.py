@@ -14,8 +14,8 @@ in float64, with ranks as threads and different data on each, and compare with o
 `run_threads(function, 2)` of `shared.parallel.comm.threads` calls function(group) on two ranks and returns what they return.
 
 A model is any nn.Module: model(ids) -> logits [B, S, V], with ids [B, S] of int64. Its floating-point weights, model.named_parameters(),
-have one dtype; some may be frozen (requires_grad is False), one may be used in several places, and one may not be used at all. Buffers
-(model.named_buffers()) have any dtype. A module is in training or in evaluation mode when you get it: leave it so.
+have one dtype and at least one dimension; some may be frozen (requires_grad is False), one may be used in several places, and one may not
+be used at all. Buffers (model.named_buffers()) have any dtype. A module is in training or in evaluation mode when you get it: leave it so.
 
 A micro-batch is a pair (ids, targets), both [B, S]; B and S may differ from one to the next. `loss`(logits, targets) gives the sum of the
 losses of the targets that count, as a scalar with a graph, 0 if none does; a target of -100 does not count. Each rank has micro-batches
@@ -117,7 +117,8 @@ def backward(parallel: object, microbatches: Sequence[Batch], loss: Callable[[Te
         replica   backward: all-reduces of P, one for each bucket, however many micro-batches
         zero      backward: reduce-scatters of P, one for each bucket; update: all-gathers of P, at most one for each bucket
         sharded   each micro-batch: every unit is one all-gather in the forward pass, one in the backward pass, and one reduce-scatter;
-                  each of these three sums to F. Once in a step: all-reduces of the trained weights outside, at most one for each
+                  each of these three sums to F (the reduce-scatters may leave out frozen weights). Once in a step: all-reduces of the
+                  trained weights outside, at most one for each
         memory    with `make_sharded`, in the forward pass the whole weights of one unit at a time; in the backward pass weights,
                   gradients and buffers of at most three units' size. After the step: shares, their gradients and optimizer state alone
 

@@ -4,7 +4,7 @@
     python chapters/10_finetuning/quantize.py --model runs/main/model --method awq --bits 4 --group 128 --symmetric false
 
 Layers are calibrated on training text of the embedded corpus, or of --data, in the model's own tokens; perplexity is that of held-out text.
-The result is written in the layout of GPTQ's or AWQ's files, with the tokenizer.
+The result is written in the layout of GPTQ's or AWQ's files, with the tokenizer and the chat template: `course chat runs/10_quantize`.
 """
 
 import math
@@ -67,6 +67,7 @@ def run(config: QuantizeConfig) -> None:
 
     from shared.course.errors import CourseError
     from shared.data.loader import PackedLoader
+    from shared.finetune.chat.template import FILE, ChatTemplate
     from shared.finetune.quantization.methods import layers_of, quantize_model, require_sizes
     from shared.finetune.quantization.saved import require_outputs, save_quantized
     from shared.model.hf.files import PretrainedError
@@ -103,6 +104,8 @@ def run(config: QuantizeConfig) -> None:
         with writing(folder):
             save_quantized(model, folder, layout=layout)
             text.tokenizer.save_pretrained(folder, model.config.max_position_embeddings)
+            if (config.model / FILE).is_file():
+                ChatTemplate.load(config.model).save(folder)
     except ValueError as error:
         raise CourseError(str(error)) from None
     show(console, reports, config)

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from chapters.scaling_grid import LOSS, Grid, GridConfig, Size, measured, seconds_of_step, train_grid
-from chapters.scaling_page import PLOT, draw, miss, page
+from chapters.scaling_page import PLOT, draw, miss, page, remark
 from shared.course import binding
 from shared.course.errors import CourseError, SettingError
 from shared.course.launch import INTERRUPTED, refuse
@@ -105,6 +105,7 @@ def predict(grid: Grid) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    grid.console.print(remark(rows), highlight=False, soft_wrap=True)
 
 
 def train_big(grid: Grid) -> None:

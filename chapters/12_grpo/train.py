@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from shared.course.launch import INTERRUPTED, end_quietly_on_interrupt, refuse
+from shared.course.launch import INTERRUPTED, end_quietly_on_interrupt, refuse, tell_torchrun
 
 end_quietly_on_interrupt()  # until all is imported
 
@@ -58,6 +58,7 @@ if __name__ == "__main__":
             f"\nThe disk has no room for {error.filename or 'a file of the run'} ({error.strerror}): free space, then repeat the command."
         )
     except CourseError as error:
+        tell_torchrun(str(error))
         told_by_another = error.on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0"  # torchrun's own variable
         sys.exit(1 if told_by_another else f"\n{error}")
     except KeyboardInterrupt:

@@ -10,7 +10,9 @@ from shared.course.errors import CourseError
 
 CANNOT = 64  # the command cannot be carried out as given; 2, click's own code, means NOT ATTEMPTED here
 INTERRUPTED = 130
-SYNONYMS = {"compare": "report", "diff": "report", "evaluate": "eval", "generate": "sample", "list": "runs", "ls": "runs"}
+SYNONYMS = {  # what other programs call a command: it is taken
+    "compare": "report", "diff": "report", "evaluate": "eval", "generate": "sample", "list": "runs", "ls": "runs",
+}
 TRAINER = "trainer"  # sections of commands: `command.section`
 MAINTAINERS = "maintainers"
 
@@ -39,7 +41,9 @@ class CourseGroup(click.Group):
                 formatter.write_dl(rows)
 
     def resolve_command(self, context: click.Context, arguments: list[str]) -> tuple:
-        name = arguments[0]
+        name, *rest = arguments
+        if name not in self.commands and SYNONYMS.get(name) in self.commands:
+            return super().resolve_command(context, [SYNONYMS[name], *rest])
         if name not in self.commands and not name.startswith("-"):
             raise click.UsageError(f"There is no command {name!r}. {self.offer(name)}", context)
         return super().resolve_command(context, arguments)
@@ -47,8 +51,7 @@ class CourseGroup(click.Group):
     def offer(self, name: str) -> str:
         if name[:1].isdigit():
             return f"Did you mean `course check {name}`?"
-        same = [SYNONYMS[name]] if SYNONYMS.get(name) in self.commands else []
-        nearest = same or difflib.get_close_matches(name, self.commands, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(name, self.commands, n=1, cutoff=0.5)
         return f"Did you mean `course {nearest[0]}`?" if nearest else "`course --help` lists them."
 
     def main(self, *args: Any, **settings: Any) -> None:

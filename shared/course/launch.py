@@ -4,9 +4,11 @@ Every `run.py` starts through `launch`, which also chooses the implementation an
 dataclass; its fields are the keys of the YAML file and, dotted, the options of the command line.
 """
 
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -90,7 +92,14 @@ def print_help(config_class: type, usage: str, asked: str = "--help") -> NoRetur
 
 def refuse(error: CourseError) -> NoReturn:
     """End the process with what cannot be in its command line or its file."""
+    tell_torchrun(str(error))
     sys.exit(print(f"{Path(sys.argv[0]).name}: {error}\n--help lists every setting.", file=sys.stderr) or 2)
+
+
+def tell_torchrun(sentence: str) -> None:
+    """Leave the sentence where torchrun, if it started this process, takes what it prints last, below a page about itself."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def end_quietly_on_interrupt() -> None:

@@ -5,6 +5,7 @@ it wrote with `save_to_disk` opens the same way, without a network.
 """
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -18,7 +19,13 @@ from shared.data.tables import first_line
 if TYPE_CHECKING:
     from shared.data.sources import Skip, Source
 
-SECONDS = 3  # to wait for the hub's first answer
+# By these names `load_dataset` reads all files below the current folder; no dataset of the hub has one of them.
+FORMATS = {
+    "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg", "imagefolder", "json",
+    "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb", "pdffolder", "text", "tsfile", "videofolder", "vortex",
+    "webdataset", "xml",
+}  # fmt: skip
+SECONDS = 2  # to wait for the hub's first answer
 
 
 def is_saved(folder: Path) -> bool:
@@ -104,14 +111,17 @@ def open_saved(source: "Source") -> Any:
 
 def open_hub(source: "Source") -> Any:
     """The dataset of the hub: a stream, or downloaded and mapped."""
-    import datasets
+    if source.path in FORMATS:
+        raise CorpusError(f"There is no file or folder {source.path} in {Path.cwd()}: check the spelling, or give its whole path.")
+    # Asked once, for SECONDS at most: `load_dataset` would ask six times, for half a minute, before it looks at what was downloaded.
+    answers = None if Path(source.path).exists() else ask(source)
+    import datasets  # while the question is under way
 
     cure = "Check the spelling, or the network."
     if source.kind == "auto":
-        cure = f"There is no file or folder {source.path} here either: check the spelling, or the network."
+        cure = f"There is no file or folder {source.path} in {Path.cwd()} either: check the spelling, or the network."
     what = f"The hub dataset {source.path!r} (split {source.split!r})"
-    # Asked once, for SECONDS at most: `load_dataset` would ask six times, for half a minute, before it looks at what was downloaded.
-    unreached = None if Path(source.path).exists() else reason_unreached(source)
+    unreached = answers and reason_unreached(*answers)
     online = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = online or unreached is not None
     try:
@@ -125,14 +135,14 @@ def open_hub(source: "Source") -> Any:
         datasets.config.HF_HUB_OFFLINE = online
 
 
-def reason_unreached(source: "Source") -> str | None:
-    """Why the hub gave no answer within SECONDS, if it gave none; an answer that it has no such dataset is one."""
+def ask(source: "Source") -> tuple[SimpleQueue, float]:
+    """Ask the hub for a dataset, in a thread. Returns the queue where its answer will be, and when it was asked."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     answers: SimpleQueue = SimpleQueue()
 
-    def ask() -> None:
+    def work() -> None:
         try:
             HfApi().dataset_info(source.path, revision=source.revision, timeout=SECONDS)
             answers.put(None)
@@ -142,8 +152,13 @@ def reason_unreached(source: "Source") -> str | None:
             answers.put(f"the hub cannot be reached ({first_line(error)})")
 
     # The library's own limit holds for each of its requests, and it makes others first.
-    Thread(target=ask, daemon=True).start()
+    Thread(target=work, daemon=True).start()
+    return answers, time.monotonic()
+
+
+def reason_unreached(answers: SimpleQueue, asked: float) -> str | None:
+    """Why the hub gave no answer within SECONDS, if it gave none; an answer that it has no such dataset is one."""
     try:
-        return answers.get(timeout=SECONDS)
+        return answers.get(timeout=max(1.0, asked + SECONDS - time.monotonic()))  # on a busy machine the import took the time
     except Empty:
         return f"the hub cannot be reached (no answer in {SECONDS} seconds)"

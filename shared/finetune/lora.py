@@ -109,6 +109,10 @@ class LowRankUpdate(nn.Module):
         """The probability of dropout now."""
         return self.dropout if self.training else 0.0
 
+    def dropped(self, x: Tensor) -> Tensor:
+        """What the update multiplies of x: [..., in], x itself where nothing is dropped."""
+        return F.dropout(x, self.drops) if self.drops else x
+
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """A and B as a product with x takes them: in its dtype, which autocast sees to where it is on."""
         if self.lora_A.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
@@ -116,9 +120,9 @@ class LowRankUpdate(nn.Module):
         return self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
 
     def forward(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor] = F.linear) -> Tensor:
-        """The update's part of the result: [..., in] -> [..., out]. product: of rows and a weight."""
+        """The update's part of the result, of inputs that are `dropped`: [..., in] -> [..., out]. product: of rows and a weight."""
         lora_A, lora_B = self.factors(x)
-        return self.scaling * product(product(F.dropout(x, self.drops) if self.drops else x, lora_A), lora_B)
+        return self.scaling * product(product(x, lora_A), lora_B)
 
     def row_scales(self, weight: Tensor) -> Tensor:
         """What DoRA multiplies each row of W + s B A by: magnitude / norm of the row, [out]. The norm counts as a constant in the backward
@@ -189,12 +193,15 @@ class AdaptedLinear(AdaptedLayer):
         is_plain = not hasattr(self, "base_product")
         if is_plain and len(updates) == 1 and updates[0].magnitude is None:
             return lora_linear(x, self.weight, bias, *updates[0].factors(x), updates[0].scaling, updates[0].drops)
-        base = total = F.linear(x, self.weight) if is_plain else self.base_product(x)
+        of_base = (lambda rows: F.linear(rows, self.weight)) if is_plain else self.base_product
+        base = total = of_base(x)
         for update in updates:
-            part = update(x)
+            dropped = update.dropped(x)
+            part = update(dropped)
             if update.magnitude is not None:
                 scales = update.row_scales(self.base_weight(part.dtype)).to(part.dtype)
-                part = (scales - 1) * base + scales * part
+                rows = base if dropped is x else of_base(dropped)  # the whole change of the layer meets what is left of x
+                part = (scales - 1) * rows + scales * part
             total = total + part
         return total if bias is None else total + bias.to(total.dtype)
 
@@ -224,7 +231,7 @@ class AdaptedExperts(AdaptedLayer):
         def run() -> Tensor:
             total = self.product(rows, self.weight, counts)
             for update in self.updates:
-                total = total + update(rows, partial(self.product, counts=counts)).to(total.dtype)
+                total = total + update(update.dropped(rows), partial(self.product, counts=counts)).to(total.dtype)
             return total
 
         return self.with_masks(run, rows)

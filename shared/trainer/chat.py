@@ -1,6 +1,6 @@
 """Chapter 12. Chat with a trained model in the terminal: streaming answers, its own template, history cut to the context by whole turns.
 
-    course chat runs/laptop_sft          a run, finished or not; also a folder of Hugging Face's format
+    course chat runs/laptop_sft          a run, finished or not; also a folder of Hugging Face's format, or with GPTQ's or AWQ's codes
     you: What is 3 plus 4?
     7
 
@@ -23,8 +23,10 @@ from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.template import FILE, ChatTemplate, Message
 from shared.finetune.peft_format import load_adapter
+from shared.finetune.quantization.packed import fused_kernel, use_kernels
+from shared.finetune.quantization.saved import is_quantized, load_quantized
 from shared.finetune.soft_prompts import count_virtual_tokens
-from shared.model.hf.files import read_json
+from shared.model.hf.files import PretrainedError, read_json
 from shared.model.hf.generation import START
 from shared.model.transformer import TransformerModel
 from shared.moe.config import MixtureModelConfig
@@ -152,6 +154,20 @@ def open_talk(path: Path, settings: AnswerSettings, system: str | None) -> Talk:
     Raises:
         CourseError: there is none.
     """
+    try:
+        model, tokenizer, folder = opened(path)
+    except PretrainedError as error:
+        raise CourseError(str(error)) from None
+    config = folder / "tokenizer_config.json"
+    has_template = (folder / FILE).is_file() or (config.is_file() and "chat_template" in read_json(config))
+    template = ChatTemplate.load(folder) if has_template else None
+    if template:
+        template.variables.setdefault("eos_token", tokenizer.end)
+    return Talk(model.eval(), tokenizer, template, settings, system if template else None)
+
+
+def opened(path: Path) -> tuple[TransformerModel, TextTokenizer, Path]:
+    """The model of a run or of a folder, its tokenizer, and the folder that may have a template."""
     adapter = path / "adapter"
     if (adapter / "adapter_config.json").is_file() and not (path / "model").exists():  # virtual tokens, which are in no weight
         record = provenance.read_record(path / provenance.CONFIG)
@@ -159,16 +175,13 @@ def open_talk(path: Path, settings: AnswerSettings, system: str | None) -> Talk:
         size = (record.get("model") or {}).get("vocab_size", start.model.vocab_size)
         model = start.load(MixtureModelConfig(**vars(replace(start.model, vocab_size=size))), apart=True)
         load_adapter(model, adapter)
-        folder, tokenizer = adapter, TextTokenizer.load(adapter)
-    else:
-        start = find_initial_weights(path, "RUN")
-        model, tokenizer, folder = start.load(), start.text_tokenizer(), start.tokenizer_folder()
-    config = folder / "tokenizer_config.json"
-    has_template = (folder / FILE).is_file() or (config.is_file() and "chat_template" in read_json(config))
-    template = ChatTemplate.load(folder) if has_template else None
-    if template:
-        template.variables.setdefault("eos_token", tokenizer.end)
-    return Talk(model.eval(), tokenizer, template, settings, system if template else None)
+        return model, TextTokenizer.load(adapter), adapter
+    if is_quantized(folder := path / "model" if (path / "model").is_dir() else path):  # as chapter 10's quantize.py leaves it
+        model, tokenizer = load_quantized(folder), TextTokenizer.load(folder)
+        use_kernels(model, fused_kernel)
+        return model, tokenizer, folder
+    start = find_initial_weights(path, "RUN")
+    return start.load(), start.text_tokenizer(), start.tokenizer_folder()
 
 
 def before_stop(text: str, stop: tuple[str, ...]) -> str:

@@ -8,7 +8,9 @@ run is asked for as in any other (`shared.trainer.retuning`). Trackers begin run
 """
 
 import json
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +21,7 @@ from shared.engine.checkpoint.folder import FOLDER, MANIFEST, STATE, Checkpoints
 from shared.engine.checkpoint.saver import CALLBACK
 from shared.engine.checkpoint.soundness import CheckpointError
 from shared.engine.trackers import TRACKERS
+from shared.folder_lock import NAME as LOCK
 from shared.output_files import write_atomically, writing
 from shared.trainer import history, provenance
 from shared.trainer.config import TrainerConfig
@@ -28,9 +31,12 @@ METRICS = "metrics.jsonl"
 OF_TRACKERS = {f"{CALLBACK}{TRACKERS[name].__name__}" for name in ("wandb", "mlflow")}  # whose states are the names of their runs
 
 
-def copy_run(config: TrainerConfig, console: Console) -> None:
+def copy_run(config: TrainerConfig, console: Console) -> set[str] | None:
     """Put the checkpoint of `continue_from` into the run's folder, with what belongs to it, unless the folder has checkpoints already. The
     checkpoint comes last: without it nothing is resumed, and a killed copy is made again.
+
+    Returns:
+        The names that the folder had before, for `remove_copy`; None where nothing was copied.
 
     Raises:
         CourseError: there is no such run or no intact checkpoint, or the folder holds another run.
@@ -42,7 +48,8 @@ def copy_run(config: TrainerConfig, console: Console) -> None:
                 f"{output} holds a run that was not continued from {wanted}: leave continue_from out to resume it, or give another "
                 "engine.output."
             )
-        return
+        return None
+    before = set(os.listdir(output)) if output.exists() else set()
     folder = find_checkpoint(wanted)
     run, step = folder.parent.parent, int(FOLDER.fullmatch(folder.name)[1])
     record = provenance.read_record(run / provenance.CONFIG)
@@ -50,7 +57,7 @@ def copy_run(config: TrainerConfig, console: Console) -> None:
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
         provenance.write_settings(record | {"continue_from": str(wanted)}, output)
-        for name in (provenance.START, METRICS, history.FILE):
+        for name in (provenance.START, provenance.CODE, METRICS, history.FILE):
             (output / name).unlink(missing_ok=True)
             if (run / name).is_file():
                 write_atomically(output / name, (run / name).read_bytes())
@@ -61,6 +68,23 @@ def copy_run(config: TrainerConfig, console: Console) -> None:
         (output / "checkpoints").mkdir(exist_ok=True)
         atomic_save(output / "checkpoints" / folder.name, lambda target: copy_checkpoint(folder, target))
     console.print(f"{folder} is continued in {output}.", markup=False, highlight=False, soft_wrap=True)
+    return before
+
+
+def remove_copy(output: Path, before: set[str]) -> None:
+    """Remove what `copy_run` and a run that was then refused left in a folder. before: the names that it had."""
+    for name in {*os.listdir(output)} - before - {LOCK}:
+        path = output / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    shutil.rmtree(output / "checkpoints", ignore_errors=True)
+
+
+def remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -33,7 +33,7 @@ from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.processes import whole_number
+from shared.parallel.comm.processes import broken_connections_named, whole_number
 from shared.parallel.config import ParallelConfig, layout_name
 from shared.parallel.health.heartbeat import EXIT_CODE
 from shared.trainer.config import TrainerConfig
@@ -166,7 +166,11 @@ class History(Callback):
             append(self.output, {"event": "start", "step": engine.step} | layout)
 
     def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
-        self.note_stop(engine, str(error) or type(error).__name__)
+        try:
+            with broken_connections_named(self.world):  # torch's own engines raise what they found, which names no rank
+                raise error
+        except BaseException as named:
+            self.note_stop(engine, str(named) or type(named).__name__)
 
     def on_end(self, engine: "RuntimeEngine") -> None:
         if engine.stopped and self.world.rank == 0:

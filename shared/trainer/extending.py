@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shared.course.errors import CourseError, SettingError
-from shared.course.extensions import called
+from shared.course.extensions import called, is_import_path
 from shared.data.cleaning.cleaner import NAMES, own_stage
 from shared.engine.defaults import own_callbacks
 from shared.model.counting import parameter_counts
@@ -20,6 +20,7 @@ from shared.optim.build import own_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.schedules import factor_at
 from shared.parallel.config import ParallelConfig
+from shared.rl.reward_worker import function_of
 from shared.totals import Batch, Objective, Totals
 from shared.trainer.config import TrainerConfig
 
@@ -38,6 +39,10 @@ def require_extensions(config: TrainerConfig) -> None:
         for stage in config.data.prepare.cleaning.stages:
             if stage not in NAMES:
                 own_stage(stage)
+    if config.mode == "grpo":
+        for reward in config.grpo.rewards:
+            if is_import_path(reward.name):
+                function_of(reward.name, reward.options)
     if config.objective:
         config.objective.bound("objective", "model", "batch", "objective")
     if config.optimizer.is_extension:

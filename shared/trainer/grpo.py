@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from shared.course import figures as style
@@ -47,6 +46,7 @@ from shared.trainer.report import Answered, Judged
 from shared.trainer.rolling import Rolling, reward_by, reward_weights
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from shared.trainer.run import Run
 
 SHOWN = ("reward", "kl_to_reference", "answer_tokens", "ended", "zero_variance", "entropy")  # of the metrics of a rollout
@@ -210,10 +210,9 @@ def prompting(config: TrainerConfig, start: InitialWeights, task: Task) -> Promp
     return Prompting(tokenizer, template, ChatReport(stops=example.stops))
 
 
-def plot_pass_at_k(before: dict[int, float], after: dict[int, float]) -> Figure:
+def plot_pass_at_k(before: dict[int, float], after: dict[int, float]) -> "Figure":
     """pass@k against k, before training and after."""
-    style.use_style()
-    figure = Figure()
+    figure = style.new_figure()
     axes = figure.subplots()
     for name, found in (("before", before), ("after", after)):
         axes.plot([*found], [*found.values()], "o-", label=name)

@@ -243,8 +243,8 @@ def four_bit_files(folder: Path) -> Nf4Folder | None:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise PretrainedError(
             f"{folder} is quantized ({method!r} in its quantization_config), and training starts from plain weights or from bitsandbytes' "
-            "4 bits, as course chat does: give the model that it was made from, and adapter.base nf4 for a small base. Python reads GPTQ's "
-            "and AWQ's files with load_quantized (shared.finetune.quantization.saved)."
+            "4 bits: give the model that it was made from, and adapter.base nf4 for a small base. course chat reads GPTQ's and AWQ's "
+            "files, and in Python load_quantized (shared.finetune.quantization.saved)."
         )
     return Nf4Folder(folder)
 

@@ -17,6 +17,7 @@ import yaml
 
 from shared.course import binding
 from shared.course.errors import CourseError
+from shared.course.extensions import content_hash
 from shared.course.paths import CHECKOUT
 from shared.engine.trackers.external import flat
 from shared.output_files import write_atomically
@@ -50,7 +51,27 @@ def keep_record(config: Any, output: Path, start: str | None = None) -> None:
     """
     write_settings(plain(config), output)  # a run that is killed right here must still find it
     write_atomically(output / START, json.dumps({"sha256": start}).encode())
-    write_atomically(output / CODE, json.dumps(code_version(), indent=1).encode())
+    write_code(plain(config), output)
+
+
+def write_code(settings: dict[str, Any], output: Path) -> None:
+    write_atomically(output / CODE, json.dumps(code_version() | own_code(settings), indent=1).encode())
+
+
+def own_code(settings: dict[str, Any]) -> dict[str, str]:
+    """The hash of each file from which a configuration takes code by import path, by the file's name and the code's. What such a file
+    imports is not among them."""
+    places = re.findall(r'"([^"]+\.py:\w+)"', json.dumps(settings, default=repr))
+    return {Path(place).name: content_hash(place) for place in places}
+
+
+def edited_code(output: Path, settings: dict[str, Any]) -> list[str]:
+    """What of the code by import path is another than the run in this folder had when it last started."""
+    try:
+        before = json.loads((output / CODE).read_text(encoding="utf-8"))
+        return [name for name, now in own_code(settings).items() if before.get(name, now) != now]
+    except (OSError, ValueError, AttributeError):  # the run goes on without that record
+        return []
 
 
 def write_settings(settings: dict[str, Any], output: Path) -> None:

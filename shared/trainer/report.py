@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean as mean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from jinja2 import Environment
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from shared.course import figures as style
 from shared.data.completion import Gap
@@ -21,6 +20,9 @@ from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.elastic import Era
 from shared.trainer.retuning import Change
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHOWN = 3  # answers of each kind
 Series = list[tuple[int, float]]
@@ -82,7 +84,7 @@ class Judged:
     answered: list[Answered] = field(default_factory=list)
     preferred: list[Preferred] = field(default_factory=list)
     example: list[tuple[str, bool]] = field(default_factory=list)
-    figures: dict[str, Figure] = field(default_factory=dict)
+    figures: dict[str, "Figure"] = field(default_factory=dict)
     unit: str = "nats per token"
 
     def accuracy(self) -> list[tuple[str, int, float, float]]:
@@ -175,7 +177,7 @@ def format_value(name: str, value: Any) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-def drawn(results: Results) -> dict[str, Figure]:
+def drawn(results: Results) -> dict[str, "Figure"]:
     """The report's figures by name. One of which nothing was logged is left out."""
     found = {
         "loss": curves(results, {"train/loss": "training", "validation/loss": HELD_OUT}, f"loss ({results.judged.unit})"),
@@ -203,13 +205,12 @@ def series(results: Results, name: str) -> Series:
     return [(step, row[name]) for step, row in sorted(results.metrics.items()) if row.get(name) is not None]
 
 
-def curves(results: Results, names: dict[str, str], label: str, zero: bool = False) -> Figure | None:
+def curves(results: Results, names: dict[str, str], label: str, zero: bool = False) -> "Figure | None":
     """Figures of the log against the step, each with its name."""
     present = {title: points for name, title in names.items() if (points := series(results, name))}
     if not present:
         return None
-    style.use_style()
-    figure = Figure()
+    figure = style.new_figure()
     axes = figure.subplots()
     colours = {"training": style.TRAINING, HELD_OUT: style.HELD_OUT}
     for title, points in present.items():
@@ -227,15 +228,14 @@ def curves(results: Results, names: dict[str, str], label: str, zero: bool = Fal
     return figure
 
 
-def over_kl(results: Results) -> Figure | None:
+def over_kl(results: Results) -> "Figure | None":
     """The rewards of rollouts against how far the policy has moved: where the hidden preference's falls while the other rises, the reward
     model is over-optimized (Gao et al. 2023)."""
     moved = dict(series(results, "rollout/kl_to_reference"))
     lines, _ = OF_PREFERENCES["reward"]
     if not moved:
         return None
-    style.use_style()
-    figure = Figure()
+    figure = style.new_figure()
     axes = figure.subplots()
     for name, title in lines.items():
         if points := [(moved[step], value) for step, value in series(results, name)]:
@@ -245,7 +245,7 @@ def over_kl(results: Results) -> Figure | None:
     return figure
 
 
-def expert_load(results: Results) -> Figure | None:
+def expert_load(results: Results) -> "Figure | None":
     """The load of each expert over time as a heat map, with the blocks one above the other (`shared.moe.balancing`)."""
     name = "experts/load/"
     keys = {key for row in results.metrics.values() for key in row if key.startswith(name)}
@@ -254,8 +254,7 @@ def expert_load(results: Results) -> Figure | None:
         return None
     rows = [dict(series(results, f"{name}{block}.{expert}")) for block, expert in experts]
     steps = sorted(rows[0])
-    style.use_style()
-    figure = Figure(figsize=(7.0, 1.2 + 0.14 * len(rows)))
+    figure = style.new_figure(figsize=(7.0, 1.2 + 0.14 * len(rows)))
     axes = figure.subplots()
     drawn = axes.imshow([[row[step] for step in steps] for row in rows], aspect="auto", vmin=0, vmax=2, interpolation="nearest")
     marked = range(0, len(steps), max(1, len(steps) // 8))
@@ -268,7 +267,7 @@ def expert_load(results: Results) -> Figure | None:
     return figure
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: "Figure") -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

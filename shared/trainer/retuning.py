@@ -55,12 +55,14 @@ class Changes:
         asked: the same of what changes the run, and was asked for.
         since: keys that were changed after the newest checkpoint was written, by a process that was killed before it wrote another.
         schedule: the one until now; None for a new run.
+        code: what it names by import path whose file was edited.
     """
 
     free: dict[str, list[Any]] = field(default_factory=dict)
     asked: dict[str, list[Any]] = field(default_factory=dict)
     since: list[str] = field(default_factory=list)
     schedule: dict[str, Any] | None = None
+    code: list[str] = field(default_factory=list)
 
     def for_engine(self, config: TrainerConfig, optimizer: Optimizer) -> set[str]:
         """What `RuntimeEngine.fit` is to take from this run in place of its checkpoint."""
@@ -83,6 +85,12 @@ class Changes:
         if self.asked:
             said.append(f"Continued after step {step} with {now(self.asked)}.")
         return said
+
+    def code_line(self, config: TrainerConfig, step: int) -> list[str]:
+        """What a run that goes on from a step says of code by import path that was edited."""
+        if not self.code or step >= config.steps:
+            return []
+        return [f"The code of {', '.join(self.code)} was edited since: it counts from step {step + 1} on."]
 
     def schedule_line(self, config: TrainerConfig, step: int) -> list[str]:
         """Where a run that goes on from a step stands in its schedule, if that is another one or the rate is."""
@@ -128,7 +136,7 @@ def find_changes(
         )
     free = {key: values for key, values in provenance.changed(before, after).items() if provenance.may_change(key) and key not in UNSAID}
     since = [key for change in changes_of(output) if change.step >= newest for key in change.settings]
-    return Changes(free, different, since, record.get("schedule"))
+    return Changes(free, different, since, record.get("schedule"), provenance.edited_code(output, after))
 
 
 def require_allowed(
@@ -148,8 +156,9 @@ def require_allowed(
         places = [("start_from", after.get("start_from")), ("ppo.reward_model", (after.get("ppo") or {}).get("reward_model"))]
         named = " or ".join(f"{key}={place}" for key, place in places if place) or "a run without start_from"
         raise CourseError(
-            f"{run} began with other weights than {named} has now, and a run keeps its first weights. Where these were trained further "
-            "since, name a copy of what they were; else give another engine.output to begin a new run."
+            f"{run} began with other weights than {named} has now, and a run keeps its first weights. Where that run was extended since, "
+            "its own command with `steps=N continue_from=ITS_FOLDER/checkpoints/step-N continue_with=steps engine.output=ANOTHER` writes "
+            "the model of step N again: name that one. Else give another engine.output here, to begin a new run."
         )
     if fixed:
         raise CourseError(
@@ -217,14 +226,17 @@ class KeepChanges(Callback):
         self.config, self.changes, self.leads = config, changes, leads
 
     def on_start(self, engine: "RuntimeEngine") -> None:
-        output, place = self.config.engine.output, self.changes.schedule_line(self.config, engine.step)
-        for line in [*self.changes.lines(self.config, engine.step), *place]:
+        output = self.config.engine.output
+        code, place = self.changes.code_line(self.config, engine.step), self.changes.schedule_line(self.config, engine.step)
+        for line in [*self.changes.lines(self.config, engine.step), *code, *place]:
             engine.console.print(line, markup=False, highlight=False, soft_wrap=True)
         is_new = bool(engine.saver.retuned) and not self.changes.since  # other data in the same settings
-        if self.leads and (self.changes.asked or is_new):
+        if self.leads and (self.changes.asked or is_new or code):
             event = {"event": "settings", "step": engine.step, "changed": self.changes.asked}
-            append(output, event | {"remarks": [*engine.saver.retuned, *place]})
-            provenance.write_settings(provenance.plain(self.config), output)
+            append(output, event | {"remarks": [*engine.saver.retuned, *code, *place]})
+            settings = provenance.plain(self.config)
+            provenance.write_settings(settings, output)
+            provenance.write_code(settings, output)
 
 
 def changes_of(output: Path) -> list[Change]:

@@ -6,9 +6,9 @@ classification with one label.
 
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
 from rich.console import Console
 
+from shared.course import figures as style
 from shared.devices import on_device
 from shared.loop import evaluate
 from shared.model.transformer import TransformerModel
@@ -54,7 +54,7 @@ class RewardModelling(Preferring):
         held_out = preference_loaders(self.text, whole=True, **self.sizes(run.config, run.strategy.mesh, None) | {"rank": 0, "ranks": 1})[1]
         objective = autocast_objective(calibration_objective, run.config.precision)
         found = reliability(evaluate(model, (on_device(batch, run.engine.device) for batch in held_out), objective))
-        means, figure = totals.mean_metrics(), Figure()
+        means, figure = totals.mean_metrics(), style.new_figure()
         draw_reliability(figure.subplots(), found)
         summary = {
             "held-out loss on pairs": totals.mean_loss,

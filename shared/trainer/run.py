@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from shared.course import binding
+from shared.course.errors import CourseError
 from shared.data.digests import Digests
 from shared.data.prepare import DIGESTS
 from shared.data.tokenizer import TextTokenizer
@@ -41,7 +42,7 @@ from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
-from shared.trainer.continuation import copy_run
+from shared.trainer.continuation import copy_run, remove_copy, remove_if_empty
 from shared.trainer.dpo import PreferenceTuning
 from shared.trainer.elastic import History, note_end, require_one_folder
 from shared.trainer.extending import objective_of, own_parts, parameter_count, require_extensions
@@ -104,16 +105,23 @@ def train_model(config: TrainerConfig, console: Console, world: Communicator | N
     console = console if world.rank == 0 else Console(quiet=True)
     require_agreement(world, "configuration", config)  # first of all: what follows has ranks meet as the configuration says
     with ExitStack() as held, broken_connections_named(world):  # from before the first file of the run to after the last
+        if config.continue_from:
+            held.callback(remove_if_empty, config.engine.output)  # after the lock in it
         sharing = ranks_that_share(world, config.engine.output)
         agreed(world, lambda: require_one_folder(config, sharing, world))
         leads = sharing[0] == world.rank
         agreed(world, lambda: held.enter_context(held_folder(config.engine.output, leads, console)))
-        if config.continue_from:
-            agreed(world, lambda: copy_run(config, console) if leads else None)
+        before = agreed(world, lambda: copy_run(config, console) if leads else None) if config.continue_from else None
         watch.lap("seconds for imports and settings")
-        run = build(config, console, world, watch)
-        loader, held_out = run.mode.loaders(run.config, run.strategy)
-        engine = run.engine.fit(loader, held_out, steps=config.steps, retune=run.changes.for_engine(config, run.engine.optimizer))
+        run = None
+        try:
+            run = build(config, console, world, watch)
+            loader, held_out = run.mode.loaders(run.config, run.strategy)
+            engine = run.engine.fit(loader, held_out, steps=config.steps, retune=run.changes.for_engine(config, run.engine.optimizer))
+        except CourseError:
+            if before is not None and (run is None or run.engine.began_at < 0):  # refused before it took its checkpoint
+                remove_copy(config.engine.output, before)
+            raise
         if engine.step < config.steps and engine.leaving:
             console.print(f"The same command resumes from step {engine.step}.", highlight=False)
             raise SystemExit(128 + signal.Signals[engine.stopped])
@@ -190,7 +198,7 @@ def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None,
     def keep() -> Changes:
         digests.save()
         changes = find_changes(config, fingerprint, mode.tokenizer)
-        if not changes.asked:  # else when the run has taken its checkpoint with them
+        if not (changes.asked or changes.code):  # else when the run has taken its checkpoint with them
             provenance.keep_record(config, output, fingerprint)
         mode.save_beside(output / "tokenizer", config.model.max_position_embeddings)  # so that a checkpoint alone is enough to start from
         return changes

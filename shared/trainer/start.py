@@ -152,6 +152,7 @@ def torchrun(words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable(logging.WARNING)  # its lines about the signal that it passes on, three for two ranks; its errors are shown
+    logging.getLogger("torch.distributed.elastic.multiprocessing.errors.error_handler").setLevel(logging.CRITICAL)  # what a rank has said
     try:
         run.main(list(words))
     except ChildFailedError as error:  # the rank has said why

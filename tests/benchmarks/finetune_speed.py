@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python tests/benchmarks/finetune_speed.py --what sft       all weights, loss on the answers
     OMP_NUM_THREADS=1 python tests/benchmarks/finetune_speed.py --what lora      rank 16 on every linear layer of the blocks
-    OMP_NUM_THREADS=1 python tests/benchmarks/finetune_speed.py --what profile   where the time of a LoRA step goes, ours and theirs
+    OMP_NUM_THREADS=1 python tests/benchmarks/finetune_speed.py --what sft --profile     where the time of a step goes, ours and theirs
 
 Both begin with the same weights (ours are saved and loaded by transformers), and see the same rows of 256 tokens; the last 40 % of each are
 an answer. Ours is chapter 01's `train_step` with the objective of mode sft, clipping at 1 and fused AdamW. TRL's step is timed by its own
@@ -187,24 +187,36 @@ def run(what: str, pairs: int, console: Console) -> None:
         console.print(f"loss of a first step: {found.ours[0]['loss']:.4f}, theirs {found.theirs[0]['loss']:.4f}")
 
 
-def profile(console: Console) -> None:
-    """The operators that take most of a LoRA step, ours and peft's."""
+KINDS = {  # of operators, by what their names hold; the rest is the rest
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "attention kernel": ("scaled_dot_product", "flash_attention"),
+    "optimizer": ("_fused_adamw", "_foreach"),
+    "loss": ("log_softmax", "nll_loss", "logsumexp"),
+}
+
+
+def profile(what: str, console: Console) -> None:
+    """The shares of a step that kinds of operators take by the profiler's clock, ours and theirs."""
+    table = Table("", *KINDS, "everything else")
     with tempfile.TemporaryDirectory() as folder:
-        write_base("lora", folder)
-        for name, step in (("ours", our_step(folder, True)), ("peft", peft_step(folder))):
-            data = rows()
-            for _ in range(2):
-                step(batch_of(next(data)))
+        write_base(what, folder)
+        rounds = {"ours": prepare_ours(folder, what == "lora"), "theirs": (prepare_peft if what == "lora" else prepare_trl)(folder)}
+        for name, one_round in rounds.items():
+            one_round()
             with torch.profiler.profile() as seen:
-                step(batch_of(next(data)))
-            console.rule(name)
-            console.print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=14, max_name_column_width=50), soft_wrap=True)
+                one_round()
+            times = {event.key: event.self_cpu_time_total / 1000 for event in seen.key_averages()}
+            whole = sum(times.values())
+            kinds = [sum(ms for key, ms in times.items() if any(part in key for part in parts)) / whole for parts in KINDS.values()]
+            table.add_row(name, *(f"{share:.0%}" for share in [*kinds, 1 - sum(kinds)]))
+    console.print(table)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=("sft", "lora", "profile"), default="sft")
+    parser.add_argument("--what", choices=("sft", "lora"), default="sft")
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     screen = Console(markup=False, emoji=False, highlight=False)
-    profile(screen) if arguments.what == "profile" else run(arguments.what, arguments.pairs, screen)
+    profile(arguments.what, screen) if arguments.profile else run(arguments.what, arguments.pairs, screen)

@@ -51,8 +51,7 @@ def test_the_command_alone_says_what_to_do(learner):
     ("arguments", "offered"),
     [
         (["chek"], "Did you mean `course check`?"),
-        (["compare", "runs/a", "runs/b"], "Did you mean `course report`?"),
-        (["list"], "Did you mean `course runs`?"),
+        (["samples", "runs/a"], "Did you mean `course sample`?"),
         ([FIRST], f"Did you mean `course check {FIRST}`?"),
         (["check", "01.cros_entropy"], f"Did you mean {FIRST}?"),
         (["hint", "cross_entropy"], f"Did you mean {FIRST}?"),
@@ -65,6 +64,12 @@ def test_the_command_alone_says_what_to_do(learner):
 def test_a_wrong_name_is_refused_with_the_nearest_one(learner, arguments, offered):
     refused = learner.course(*arguments)
     assert refused.exit_code == 64 and offered in refused.stderr and "Traceback" not in refused.output
+
+
+@pytest.mark.parametrize(("name", "meant"), [("compare", "report"), ("list", "runs"), ("generate", "sample")])
+def test_a_name_that_other_programs_have_for_a_command_is_taken(learner, name, meant):
+    assert learner.course(name, "--help").stdout.splitlines()[1:] == learner.course(meant, "--help").stdout.splitlines()[1:]
+    assert "Usage:" in learner.course(name, "--help").stdout
 
 
 def test_untouched_stubs_are_not_attempted(learner):

@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import datasets
+
 import pytest
 from scripts import run_script
 
@@ -113,10 +115,10 @@ def test_a_mistyped_data_folder_is_reported_before_the_hub_is_asked(tmp_path, sc
         assert "There is no file or folder missing_folder here, so it is taken for a dataset" in capsys.readouterr().out.replace("\n", " ")
         raise OSError("Couldn't reach 'missing_folder' on the Hub.")
 
-    monkeypatch.setattr(hub, "reason_unreached", lambda source: None)
+    monkeypatch.setattr(hub, "ask", lambda source: None)
     monkeypatch.setattr(datasets, "load_dataset", not_reached)
     said = launched(script, monkeypatch, tmp_path, "--data", "missing_folder")
-    assert "on the Hub. There is no file or folder missing_folder here either: check the spelling" in said
+    assert f"on the Hub. There is no file or folder missing_folder in {Path.cwd()} either: check the spelling" in said
 
 
 def test_another_field_of_a_table_is_given_as_the_message_says(tmp_path, raw, script, monkeypatch):

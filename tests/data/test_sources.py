@@ -151,7 +151,7 @@ def test_the_hub_is_asked_for_all_that_the_source_says(monkeypatch):
         asked.append(signature.bind(*arguments, **options).arguments)
         return datasets.Dataset.from_dict({"text": TEXTS})
 
-    monkeypatch.setattr(hub, "reason_unreached", lambda source: None)
+    monkeypatch.setattr(hub, "ask", lambda source: None)
     monkeypatch.setattr(datasets, "load_dataset", answer)
     assert texts("some/data", config="python", split="test", revision="v1.2", streaming=False) == TEXTS
     assert asked == [{"path": "some/data", "name": "python", "split": "test", "revision": "v1.2", "streaming": False}]
@@ -160,11 +160,22 @@ def test_the_hub_is_asked_for_all_that_the_source_says(monkeypatch):
 def test_a_stream_that_tells_its_fields_only_as_it_comes_is_read_whole(monkeypatch):
     stream = datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in TEXTS))
     assert stream.column_names is None
-    monkeypatch.setattr(hub, "reason_unreached", lambda source: None)
+    monkeypatch.setattr(hub, "ask", lambda source: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     assert texts("some/stream") == TEXTS
     with pytest.raises(CorpusError, match="some/stream has no field 'body': it has 'text'"):
         read("some/stream", text_field="body")
+
+
+def test_a_folder_that_is_missing_is_not_taken_for_a_format_of_the_library(tmp_path, monkeypatch):
+    """`load_dataset("text")` would read every file below the current folder."""
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    assert {*_PACKAGED_DATASETS_MODULES} <= hub.FORMATS
+    (tmp_path / "other.txt").write_text("of something else")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorpusError, match=f"There is no file or folder text in {tmp_path}: check the spelling"):
+        texts("text")
 
 
 def test_a_hub_dataset_that_cannot_be_reached_is_one_sentence():
@@ -172,7 +183,7 @@ def test_a_hub_dataset_that_cannot_be_reached_is_one_sentence():
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=180)
     assert "The hub dataset 'someone/no-such-dataset' (split 'train') cannot be opened: " in done.stderr.splitlines()[-1]
-    assert "There is no file or folder someone/no-such-dataset here either: check the spelling" in done.stderr.splitlines()[-1]
+    assert f"There is no file or folder someone/no-such-dataset in {Path.cwd()} either: check the spelling" in done.stderr.splitlines()[-1]
 
 
 def test_a_hub_that_never_answers_is_given_up_after_a_few_seconds(tmp_path):
@@ -184,7 +195,7 @@ from huggingface_hub import HfApi
 from shared.data import hub
 from shared.data.sources import Source
 began = time.monotonic()
-print(hub.reason_unreached(Source(path="nobody/nothing")))
+print(hub.reason_unreached(*hub.ask(Source(path="nobody/nothing"))))
 print(time.monotonic() - began)
 """
         environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "HF_HOME": str(tmp_path)}

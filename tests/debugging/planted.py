@@ -1,6 +1,6 @@
 """Planted bugs for chapters/12_grpo/DEBUGGING.md: tiny runs that go wrong, started by a number that says nothing about why.
 
-python tests/debugging/planted.py 3            which has its own folder, runs/planted/3; half a minute at most, on any CPU
+python tests/debugging/planted.py 3            which has its own folder, runs/planted/3; half a minute at most; 11 wants two starts
 python tests/debugging/planted.py 3 FOLDER     ... or this one
 
 Find the cause with the page before you read on: each entry of PLANTED is one bug, a callback that spoils a run or a setting that cannot be
@@ -8,6 +8,7 @@ right. None of them is in the core: they are put into this process alone.
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ binding.choose("reference")
 
 from shared.data.loader import StatefulLoader  # noqa: E402
 from shared.engine.callbacks import Callback  # noqa: E402
-from shared.parallel.comm.processes import from_torchrun  # noqa: E402
+from shared.parallel.comm.processes import ProcessCommunicator, from_torchrun  # noqa: E402
 from shared.trainer import run  # noqa: E402
 from shared.trainer.config import TrainerConfig  # noqa: E402
 from shared.trainer.settings import parse_words  # noqa: E402
@@ -92,6 +93,30 @@ def late_data() -> None:
     StatefulLoader.__iter__ = slowly
 
 
+def no_return(engine: Any, microbatches: Any) -> None:
+    if engine.strategy.rank == 1 and engine.step == 3:
+        time.sleep(3600)
+
+
+def slow_link() -> None:
+    wait_for = ProcessCommunicator.wait_for
+
+    def later(*arguments: Any) -> None:
+        time.sleep(0.1)
+        wait_for(*arguments)
+
+    ProcessCommunicator.wait_for = later
+
+
+def hot_start(engine: Any, microbatches: Any) -> None:
+    """The first start is interrupted in step 21; the next one goes on with another peak."""
+    if engine.step == 20:
+        os.kill(os.getpid(), signal.SIGINT)
+    elif engine.step == 21:
+        for group in engine.optimizer.param_groups:
+            group["base_lr"] *= 40
+
+
 ONE_FILE = str(Path(torch.__file__).parent / "_utils.py")
 PLANTED: dict[int, Planted] = {
     1: Planted(("steps=30",), "on_batch", without_gradient),
@@ -104,6 +129,10 @@ PLANTED: dict[int, Planted] = {
     8: Planted(("steps=400", "engine.log_every=100", "engine.evaluate_every=100", "data.batch_size=2", "model.hidden_dropout=0.0",
                 "model.hidden_size=64",
                 "data.prepare.sources=[{path: %s, limit: 1}, {path: %s, limit: 2}]" % (ONE_FILE, ONE_FILE))),
+    9: Planted(("steps=8", "parallel.data_parallel=2", "parallel.heartbeat_timeout=5", "parallel.collective_timeout=20"),
+       "on_batch", no_return),
+    10: Planted(("steps=12", "parallel.data_parallel=2"), patch=slow_link),
+    11: Planted(("steps=40", "schedule.name=constant"), "on_batch", hot_start),
 }  # fmt: skip
 
 

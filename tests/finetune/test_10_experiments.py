@@ -35,6 +35,7 @@ def test_every_way_of_fine_tuning_continues_the_same_base(small, tmp_path, capsy
     assert trained["LoRA, rank 4"] == 4 * trained["LoRA, rank 1"] < trained["DoRA, rank 4"] < trained["full"]
     held = {name: figures[experiments.HELD] for name, figures in found.items()}
     assert held["QLoRA, rank 16"] < held["LoRA, rank 16"] < held["full"]
+    assert all(figures[experiments.COMPUTED] > 0 for figures in found.values())
     assert "Lowest" in capsys.readouterr().out
     for plot in ("adapters.png", "adapters_right.png"):
         assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")

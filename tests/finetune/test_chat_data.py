@@ -84,6 +84,11 @@ def test_files_of_every_kind_give_the_same_conversations(tmp_path):
     assert len(list(open_chats_of(ChatSource(str(tmp_path / "a.jsonl"), limit=1)))) == 1
     folder = ChatSource(str(tmp_path), suffixes=(".jsonl", ".parquet"))
     assert [one.place for one in open_chats_of(folder)] == ["a.jsonl:1", "a.jsonl:2", "c.parquet:1", "c.parquet:2"]
+    (tmp_path / "repository").mkdir()
+    datasets.Dataset.from_list(records).to_parquet(tmp_path / "repository" / "train-00000.parquet")
+    for streaming in (False, True):  # as `datasets` opens a dataset of the hub
+        found = list(open_chats_of(ChatSource(str(tmp_path / "repository"), kind="hub", streaming=streaming)))
+        assert [[(m["role"], m["content"]) for m in one.messages] for one in found] == wanted
 
 
 WRONG = {

@@ -193,7 +193,9 @@ def test_adapters_that_are_not_for_a_model_are_refused_in_a_sentence(bases, tmp_
         load_adapter(ours(bases["llama"]), good)
 
 
-@pytest.mark.parametrize("settings", [{"lora_dropout": 0.3}, {"use_dora": True}, {"use_rslora": True}])
+@pytest.mark.parametrize(
+    "settings", [{"lora_dropout": 0.3}, {"use_dora": True}, {"use_rslora": True}, {"use_dora": True, "lora_dropout": 0.3}]
+)
 def test_gradients_and_dropout_masks_are_pefts(settings, bases, tmp_path):
     from peft import LoraConfig, get_peft_model
 

@@ -12,10 +12,12 @@ from scripts import run_script
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.data.tokenizer import TextTokenizer
-from shared.finetune.quantization.saved import load_quantized
+from shared.finetune.quantization.saved import load_quantized, quantized_layers
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
+from shared.rl.generation import Drawing
+from shared.trainer.chat import AnswerSettings, open_talk
 from shared.trainer.initial_weights import find_initial_weights
 
 CHAPTER = CHECKOUT / "chapters" / "10_finetuning"
@@ -32,6 +34,7 @@ def exported(tmp_path_factory):
                          max_position_embeddings=64, initializer_range=0.1)  # fmt: skip
     save_pretrained(TransformerModel(config, seed=0), folder, token_ids={"eos_token_id": tokenizer.end_id})
     tokenizer.save_pretrained(folder, 64)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
     return folder, text
 
 
@@ -57,6 +60,12 @@ def test_a_runs_model_is_quantized_and_told_about(exported, tmp_path):
     for load in (load_pretrained, find_initial_weights):
         with pytest.raises((CourseError, ValueError), match="quantiz.*load_quantized"):
             load(tmp_path / "out" / "model")
+    talk = open_talk(tmp_path / "out", AnswerSettings(Drawing(temperature=0.0), new_tokens=4), None)
+    assert talk.template and "".join(talk.answer("def double_3")) and all(layer.kernel for layer in quantized_layers(talk.model))
+    file = tmp_path / "out" / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(CourseError, match="no complete safetensors file"):
+        open_talk(tmp_path / "out", talk.settings, None)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The trainer, whose ranks wait after each step for which the run's folder holds a file `gate-STEP`, until they are asked to leave.
 
-A file `at-STEP` says that they do.
+A file `at-STEP` says that they do. With `ELASTIC_PAUSE` in the environment they rest for so many seconds after every step.
 """
 
+import os
 import runpy
 import sys
 import time
@@ -15,6 +16,7 @@ from shared.trainer.elastic import History
 
 class Gated(History):
     def on_step(self, engine):
+        time.sleep(float(os.environ.get("ELASTIC_PAUSE", 0)))
         gate = engine.output / f"gate-{engine.step}"
         if gate.exists():
             (engine.output / f"at-{engine.step}").touch()

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from trainer_runs import SOURCE
 
-from chapters import scaling_grid
+from chapters import scaling_grid, scaling_page
 from shared.course.errors import CourseError
 
 scaling = import_module("chapters.12_grpo.scaling")
@@ -108,6 +108,25 @@ def test_a_study_that_was_killed_continues_to_the_same_losses(call, study, finis
     scaling.main([file, "--grid"])
     undisturbed = rows_of(finished[1])
     assert rows_of(output) == {key: loss for key, loss in undisturbed.items() if key[1] == 0}
+
+
+def runs_that_gain(*lost, width=64):
+    """Runs of one size whose lengths double, and what each doubling gains."""
+    losses = [3.0 - sum(lost[:number]) for number in range(len(lost) + 1)]
+    return [{"width": width, "layers": 1, "seed": 0, "steps": 10 * 2**n, "tokens": 640 * 2**n, scaling_grid.LOSS: loss}
+            for n, loss in enumerate(losses)]  # fmt: skip
+
+
+def test_runs_before_the_bend_are_too_short_for_the_law():
+    """What a doubling gains can only shrink in B / tokens^beta; here it grows until the runs of 40 and of 10 steps."""
+    assert scaling_page.too_short(runs_that_gain(0.3, 0.2, 0.1)) == []
+    assert [row["steps"] for row in scaling_page.too_short(runs_that_gain(0.1, 0.2, 0.3, 0.2))] == [10, 20, 40]
+    several = runs_that_gain(0.1, 0.2, 0.1, width=32) + runs_that_gain(0.3, 0.2)
+    said = scaling_page.remark(several)
+    assert said.startswith("2 of the 7 runs are too short") and "raise grid.shortest above 20" in said
+    law = lambda tokens: 1.5 + 40 * tokens**-0.3  # noqa: E731
+    follows = [row | {scaling_grid.LOSS: law(row["tokens"])} for row in runs_that_gain(0.1, 0.2, 0.3, 0.2)]
+    assert scaling_page.too_short(follows) == [] and "as the law's form demands" in scaling_page.remark(follows)
 
 
 def test_stages_that_need_others_say_which(study, finished):

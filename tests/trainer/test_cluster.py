@@ -4,8 +4,11 @@
 machine, with SLURM's variables, and passes SIGTERM on, as the real one does.
 """
 
+import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +63,34 @@ def test_a_dockerfile_names_what_is_there(file):
     assert {"install", "run"} <= set(targets)
     installed = next(words for words in told if "apt-get" in words)
     assert all(f" {package}" in installed for package in ("make", "git", "g++"))
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_cpu_image_give_a_trainer(tmp_path):
+    """All steps of the Dockerfile but apt's, in an empty folder in place of the image: the packages install from the few files that are
+    copied before the others, and the default command trains. It asks pip for packages, so it needs an index that has them."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VIRTUAL_ENV", "PYTHONPATH"))}
+    files = subprocess.run(["git", "ls-files"], cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    done = []
+    for name, words in instructions(CHECKOUT / "Dockerfile"):
+        if name == "COPY":
+            *sources, target = words.split()
+            for source in sources:
+                inside = [file for file in files if source == "." or file == source or file.startswith(f"{source}/")]
+                assert inside, source
+                for file in inside:
+                    place = tmp_path / (target.removesuffix("/") if len(sources) == 1 and file == source else file)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(CHECKOUT / file, place)
+        elif (name == "RUN" and "apt-get" not in words) or name == "CMD":
+            command = shlex.join(json.loads(words)) if name == "CMD" else words
+            if name == "CMD":
+                command += ' ARGS="steps=2 data.held_out_rows=8 report.completions=0 engine.evaluate_every=0"'
+            ran = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3000)
+            assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+            done.append(command.split()[:2])
+    assert done == [["make", "install"], ["touch", ".venv/ready"], ["make", "run"]]
+    assert (tmp_path / "runs" / "laptop" / "report.html").is_file()
 
 
 def test_the_slurm_script_is_bash_and_starts_the_trainer():

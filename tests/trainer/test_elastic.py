@@ -18,6 +18,8 @@ from trainer_runs import settings_file
 from shared.course.errors import CourseError
 from shared.data.loader import StatefulLoader
 from shared.data.rows import Row
+from shared.parallel.comm.communicator import CommunicationError
+from shared.parallel.comm.processes import ProcessCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, layout_name, parse_layout
 from shared.trainer import elastic, history
@@ -168,6 +170,24 @@ def test_the_history_shows_who_left_and_what_was_lost_and_bears_a_cut_line(tmp_p
     assert second[1:] == (15, "dp2", 2, 0, 4, "left: 2 ranks of b; rank 3 has sent no heartbeat")
     assert third[1:] == (15, "dp2", 2, 1, 0, "joined: 1 rank of <c>") and elastic.names(Counter(a=2)) == "2 ranks of a"
     assert not elastic.has_ended(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (RuntimeError("running the callback: [gloo/transport/tcp/pair.cc:537] Read error"), "rank 2 has sent no heartbeat"),
+        (RuntimeError("another error"), "another error"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ],
+)
+def test_the_history_names_the_rank_that_left_where_torch_names_a_socket(tmp_path, error, kept):
+    world = Mock(spec=ProcessCommunicator, rank=1, size=2, process=Mock())
+    world.process.heartbeat.connection_error.return_value = CommunicationError("rank 2 has sent no heartbeat")
+    config = elastic_config("dp2")
+    config = replace(config, engine=replace(config.engine, output=tmp_path))
+    elastic.History(config, world).on_error(Mock(step=7), error)
+    [event] = history.events_of(tmp_path)
+    assert (event["reason"], event["step"], event["rank"]) == (kept, 7, 1)
 
 
 def test_machines_without_a_common_folder_are_refused():

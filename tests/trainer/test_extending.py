@@ -19,6 +19,7 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.trainer.config import TrainerConfig
 from shared.trainer.extending import require_extensions
+from shared.trainer.retuning import changes_of
 from shared.trainer.run import build, train_model
 from shared.trainer.settings import parse_words
 
@@ -191,6 +192,42 @@ def test_what_cannot_work_is_refused_by_name_before_any_work(project, tmp_path, 
     except SystemExit:
         said = " ".join(capsys.readouterr().err.split())
     assert REFUSED[words] in said and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("my_reward.brevty", "has no class or function 'brevty'. Did you mean 'brevity'?"),
+        ("my_reward.brevity, options: {word: 3}", "grpo.rewards: brevity takes no 'word'. Did you mean 'words'?"),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_refused_before_the_model_is_built(project, tmp_path, reward, said):
+    words = [f"grpo.rewards=[{{name: task}}, {{name: {reward}}}]", f"engine.output={tmp_path / 'run'}"]
+    done = run_script(TRAIN, "reward.yaml", *words, cwd=project)
+    assert refused(done, said) and "parameters" not in done.stdout and not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_an_optimizer_whose_code_was_edited_is_taken_with_a_line_that_the_history_keeps(project, tmp_path):
+    mine = shutil.copytree(project, tmp_path / "mine", ignore=shutil.ignore_patterns("runs"))
+    shutil.copytree(project / "runs" / "prepared", mine / "runs" / "prepared")
+    words = ["optimizer.yaml", "continue_with=steps"]
+    assert run_script(TRAIN, "optimizer.yaml", "steps=2", cwd=mine).returncode == 0
+    line = "The code of my_optimizer.py:SignMomentum was edited since: it counts from step {} on."
+    same = run_script(TRAIN, *words, "steps=3", cwd=mine)
+    assert same.returncode == 0 and "was edited since" not in same.stdout, same.stderr
+    (mine / "my_optimizer.py").write_text(EXAMPLES["my_optimizer.py"].replace("mean.sign()", "mean.sign().mul(2)"))
+    done = run_script(TRAIN, *words, "steps=3", cwd=mine)
+    assert done.returncode == 0 and "was edited since" not in done.stdout, "no step is left that it would count from"
+    run_script(TRAIN, *words, "steps=4", "optimizer.lr=no", cwd=mine)  # refused: nothing is recorded
+    for steps, said in ((4, True), (5, False)):
+        done = run_script(TRAIN, *words, f"steps={steps}", cwd=mine)
+        assert done.returncode == 0 and (line.format(4) in " ".join(done.stdout.split())) == said, done.stdout + done.stderr
+    remarks = [(change.step, line.format(4) in change.remarks) for change in changes_of(mine / "runs" / "optimizer")]
+    assert remarks == [(2, False), (3, True), (4, False)]
+    assert line.format(4) in (mine / "runs" / "optimizer" / "report.html").read_text()
+    copy = ["steps=6", "continue_from=runs/optimizer", "engine.output=runs/copy"]
+    (mine / "my_optimizer.py").write_text(EXAMPLES["my_optimizer.py"])
+    assert line.format(6) in " ".join(run_script(TRAIN, *words, *copy, cwd=mine).stdout.split())
 
 
 @pytest.mark.parametrize("layout", ["dp2_zero1", "fsdp2", "tp2"])

@@ -14,12 +14,13 @@ from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import layout_name
 from shared.trainer.config import DataConfig, TrainerConfig
-from shared.trainer.planner.budget import HEADS, Law, propose, sized
+from shared.trainer.planner import budget
+from shared.trainer.planner.budget import HEADS, Law, laws, propose, sized
 from shared.trainer.planner.choosing import run_words, seconds_of
 from shared.trainer.planner.hardware import parse_hardware
 from shared.trainer.planner.opening import open_planned
 from shared.trainer.planner.plan import plan_run
-from shared.trainer.planner.scaling_law import CHINCHILLA
+from shared.trainer.planner.scaling_law import CHINCHILLA, write_fit
 from shared.trainer.planner.search import RECOMPUTED, SCHEDULES, layouts, products, search_layouts
 
 FILE = CHECKOUT / "chapters" / "12_grpo" / "two_3090s.yaml"
@@ -153,6 +154,16 @@ def test_a_budget_gets_the_rung_with_the_lowest_loss():
     assert found.loss == pytest.approx(min(losses.values())) and len(losses) > 5
     assert found.beyond == pytest.approx(6 * found.parameters * found.tokens / 1e18)
     assert found.steps * found.best.plan.tokens == pytest.approx(found.tokens, rel=0.01)
+
+
+def test_a_budget_takes_your_own_fit_or_the_courses(tmp_path, monkeypatch):
+    own, theirs = tmp_path / "own.json", tmp_path / "theirs.json"
+    monkeypatch.setattr(budget, "FITS", {"your runs": own, "chapter 12's runs": theirs})
+    assert [law.name for law in laws()] == ["Hoffmann et al. 2022", "Besiroglu et al. 2024"]
+    for path, flops in ((theirs, 1e12), (own, 2e12)):
+        write_fit(path, CHINCHILLA, unit="bits per byte", largest={"flops": flops})
+        assert laws()[0] == Law("your runs" if path is own else "chapter 12's runs", CHINCHILLA, "bits per byte", flops)
+    assert len(laws()) == 3
 
 
 def test_a_longer_budget_gets_a_larger_model_and_more_tokens():

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 
 import memory_table
 import pytest
@@ -19,6 +20,7 @@ from shared.parallel.config import parse_layout
 from shared.parallel.planning.activations import whole_of
 from shared.parallel.planning.data_costs import weights_of
 from shared.trainer.config import DataConfig, TrainerConfig
+from shared.trainer.pipeline.stages import read_pipeline
 from shared.trainer.planner.hardware import parse_hardware
 from shared.trainer.planner.memory import step_sizes
 from shared.trainer.planner.opening import open_planned, reward_shape
@@ -53,6 +55,16 @@ def test_the_files_say_what_they_hold_and_take(file):
     [(gigabytes, hours, hardware)] = SAID.findall(file.read_text(encoding="utf-8").replace("\n# ", " "))
     plan = plan_of(file.name, hardware)
     assert (f"{plan.held.peak / 1e9:.1f}", f"{plan.hours:.1f}") == (gigabytes, hours)
+
+
+@pytest.mark.parametrize("name, hardware", [("laptop", "3090"), ("two_3090s", "2x3090")])
+def test_every_stage_of_the_shipped_pipelines_fits(name, hardware):
+    """With the words that the pipeline gives to a stage, and the model of its first one."""
+    stages = read_pipeline(FOLDER / "pipelines" / f"{name}.yaml").stages
+    model = replace(stages[0].config.model, vocab_size=stages[0].config.data.prepare.vocab_size)
+    for stage in stages:
+        plan = plan_run(replace(stage.config, model=model), parse_hardware(hardware))
+        assert plan.fits and plan.ranks == (1 if name == "laptop" else 2), stage.name
 
 
 def config_of(layout: str) -> TrainerConfig:

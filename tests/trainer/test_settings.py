@@ -1,6 +1,5 @@
 """What the trainer is told: files that stand on another, words, and a sentence for everything that cannot be."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ from trainer_runs import TRAIN, settings_file
 
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
-from shared.course.typed import RENAMED, keys_of, unknown_key, with_words
+from shared.course.typed import RENAMED, with_words
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
@@ -137,22 +136,6 @@ def test_a_damaged_record_is_named(tmp_path, prepared):
         train_model(parse_words(TrainerConfig, [str(path)]), Console(quiet=True))
 
 
-def test_without_a_configuration_the_usage_is_printed(capsys):
-    with pytest.raises(SystemExit) as left:
-        parse_words(TrainerConfig, [])
-    assert left.value.code == 2 and "Give a configuration first" in capsys.readouterr().err
-
-
-def test_help_explains_every_field(capsys):
-    with pytest.raises(SystemExit) as left:
-        parse_words(TrainerConfig, ["--help"])
-    said = capsys.readouterr().out
-    assert left.value.code == 0
-    for name in ("--data.fim.rate", "--optimizer.lr", "--engine.checkpoint.every", "--model.num_key_value_heads", "--report.prompts"):
-        assert name in said
-    assert not re.search(r"--[\w.]+ [A-Z_]+\n\s+\(type", said), "a field without a sentence"
-
-
 def test_the_shipped_configurations_can_be_read(tmp_path):
     """A run that starts from a model that is not there yet gets another one."""
     files = sorted([*TRAIN.parent.glob("laptop*.yaml"), *TRAIN.parent.glob("two_3090s*.yaml")])  # run.yaml belongs to run.py
@@ -259,58 +242,3 @@ def test_a_run_of_another_length_is_refused_by_the_key_that_can_be_given(tmp_pat
     saved, now = ({"steps": steps, "schedule": {"steps": steps}} for steps in (4, 8))
     with pytest.raises(CourseError, match=r"another configuration: steps \(4 there, 8 here\)\. .*continue_with=steps to continue it"):
         require_allowed(saved, now, tmp_path, [])
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("--data.prepare.sources.help", "--data.prepare.sources.weight WEIGHT"),
-        ("--grpo.rewards.help", "--grpo.rewards.options OPTIONS"),
-        ("--model.experts.help", "--model.experts.num_experts NUM_EXPERTS"),
-        ("--engine.callbacks.help", "--engine.callbacks.name NAME"),
-    ],
-)
-def test_help_shows_the_fields_of_a_lists_entries(capsys, word, said):
-    with pytest.raises(SystemExit) as left:
-        parse_words(TrainerConfig, [word])
-    assert left.value.code == 0 and said in capsys.readouterr().out
-
-
-def test_help_of_a_key_that_does_not_exist_names_the_nearest(capsys):
-    with pytest.raises(SystemExit) as left:
-        parse_words(TrainerConfig, ["--grpo.reward.help"])
-    assert left.value.code == 2 and "Did you mean 'grpo.rewards'?" in capsys.readouterr().err
-
-
-def test_the_help_that_is_advertised_is_the_help_that_is_there(capsys):
-    with pytest.raises(SystemExit):
-        parse_words(TrainerConfig, ["--help"])
-    advertised = re.findall(r"^  (--[\w.]+\.help)", capsys.readouterr().out, re.M)
-    assert len(advertised) > 8
-    for word in advertised:
-        with pytest.raises(SystemExit) as left:
-            parse_words(TrainerConfig, [word])
-        assert left.value.code == 0, word
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    ("key", "offered"),
-    [
-        ("data.weight", None),  # not dpo.sft_weight
-        ("engine.name", None),  # which several sections have
-        ("report.path", None),
-        ("checkpoint.every", "engine.checkpoint.every"),
-        ("data.sources", "data.prepare.sources"),
-        ("model.hidden_sizes", "model.hidden_size"),
-        ("batchsize", "data.batch_size"),
-    ],
-)
-def test_a_key_like_it_is_offered_from_its_own_section_only(key, offered):
-    said = unknown_key(key, list(keys_of(TrainerConfig)))
-    assert said == f"There is no setting {key}." + (f" Did you mean {offered!r}?" if offered else "")
-
-
-@pytest.mark.parametrize(("key", "only"), [("engine.lr", "optimizer.lr"), ("optimizer.rate", "data.fim.rate")])
-def test_the_only_key_of_that_name_in_another_section_is_named_as_what_it_is_and_not_offered(key, only):
-    assert unknown_key(key, list(keys_of(TrainerConfig))) == f"There is no setting {key}. The only {key.split('.')[1]} is {only!r}."

@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from trainer_runs import TRAIN, settings_file, train
 
+from shared.course.paths import CHECKOUT
 from shared.data.completion import fill_gap, find_gaps, gap_ids
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained
@@ -48,6 +49,14 @@ def test_a_run_leaves_what_it_promises(finished):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
     assert {"train/loss", "speed/tokens_per_second", "speed/mfu", "norm/gradient", "validation/bits_per_byte"} <= rows[-1].keys()
     assert "parts are yours" in said and "The report:" in said
+
+
+def test_a_start_imports_nothing_that_only_a_report_or_the_hub_needs():
+    """They take as long as a quarter of PyTorch, before every refusal."""
+    code = "import shared.trainer.run, sys; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    late = {"matplotlib", "datasets", "pandas", "scipy", "sympy", "transformers", "huggingface_hub", "jsonargparse"}
+    assert "torch" in done.stdout.split() and not late & {*done.stdout.split()}
 
 
 def test_the_report_accounts_for_all_of_a_first_runs_time(finished):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from workspace import COMMAND
 
 from shared.course.errors import CourseError
@@ -71,9 +72,9 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def trained(file: Path, folder: Path) -> list[float]:
+def trained(file: Path, folder: Path, *more: str) -> list[float]:
     """The losses of a twin, trained as its user trains it."""
-    words = ["twin", file, "--steps", "2", "--output", folder / "twin"]
+    words = ["twin", file, *more, "--steps", "2", "--output", folder / "twin"]
     done = subprocess.run([*COMMAND, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"The twin of {file} ran: 2 steps" in done.stdout
@@ -86,4 +87,14 @@ def trained(file: Path, folder: Path) -> list[float]:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_twin_trains(file, tmp_path):
     losses = trained(file, tmp_path)
+    assert len(losses) == 2 and all(map(math.isfinite, losses))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_the_twin_of_every_stage_of_the_pipeline_on_two_cards_trains(number, tmp_path):
+    """With the words that the pipeline gives to a stage; where it starts from is random weights here."""
+    stage = yaml.safe_load((FOLDER / "pipelines" / "two_3090s.yaml").read_text())["stages"][number]
+    words = [f"{name}={value}" for name, value in stage.get("words", {}).items()]
+    losses = trained(FOLDER / "pipelines" / stage["config"], tmp_path, *words, "--layout", stage["layout"])
     assert len(losses) == 2 and all(map(math.isfinite, losses))

@@ -64,6 +64,12 @@ def save_quantized(
     write_json(folder / "config.json", raw | ids | {"dtype": "float16", "quantization_config": settings})
 
 
+def is_quantized(folder: Path) -> bool:
+    """Whether `load_quantized` reads a folder: its config.json names one of the layouts."""
+    settings = read_json(folder / "config.json").get("quantization_config") if (folder / "config.json").is_file() else None
+    return isinstance(settings, dict) and settings.get("quant_method") in KEYS
+
+
 def load_quantized(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> TransformerModel:
     """The model in such a folder, ours or another tool's. Its quantized layers are frozen. It is in training mode.
 

@@ -8,9 +8,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +19,9 @@ from shared.output_files import write_atomically
 from shared.trainer.pipeline.abilities import ALL, TITLES, Answer, read_kept
 from shared.trainer.pipeline.stages import RECORD, Pipeline, Stage
 from shared.trainer.report import by_kind, code_of, png, rendered
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FILE = "report.html"
 SHOWN = 2  # prompts of each kind, with the answers of all stages
@@ -173,10 +175,9 @@ def verdict_of(score: float, judged: bool) -> str:
     return f"{score:.2f}" if judged else "right" if score == 1 else "wrong"
 
 
-def drawn(table: AbilityTable, names: list[str]) -> Figure:
+def drawn(table: AbilityTable, names: list[str]) -> "Figure":
     """The abilities of one table against the stages."""
-    style.use_style()
-    figure = Figure()
+    figure = style.new_figure()
     axes = figure.subplots()
     shown = [row for row in table.rows if row.is_summary]
     shares = [row for row in shown if not row.name.startswith(PLAIN)]

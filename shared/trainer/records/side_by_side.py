@@ -4,10 +4,9 @@
 import base64
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +20,9 @@ from shared.output_files import write_atomically
 from shared.trainer.report import png
 from shared.trainer.records.listing import PIPED, shown
 from shared.trainer.records.record import RunRecord, read_run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CURVES = {  # metric -> the figure's label
     "train/loss": "training loss",
@@ -124,7 +126,7 @@ def write_page(page: Path, names: Sequence[str], runs: Sequence[RunRecord]) -> N
     write_atomically(page, text.encode())
 
 
-def drawn(names: Sequence[str], runs: Sequence[RunRecord]) -> dict[str, Figure]:
+def drawn(names: Sequence[str], runs: Sequence[RunRecord]) -> dict[str, "Figure"]:
     """The figures of what at least one run logged, by their labels."""
     found = {}
     for metric, label in CURVES.items():
@@ -145,9 +147,8 @@ def series(run: RunRecord, metric: str, against: str | None = None) -> list[tupl
     return [(row[against] if against else step, row[metric]) for step, row in rows if metric in row and (against is None or against in row)]
 
 
-def curves(lines: dict[str, list[tuple[float, float]]], against: str, label: str) -> Figure:
-    style.use_style()
-    figure = Figure()
+def curves(lines: dict[str, list[tuple[float, float]]], against: str, label: str) -> "Figure":
+    figure = style.new_figure()
     axes = figure.subplots()
     for name, points in lines.items():
         marker = "o" if len(points) < 40 else None

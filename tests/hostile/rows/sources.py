@@ -159,7 +159,7 @@ def resumed_after_a_cut() -> None:
         yield {"text": CODE}
         raise ConnectionResetError("the peer hung up")
 
-    hub.reason_unreached = lambda source: None
+    hub.ask = lambda source: None
     datasets.load_dataset = lambda *_, **__: datasets.IterableDataset.from_generator(broken)
     list(open_source(Source("some/stream"), print))
 

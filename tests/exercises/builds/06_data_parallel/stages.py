@@ -2,7 +2,9 @@
 
 from shared.course.checking import Check
 
-from .limits import BUCKETS, BUDGETS, HELD, IN_THE_LAST, KEPT
+from .limits import BUCKETS, BUDGETS, IN_THE_LAST
+from .memory import HELD, KEPT, PEAKS
+from .shares import SHARDED_SHARES, ZERO_SHARES
 from .stepping import ACCUMULATE, CLIP, GRADIENTS, ORDERS, REDUCE, START, ZERO
 from .sharding import GATHER, RECOMPUTE, STATE
 from .refusals import BAD_INPUT
@@ -12,13 +14,13 @@ STAGES = {
     "gradients": GRADIENTS,
     "buckets": (*BUCKETS, *ORDERS),
     "accumulate": (*ACCUMULATE, *IN_THE_LAST),
-    "zero": ZERO,
+    "zero": (*ZERO, *ZERO_SHARES),
     "gather": (*GATHER, *HELD),
-    "reduce": REDUCE,
+    "reduce": (*REDUCE, *SHARDED_SHARES),
     "recompute": (*RECOMPUTE, *KEPT),
     "clip": CLIP,
     "state": STATE,
-    "budgets": BUDGETS,
+    "budgets": (*BUDGETS, *PEAKS),
     "bad_input": BAD_INPUT,
 }
 STAGES = {name: Check(f"06.build.{name}", (), cases, ()) for name, cases in STAGES.items()}

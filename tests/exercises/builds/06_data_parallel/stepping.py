@@ -177,52 +177,6 @@ def in_digits(gradient: Tensor | None, total: int) -> Any:
     return [int(digit) for digit in reversed(f"{round(value):0{total}d}")]
 
 
-# Stage 5: what the optimizer was given.
-
-
-def share_case(title: str, kind: str, ranks: int, bucket_bytes: int = 700, **options: Any) -> Case:
-    """How many numbers each rank's optimizer has, and how many of state after a step."""
-    given = {"kind": kind, "ranks": ranks, "bucket_bytes": bucket_bytes, **options}
-    names = "numbers that rank {}'s optimizer steps", "numbers of state for these, on rank {}"
-
-    def limit() -> int:
-        model = Model(**options)
-        trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
-        if kind == "zero":
-            return sum(trained.values()) // ranks + ranks * len(trained)
-        inside = sum(count for name, count in trained.items() if name.startswith("blocks."))
-        return inside // ranks + ranks * len(model.blocks) + sum(trained.values()) - inside
-
-    def observe(adapters: Any, **_: Any) -> Results:
-        def on_rank(group: Communicator, _: int) -> Results:
-            made: list[torch.optim.Optimizer] = []
-
-            def optimizer(tensors: list[Tensor]) -> torch.optim.Optimizer:
-                made.append(adamw(tensors))
-                return made[-1]
-
-            parallel = make(adapters, kind, Model(**options), group, optimizer, bucket_bytes)
-            adapters.backward(parallel, one_each(ranks)[group.rank], summed_loss)
-            adapters.update(parallel)
-            stepped = sum(tensor.numel() for each in made for entry in each.param_groups for tensor in entry["params"])
-            state = sum(v.numel() for each in made for entry in each.state.values() for v in entry.values() if v.dim())
-            found = within(stepped, limit()), within(state, 2 * limit())
-            return {name.format(group.rank): value for name, value in zip(names, found, strict=True)}
-
-        [results] = on_groups(on_rank, ranks)
-        return {name: value for found in results for name, value in found.items()}
-
-    expected = lambda **_: {name.format(rank): WITHIN for rank in range(ranks) for name in names}  # noqa: E731
-    return Case("budget", title, lambda: given, expected, TEXT.format(5 if kind == "zero" else 6), observe)
-
-
-WITHIN = "within the limit"
-
-
-def within(value: int, limit: int) -> str:
-    return WITHIN if value <= limit else f"{value:,}, and the limit is {limit:,}"
-
-
 FROZEN = {"frozen": ("embedding.weight", "far", "blocks.0.up.weight", "blocks.1.norm.bias")}
 GRADIENTS = (
     digits_case("each rank counts once", "replica", [1, 1, 1]),
@@ -260,8 +214,6 @@ ZERO = (
     step_case("models that differ at first, two groups in the world", "zero", THREE[:1], "weights", start=True, groups=1),
     step_case("two groups in the world", "zero", THREE[:2], "weights", groups=2),
     step_case("a group of one rank", "zero", [several(1, (2,))] * 2, "weights"),
-    share_case("each rank's share, one bucket for each weight", "zero", 3, bucket_bytes=1),
-    share_case("each rank's share, several buckets", "zero", 2),
 )
 ALL_OF_0 = tuple(name for name, _ in Model().blocks[0].named_parameters("blocks.0"))
 PAIRS = [several(2, (2, 2), seed=number) for number in range(3)]
@@ -280,7 +232,6 @@ REDUCE = (
     step_case("models that differ at first", "sharded", [one_each(2)], start=True),
     step_case("two groups in the world", "sharded", [one_each(2)], groups=2),
     step_case("a group of one rank", "sharded", [one_each(1)]),
-    share_case("each rank's share", "sharded", 3),
 )
 CLIP = tuple(
     case

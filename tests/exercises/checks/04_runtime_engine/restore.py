@@ -61,6 +61,17 @@ def one_weight():
     return {"snapshot": snapshot, "model": model, "optimizer": momentum(model, 0.3), "parts": {}}
 
 
+def broken_weight():
+    given = one_weight()
+    return given | {"snapshot": dataclasses.replace(given["snapshot"], weights={"weight": torch.tensor(torch.nan)})}
+
+
+def other_count():
+    """After 5 steps, of which the loader has counted the last 2: it began anew in the middle of the run."""
+    given = interrupted()()
+    return given | {"snapshot": dataclasses.replace(given["snapshot"], step=5)}
+
+
 def one_step_on(function, snapshot, model, optimizer, parts):
     steps, restored = function(snapshot, model, optimizer, parts), model.weight.item()
     model.weight.grad = torch.tensor(1.0)
@@ -234,6 +245,12 @@ CHECK = Check(
             lambda **given: {"steps": 7, "weight": 5.0, "weight after one more step with gradient 1": 4.855},
             "arithmetic: momentum 0.9 * 0.5 + 1 = 1.45, and 5 - 0.1 * 1.45", one_step_on, RUN,
         ),
+        Case(
+            "property", "a weight that is NaN comes back as NaN", broken_weight,
+            lambda **given: {"steps": 7, "weight": torch.nan, "weight after one more step with gradient 1": torch.nan}, CONTRACT,
+            one_step_on, RUN,
+        ),
+        Case("property", "5 steps are done, the loader has counted 2", other_count, lambda **given: {"steps": 5}, CONTRACT, changes=RUN),
         Case(
             "property", "weights are copied into the tensors that are there", interrupted(), all_held, CONTRACT, held, RUN, rtol=0.0,
         ),

@@ -71,21 +71,26 @@ def used(function, tensors):
     def work(world):
         tensor = tensors[world.rank].clone()
         place, sent, received, send, receive = tensor.untyped_storage().data_ptr(), [], [], world.send, world.receive
-        world.send = lambda piece, to, asynchronous=False: sent.append(piece) or send(piece, to, asynchronous)
+        receivers = set()
+        world.send = lambda piece, to, asynchronous=False: receivers.add(to) or sent.append(piece) or send(piece, to, asynchronous)
         world.receive = lambda piece, source, asynchronous=False: received.append(piece) or receive(piece, source, asynchronous)
         function(tensor, world)
         storages = [piece.untyped_storage() for piece in received if piece.untyped_storage().data_ptr() != place]
         return {
-            "entries": world.trace.entries,
+            "entries": world.trace.entries, "other receivers": sorted(receivers - {(world.rank + 1) % world.size}),
+            "numbers": [piece.numel() for piece in sent],
             "from elsewhere": sum(piece.untyped_storage().data_ptr() != place for piece in sent if piece.numel()),
             "beside": max((storage.nbytes() for storage in storages), default=0),
         }
 
     ranks = run_threads(work, len(tensors))
     sends = [[entry.bytes for entry in rank["entries"] if entry.operation == "send"] for rank in ranks]
+    lengths = [count for rank in ranks for count in rank["numbers"]]
     return {
         "operations": sorted({entry.operation for rank in ranks for entry in rank["entries"]}),
         "sends of each rank": [len(each) for each in sends],
+        "ranks that each sent to, its next one excepted": [rank["other receivers"] for rank in ranks],
+        "numbers in the shortest chunk sent": min(lengths, default=0),
         "bytes sent by all ranks together": sum(map(sum, sends)),
         "chunks in the longest send": -(-max(map(max, sends), default=0) // longest),
         "sends that were not straight from the tensor": sum(rank["from elsewhere"] for rank in ranks),
@@ -94,9 +99,11 @@ def used(function, tensors):
 
 
 def budget(tensors):
-    ranks, bytes = len(tensors), tensors[0].numel() * tensors[0].element_size()
+    ranks, numbers, bytes = len(tensors), tensors[0].numel(), tensors[0].nbytes
     return {
         "operations": ["receive", "send"], "sends of each rank": [2 * (ranks - 1)] * ranks,
+        "ranks that each sent to, its next one excepted": [[]] * ranks,
+        "numbers in the shortest chunk sent": numbers // ranks,
         "bytes sent by all ranks together": 2 * (ranks - 1) * bytes, "chunks in the longest send": 1,
         "sends that were not straight from the tensor": 0,
         "chunks in the longest buffer beside the tensor": 1,
@@ -146,6 +153,10 @@ CHECK = Check(
         Case(
             "budget", "four ranks, [2, 11]: what was sent, and what was held", random(4, 2, 11), budget,
             "the contract, counted in the trace of each rank: 2 (n - 1) sends of one chunk each", used,
+        ),
+        Case(
+            "budget", "five ranks, two numbers: an empty chunk is sent too", digits(5, 2), budget,
+            "the contract, counted in the trace of each rank: 2 (n - 1) sends of one chunk each, an empty one too", used,
         ),
     ],
 )  # fmt: skip
