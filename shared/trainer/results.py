@@ -38,6 +38,7 @@ from shared.trainer.planner.memory import step_sizes
 from shared.trainer.initial_weights import with_adapter
 from shared.trainer.report import Results, format_value, write_report
 from shared.trainer.retuning import changes_of
+from shared.trainer.stopwatch import IN_ALL
 
 if TYPE_CHECKING:
     from shared.trainer.run import Run
@@ -206,7 +207,7 @@ def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: floa
         "seconds in training steps": run.costs.training,
         "seconds for data, evaluation and saving": run.costs.overhead,
         "seconds for this report": report_seconds,
-        "seconds in all, since the process began": run.watch.total(),
+        IN_ALL: run.watch.total(),
     }
 
 

@@ -2,6 +2,8 @@
 
 import time
 
+IN_ALL = "seconds in all, since the process began"  # of the other parts the sum, so it is left out where they are added up
+
 
 class Stopwatch:
     """Seconds of parts that follow each other without a gap.

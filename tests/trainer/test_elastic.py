@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import elastic_kills
 import pytest
 import torch
 from elastic_runs import ElasticRun, starts
@@ -153,6 +154,15 @@ def test_a_machine_that_goes_is_done_without_and_one_that_comes_is_taken_in(tmp_
     assert "joined: 1 rank of" in again.change and "asked to leave (SIGTERM)" in again.change and (again.step, again.lost) == (14, 0)
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Ranks that left and joined" in page and page.count("1 rank of") >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["course", "torch"])
+def test_ranks_and_machines_that_are_killed_at_random_moments_change_no_weights(backend, tmp_path):
+    """A slice of the table of chapters/12_grpo/ELASTIC.md."""
+    found = [found for _, _, found in elastic_kills.rows(3, 3, 1, [backend], tmp_path)]
+    assert sum(each.kills.total() for each in found) == 3 and all(each.difference < 1e-6 for each in found)
+    assert all(each.said > 1 for each in found), "the report names nobody"
 
 
 def test_the_history_shows_who_left_and_what_was_lost_and_bears_a_cut_line(tmp_path):

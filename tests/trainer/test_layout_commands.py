@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from trainer_runs import TINY, TRAIN, settings_file, train
 
 from shared.course.errors import CourseError
+from shared.course.launch import refuse
 from shared.trainer import start
 from shared.trainer.config import TrainerConfig
 from shared.trainer.settings import parse_text
@@ -27,6 +28,14 @@ def test_the_last_thing_that_torchrun_prints_of_a_refused_run_is_the_sentence(tm
     done = subprocess.run([*command, *words], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     sentence = "nowhere.txt does not exist: give an existing file or folder, or the name of a hub dataset."
     assert done.returncode == 1 and f"traceback : {sentence}" in done.stderr.split("Root Cause")[1]
+
+
+def test_a_refused_setting_is_left_for_torchrun_as_well(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        refuse(CourseError("There is no setting stepps."))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert failure.message == "There is no setting stepps."
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pipeline import chain
-from shared.trainer.pipeline.report import Row, ability_tables, win_rates, write_report
+from shared.trainer.pipeline.report import Row, ability_tables, minutes_of, win_rates, write_report
 from shared.trainer.pipeline.stages import FOLDER, Stage, read_pipeline
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
+from shared.trainer.stopwatch import IN_ALL
 
 QUIET = Console(quiet=True)
 STAGES = ("pretrain", "sft", "dpo", "grpo")
@@ -252,6 +253,14 @@ def test_a_stage_that_fails_ends_the_pipeline_with_its_code(capsys):
     with pytest.raises(SystemExit) as left:
         chain.require_end(3, "Stage 2 of 4, sft")
     assert left.value.code == 3 and "Stage 2 of 4, sft: failed with exit code 3" in capsys.readouterr().err
+
+
+def test_minutes_of_a_stage_are_those_that_its_parts_took(undisturbed):
+    """The whole stands beside its parts in what a run leaves, and is not added to them."""
+    summary = json.loads((read_pipeline(undisturbed).stages[1].folder / "results.json").read_text())["summary"]
+    parts = [value for name, value in summary.items() if name.startswith("seconds ") and "in all" not in name]
+    assert minutes_of(summary) * 60 == pytest.approx(sum(parts)) and minutes_of(summary) * 60 < 1.1 * summary[IN_ALL]
+    assert minutes_of({"seconds in training steps": 60.0, IN_ALL: 61.0}) == 1
 
 
 def test_changes_are_marked_by_their_direction():

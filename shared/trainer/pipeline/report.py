@@ -19,6 +19,7 @@ from shared.output_files import write_atomically
 from shared.trainer.pipeline.abilities import ALL, TITLES, Answer, read_kept
 from shared.trainer.pipeline.stages import RECORD, Pipeline, Stage
 from shared.trainer.report import by_kind, code_of, png, rendered
+from shared.trainer.stopwatch import IN_ALL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,8 +129,8 @@ def summary_of(stage: Stage) -> dict[str, Any]:
 
 
 def minutes_of(summary: dict[str, Any]) -> float:
-    """The minutes of a run: to prepare, to train, to evaluate and to save."""
-    return sum(value for name, value in summary.items() if name.startswith("seconds ")) / 60
+    """The minutes of a run: to prepare, to train, to evaluate and to save, in every start of it but for what begins each."""
+    return sum(value for name, value in summary.items() if name.startswith("seconds ") and name != IN_ALL) / 60
 
 
 def stage_entry(stage: Stage, summary: dict[str, Any], output: Path) -> dict[str, Any]:

@@ -101,7 +101,8 @@ def rows_of_model(adapters: Any) -> Results:
 
 @torch.no_grad()
 def opinion_of_model(adapters: Any) -> Results:
-    found, texts = {}, {"random bytes": ids_of(4, 65, seed=3), "one byte": torch.full((2, 65), 32), "letters": ids_of(4, 65) % 26 + 97}
+    found = {}
+    texts = {"random bytes": ids_of(4, 65, seed=3), "nothing but spaces": torch.full((2, 65), 32), "letters": ids_of(4, 65) % 26 + 97}
     for seed in (0, 3):
         model = adapters.new_model(seed)
         for name, ids in texts.items():
@@ -110,7 +111,7 @@ def opinion_of_model(adapters: Any) -> Results:
     return found
 
 
-OPINION = {f"{name}, seed {seed}": "7 to 9 bits" for seed in (0, 3) for name in ("random bytes", "one byte", "letters")}
+OPINION = {f"{name}, seed {seed}": "7 to 9 bits" for seed in (0, 3) for name in ("random bytes", "nothing but spaces", "letters")}
 
 
 def seeds_of_model(adapters: Any) -> Results:

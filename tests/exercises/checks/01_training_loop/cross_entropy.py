@@ -89,9 +89,12 @@ CHECK = Check(
         shape_case("float64 logits keep their precision", random(3, vocab=5)),
         shape_case("half-precision logits are computed with in float32", random(3, vocab=5, dtype=torch.bfloat16)),
         Case("worked example", "one target among four equally likely tokens", exactly([[0.0] * 4], [3]), answer(1.3862944, 1), LOG_4),
-        Case("worked example", "two such targets, one of them token 0", exactly([[0.0] * 4] * 2, [0, 3]), answer(2.7725887, 2), LOG_4),
         Case(
-            "worked example", "a third target, -100, changes nothing", exactly([[0.0] * 4] * 3, [0, 3, -100]),
+            "worked example", "two targets, one of them token 0, among four equally likely tokens", exactly([[0.0] * 4] * 2, [0, 3]),
+            answer(2.7725887, 2), LOG_4,
+        ),
+        Case(
+            "worked example", "two targets, and a third, -100, which changes nothing", exactly([[0.0] * 4] * 3, [0, 3, -100]),
             answer(2.7725887, 2), LOG_4,
         ),
         Case(

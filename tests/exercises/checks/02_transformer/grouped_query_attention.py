@@ -220,6 +220,15 @@ CHECK = Check(
         ),
         Case(
             "property",
+            "bfloat16 with a bfloat16 bias of 200 for all: as without it",
+            random(1, 2, 1, 3, 11, 4, dtype=torch.bfloat16, bias=lambda: torch.full((1, 1, 1, 11), 200.0).bfloat16()),
+            lambda bias, **given: in_double(**given),
+            "softmax, which the same number for all leaves as it is; the contract: the bias is added in float32",
+            rtol=3e-2,
+            atol=3e-2,
+        ),
+        Case(
+            "property",
             "queries that may look nowhere: zeros, and no NaN in any gradient",
             random(2, 4, 2, 5, 5, 3, mask=with_blind_rows),
             blind_by_torch,

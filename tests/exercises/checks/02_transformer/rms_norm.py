@@ -29,6 +29,17 @@ def transposed():
     return given | {"x": given["x"].transpose(0, 1)}
 
 
+def not_finite():
+    return exactly([[3.0, torch.nan, 4.0], [3.0, torch.inf, 4.0], [1.0, 7.0, 5.0]], [1.0, 2.0, 3.0])()
+
+
+def not_finite_by_torch(x, weight, eps):
+    """Infinity over infinity is no number; what is finite beside it is divided to 0."""
+    found = by_torch(x.nan_to_num(posinf=0.0), weight, eps)
+    found[0], found[1] = torch.nan, torch.tensor([0.0, torch.nan, 0.0])
+    return {"result": found}
+
+
 def answer(*values: float, dtype=torch.float32):
     return lambda **given: {"result": torch.tensor(values, dtype=dtype)}
 
@@ -65,7 +76,7 @@ CHECK = Check(
         ),
         Case(
             "worked example",
-            "the same with weights 10 and 100",
+            "(1, 7) with weights 10 and 100",
             exactly([1.0, 7.0], [10.0, 100.0]),
             answer(2.0, 140.0),
             "arithmetic: 0.2 * 10 and 1.4 * 100",
@@ -93,8 +104,8 @@ CHECK = Check(
         ),
         Case(
             "worked example",
-            "float64: 2 and a little more, which float32 cannot tell apart",
-            exactly([2.0, 2.0 + 2**-26], [1.0, 1.0], dtype=torch.float64),
+            "float64: 2, and a little more at last, which float32 cannot tell apart",
+            exactly([2.0, 2.0, 2.0, 2.0 + 2**-26], [1.0] * 4, dtype=torch.float64),
             result_by_torch,
             "the contract: float64 input is computed in float64",
             rtol=1e-12,
@@ -120,6 +131,13 @@ CHECK = Check(
             exactly([5.0] * 4, [1.0] * 4),
             answer(1.0, 1.0, 1.0, 1.0),
             "arithmetic: 5 / 5; the mean is not subtracted",
+        ),
+        Case(
+            "property",
+            "a row with NaN and one with infinity, and one beside them",
+            not_finite,
+            not_finite_by_torch,
+            "the contract: NaN is not hidden",
         ),
         Case(
             "property",

@@ -128,7 +128,7 @@ CHECK = Check(
         ),
         Case(
             "worked example",
-            "the same at 0.1",
+            "gate 10 x, up x + 2, down 2 x at 0.1",
             numbers([0.1]),
             answer(3.0704462),
             "arithmetic: sigmoid(1) = 0.7310586, times 2.1, times 2",
@@ -155,6 +155,13 @@ CHECK = Check(
             lambda: {"x": torch.tensor([2.0, 3.0]), "gate": same, "up": same, "down": same, "activation": same},
             answer(4.0, 9.0),
             "the contract: x is left unchanged; 2 * 2 and 3 * 3",
+        ),
+        Case(
+            "property",
+            "a gate that returns its input itself, with SiLU",
+            lambda: {"x": torch.tensor([2.0, 3.0]), "gate": same, "up": lambda x: x + 1, "down": same},
+            answer(5.2847825, 11.4308893),
+            "the contract: x is left unchanged; 2 * sigmoid(2) * 3 and 3 * sigmoid(3) * 4",
         ),
         Case(
             "property",

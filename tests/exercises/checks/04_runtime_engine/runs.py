@@ -45,10 +45,11 @@ class Loader:
     """Batch n depends on n alone. Keeps the state that it was given, and writes into it."""
 
     def __init__(self):
-        self.state = {"sample": 0, "epoch": {"batches": 0}}
+        self.state = {"sample": 0, "step": 0, "epoch": {"batches": 0}}
 
     def batch(self) -> Tensor:
         self.state["sample"] += 13
+        self.state["step"] += 1
         self.state["epoch"]["batches"] += 1
         return torch.randint(VOCAB, (13,), generator=torch.Generator().manual_seed(self.state["sample"]))
 
