@@ -70,13 +70,18 @@ def test_a_killed_run_is_restarted_and_ends_as_one_process(alone, layout):
     assert (folder / layout / "report.html").stat().st_size > 1000
 
 
+DENSE = ["model.experts=null"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp2_tp2", "fsdp2_tp2", "dp2_tp2_zero1"])
-def test_compiled_products_train_the_model_of_one_process(alone, layout, tmp_path):
-    """A dense model, whose blocks the compiler takes whole."""
-    folder, file = alone
-    words = [file, "model.experts=null", "engine.compile=true"]
-    done = train(*words[:2], f"engine.output={tmp_path / 'run'}")
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [("pp2_tp2", DENSE), ("fsdp2_tp2", DENSE), ("dp2_tp2_zero1", DENSE), ("fsdp2_ep2", []), ("pp2_dp2_ep2", []), ("pp2_fsdp2_tp2", [])],
+)
+def test_compiled_products_train_the_model_of_one_process(alone, layout, model, tmp_path):
+    """A dense model's blocks are compiled whole; of blocks with experts, what lies around them."""
+    words = [alone[1], "engine.compile=true", *model]
+    done = train(*words[:1], *model, f"engine.output={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     run = started(layout, *words, f"engine.output={tmp_path / layout}")
     said, _ = run.communicate(timeout=TIMEOUT)
