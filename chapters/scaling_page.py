@@ -142,7 +142,7 @@ and then trains it. The method is that of Hoffmann et al. 2022, approaches 2 and
 - **Learning rates** are the same for all sizes, {rates['lr']} for matrices (Muon's original scaling, which keeps a
   layer's change the same at any width) and {rates['adamw_lr']} for the embedding.
 - **Lengths** of one size come from one run at a constant rate: at {1 - decay:.0%} of a length a copy of it begins, whose rate falls to 0.
-  Its weights are those of a whole run of that length. Runs of one size so share most of their noise, and intervals, by bootstrap,
+  It ends with the weights of a whole run of that length. So runs of one size share most of their noise, and bootstrap intervals
   are somewhat too narrow.
 
 ![IsoFLOP profiles, the law, the prediction and the truth]({PLOT})

@@ -127,7 +127,7 @@ def save(engine: object) -> None:
     """A checkpoint of the run as it is between two steps, into settings["folder"]. Another one of this step, sound or not, is replaced.
     Once it is safe, the callbacks hear of it (on_save), from wherever `save` was called.
 
-    What stays is the newest `keep` sound checkpoints, those of the highest steps; torn ones are removed. One is removed only once the new
+    The `keep` sound checkpoints of the highest steps stay; older and torn ones are removed. One is removed only once the new
     one is safe: at no moment are fewer sound ones there than were before, or than `keep`, and at no moment is there more on the disk than
     keep + 1. What a killed save left is removed by the next save. A checkpoint has at most 64 KiB more than the tensors of the model and
     of the optimizer's state.

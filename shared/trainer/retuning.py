@@ -55,7 +55,7 @@ class Changes:
         asked: the same of what changes the run, and was asked for.
         since: keys that were changed after the newest checkpoint was written, by a process that was killed before it wrote another.
         schedule: the one until now; None for a new run.
-        code: what it names by import path whose file was edited.
+        code: import paths in the configuration whose file was edited.
     """
 
     free: dict[str, list[Any]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Changes:
         return words
 
     def lines(self, config: TrainerConfig, step: int) -> list[str]:
-        """What a run that goes on from a step says of them, but for the schedule."""
+        """The lines that a run resumed at a step prints about its changed settings, without the schedule's."""
         said, model = [], config.model
         if self.free:
             draws = (model.hidden_dropout or model.attention_dropout) and any(covers(name, key) for name in DRAWS for key in self.free)
@@ -87,7 +87,7 @@ class Changes:
         return said
 
     def code_line(self, config: TrainerConfig, step: int) -> list[str]:
-        """What a run that goes on from a step says of code by import path that was edited."""
+        """The line that a run resumed at a step prints where code named by import path was edited."""
         if not self.code or step >= config.steps:
             return []
         return [f"The code of {', '.join(self.code)} was edited since: it counts from step {step + 1} on."]

@@ -2,7 +2,7 @@
 
 import time
 
-IN_ALL = "seconds in all, since the process began"  # of the other parts the sum, so it is left out where they are added up
+IN_ALL = "seconds in all, since the process began"  # the sum of all parts: leave it out where parts are added up
 
 
 class Stopwatch:

@@ -2,7 +2,7 @@
 
 `python tests/support/elastic_kills.py [--kills 15] [--of-each-run 5] [--seed 0] [--backend course torch]`. A rank alone is killed, which
 torchrun starts again, or a machine is, its agent with its rank; another one comes a while later. The weights after 20 steps are compared
-with those of one process to which nothing happened.
+with an undisturbed run of one process.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from retuned_runs import PLAIN, QUIET, equal, rates_of, short_run, weights_at
+from retuned_runs import PLAIN, QUIET, equal, rates_of, weights_at
 from trainer_runs import settings_file
 
 from shared.course.errors import CourseError
@@ -11,16 +11,6 @@ from shared.trainer.config import TrainerConfig
 from shared.trainer.retuning import changes_of
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return tmp_path_factory.mktemp("prepared")
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory, prepared):
-    return short_run(tmp_path_factory.mktemp("short"), prepared)
 
 
 def test_a_run_is_continued_whole_in_another_folder_and_the_first_stays_as_it_is(tmp_path, prepared, short):

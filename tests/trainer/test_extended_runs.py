@@ -21,11 +21,6 @@ from shared.trainer.settings import parse_words
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return tmp_path_factory.mktemp("prepared")
-
-
-@pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return base_run(tmp_path_factory.mktemp("base"))
 

@@ -46,11 +46,6 @@ LAYOUTS = ("dp2", "tp2", "fsdp2", "pp2", "dp2_ep2", "tp2_fsdp2")
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return tmp_path_factory.mktemp("prepared")
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory, prepared):
     """A run of 6 steps, its folder and its configuration."""
     folder = tmp_path_factory.mktemp("finished")

@@ -18,11 +18,6 @@ PAGE = TRAIN.with_name("one_page.py")
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return tmp_path_factory.mktemp("prepared")
-
-
-@pytest.fixture(scope="module")
 def page():
     specification = importlib.util.spec_from_file_location("one_page", PAGE)
     module = importlib.util.module_from_spec(specification)

@@ -3,23 +3,13 @@
 import json
 
 import pytest
-from retuned_runs import QUIET, copied, rates_of, short_run
+from retuned_runs import QUIET, copied, rates_of
 from rich.console import Console
 
 from shared.course.errors import CourseError
 from shared.trainer import provenance, retuning
 from shared.trainer.retuning import changes_of
 from shared.trainer.run import train_model
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return tmp_path_factory.mktemp("prepared")
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory, prepared):
-    return short_run(tmp_path_factory.mktemp("short"), prepared)
 
 
 REFUSED = {  # words -> what the sentence names, and the words that allow it; None where nothing does

@@ -22,11 +22,6 @@ from shared.trainer.run import train_model
 from shared.trainer.settings import parse_text, parse_words, read_settings, with_shorter_schedule
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return tmp_path_factory.mktemp("prepared")
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -26,11 +26,6 @@ OPTIMIZERS = get_args(OptimizerConfig.__dataclass_fields__["name"].type)
 ALL = f"engine.trackers=[{', '.join(TRACKERS)}]"
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return tmp_path_factory.mktemp("prepared")
-
-
 def settings(folder: Path, prepared: Path, optimizer: str) -> Path:
     report = {"completions": 0, "new_tokens": 1, "export": False}
     engine = {"checkpoint": {"every": 2, "keep_best": False}}

@@ -27,11 +27,6 @@ from shared.trainer.stopwatch import Stopwatch
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return tmp_path_factory.mktemp("prepared")
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory, prepared):
     folder = tmp_path_factory.mktemp("finished")
     done = train(settings_file(folder, prepared), fresh=True)
