@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from products import layouts as parity_layouts
 
@@ -156,13 +157,13 @@ def test_a_budget_gets_the_rung_with_the_lowest_loss():
     assert found.steps * found.best.plan.tokens == pytest.approx(found.tokens, rel=0.01)
 
 
-def test_a_budget_takes_your_own_fit_or_the_courses(tmp_path, monkeypatch):
-    own, theirs = tmp_path / "own.json", tmp_path / "theirs.json"
-    monkeypatch.setattr(budget, "FITS", {"your runs": own, "chapter 12's runs": theirs})
+def test_a_budget_takes_your_own_fit_before_the_published_ones(tmp_path, monkeypatch):
+    written = yaml.safe_load(FILE.with_name("scaling.yaml").read_text())["grid"]["output"]
+    assert budget.FIT == CHECKOUT / written / "scaling_fit.json"
+    monkeypatch.setattr(budget, "FIT", tmp_path / "fit.json")
     assert [law.name for law in laws()] == ["Hoffmann et al. 2022", "Besiroglu et al. 2024"]
-    for path, flops in ((theirs, 1e12), (own, 2e12)):
-        write_fit(path, CHINCHILLA, unit="bits per byte", largest={"flops": flops})
-        assert laws()[0] == Law("your runs" if path is own else "chapter 12's runs", CHINCHILLA, "bits per byte", flops)
+    write_fit(budget.FIT, CHINCHILLA, unit="bits per byte", largest={"flops": 2e12})
+    assert laws()[0] == Law("your runs", CHINCHILLA, "bits per byte", 2e12)
     assert len(laws()) == 3
 
 

@@ -129,7 +129,7 @@ def summary_of(stage: Stage) -> dict[str, Any]:
 
 
 def minutes_of(summary: dict[str, Any]) -> float:
-    """The minutes of a run: to prepare, to train, to evaluate and to save, in every start of it but for what begins each."""
+    """The minutes of a run. Training, evaluation and saving count in every start of it, all else in the last one only."""
     return sum(value for name, value in summary.items() if name.startswith("seconds ") and name != IN_ALL) / 60
 
 

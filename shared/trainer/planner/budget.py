@@ -19,10 +19,7 @@ from shared.trainer.planner.hardware import Hardware
 from shared.trainer.planner.scaling_law import CHINCHILLA, CHINCHILLA_REFIT, ScalingLaw, read_fit
 from shared.trainer.planner.search import Candidate, search_layouts
 
-FITS = {  # the first that is there; chapters/12_grpo/scaling.py writes them
-    "your runs": CHECKOUT / "runs" / "12_grpo_scaling" / "scaling_fit.json",
-    "chapter 12's runs": CHECKOUT / "chapters" / "12_grpo" / "scaling_fit.json",
-}
+FIT = CHECKOUT / "runs" / "12_grpo_scaling" / "scaling_fit.json"  # chapters/12_grpo/scaling.py writes it
 HEAD = 64
 HEADS = (2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 22, 28, 35, 44, 55, 68, 85, 106, 128)
 HOFFMANN = 3e21  # FLOPs of the largest profile behind Chinchilla's constants (Hoffmann et al. 2022, section 3.2)
@@ -77,11 +74,11 @@ class Proposal:
 
 
 def laws() -> list[Law]:
-    """The fit of your own runs, or else of the course's, and Chinchilla's two."""
+    """The fit of your own runs, where it is there, and Chinchilla's two."""
     found = []
-    for name in [name for name, path in FITS.items() if path.exists()][:1]:
-        law, about = read_fit(FITS[name])
-        found.append(Law(name, law, about["unit"], about["largest"]["flops"]))
+    if FIT.exists():
+        law, about = read_fit(FIT)
+        found.append(Law("your runs", law, about["unit"], about["largest"]["flops"]))
     published = [("Hoffmann et al. 2022", CHINCHILLA), ("Besiroglu et al. 2024", CHINCHILLA_REFIT)]
     return found + [Law(name, law, "nats a token", HOFFMANN) for name, law in published]
 
