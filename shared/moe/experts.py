@@ -26,7 +26,8 @@ from shared.model.feed_forward import ACTIVATIONS, swiglu
 from shared.parallel.pipeline.weight_gradients import Product, Waiting, split_product
 
 ALIGNMENT = 16  # bytes by which `grouped_mm` wants rows to start
-BLOCK = 32  # rows, of which each expert has a multiple where oneDNN compiles a kernel for each new number
+BLOCK = 32  # rows, of which each expert gets a multiple where oneDNN compiles a kernel for each new number
+FEWEST_ROWS = 4 * BLOCK  # of an expert on average: smaller numbers recur by themselves, and blocks would be much of the work
 
 
 def loop_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -56,18 +57,18 @@ class OneDNNProduct(torch.autograd.Function):
     (`tests/benchmarks/README.md`); `Tensor.to_mkldnn` is the public way to oneDNN. Its copies are made again for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.counts = counts
-        parts = zip(rows.split(counts), weight, strict=True)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        parts = zip(rows.tensor_split(ends[:-1].tolist()), weight, strict=True)
         return torch.cat([F.linear(part.to_mkldnn(), matrix).to_dense() for part, matrix in parts if len(part)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
+        rows, weight, ends = ctx.saved_tensors
         of_rows, of_weight = [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for expert, (part, gradient) in enumerate(zip(rows.split(ctx.counts), upstream.split(ctx.counts), strict=True)):
+        parts = zip(rows.tensor_split(ends[:-1].tolist()), upstream.tensor_split(ends[:-1].tolist()), strict=True)
+        for expert, (part, gradient) in enumerate(parts):
             if len(part):
                 own = gradient.to_mkldnn()
                 if ctx.needs_input_grad[0]:
@@ -82,19 +83,20 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     are not a multiple of 16 bytes long."""
     rows, weight = to_compute_dtype(rows), to_compute_dtype(weight)
     in_float32 = rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    ends = counts.cumsum(0).to(torch.int32)
     if in_float32 and processor_is_amds() and len(rows) and not torch.compiler.is_compiling():
-        return OneDNNProduct.apply(rows, weight, counts.tolist())
+        return OneDNNProduct.apply(rows, weight, ends)
     aligned = all(size * rows.element_size() % ALIGNMENT == 0 for size in weight.shape[1:])
     if not aligned or rows.dtype == torch.float64 or not len(rows):
         return loop_product(rows, weight, counts)
-    return F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
 def in_blocks(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad each expert's rows with zeros to a multiple of `BLOCK`.
 
     For a product in bfloat16 or float16, oneDNN compiles a kernel for each number of rows that it has not seen. Experts' counts are new in
-    every step, and a kernel takes 2 ms to compile where the product takes 0.3 (`tests/benchmarks/README.md`). Blocks make the numbers recur.
+    every step, and compiling takes 2 ms where the product takes 0.3 (`tests/benchmarks/README.md`). With blocks the numbers recur.
 
     Returns:
         Padded rows [m, D], padded counts [E] that add up to m, and the place [n] of each row among them.
@@ -156,7 +158,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         rows = to_compute_dtype(rows)
         compiles_kernels = rows.device.type == "cpu" and rows.dtype in (torch.bfloat16, torch.float16)
-        if compiles_kernels and not torch.compiler.is_compiling():
+        if compiles_kernels and len(rows) >= FEWEST_ROWS * len(counts) and not torch.compiler.is_compiling():
             rows, counts, places = in_blocks(rows, counts)
             return self.feed_forward(rows, counts).index_select(0, places)
         return self.feed_forward(rows, counts)
