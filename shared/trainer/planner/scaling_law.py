@@ -185,6 +185,50 @@ def frontier(profiles: Sequence[Profile]) -> tuple[float, float]:
     return float(exponent), float(np.exp(log_factor))
 
 
+@dataclass(frozen=True)
+class FrontierLaw:
+    """Approach 2, carried on to the loss: the best model of a budget has k flops^a parameters and the loss E + B / flops^beta.
+
+    Unlike `ScalingLaw` it does not claim that the loss is a sum of what parameters and what tokens explain, so runs far from the best size
+    do not bend it. It knows models near the best size only. curvature: what another size loses, by the square of the logarithm of its
+    share of the best one; the mean of the parabolas'. E and B are in the unit of the loss.
+    """
+
+    E: float
+    B: float
+    beta: float
+    k: float
+    a: float
+    curvature: float
+
+    def loss(self, flops: float, parameters: float) -> float:
+        off = np.log(parameters / (self.k * flops**self.a))
+        return float(self.E + self.B * flops**-self.beta + self.curvature * off**2)
+
+
+def fit_frontier(profiles: Sequence[Profile]) -> FrontierLaw:
+    """The frontier law of the profiles with a minimum inside. For each E of a grid from 0 to the lowest loss B and beta are those of a
+    straight line through the logarithms of what is above E; the E whose curve is nearest to the logarithms of the losses is taken.
+
+    Raises:
+        ValueError: fewer than three such profiles.
+    """
+    inside = [profile for profile in profiles if profile.inside]
+    if len(inside) < 3:
+        raise ValueError(
+            f"{len(inside)} budgets of {len(profiles)} have their minimum between the smallest and the largest model, not three."
+        )
+    flops, losses = (np.log([getattr(each, name) for each in inside]) for name in ("flops", "loss"))
+
+    def curve(E: float) -> tuple[float, float, np.ndarray]:
+        slope, height = np.polyfit(flops, np.log(np.exp(losses) - E), 1)
+        return np.square(np.log(E + np.exp(height + slope * flops)) - losses).sum(), E, np.array([slope, height])
+
+    _, E, (slope, height) = min((curve(E) for E in np.linspace(0, np.exp(losses.min()), 200, endpoint=False)), key=lambda each: each[0])
+    a, k = frontier(inside)
+    return FrontierLaw(float(E), float(np.exp(height)), float(-slope), k, a, float(np.mean([each.coefficients[0] for each in inside])))
+
+
 def bootstrap_frontier(runs: Sequence[tuple[float, Point]], draws: int = 200, seed: int = 0) -> list[float]:
     """Exponents of `frontier` from runs drawn with replacement; draws without two minima are left out."""
     random, exponents = np.random.default_rng(seed), []
