@@ -11,10 +11,32 @@ PLOT = "scaling.png"
 
 
 def miss(prediction: dict[str, Any], big: dict[str, Any]) -> str:
-    error = prediction[LOSS] / big[LOSS] - 1
+    by_law = f" That of the law, {prediction['law'][LOSS]:.4f}, is {off(prediction['law'], big)}." if "frontier" in prediction else ""
     return (
         f"Predicted {prediction[LOSS]:.4f} {LOSS} at {prediction['written']}; trained, finished at {big['finished']}: {big[LOSS]:.4f}. "
-        f"The prediction is {abs(error):.2%} too {'high' if error > 0 else 'low'}."
+        f"The prediction is {off(prediction, big)}.{by_law}"
+    )
+
+
+def off(prediction: dict[str, Any], big: dict[str, Any]) -> str:
+    error = prediction[LOSS] / big[LOSS] - 1
+    return f"{abs(error):.2%} too {'high' if error > 0 else 'low'}"
+
+
+def method(prediction: dict[str, Any]) -> str:
+    """How the prediction was made, in two or three sentences."""
+    if "frontier" not in prediction:
+        return (
+            "The law of approach 3 predicts here: fewer than three budgets show a minimum, so approach 2 has no curve to carry on. Give "
+            "larger budgets more sizes (grid.sizes, grid.budgets)."
+        )
+    best, law = prediction["frontier"], prediction["law"]
+    low, high = law["interval"]
+    return (
+        f"Approach 2 predicts here: the lowest losses of the budgets follow {best['E']:.4g} + {best['B']:.4g} / FLOPs^{best['beta']:.4f},\n"
+        f"and a model of another size loses {best['curvature']:.3f} times the squared logarithm of its share of the best one. The law of\n"
+        f"approach 3 says {law[LOSS]:.4f} ({low:.4f} to {high:.4f}). It claims more: that the loss is a sum of what parameters and what\n"
+        "tokens explain, also where a small model has seen many tokens."
     )
 
 
@@ -79,7 +101,10 @@ def draw(path: Path, rows: list, law: Any, profiles: list, prediction: dict, big
         left.plot(profile.parameters, profile.loss, "x", color=figures.REFERENCE, markersize=9, label=label)
     flops = np.geomspace(budgets[0], prediction["flops"])
     best = [law.loss(*law.optimum(each)) for each in flops]
-    right.plot(flops, best, color=figures.REFERENCE, label="the law's optimum")
+    right.plot(flops, best, color=figures.REFERENCE, linestyle="--", label="best model by approach 3, the law")
+    if "frontier" in prediction:
+        E, B, beta = (prediction["frontier"][name] for name in ("E", "B", "beta"))
+        right.plot(flops, E + B / flops**beta, color=figures.REFERENCE, label="best model by approach 2")
     low, high = prediction["interval"]
     bars = [[max(prediction[LOSS] - low, 0)], [max(high - prediction[LOSS], 0)]]
     right.errorbar(prediction["flops"], prediction[LOSS], yerr=bars, fmt="s", color=figures.TRAINING, capsize=4, label="predicted")
@@ -154,6 +179,8 @@ and then trains it. The method is that of Hoffmann et al. 2022, approaches 2 and
 It has {parameters:,} parameters and {prediction['tokens']:,} tokens: {prediction['times the largest of the grid']:.1f} times the FLOPs of
 the grid's largest run. The interval ({fit['level']:.0%}) is {low:.4f} to {high:.4f}. By the law, the best model for these FLOPs has
 {at[0]:,.0f} parameters and {at[1]:,.0f} tokens, and reaches {law.loss(*at):.4f}.
+
+{method(prediction)}
 
 ## The law
 

@@ -53,7 +53,7 @@ def runs_of(rows: list[dict[str, Any]]) -> list[tuple[float, Any]]:
 
 def predict(grid: Grid) -> None:
     """Fit the law, and write down what the larger model will reach. Once that model is trained, the prediction stays as it is."""
-    from shared.trainer.planner.scaling_law import bootstrap, bootstrap_frontier, fit_law, frontier, interval, isoflop_profiles, write_fit
+    from shared.trainer.planner.scaling_law import bootstrap, bootstrap_profiles, fit_law, frontier, interval, isoflop_profiles, write_fit
 
     output, rows = grid.plan.output, all_rows(grid)
     if (output / BIG).exists():
@@ -66,7 +66,8 @@ def predict(grid: Grid) -> None:
     tokens, largest = steps * grid.step_tokens, max(rows, key=lambda row: row["flops"])
     profiles = isoflop_profiles(runs)
     try:
-        parabolas = {"exponent": frontier(profiles)[0], "interval": interval(bootstrap_frontier(runs, DRAWS), LEVEL)}
+        exponents = [each[0] for each in bootstrap_profiles(frontier, runs, DRAWS)]
+        parabolas = {"exponent": frontier(profiles)[0], "interval": interval(exponents, LEVEL)}
     except ValueError as error:
         parabolas = {"exponent": None, "why": str(error)}
     write_fit(
@@ -84,6 +85,8 @@ def predict(grid: Grid) -> None:
         optimum_exponent_interval=interval([each.beta / (each.alpha + each.beta) for each in laws if each.alpha + each.beta], LEVEL),
         isoflop=parabolas,
     )
+    flops = 6 * parameters * tokens
+    by_law = {LOSS: float(law.loss(parameters, tokens)), "interval": interval([each.loss(parameters, tokens) for each in laws], LEVEL)}
     prediction = {
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "size": asdict(grid.plan.big),
@@ -91,10 +94,10 @@ def predict(grid: Grid) -> None:
         "settings": grid.digest,
         "parameters": parameters,
         "tokens": tokens,
-        "flops": 6 * parameters * tokens,
-        "times the largest of the grid": 6 * parameters * tokens / largest["flops"],
-        LOSS: float(law.loss(parameters, tokens)),
-        "interval": interval([float(each.loss(parameters, tokens)) for each in laws], LEVEL),
+        "flops": flops,
+        "times the largest of the grid": flops / largest["flops"],
+        **(by_frontier(runs, flops, parameters) or by_law),
+        "law": by_law,
     }
     write_atomically(output / PREDICTION, json.dumps(prediction, indent=1).encode())
     ratio = prediction["times the largest of the grid"]
@@ -106,6 +109,19 @@ def predict(grid: Grid) -> None:
         soft_wrap=True,
     )
     grid.console.print(remark(rows), highlight=False, soft_wrap=True)
+
+
+def by_frontier(runs: list[tuple[float, Any]], flops: float, parameters: float) -> dict[str, Any] | None:
+    """The loss by approach 2, its interval and the frontier; None where fewer than three budgets show a minimum, of all runs or of those
+    that are drawn from them."""
+    from shared.trainer.planner.scaling_law import bootstrap_profiles, fit_frontier, interval, isoflop_profiles
+
+    try:
+        best = fit_frontier(isoflop_profiles(runs))
+    except ValueError:
+        return None
+    drawn = [each.loss(flops, parameters) for each in bootstrap_profiles(fit_frontier, runs, DRAWS)]
+    return {LOSS: best.loss(flops, parameters), "interval": interval(drawn, LEVEL), "frontier": asdict(best)} if drawn else None
 
 
 def train_big(grid: Grid) -> None:

@@ -3,12 +3,14 @@
 import json
 from importlib import import_module
 
+import numpy as np
 import pytest
 import yaml
 from trainer_runs import SOURCE
 
 from chapters import scaling_grid, scaling_page
 from shared.course.errors import CourseError
+from shared.trainer.planner.scaling_law import Point, ScalingLaw
 
 scaling = import_module("chapters.12_grpo.scaling")
 
@@ -67,9 +69,30 @@ def test_a_study_leaves_what_it_promises(finished):
     page, fit = (output / "SCALING.md").read_text(), json.loads((output / "scaling_fit.json").read_text())
     error = prediction["bits per byte"] / big["bits per byte"] - 1
     assert f"The prediction is {abs(error):.2%} too {'high' if error > 0 else 'low'}." in page
+    assert scaling_page.method(prediction) in page and ("frontier" in prediction) == ("That of the law" in page)
     assert all(f"| {loss:.4f} |" in page for loss in rows.values()) and f"| alpha | {fit['law']['alpha']:.4g} |" in page
     assert fit["unit"] == "bits per byte" and 1.5 < fit["bytes_per_token"] < 3
     assert (output / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_approach_2_predicts_where_three_budgets_show_a_minimum():
+    law = ScalingLaw(1.8, 400.0, 400.0, 0.35, 0.35)
+    runs = [
+        (flops, Point(size, flops / 6 / size, law.loss(size, flops / 6 / size)))
+        for flops in (1e18, 1e19, 1e20, 1e21)
+        for size in law.optimum(flops)[0] * np.array([0.6, 0.8, 1.0, 1.25, 1.6])
+    ]
+    flops, (best, tokens) = 1e22, law.optimum(1e22)
+    assert scaling.by_frontier(runs[:10], flops, best) is None
+    found = scaling.by_frontier(runs, flops, best)
+    low, high = found["interval"]
+    assert found[scaling.LOSS] == pytest.approx(law.loss(best, tokens), rel=1e-3) and low <= found[scaling.LOSS] <= high
+    by_law = {scaling.LOSS: 3.0, "interval": (2.9, 3.1)}
+    said = [scaling_page.method(each | {"law": by_law}) for each in (found, by_law)]
+    assert said[0].startswith("Approach 2 predicts here") and "3.0000 (2.9000 to 3.1000)" in said[0] and "fewer than three" in said[1]
+    told = scaling_page.miss(found | {"law": by_law, "written": "before"}, {scaling.LOSS: 2.5, "finished": "after"})
+    share = found[scaling.LOSS] / 2.5 - 1
+    assert told.endswith(f"{abs(share):.2%} too {'high' if share > 0 else 'low'}. That of the law, 3.0000, is 20.00% too high.")
 
 
 def test_a_finished_study_trains_nothing_again_and_keeps_its_prediction(finished, capsys):

@@ -7,8 +7,8 @@ import pytest
 from scipy.optimize import least_squares, minimize_scalar
 
 from shared.course.errors import CourseError
-from shared.trainer.planner.scaling_law import CHINCHILLA, CHINCHILLA_REFIT, DELTA, Point, ScalingLaw, bootstrap, bootstrap_frontier
-from shared.trainer.planner.scaling_law import fit_law, frontier, interval, isoflop_profiles, read_fit, write_fit
+from shared.trainer.planner.scaling_law import CHINCHILLA, CHINCHILLA_REFIT, DELTA, Point, ScalingLaw, bootstrap, bootstrap_profiles
+from shared.trainer.planner.scaling_law import fit_frontier, fit_law, frontier, interval, isoflop_profiles, read_fit, write_fit
 
 NAMES = [field.name for field in dataclasses.fields(ScalingLaw)]
 
@@ -90,8 +90,41 @@ def test_parabolas_find_the_optima_of_a_law_with_equal_exponents():
     profiles = isoflop_profiles(runs)
     assert [each.parameters for each in profiles] == pytest.approx([law.optimum(each.flops)[0] for each in profiles], rel=1e-6)
     assert all(each.inside for each in profiles) and frontier(profiles) == pytest.approx((0.5, 6**-0.5), rel=1e-5)
-    low, high = interval(bootstrap_frontier(runs, 50))
+    low, high = interval([exponent for exponent, _ in bootstrap_profiles(frontier, runs, 50)])
     assert low == pytest.approx(0.5, abs=0.01) and high == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_frontier_carries_a_laws_best_losses_on_to_a_hundredfold_budget():
+    """Of a law with equal exponents, whose best loss is E + c / C^(0.35 / 2)."""
+    law = ScalingLaw(1.8, 400.0, 400.0, 0.35, 0.35)
+    runs = [
+        (flops, Point(size, flops / 6 / size, law.loss(size, flops / 6 / size)))
+        for flops in (1e18, 1e19, 1e20, 1e21)
+        for size in law.optimum(flops)[0] * np.array([0.6, 0.8, 1.0, 1.25, 1.6])
+    ]
+    found, (best, tokens) = fit_frontier(isoflop_profiles(runs)), law.optimum(1e23)
+    assert found.E == pytest.approx(1.8, abs=0.02) and found.beta == pytest.approx(0.175, abs=0.003)
+    assert found.a == pytest.approx(0.5, abs=1e-4)
+    assert found.loss(1e23, best) == pytest.approx(law.loss(best, tokens), rel=1e-3)
+    [nearby] = isoflop_profiles([(1e21, Point(size, 0, 2 + 0.3 * np.log(size / 7e8) ** 2)) for size in (5e8, 6e8, 9e8)])
+    [flat, *others] = isoflop_profiles(runs)
+    steep = fit_frontier([flat, *others, nearby._replace(flops=1e22, loss=law.loss(*law.optimum(1e22)), parameters=law.optimum(1e22)[0])])
+    curvatures = [each.coefficients[0] for each in (flat, *others)]
+    assert steep.curvature == pytest.approx((sum(curvatures) + 0.3) / 5)
+    at_best, twice = (steep.loss(1e22, share * steep.k * 1e22**steep.a) for share in (1, 2))
+    assert twice - at_best == pytest.approx(steep.curvature * np.log(2) ** 2)
+
+
+def test_two_minima_carry_no_frontier_on():
+    law = ScalingLaw(1.8, 400.0, 400.0, 0.35, 0.35)
+    runs = [
+        (flops, Point(size, flops / 6 / size, law.loss(size, flops / 6 / size)))
+        for flops in (1e19, 1e20)
+        for size in law.optimum(flops)[0] * np.array([0.5, 1.0, 2.0])
+    ]
+    with pytest.raises(ValueError, match="2 budgets of 2 have their minimum between the smallest and the largest model, not three"):
+        fit_frontier(isoflop_profiles(runs))
+    assert bootstrap_profiles(fit_frontier, runs, 5) == []
 
 
 def test_a_minimum_that_the_runs_do_not_show_is_not_taken_for_one():

@@ -8,7 +8,8 @@ threshold, the minimum is refined until its gradient vanishes, and intervals are
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -229,14 +230,13 @@ def fit_frontier(profiles: Sequence[Profile]) -> FrontierLaw:
     return FrontierLaw(float(E), float(np.exp(height)), float(-slope), k, a, float(np.mean([each.coefficients[0] for each in inside])))
 
 
-def bootstrap_frontier(runs: Sequence[tuple[float, Point]], draws: int = 200, seed: int = 0) -> list[float]:
-    """Exponents of `frontier` from runs drawn with replacement; draws without two minima are left out."""
-    random, exponents = np.random.default_rng(seed), []
+def bootstrap_profiles(fit: Callable[[list[Profile]], Any], runs: Sequence[tuple[float, Point]], draws: int = 200) -> list[Any]:
+    """What `frontier` or `fit_frontier` finds in the profiles of runs drawn with replacement; draws with too few minima are left out."""
+    random, found = np.random.default_rng(0), []
     for _ in range(draws):
-        drawn = isoflop_profiles([runs[number] for number in random.integers(len(runs), size=len(runs))])
-        if sum(profile.inside for profile in drawn) >= 2:
-            exponents.append(frontier(drawn)[0])
-    return exponents
+        with suppress(ValueError):
+            found.append(fit(isoflop_profiles([runs[number] for number in random.integers(len(runs), size=len(runs))])))
+    return found
 
 
 # Files.
