@@ -70,6 +70,8 @@ def predict(grid: Grid) -> None:
         parabolas = {"exponent": frontier(profiles)[0], "interval": interval(exponents, LEVEL)}
     except ValueError as error:
         parabolas = {"exponent": None, "why": str(error)}
+    by_law = {LOSS: float(law.loss(parameters, tokens)), "interval": interval([each.loss(parameters, tokens) for each in laws], LEVEL)}
+    predicted = by_frontier(runs, parameters, tokens) or by_law
     write_fit(
         output / FIT,
         law,
@@ -84,9 +86,9 @@ def predict(grid: Grid) -> None:
         optimum_exponent=law.beta / (law.alpha + law.beta),
         optimum_exponent_interval=interval([each.beta / (each.alpha + each.beta) for each in laws if each.alpha + each.beta], LEVEL),
         isoflop=parabolas,
+        frontier=predicted.get("frontier"),
     )
     flops = 6 * parameters * tokens
-    by_law = {LOSS: float(law.loss(parameters, tokens)), "interval": interval([each.loss(parameters, tokens) for each in laws], LEVEL)}
     prediction = {
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "size": asdict(grid.plan.big),
@@ -96,7 +98,7 @@ def predict(grid: Grid) -> None:
         "tokens": tokens,
         "flops": flops,
         "times the largest of the grid": flops / largest["flops"],
-        **(by_frontier(runs, flops, parameters) or by_law),
+        **predicted,
         "law": by_law,
     }
     write_atomically(output / PREDICTION, json.dumps(prediction, indent=1).encode())
@@ -111,7 +113,7 @@ def predict(grid: Grid) -> None:
     grid.console.print(remark(rows), highlight=False, soft_wrap=True)
 
 
-def by_frontier(runs: list[tuple[float, Any]], flops: float, parameters: float) -> dict[str, Any] | None:
+def by_frontier(runs: list[tuple[float, Any]], parameters: float, tokens: float) -> dict[str, Any] | None:
     """The loss by approach 2, its interval and the frontier; None where fewer than three budgets show a minimum, of all runs or of those
     that are drawn from them."""
     from shared.trainer.planner.scaling_law import bootstrap_profiles, fit_frontier, interval, isoflop_profiles
@@ -120,8 +122,8 @@ def by_frontier(runs: list[tuple[float, Any]], flops: float, parameters: float) 
         best = fit_frontier(isoflop_profiles(runs))
     except ValueError:
         return None
-    drawn = [each.loss(flops, parameters) for each in bootstrap_profiles(fit_frontier, runs, DRAWS)]
-    return {LOSS: best.loss(flops, parameters), "interval": interval(drawn, LEVEL), "frontier": asdict(best)} if drawn else None
+    drawn = [each.loss(parameters, tokens) for each in bootstrap_profiles(fit_frontier, runs, DRAWS)]
+    return {LOSS: best.loss(parameters, tokens), "interval": interval(drawn, LEVEL), "frontier": asdict(best)} if drawn else None
 
 
 def train_big(grid: Grid) -> None:

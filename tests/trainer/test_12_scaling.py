@@ -82,9 +82,9 @@ def test_approach_2_predicts_where_three_budgets_show_a_minimum():
         for flops in (1e18, 1e19, 1e20, 1e21)
         for size in law.optimum(flops)[0] * np.array([0.6, 0.8, 1.0, 1.25, 1.6])
     ]
-    flops, (best, tokens) = 1e22, law.optimum(1e22)
-    assert scaling.by_frontier(runs[:10], flops, best) is None
-    found = scaling.by_frontier(runs, flops, best)
+    best, tokens = law.optimum(1e22)
+    assert scaling.by_frontier(runs[:10], best, tokens) is None
+    found = scaling.by_frontier(runs, best, tokens)
     low, high = found["interval"]
     assert found[scaling.LOSS] == pytest.approx(law.loss(best, tokens), rel=1e-3) and low <= found[scaling.LOSS] <= high
     by_law = {scaling.LOSS: 3.0, "interval": (2.9, 3.1)}

@@ -1,7 +1,7 @@
 """Floor 12: the layout search finds what trying everything finds, names every layout's fate, and its words give the configuration back."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 
 import pytest
@@ -21,7 +21,7 @@ from shared.trainer.planner.choosing import run_words, seconds_of
 from shared.trainer.planner.hardware import parse_hardware
 from shared.trainer.planner.opening import open_planned
 from shared.trainer.planner.plan import plan_run
-from shared.trainer.planner.scaling_law import CHINCHILLA, write_fit
+from shared.trainer.planner.scaling_law import CHINCHILLA, FrontierLaw, write_fit
 from shared.trainer.planner.search import RECOMPUTED, SCHEDULES, layouts, products, search_layouts
 
 FILE = CHECKOUT / "chapters" / "12_grpo" / "two_3090s.yaml"
@@ -163,8 +163,18 @@ def test_a_budget_takes_your_own_fit_before_the_published_ones(tmp_path, monkeyp
     monkeypatch.setattr(budget, "FIT", tmp_path / "fit.json")
     assert [law.name for law in laws()] == ["Hoffmann et al. 2022", "Besiroglu et al. 2024"]
     write_fit(budget.FIT, CHINCHILLA, unit="bits per byte", largest={"flops": 2e12})
-    assert laws()[0] == Law("your runs", CHINCHILLA, "bits per byte", 2e12)
-    assert len(laws()) == 3
+    by_law = Law("your runs, approach 3", CHINCHILLA, "bits per byte", 2e12)
+    assert laws()[0] == by_law and len(laws()) == 3
+    best = FrontierLaw(1.0, 50.0, 0.1, 0.3, 0.5, 0.1)
+    write_fit(budget.FIT, CHINCHILLA, unit="bits per byte", largest={"flops": 2e12}, frontier=asdict(best))
+    assert laws()[:2] == [Law("your runs, approach 2", best, "bits per byte", 2e12), by_law] and len(laws()) == 4
+
+
+def test_a_frontier_law_proposes_the_size_that_it_calls_the_best():
+    """k flops^a, but for the steps of the ladder: a rung is about 1.8 times the one before it."""
+    best = FrontierLaw(0.5, 100.0, 0.1, 0.1, 0.5, 0.1)
+    (found,) = propose(CONFIG, parse_hardware("3090"), 1, seconds_of("8h"), [Law("a frontier", best, "nats", 1e18)])
+    assert 0.4 < found.parameters / (best.k * found.flops**best.a) < 2.5
 
 
 def test_a_longer_budget_gets_a_larger_model_and_more_tokens():

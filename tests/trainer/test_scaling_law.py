@@ -105,13 +105,14 @@ def test_the_frontier_carries_a_laws_best_losses_on_to_a_hundredfold_budget():
     found, (best, tokens) = fit_frontier(isoflop_profiles(runs)), law.optimum(1e23)
     assert found.E == pytest.approx(1.8, abs=0.02) and found.beta == pytest.approx(0.175, abs=0.003)
     assert found.a == pytest.approx(0.5, abs=1e-4)
-    assert found.loss(1e23, best) == pytest.approx(law.loss(best, tokens), rel=1e-3)
+    assert found.loss(best, tokens) == pytest.approx(law.loss(best, tokens), rel=1e-3)
     [nearby] = isoflop_profiles([(1e21, Point(size, 0, 2 + 0.3 * np.log(size / 7e8) ** 2)) for size in (5e8, 6e8, 9e8)])
     [flat, *others] = isoflop_profiles(runs)
     steep = fit_frontier([flat, *others, nearby._replace(flops=1e22, loss=law.loss(*law.optimum(1e22)), parameters=law.optimum(1e22)[0])])
     curvatures = [each.coefficients[0] for each in (flat, *others)]
     assert steep.curvature == pytest.approx((sum(curvatures) + 0.3) / 5)
-    at_best, twice = (steep.loss(1e22, share * steep.k * 1e22**steep.a) for share in (1, 2))
+    sizes = [share * steep.k * 1e22**steep.a for share in (1, 2)]
+    at_best, twice = (steep.loss(size, 1e22 / 6 / size) for size in sizes)
     assert twice - at_best == pytest.approx(steep.curvature * np.log(2) ** 2)
 
 

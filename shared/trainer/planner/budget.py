@@ -16,7 +16,7 @@ from shared.model.counting import parameter_counts
 from shared.moe.config import MixtureModelConfig
 from shared.trainer.config import TrainerConfig
 from shared.trainer.planner.hardware import Hardware
-from shared.trainer.planner.scaling_law import CHINCHILLA, CHINCHILLA_REFIT, ScalingLaw, read_fit
+from shared.trainer.planner.scaling_law import CHINCHILLA, CHINCHILLA_REFIT, FrontierLaw, ScalingLaw, read_fit
 from shared.trainer.planner.search import Candidate, search_layouts
 
 FIT = CHECKOUT / "runs" / "12_grpo_scaling" / "scaling_fit.json"  # chapters/12_grpo/scaling.py writes it
@@ -30,7 +30,7 @@ class Law:
     """A fitted law. unit: of its loss. largest: FLOPs of the largest run behind it."""
 
     name: str
-    law: ScalingLaw
+    law: ScalingLaw | FrontierLaw
     unit: str
     largest: float
 
@@ -74,11 +74,12 @@ class Proposal:
 
 
 def laws() -> list[Law]:
-    """The fit of your own runs, where it is there, and Chinchilla's two."""
+    """The fits of your own runs, where they are there, and Chinchilla's two."""
     found = []
     if FIT.exists():
         law, about = read_fit(FIT)
-        found.append(Law("your runs", law, about["unit"], about["largest"]["flops"]))
+        own = {"your runs, approach 2": about["frontier"], "your runs, approach 3": law}
+        found = [Law(name, each, about["unit"], about["largest"]["flops"]) for name, each in own.items() if each]
     published = [("Hoffmann et al. 2022", CHINCHILLA), ("Besiroglu et al. 2024", CHINCHILLA_REFIT)]
     return found + [Law(name, law, "nats a token", HOFFMANN) for name, law in published]
 

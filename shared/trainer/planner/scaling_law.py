@@ -202,7 +202,8 @@ class FrontierLaw:
     a: float
     curvature: float
 
-    def loss(self, flops: float, parameters: float) -> float:
+    def loss(self, parameters: float, tokens: float) -> float:
+        flops = 6 * parameters * tokens
         off = np.log(parameters / (self.k * flops**self.a))
         return float(self.E + self.B * flops**-self.beta + self.curvature * off**2)
 
@@ -250,7 +251,7 @@ def write_fit(path: Path, law: ScalingLaw, **more: Any) -> None:
 
 
 def read_fit(path: Path) -> tuple[ScalingLaw, dict[str, Any]]:
-    """The law of a file that `write_fit` wrote, and everything in it.
+    """The law of a file that `write_fit` wrote, and everything in it; `frontier` as a `FrontierLaw`, or None where there is none.
 
     Raises:
         CourseError: it is not such a file.
@@ -258,6 +259,8 @@ def read_fit(path: Path) -> tuple[ScalingLaw, dict[str, Any]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         law = ScalingLaw(**{name: float(value) for name, value in found["law"].items()})
+        best = found.get("frontier")
+        found["frontier"] = best and FrontierLaw(**{name: float(value) for name, value in best.items()})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise CourseError(f"{path} holds no fit of a scaling law: python chapters/12_grpo/scaling.py writes one.") from None
     return law, found
