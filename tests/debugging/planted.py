@@ -1,7 +1,8 @@
 """Planted bugs for chapters/12_grpo/DEBUGGING.md: tiny runs that go wrong, started by a number that says nothing about why.
 
-python tests/debugging/planted.py 3            which has its own folder, runs/planted/3; half a minute at most; 11 wants two starts
-python tests/debugging/planted.py 3 FOLDER     ... or this one
+python tests/debugging/planted.py 3                   which has its own folder, runs/planted/3; under a minute if nothing else runs
+python tests/debugging/planted.py 3 FOLDER            ... or this one
+python tests/debugging/planted.py 10 engine.profile.first_step=4        ... with settings of yours
 
 Find the cause with the page before you read on: each entry of PLANTED is one bug, a callback that spoils a run or a setting that cannot be
 right. None of them is in the core: they are put into this process alone.
@@ -12,6 +13,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +96,7 @@ def late_data() -> None:
     StatefulLoader.__iter__ = slowly
 
 
-def no_return(engine: Any, microbatches: Any) -> None:
+def each_step(engine: Any, microbatches: Any) -> None:
     if engine.strategy.rank == 1 and engine.step == 3:
         time.sleep(3600)
 
@@ -108,11 +111,12 @@ def slow_link() -> None:
     ProcessCommunicator.wait_for = later
 
 
-def hot_start(engine: Any, microbatches: Any) -> None:
-    """The first start is interrupted in step 21; the next one goes on with another peak."""
+def hot_start(batches: Iterator[int], engine: Any, microbatches: Any) -> None:
+    """The first start is interrupted in step 21; one that resumes goes on with another peak. batches: counts those of this start."""
+    begins = next(batches) == 0
     if engine.step == 20:
         os.kill(os.getpid(), signal.SIGINT)
-    elif engine.step == 21:
+    elif engine.step and begins:
         for group in engine.optimizer.param_groups:
             group["base_lr"] *= 40
 
@@ -130,19 +134,19 @@ PLANTED: dict[int, Planted] = {
                 "model.hidden_size=64",
                 "data.prepare.sources=[{path: %s, limit: 1}, {path: %s, limit: 2}]" % (ONE_FILE, ONE_FILE))),
     9: Planted(("steps=8", "parallel.data_parallel=2", "parallel.heartbeat_timeout=5", "parallel.collective_timeout=20"),
-       "on_batch", no_return),
+       "on_batch", each_step),
     10: Planted(("steps=12", "parallel.data_parallel=2"), patch=slow_link),
-    11: Planted(("steps=40", "schedule.name=constant"), "on_batch", hot_start),
+    11: Planted(("steps=40", "schedule.name=constant"), "on_batch", partial(hot_start, count())),
 }  # fmt: skip
 
 
-def main(number: int, folder: Path) -> None:
+def main(number: int, folder: Path, asked: list[str]) -> None:
     planted = PLANTED[number]
-    words = [str(settings_file(folder, folder.parent / "prepared")), *planted.words]
+    words = [str(settings_file(folder, folder.parent / "prepared")), *planted.words, *asked]
     config = parse_words(TrainerConfig, words)
     if config.parallel.ranks > 1 and "LOCAL_RANK" not in os.environ:
         ranks = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", str(config.parallel.ranks)]
-        sys.exit(torchrun([*ranks, __file__, str(number), str(folder)]))
+        sys.exit(torchrun([*ranks, __file__, str(number), str(folder), *asked]))
     planted.patch()
     if planted.spoil:
         healthy, spoiler = run.callbacks_of, Spoiler(planted.hook, planted.spoil)
@@ -155,10 +159,13 @@ def main(number: int, folder: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 2 or not sys.argv[1].isdigit() or int(sys.argv[1]) not in PLANTED:
         sys.exit(f"Give a number from 1 to {len(PLANTED)}.")
-    chosen = Path(sys.argv[2]) if len(sys.argv) > 2 else Path("runs/planted") / sys.argv[1]
+    folders = [word for word in sys.argv[2:] if "=" not in word]
+    if len(folders) > 1:
+        sys.exit(f"Give one folder, not {len(folders)}: {', '.join(folders)}.")
+    chosen = Path(folders[0]) if folders else Path("runs/planted") / sys.argv[1]
     chosen.mkdir(parents=True, exist_ok=True)
     try:
-        main(int(sys.argv[1]), chosen)
+        main(int(sys.argv[1]), chosen, [word for word in sys.argv[2:] if "=" in word])
     except CourseError as error:
         told_by_another = error.on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0"
         sys.exit(1 if told_by_another else f"\n{error}")

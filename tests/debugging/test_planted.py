@@ -66,7 +66,7 @@ def test_a_slow_loader_shows_in_the_share_of_data(tmp_path):
 def test_a_rank_that_does_not_come_is_named_with_its_line(tmp_path):
     run_of(9, tmp_path)  # prepares the text as well, for which the other rank may wait too long
     code, printed, _ = run_of(9, tmp_path)
-    late = r"rank 0 has waited 20 s in (all_reduce #\d+ of data: rank 1 is alive and has not joined): .*no_return \(planted"
+    late = r"rank 0 has waited 20 s in (all_reduce #\d+ of data: rank 1 is alive and has not joined): .*each_step \(planted"
     told = re.search(late, printed)
     assert code and told
     assert re.sub(r"#\d+", "#8", f"rank 0 has waited 20 s in {told[1]}") in PAGE
