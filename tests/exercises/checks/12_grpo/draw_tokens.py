@@ -59,7 +59,8 @@ def by_exponentials(logits, uniform, temperature=1.0, top_k=None, top_p=None):
 def shares_of(row, temperature=1.0, top_k=None, top_p=None):
     """The probability of each token: top-k keeps what ties for its last place, and top-p a token before which less than top_p has passed."""
     likeliest = sorted(range(len(row)), key=lambda token: -row[token])  # of equally likely ones the first comes first
-    weights = [math.exp((logit - max(row)) / temperature) for logit in row]
+    peak = max(row)
+    weights = [math.exp((logit - peak) / temperature) for logit in row]
     if top_k:
         least = row[likeliest[min(top_k, len(row)) - 1]]
         weights = [weight if logit >= least else 0.0 for logit, weight in zip(row, weights, strict=True)]
