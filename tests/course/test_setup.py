@@ -109,7 +109,8 @@ def closure(lines: list[str]) -> set[str]:
 
 
 def test_a_package_that_only_one_command_needs_is_named_with_what_installs_it():
-    with pytest.raises(CourseError, match="^Fitting a law needs no_such_package, which is not installed .*: `make install GROUP=scaling`[.]$"):
+    sentence = "^Fitting a law needs no_such_package, which is not installed .*: `make install GROUP=scaling`[.]$"
+    with pytest.raises(CourseError, match=sentence):
         require("no_such_package.part", "scaling", "Fitting a law")
     assert require("json.decoder", "scaling", "Fitting a law").JSONDecoder
 

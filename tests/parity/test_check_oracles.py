@@ -1,5 +1,5 @@
-"""Expected values of three checks are computed in plain Python, so that a learner need not install transformers: here they equal its own, on
-the arguments of every case that uses them."""
+"""Expected values of three checks are computed in plain Python, so that a learner need not install transformers. Here they equal its own,
+on the arguments of every case that uses them."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -43,8 +43,8 @@ def test_tokens_of_draw_tokens():
     assert len(found) > 20
     for title, given, expected in found:
         mine, places = expected(**given), given["uniform"].double()
-        logs = warped(given["logits"], *(given.get(name, default) for name, default in (("temperature", 1.0), ("top_k", None), ("top_p", None))))
-        logs = logs.log_softmax(-1)
+        options = {name: value for name, value in given.items() if name not in ("logits", "uniform")}
+        logs = warped(given["logits"], **options).log_softmax(-1)
         tokens = torch.tensor([drawn(row, place) for row, place in zip(logs.exp().tolist(), places.tolist(), strict=True)])
         assert torch.equal(mine["tokens"], tokens), title
         log_probs = logs[torch.arange(len(tokens)), tokens]
@@ -62,7 +62,8 @@ def drawn(row, place):
 def test_shares_of_draw_tokens():
     [(title, given, expected)] = cases_of("12.draw_tokens", "shares_by_exponentials")
     options = {name: value for name, value in given.items() if name not in ("logits", "count")}
-    torch.testing.assert_close(expected(**given)["share of each token"], warped(given["logits"], **options)[0].softmax(-1), rtol=1e-6, atol=0)
+    theirs = warped(given["logits"], **options)[0].softmax(-1)
+    torch.testing.assert_close(expected(**given)["share of each token"], theirs, rtol=1e-6, atol=0)
 
 
 class Vocabulary:
@@ -81,8 +82,8 @@ class Vocabulary:
 
 
 def collated(input_ids, special, selection, fate, replacements, mask_id, rate=0.15):
-    """The collator's own code, with these draws in place of its own. Its second and third draw are "mask token?" and, for the others, "random
-    token?": 0.1 of the remaining 0.2."""
+    """The collator's own code, with these draws in place of its own. Its second and third draw are "mask token?" and, for the others,
+    "random token?": 0.1 of the remaining 0.2."""
     collator = SimpleNamespace(mlm_probability=rate, mask_replace_prob=0.8, random_replace_prob=0.1, whole_word_mask=False, generator=None)
     collator.tokenizer = Vocabulary(mask_id)
     draws = iter([lambda chances: selection < chances, lambda chances: fate < 0.8, lambda chances: fate < 0.9])

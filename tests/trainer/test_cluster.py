@@ -114,7 +114,8 @@ def cluster(tmp_path):
     torchrun.write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     torchrun.chmod(0o755)
     (tmp_path / "chapters").symlink_to(CHECKOUT / "chapters")
-    more = {"SLURM_CPUS_PER_TASK": 3, "SLURM_SUBMIT_DIR": tmp_path, "SLURM_JOB_ID": os.getpid(), "SLURM_JOB_NODELIST": "x", "SLURM_JOB_NUM_NODES": 2}
+    more = {"SLURM_SUBMIT_DIR": tmp_path, "SLURM_JOB_ID": os.getpid(), "SLURM_JOB_NODELIST": "x", "SLURM_JOB_NUM_NODES": 2}
+    more["SLURM_CPUS_PER_TASK"] = 3
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     return {name: str(value) for name, value in (os.environ | more | {"OMP_NUM_THREADS": 1, "PATH": path}).items()}
 

@@ -101,7 +101,8 @@ def test_seconds_of_earlier_starts_are_added_to_those_of_the_last_one():
     watch = Stopwatch()
     watch.lap("seconds to prepare the text")
     costs = Costs(watch)
-    costs.load_state_dict({"training": 300.0, "overhead": 20.0, "peak_memory": 1, "starts": 2, "start": {"seconds to prepare the text": 80.0}})
+    start = {"starts": 2, "start": {"seconds to prepare the text": 80.0}}
+    costs.load_state_dict({"training": 300.0, "overhead": 20.0, "peak_memory": 1} | start)
     assert costs.starts == 3 and 80 < watch.seconds["seconds to prepare the text"] < 81 and 400 < watch.total() < 401
     saved = costs.state_dict()
     assert (saved["starts"], saved["start"]) == (3, watch.seconds) and saved["training"] == 300

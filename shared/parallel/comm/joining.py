@@ -1,7 +1,7 @@
 """Chapter 06. Rendezvous of ranks that have not met yet: an empty part of the store for all of them, and who is still waited for.
 
-A rank that never connected sends nothing, so a machine that is gone cannot be told from one that reads its packages from a slow disk: each is
-waited for as long as `parallel.init_timeout` says. What can be done is to name who is missing while the others wait, early and in one line.
+A rank that never connected sends nothing, so a machine that is gone cannot be told from one that reads its packages from a slow disk: both
+are waited for as long as `parallel.init_timeout` says. Meanwhile a line names who is missing.
 """
 
 import sys

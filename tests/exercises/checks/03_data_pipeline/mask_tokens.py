@@ -1,5 +1,6 @@
 """Check of 03.mask_tokens. Oracle: the paper's rule, one token after the other in Python. It does what transformers'
-DataCollatorForLanguageModeling does with the same draws (`tests/parity/test_check_oracles.py`). Results are whole numbers, compared exactly.
+DataCollatorForLanguageModeling does with the same draws (`tests/parity/test_check_oracles.py`). Ids are whole numbers: results are
+compared exactly.
 
 Tolerance. One case looks at shares among 4,800 chosen tokens, whose standard deviation is at most 0.6 percent; it allows 3.
 """

@@ -57,7 +57,7 @@ def by_exponentials(logits, uniform, temperature=1.0, top_k=None, top_p=None):
 
 
 def shares_of(row, temperature=1.0, top_k=None, top_p=None):
-    """The probability of each token: top-k keeps what ties for its last place, and top-p a token before which less than top_p has passed."""
+    """The probability of each token. top-k keeps what ties for its last place, top-p a token before which less than top_p has passed."""
     likeliest = sorted(range(len(row)), key=lambda token: -row[token])  # of equally likely ones the first comes first
     peak = max(row)
     weights = [math.exp((logit - peak) / temperature) for logit in row]
