@@ -208,7 +208,7 @@ def test_a_model_that_transformers_saved_in_four_bits_is_one_to_start_from(tmp_p
         (["adapter.rank=4"], "start_from is a model in four bits, which stays frozen: set adapter.base to nf4"),
         (["adapter.rank=4", "adapter.base=nf4", "hqq"], "is quantized .'hqq' in its quantization_config., and training starts"),
         (["adapter.rank=4", "adapter.base=packed", "gptq"], "bits is None and group_size None in quantization_config"),
-        (["adapter.rank=4", "adapter.base=packed"], "start_from is a model in four bits, which stays frozen: set adapter.base to nf4"),
+        (["adapter.rank=4", "adapter.base=packed", ""], "start_from is a model in four bits, which stays frozen: set adapter.base to nf4"),
         (["adapter.rank=4", "adapter.base=nf4", "bitsandbytes"], "is quantized .'bitsandbytes' in its quantization_config."),
     ],
 )
@@ -247,13 +247,23 @@ def test_a_run_says_which_layers_four_bits_leave_in_float(tmp_path, base):
     assert "leaves the experts in float (feed_forward.experts.up_proj, feed_forward.experts.down_proj, " in said.getvalue()
 
 
-def test_updates_that_peft_has_no_layer_for_are_refused_before_a_step(tmp_path, base):
+def test_updates_of_experts_are_trained_on_ranks_that_share_them_and_exported(tmp_path, base):
     sizes = vars(load_pretrained(base / "model").config) | {"tie_word_embeddings": False, "experts": MixtureConfig(4, 48)}
     save_pretrained(TransformerModel(MixtureModelConfig(**sizes), MIXTURE, seed=0), tmp_path / "mixture")
     shutil.copy(base / "model" / "tokenizer.json", tmp_path / "mixture")
-    words = (f"start_from={tmp_path / 'mixture'}", "adapter.targets=[q_proj,experts.*]", "model.hidden_dropout=0.0")
-    with pytest.raises(SettingError, match=r"adapter.targets: peft has no layer for the adapter of .*experts.*: leave it out of targets"):
-        build(tuned_config(tmp_path, base, *words), Console(quiet=True))
+    words = (*PLAIN, f"start_from={tmp_path / 'mixture'}", "adapter.rank=4", "adapter.targets=[q_proj,experts.*_proj]")
+    alone = trained(tuned_config(tmp_path / "alone", base, *words))
+    updates = [name for name in alone if ".lora_B" in name and ".experts." in name]
+    assert len(updates) == 3 * sizes["num_hidden_layers"] and all(alone[name].norm() > 0 for name in updates)
+    found = train_model(tuned_config(tmp_path, base, *words), Console(quiet=True))
+    assert found.judged and (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+    of_experts = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert sum("mlp.experts" in name for name in of_experts) == 4 * sizes["num_hidden_layers"]
+    spread = trained(tuned_config(tmp_path / "ep2", base, *words, "parallel.data_parallel=2", "parallel.expert_parallel=2"))
+    for name, weight in alone.items():
+        assert (spread[name] - weight).norm() <= 2e-5 * weight.norm() + 1e-8, name
+    with pytest.raises(SettingError, match=r"adapter.targets: adapter.dropout is 0.1, and peft has none over experts: give 0"):
+        build(tuned_config(tmp_path, base, *words, "adapter.dropout=0.1"), Console(quiet=True))
 
 
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
