@@ -96,6 +96,7 @@ def test_gradients_are_pefts(rslora, bases, tmp_path):
     theirs = of_peft(bases["Mixtral"], "all", use_rslora=rslora)
     theirs.save_pretrained(tmp_path)
     model = load_adapter(ours(bases["Mixtral"]), tmp_path).double()
+    theirs.base_model.model.set_experts_implementation("eager")  # their grouped product has no float64
     theirs.double()(IDS).logits.square().sum().backward()
     model(IDS).square().sum().backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -107,7 +108,7 @@ def test_gradients_are_pefts(rslora, bases, tmp_path):
                     for what in ("lora_A", "lora_B")]  # fmt: skip
             expected = of_a.view(4, -1, of_a.shape[1]), of_b.view(len(of_b), -1, 4).permute(2, 0, 1)
             for ours_, theirs_ in zip((sum(mine[0]), torch.cat(mine[1], dim=1)), expected, strict=True):
-                assert theirs_.norm() > 0 and (ours_ - theirs_).norm() <= 1e-12 * theirs_.norm()
+                assert theirs_.norm() > 0 and (ours_ - theirs_).norm() <= 2e-6 * theirs_.norm()  # their norms are float32
 
 
 def test_initial_values_are_distributed_as_pefts(bases):
@@ -130,8 +131,8 @@ def test_what_peft_cannot_say_or_we_cannot_read_is_refused_in_a_sentence(bases, 
         save_adapter(model, tmp_path)
     model = attach_adapter(ours(bases["Mixtral"]), AdapterConfig(rank=2, targets=("experts.down_proj",)))
     save_adapter(model, tmp_path)
-    with pytest.raises(PretrainedError, match=r"for another model: no layer of it has .*experts.lora_A"):
-        load_adapter(ours(bases["Dots1"]), tmp_path)  # whose first layer is dense
+    with pytest.raises(PretrainedError, match=r"for another model: model.layers.1.mlp.experts.down_proj has .* would fit this model"):
+        load_adapter(ours(bases["Dots1"]), tmp_path)  # whose experts are narrower
     told = json.loads((tmp_path / "adapter_config.json").read_text())
     assert told["target_modules"] is None and told["target_parameters"] == [f"model.layers.{n}.mlp.experts.down_proj" for n in range(2)]
     for parameters in (["q_proj.weight"], ["experts.up_proj"]):
