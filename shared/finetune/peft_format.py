@@ -2,7 +2,7 @@
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight    [r, in]     also of a Conv1D, whose weight is [in, out]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight    [out, r]
-    base_model.model.model.layers.0.mlp.experts.lora_A.weight          [E r, in]  of experts' down_proj, and .experts.base_layer of gate_up_proj
+    base_model.model.model.layers.0.mlp.experts.lora_A.weight          [E r, in]     of experts' down_proj; .base_layer of gate_up_proj
 
 A file also says of which weights it is the adapter (`base_fingerprint`), in its header, where peft does not look.
 

@@ -68,8 +68,9 @@ class Place:
 
 
 class ExpertsPlace(Place):
-    """A parameter of a layer's experts in transformers 5, [E, out, in], which peft wraps (`target_parameters`): gate_up_proj holds our gates
-    and ups, down_proj our downs. peft's A is [E r, in], expert by expert, and B [out, r E], whose column e + E k is expert e's column k."""
+    """A parameter of a layer's experts in transformers 5, [E, out, in], which peft wraps (`target_parameters`): gate_up_proj holds our
+    gates and ups, down_proj our downs. peft's A is [E r, in], expert by expert, and B [out, r E], where column e + E k is column k of
+    expert e."""
 
     def __init__(self, layer: str, parameter: str, ours: tuple[str, ...], experts: int):
         super().__init__(f"{layer}.{parameter}", None, ours, 0)

@@ -117,7 +117,10 @@ def test_initial_values_are_distributed_as_pefts(bases):
     config = LoraConfig(r=12, target_modules=None, target_parameters=[UP, DOWN])
     theirs = get_peft_model(of_transformers(bases["Mixtral"]), config).state_dict()
     model = attach_adapter(ours(bases["Mixtral"]), AdapterConfig(rank=12, targets=("experts.*_proj",))).state_dict()
-    values = lambda state, *parts: torch.cat([v.flatten() for name, v in state.items() if all(part in name for part in parts)])  # noqa: E731
+
+    def values(state: dict, *parts: str) -> torch.Tensor:
+        return torch.cat([value.flatten() for name, value in state.items() if all(part in name for part in parts)])
+
     for name, inside, inputs in (("down_proj", "experts.lora", 24), ("up_proj", "base_layer.lora", 16)):
         mine, expected = values(model, f"{name}.", "lora_A"), values(theirs, inside, "lora_A")
         assert mine.abs().max() <= inputs**-0.5 and expected.abs().max() <= inputs**-0.5

@@ -169,8 +169,8 @@ def test_files_of_gptqs_and_awqs_layout_are_a_base_for_adapters(tmp_path, base, 
     updates = [name for name in wanted if ".lora_" in name]
     assert updates and all(wanted[name].abs().max() > 0 for name in updates)
     for layout in (None, *layouts):
-        degree = [f"parallel.{layout}=2"] if layout else []
-        found = trained(tuned_config(tmp_path / str(layout), base, *words, "adapter.base=packed", f"start_from={tmp_path / 'codes'}", *degree))
+        more = ["adapter.base=packed", f"start_from={tmp_path / 'codes'}", *([f"parallel.{layout}=2"] if layout else [])]
+        found = trained(tuned_config(tmp_path / str(layout), base, *words, *more))
         for name in updates:
             assert (found[name] - wanted[name]).norm() <= (2e-5 if layout else 1e-6) * wanted[name].norm() + 1e-8, (layout, name)
 

@@ -1,7 +1,7 @@
 """Chapter 10. Folders whose linear layers are quantized already, as a base for adapters: read slice by slice, in any layout.
 
-Opened, a model is on the meta device, and what its frozen layers store is read slice by slice, so each rank of a layout reads what it holds.
-Nothing is dequantized on the way: codes and scales stay as the files have them.
+Opened, a model is on the meta device, and what its frozen layers store is read slice by slice, so each rank of a layout reads what it
+holds. Nothing is dequantized on the way: codes and scales stay as the files have them.
 """
 
 from collections.abc import Collection

@@ -113,7 +113,8 @@ class PackedFolder(FrozenFolder):
             inputs = word * WORD, (word + words) * WORD
             whole = pack(self.outputs(f"{stem}qweight", inputs, first, rows).t(), every)
         else:  # the same words, the other way round
-            whole = self.read(f"{stem}qweight", [(word * every, (word + words) * every), (first, first + rows)]).t().unflatten(1, (-1, every))
+            both = (word * every, (word + words) * every), (first, first + rows)
+            whole = self.read(f"{stem}qweight", both).t().unflatten(1, (-1, every))
         return whole[..., bit : bit + bits]
 
     def scales(self, stem: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:

@@ -9,8 +9,8 @@ from shared.trainer.initial_weights import find_initial_weights
 
 
 def base_bits(config: TrainerConfig) -> float:
-    """Of a weight in the blocks' matrices: 32 where they are floats. A packed base that is not there yet is taken to have the bits and groups
-    that `Rounding` has without settings."""
+    """Of a weight in the blocks' matrices: 32 where they are floats. A packed base that is not there yet is taken to have the bits and
+    groups that `Rounding` has without settings."""
     base = config.adapter.base if config.adapter else "float"
     if base != "packed":
         return NF4_BITS[True] if base == "nf4" else 32.0
