@@ -3,7 +3,7 @@
 Most tokens of a chat are only read. The head and the loss are a large part of a small model's step, and their rows do not depend on one
 another, so rows without a target are left out before the head: the loss and every gradient stay what they were.
 
-How many are left differs from batch to batch. In 16 bits oneDNN builds a product anew for each number of rows that it has not had, which
+How many are left differs from batch to batch. In 16 bits oneDNN builds a new product for each number of rows that it has not had, which
 takes as long as many rows do: there a few rows without a target fill them up to a multiple of 64.
 """
 
