@@ -263,7 +263,7 @@ def test_updates_of_experts_are_trained_on_ranks_that_share_them_and_exported(tm
     for name, weight in alone.items():
         assert (spread[name] - weight).norm() <= 2e-5 * weight.norm() + 1e-8, name
     with pytest.raises(SettingError, match=r"adapter.targets: adapter.dropout is 0.1, and peft has none over experts: give 0"):
-        build(tuned_config(tmp_path, base, *words, "adapter.dropout=0.1"), Console(quiet=True))
+        build(tuned_config(tmp_path / "dropped", base, *words, "adapter.dropout=0.1"), Console(quiet=True))
 
 
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])

@@ -1,7 +1,7 @@
 """Chapter 12. Bits of a weight of an adapter's frozen base, by the configuration and by the folder in start_from."""
 
 from shared.finetune.quantization.rounding import Rounding
-from shared.finetune.quantization.saved import read_settings
+from shared.finetune.quantization.saved import KEYS, read_settings
 from shared.model.hf.files import read_json
 from shared.parallel.planning.frozen_costs import NF4_BITS, packed_bits
 from shared.trainer.config import TrainerConfig
@@ -17,5 +17,6 @@ def base_bits(config: TrainerConfig) -> float:
     rounding = Rounding()
     if config.start_from is not None and config.start_from.exists():
         told = read_json(find_initial_weights(config.start_from).folder / "config.json").get("quantization_config")
-        rounding = read_settings(told)[1] if told else rounding
+        if isinstance(told, dict) and told.get("quant_method") in KEYS:  # or the run refuses it, by its name
+            rounding = read_settings(told)[1]
     return packed_bits(rounding.bits, rounding.group)
