@@ -35,11 +35,15 @@ def stages():
 
 
 @pytest.fixture(scope="module")
-def known(stages):
-    return {
-        build.id: {sentence: build_check.load(file, build.adapters) for sentence, file in build.wrong().values()}
-        for build in BUILDS.values()
-    }
+def known():
+    """The wrong builds of one, by their sentences."""
+
+    @cache
+    def of(build_id: str) -> dict:
+        build = BUILDS[build_id]
+        return {sentence: build_check.load(file, build.adapters) for sentence, file in build.wrong().values()}
+
+    return of
 
 
 def climb(build, checks, file: BodyFile, wrong=None, only: str | None = None):
@@ -74,7 +78,7 @@ def test_right_builds_that_are_not_the_solution_pass(path, stages):
 def test_each_wrong_build_fails_at_its_stage_with_its_own_sentence(name, stages, known):
     build, entry = WRONG[name]
     _, file = build.wrong()[entry["name"]]
-    [outcome] = climb(build, stages[build.id], file, known[build.id], only=entry["stage"])
+    [outcome] = climb(build, stages[build.id], file, known(build.id), only=entry["stage"])
     assert (outcome.state, outcome.misconception) == (FAIL, entry["sentence"]), outcome
 
 

@@ -42,7 +42,8 @@ def test_a_build_that_passed_whole_is_the_optimizer_of_both_runs(tmp_path, text_
     write_passed_build(tmp_path, "05")
     ends = {}
     for implementation in ("reference", "mine"):
-        done = start("run.py", *SMALL, *PRECISE, "--impl", implementation, "--output", implementation, "--data", text_file, cwd=tmp_path)
+        where = ["--impl", implementation, "--output", implementation, "--data", text_file]
+        done = start("run.py", *SMALL, *PRECISE, *where, cwd=tmp_path)
         assert done.returncode == 0 and ("05.build runs" in done.stdout) == (implementation == "mine"), done.stderr
         files = [tmp_path / implementation / name / "figures.json" for name in ("baseline", "run")]
         ends[implementation] = [json.loads(file.read_text())["training"][-1][1] for file in files]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from types import CodeType, FrameType
+from unittest.mock import patch
 
 from shared.course.build_check import Functions, load
 from shared.course.builds import Build
@@ -19,17 +20,12 @@ from shared.course.stubs import BodyFile
 
 
 class Lines:
-    """Notes the lines of a file that run, in every thread of this process. A process that is forked meanwhile runs lines unseen."""
+    """Notes the lines of a file that run, in every thread of this process."""
 
     def __init__(self, path: str):
-        self.path, self.seen, self.forked, self.watching = path, set(), False, False
-        os.register_at_fork(before=self.note_fork)  # there is no taking it back
-
-    def note_fork(self) -> None:
-        self.forked = self.forked or self.watching
+        self.path, self.seen = path, set()
 
     def __enter__(self) -> "Lines":
-        self.watching = True
         threading.settrace(self.trace)
         sys.settrace(self.trace)
         return self
@@ -37,7 +33,6 @@ class Lines:
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
         threading.settrace(None)
-        self.watching = False
 
     def trace(self, frame: FrameType, event: str, _: object):
         if frame.f_code.co_filename != self.path:
@@ -54,7 +49,8 @@ class Known:
         self.solution = BodyFile.read(build.solution_file)
         functions = load(self.solution, build.adapters)
         self.expected = {id(case): expectation(case) for check in checks.values() for case in check.cases}
-        self.lines = {id(case): lines_of(check, case, functions, str(self.solution.path)) for check in checks.values() for case in check.cases}
+        cases = [(check, case) for check in checks.values() for case in check.cases]
+        self.lines = {id(case): lines_of(check, case, functions, str(self.solution.path)) for check, case in cases}
 
     def rejecting(self, wrong: BodyFile, before: str) -> Iterator[str]:
         """The cases of the stages before one that reject a wrong build, as "stage: title"."""
@@ -74,9 +70,10 @@ class Known:
 
 
 def lines_of(check: Check, case: Case, functions: Functions, path: str) -> set[int] | None:
-    with Lines(path) as lines:
+    """The lines of a build that a case runs; None for any where it forks, since nobody sees what the child runs."""
+    with Lines(path) as lines, patch.object(os, "fork", wraps=os.fork) as forked:
         observe(check, case, functions)
-    return None if lines.forked else lines.seen
+    return None if forked.called else lines.seen
 
 
 def changed_lines(before: str, after: str) -> set[int] | None:
@@ -114,7 +111,7 @@ def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def without_bodies(tree: ast.Module) -> list[str]:
-    """What a module says outside of functions' bodies, without its imports. A new function counts in a class: it may stand in for another."""
+    """What a module says outside of functions' bodies, without its imports. In a class a new function counts: it may replace another."""
     said = []
     for node in tree.body:
         match node:
