@@ -93,7 +93,7 @@ def changed_lines(before: str, after: str) -> set[int] | None:
     lines, lines_after = before.splitlines(), after.splitlines()
     for kind, start, stop, start_after, stop_after in SequenceMatcher(None, lines, lines_after, autojunk=False).get_opcodes():
         if kind != "equal":
-            place = set(range(start, stop + 2))  # numbers of lines count from 1
+            place = set(range(max(start, 1), stop + 2))  # numbers of lines count from 1
             deeper = indents(lines[start:stop]) != indents(lines_after[start_after:stop_after]) and kind == "replace"
             changed |= place.union(*(lines_in(node) for node in functions.values() if deeper and not place.isdisjoint(lines_in(node))))
     for name, node in functions.items():
