@@ -37,7 +37,7 @@ def test_a_run_trains_both_and_says_when_the_second_was_there(tmp_path, text_fil
 
 
 def test_a_build_that_passed_whole_is_the_optimizer_of_both_runs(tmp_path, text_file):
-    """The core's and the build's optimizers are the same arithmetic in another order: in float32 20 steps end within a hundredth of a bit."""
+    """Both optimizers are the same arithmetic in another order: in float32, 20 steps end within a hundredth of a bit."""
     write_solutions(tmp_path)
     write_passed_build(tmp_path, "05")
     ends = {}
