@@ -156,3 +156,19 @@ def test_the_readme_lists_the_twelve_chapters_with_links():
     rows = re.findall(r"^\| \[(\d\d) [^]]*\]\(chapters/(\w+)/README.md\) \|", (CHECKOUT / "README.md").read_text(encoding="utf-8"), re.M)
     assert [number for number, _ in rows] == [f"{number:02}" for number in range(1, 13)]
     assert [slug for _, slug in rows] == sorted(path.parent.name for path in CHECKOUT.glob("chapters/*_*/README.md"))
+
+
+def test_the_readme_says_how_much_of_the_course_a_learner_writes():
+    """Functions and lines of the solutions, beside the functions of the core without the course's own tools."""
+    said = " ".join((CHECKOUT / "README.md").read_text(encoding="utf-8").split())
+    exercises, builds = sorted(CHECKOUT.glob("solutions/*.py")), sorted(CHECKOUT.glob("solutions/builds/*.py"))
+    core = [file for file in CHECKOUT.glob("shared/**/*.py") if not file.is_relative_to(CHECKOUT / "shared" / "course")]
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in (*exercises, *builds))
+    yours = functions_in(exercises) + functions_in(builds)
+    written = f"the exercises are {functions_in(exercises)} functions and the builds {functions_in(builds)}, together {lines:,} lines."
+    assert written in said and round(functions_in(core) / yours) == 8 and "about eight times as many functions" in said
+
+
+def functions_in(files: list[Path]) -> int:
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    return sum(isinstance(node, ast.FunctionDef) for node in nodes)
