@@ -76,8 +76,8 @@ def number_reward(answer: str, expected: str) -> float:
 
 
 def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:
-    """Rounding leaves a rest where equal rewards are less their mean, and a division makes it large: such groups are found by comparing. One
-    answer alone has no deviation over n - 1; with one over n, which is 0, nobody is warned of a NaN that is not used."""
+    """Rounding leaves a rest where equal rewards are less their mean, and a division makes it large: such groups are found by comparing.
+    One answer alone has no deviation over n - 1; with one over n, which is 0, nobody is warned of a NaN that is not used."""
     if group < 1 or len(rewards) % group:
         raise ValueError(f"group is {group} for {len(rewards)} answers: it must be at least 1 and divide them.")
     if scale not in ("group", "batch", "none"):

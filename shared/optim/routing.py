@@ -60,8 +60,8 @@ def no_matrix(trainable: dict[str, Tensor], kept: set[str]) -> str:
     shown = ", ".join(trainable) if len(trainable) <= 2 else f"{next(iter(trainable))} and others"
     why = "optimizer.to_adamw takes them out" if kept else "embeddings, the head, norms, biases and adapters of these are for AdamW"
     return (
-        f"optimizer.name is muon, and not one parameter is a matrix for it. Trained are {shown}: {why}. Give optimizer.name adamw, or train "
-        "matrices inside the layers too."
+        f"optimizer.name is muon, and not one parameter is a matrix for it. Trained are {shown}: {why}. Give optimizer.name adamw, or "
+        "train matrices inside the layers too."
     )
 
 
