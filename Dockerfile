@@ -13,8 +13,8 @@ COPY .ci .ci
 COPY shared/__init__.py shared/__init__.py
 COPY chapters/__init__.py chapters/__init__.py
 ARG TORCH_INDEX=
-RUN make install TORCH_INDEX=$TORCH_INDEX
+RUN make install GROUP=lab TORCH_INDEX=$TORCH_INDEX
 
 COPY . .
-RUN touch .venv/ready
+RUN touch .venv/ready .venv/ready-lab
 CMD ["make", "run"]

@@ -14,7 +14,7 @@
 #   make test CHAPTER=06       one chapter's part of it: its floor, its comparisons with other libraries, its checks, its notebook
 #   make test-all              also what takes longer: other rounding and thread counts, mutation of the solutions
 #   make gpu                   checks and timings on an NVIDIA GPU, in slices that resume; ARGS=--list, ARGS="--slice attention"
-#   make install               the environment alone, with what `make run` needs; GROUP=lab, trackers or test adds packages
+#   make install               the environment alone, with what `make run` needs; GROUP=lab, trackers, builds, scaling or test adds packages
 #   make clean                 remove the environment and what runs left behind
 #
 # PYTHON=python3.13            which Python makes the environment (3.11 to 3.14; default: the first that is found)
@@ -29,7 +29,7 @@ BIN     := $(VENV)/bin
 READY   := $(VENV)/ready
 LAB     := $(VENV)/ready-lab
 TESTS   := $(VENV)/ready-test
-GROUPED := $(LAB) $(VENV)/ready-trackers $(TESTS)
+GROUPED := $(LAB) $(VENV)/ready-trackers $(VENV)/ready-builds $(VENV)/ready-scaling $(TESTS)
 SCRIPT   = $(firstword $(wildcard chapters/$(CHAPTER)*/run.py))
 CHOSEN   = $(if $(CHAPTER),--chapter $(CHAPTER))
 NOTEBOOK = $(firstword $(wildcard notebooks/$(or $(CHAPTER),01)*.ipynb))

@@ -29,6 +29,8 @@ fi
 case "$group" in
     lab) echo "Installing JupyterLab, which shows the notebooks ..." ;;
     trackers) echo "Installing TensorBoard, W&B and MLflow, to which a run can send its figures ..." ;;
+    builds) echo "Installing transformers, with which the check of build 02 compares ..." ;;
+    scaling) echo "Installing scipy, which fits scaling laws ..." ;;
     test) echo "Installing what only the tests need: pytest, and the libraries that results are compared with ..." ;;
     *) echo "Installing what the course and the trainer run on (a few minutes the first time, most of it PyTorch) ..." ;;
 esac

@@ -1,7 +1,7 @@
 """Train a small transformer with chapter 01's loop on real text: a progress bar, then a sample, a plot and a table.
 
 python chapters/02_transformer/run.py                           a small LLaMA on the embedded corpus
-python chapters/02_transformer/run.py --impl mine               with your own exercises
+python chapters/02_transformer/run.py --impl mine               with your own exercises; with your build, where all its stages passed
 python chapters/02_transformer/run.py --model.position alibi    another model: every field of ModelConfig is an option
 """
 
@@ -71,11 +71,21 @@ def run(config: RunConfig) -> None:
     require_trainable(config.model, config.seq)
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
     from chapters.text_run import run_on_text
+    from shared.course.build_use import build_line, passed_build
     from shared.devices import keep_freed_memory
     from shared.model.chunked_loss import packed_next_token_objective
     from shared.model.transformer import TransformerModel
 
     keep_freed_memory()
+    if (build := passed_build("02")) is not None:
+        from run_build import llama_config, run_build
+
+        if (llama := llama_config(config.model)) is not None:
+            print(build_line("02"))
+            return run_build(config, build, llama)
+        print("02.build is not used: this model is no LLaMA, which is what the build makes.")
+    elif config.impl != "reference":
+        print(build_line("02"))
     run_on_text(config, lambda: TransformerModel(config.model, seed=config.seed), config.seq, packed_next_token_objective)
 
 

@@ -68,8 +68,11 @@ class RunConfig:
 
 def run(config: RunConfig) -> None:
     # What holds exercises is imported here, after `launch` has chosen whose they are.
+    from shared.course.build_use import unused_line
     from shared.devices import keep_freed_memory
 
+    if config.impl != "reference":
+        print(unused_line("03", "the core's preparation cleans, splits and stores the text, and trains its tokenizer in between."))
     keep_freed_memory()
     import_module("chapters.03_data_pipeline.prepared_run").run_on_prepared(config)
 

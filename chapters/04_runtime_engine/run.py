@@ -66,6 +66,7 @@ def run(config: RunConfig) -> None:
 
     from chapters.text_run import corpus_of, print_header, texts_of
     from chapters.text_windows import TextWindows
+    from shared.course.build_use import unused_line
     from shared.devices import keep_freed_memory
     from shared.batches import sequential_batches
     from shared.data.loader import StatefulLoader
@@ -75,6 +76,8 @@ def run(config: RunConfig) -> None:
 
     console = Console(markup=False, emoji=False)
     require_trainable(config)
+    if config.impl != "reference":
+        print(unused_line("04", "it shows what the core's engine watches and how it ends, for which the build has no functions."))
     keep_freed_memory()
     corpus = corpus_of(config.data)
     texts = texts_of(corpus, config.seq, torch.device("cpu"))

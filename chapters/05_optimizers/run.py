@@ -1,7 +1,7 @@
 """Train chapter 02's small transformer twice, with AdamW and with another optimizer, and say when the second was where the first ended.
 
 python chapters/05_optimizers/run.py                             AdamW, then Muon
-python chapters/05_optimizers/run.py --impl mine                 with your own exercises
+python chapters/05_optimizers/run.py --impl mine                 with your own exercises; with your build, where all its stages passed
 python chapters/05_optimizers/run.py --optimizer.name lion --optimizer.lr 0.0006
 python chapters/05_optimizers/run.py --baseline null --precision bfloat16 --schedule.name wsd
 """
@@ -71,6 +71,7 @@ def run(config: RunConfig) -> None:
     from rich.console import Console
 
     from chapters.text_run import require_sensible
+    from shared.course.build_use import build_line
     from shared.devices import keep_freed_memory
     from shared.output_files import require_writable
 
@@ -86,6 +87,8 @@ def run(config: RunConfig) -> None:
     require_writable(config.output)
     keep_freed_memory()
     console = Console(markup=False, emoji=False)
+    if config.impl != "reference":
+        print(build_line("05"))
     runs = {"baseline": config.baseline, "run": config.optimizer}
     for name, optimizer in runs.items():
         if optimizer is not None:
@@ -98,6 +101,7 @@ def run(config: RunConfig) -> None:
 def train_with(config: RunConfig) -> None:
     """One run, with every part of a step that this chapter adds."""
     from chapters.text_run import run_on_text
+    from shared.course.build_use import passed_build
     from shared.model.chunked_loss import packed_next_token_objective
     from shared.loop import accumulate_gradients
     from shared.model.transformer import TransformerModel
@@ -106,9 +110,10 @@ def train_with(config: RunConfig) -> None:
     from shared.optim.precision import autocast_objective
     from shared.optim.schedules import attach_schedule
     from shared.optim.updater import Update
+    from run_build import built_optimizer
 
     def make_optimizer(model: Any, config: RunConfig) -> Any:
-        optimizer = build_optimizer(model, config.optimizer)
+        optimizer = built_optimizer(passed_build("05"), model, config.optimizer) or build_optimizer(model, config.optimizer)
         attach_schedule(config.schedule, optimizer)
         return optimizer
 

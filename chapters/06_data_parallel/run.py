@@ -13,9 +13,12 @@ from shared.course.launch import launch
 
 
 def run(config: RankRunConfig) -> None:
+    from shared.course.build_use import unused_line
     from shared.loss import next_token_objective
     from shared.parallel.parallelize import AXES
 
+    if config.impl != "reference":
+        print(unused_line("06", "its layouts are the core's, mixed and switched on by options, and the build's functions know of none."))
     run_and_compare(config, next_token_objective, AXES)
 
 

@@ -4,7 +4,8 @@
     python chapters/10_finetuning/quantize.py --model runs/main/model --method awq --bits 4 --group 128 --symmetric false
 
 Layers are calibrated on training text of the embedded corpus, or of --data, in the model's own tokens; perplexity is that of held-out text.
-The result is written in the layout of GPTQ's or AWQ's files, with the tokenizer and the chat template: `course chat runs/10_quantize`.
+The result is written in the layout of GPTQ's or AWQ's files, with the tokenizer and the chat template: `course chat runs/10_quantize` talks
+to it, and `start_from=runs/10_quantize adapter.base=packed` trains an adapter over it.
 """
 
 import math

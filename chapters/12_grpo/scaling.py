@@ -166,6 +166,10 @@ def main(words: list[str]) -> None:
     asked = parser.parse_intermixed_args(words)  # flags may stand between the words
     try:
         grid = read_grid(asked.words)
+        if "predict" in (asked.stages or RUN):
+            from shared.trainer.planner.scaling_law import require_scipy
+
+            require_scipy()  # now, and not after the hours of the grid
     except CourseError as error:
         refuse(error)
     for stage, function in RUN.items():

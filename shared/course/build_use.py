@@ -45,6 +45,11 @@ def build_line(number: str) -> str:
     return f"{build.id} runs: {shown(file.path)}, all {count(len(build.stages), 'stage')} passed."
 
 
+def unused_line(number: str, why: str) -> str:
+    """One line for the header of a run that has no place for its chapter's build, whether or not it passed."""
+    return f"{number}.build is not used by this run: {why}"
+
+
 def _build_of_run(number: str) -> tuple[Build, BodyFile | None, list[str]]:
     """The build, the learner's file where the run may use it and Python can read it, and the stages that passed on its text."""
     build, _ = find_build(f"{number}.build")

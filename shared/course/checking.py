@@ -24,6 +24,8 @@ RUNGS = (SHAPE, "worked example", "property", "oracle", "two ranks", "budget")
 
 LEARNERS = re.compile(r"\bchapters/\w+/(exercises|build|hunts/\w+)\.py$")  # files that a learner writes
 GUESS = "Perhaps: {} (So it is on this input. On others your answer does something else.)"
+ALSO = "{} (So it is on most inputs. On some your answer does something else as well.)"
+ENOUGH = 4  # inputs that are got wrong as a mutant gets them, and as many for each on which it is not so, where a sentence is no guess
 PROBLEMS = 6  # lines of them that are shown: came out and expected, for three results
 
 Observation = dict[str, Any]
@@ -78,14 +80,14 @@ class Check:
 def run_check(
     check: Check,
     function: Callable,
-    mutants: Mapping[str, Callable],
+    mutants: Mapping[str, Callable | tuple[Callable, ...]],
     keep: Callable[[Outcome], None] = lambda _: None,
     confirm: bool = True,
 ) -> Outcome:
     """Climb a check's cases with `function`.
 
     Args:
-        mutants: sentences of misconception -> wrong answers.
+        mutants: sentences of misconception -> a wrong answer that shows it, or several: one mistake may be written in many ways.
         keep: is given a failed outcome before its diagnosis, in which `function` may never end.
         confirm: see `diagnose`.
     """
@@ -199,25 +201,46 @@ def describe(case: Case, problems: list[str], error: Exception | None) -> list[s
     return lines + [f"says      {case.source}"]
 
 
-def diagnose(check: Check, failing: Case, function: Callable, mutants: Mapping[str, Callable], confirm: bool = True) -> str:
-    """The sentence of the one mutant that does what `function` does, on the failing case and on all that come before it.
+def diagnose(
+    check: Check, failing: Case, function: Callable, mutants: Mapping[str, Callable | tuple[Callable, ...]], confirm: bool = True
+) -> str:
+    """The one sentence of which a mutant does what `function` does, on the failing case and on all that come before it.
 
-    Where several mutants do, the cases after it decide; where those do not either, nothing is said. Where one mutant is left and a later
-    case tells it from `function`, the sentence is said as a guess: a mistake may look like another one on a few inputs.
+    Where those of several sentences do, the cases after it decide; where those do not either, nothing is said. Where one sentence is left
+    and a later case tells its mutants from `function`, `how_alike` decides how it is said.
 
     Args:
-        confirm: whether one mutant that is left is compared on later cases; for `function` one of the mutants this tells nothing.
+        confirm: whether one sentence that is left is compared on later cases; for `function` one of the mutants this tells nothing.
     """
-    candidates, place = dict(mutants), check.cases.index(failing)
+    candidates = {said: alike if isinstance(alike, tuple) else (alike,) for said, alike in mutants.items()}
+    place = check.cases.index(failing)
     for number, case in enumerate([failing, *check.cases[:place], *check.cases[place + 1 :]]):
         if not candidates or number > place and len(candidates) == 1 and not confirm:
             break
         here = observe(check, case, function)
-        alike = {said: mutant for said, mutant in candidates.items() if same(here, observe(check, case, mutant), case)}
+        left = {said: tuple(each for each in of if same(here, observe(check, case, each), case)) for said, of in candidates.items()}
+        alike = {said: of for said, of in left.items() if of}
         if number > place and len(candidates) == 1 and not alike:
-            return GUESS.format(*candidates)
+            ((said, of),) = candidates.items()
+            forms = {how_alike(check, function, mutant) for mutant in of}
+            return (ALSO if ALSO in forms else GUESS).format(said)
         candidates = alike
     return next(iter(candidates)) if len(candidates) == 1 else ""
+
+
+def how_alike(check: Check, function: Callable, mutant: Callable) -> str:
+    """The form of a sentence whose mutant differs from `function` on some case.
+
+    A mistake may look like another one on a few inputs, so it is a guess, unless many cases are got wrong in the very same way: then the
+    mistake is there, and another one beside it, or it is written in another way, which shows where numbers are drawn or do not fit.
+    """
+    agreed = differed = 0
+    for case in check.cases:
+        here, there = observe(check, case, function), observe(check, case, mutant)
+        alike = same(here, there, case)
+        agreed += alike and bool(differences(expectation(case), there[0], case.rtol, case.atol))
+        differed += not alike
+    return ALSO if agreed >= ENOUGH * max(differed, 1) else GUESS
 
 
 def not_refused(case: Case, error: Exception | None) -> str:

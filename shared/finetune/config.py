@@ -31,7 +31,8 @@ class AdapterConfig:
         rank_stabilized: multiply by alpha / sqrt(rank) instead (rsLoRA, Kalajdzievski 2023).
         decomposed: train the length of each row of the updated weight on its own (DoRA, Liu et al. 2024).
         virtual_tokens: how many vectors stand in front of the tokens: prompt and prefix only.
-        base: float keeps the frozen weights as they are; nf4 keeps them in four bits (QLoRA, Dettmers et al. 2023).
+        base: float keeps the frozen weights as they are; nf4 keeps them in four bits (QLoRA, Dettmers et al. 2023); packed keeps the codes
+            that start_from holds in the layout of GPTQ's or AWQ's files.
 
     Raises:
         ValueError: a number out of range, no or misshapen targets, or settings that exclude each other.
@@ -45,7 +46,7 @@ class AdapterConfig:
     rank_stabilized: bool = False
     decomposed: bool = False
     virtual_tokens: int = 20
-    base: Literal["float", "nf4"] = "float"
+    base: Literal["float", "nf4", "packed"] = "float"
 
     def __post_init__(self) -> None:
         require_choices(self)

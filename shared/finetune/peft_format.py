@@ -2,10 +2,11 @@
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight    [r, in]     also of a Conv1D, whose weight is [in, out]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight    [out, r]
+    base_model.model.model.layers.0.mlp.experts.lora_A.weight          [E r, in]     of experts' down_proj; .base_layer of gate_up_proj
 
 A file also says of which weights it is the adapter (`base_fingerprint`), in its header, where peft does not look.
 
-Left out on purpose: stacks of experts, whose factors peft keeps in another form.
+Left out on purpose: files of adapters that were made for each expert by itself, with transformers 4.
 """
 
 import math
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from shared.finetune.adapters import DEFAULT, Adapter, LayerUpdate, adapters_of, add_updates, attach_adapter
 from shared.finetune.config import AdapterConfig
-from shared.finetune.peft_layers import ROOT, Place, layers_in_files, packed, unpacked
+from shared.finetune.peft_layers import ROOT, packed, unpacked
+from shared.finetune.peft_places import ExpertsPlace, Place, layers_in_files
 from shared.finetune.soft_prompts import PREFIX, PROMPT, from_peft, to_peft
 from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError, read_json, write_json
@@ -35,7 +37,7 @@ KINDS = {"lora": "LORA", "prompt": "PROMPT_TUNING", "prefix": "PREFIX_TUNING"}
 SOFT = "prompt_embeddings"
 REFUSED = {  # settings that make another model of the same tensors, with the values that do not
     "bias": ("none",), "lora_bias": (False, None), "layer_replication": (None,), "modules_to_save": (None, []), "use_qalora": (False, None),
-    "target_parameters": (None, []), "trainable_token_indices": (None,), "alora_invocation_tokens": (None,), "use_bdlora": (None, False),
+    "trainable_token_indices": (None,), "alora_invocation_tokens": (None,), "use_bdlora": (None, False),
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"), "prefix_projection": (False, None),
 }  # fmt: skip
 
@@ -67,12 +69,14 @@ def save_adapter(
     config = adapter.config
     if config.kind == "lora":
         files = layers_in_peft(model, name, model_type)
-        tensors, said = {}, {}
+        names, tensors, said = [place.name for place in files], {}, {}
         for place, modules in files.items():
             made, update = packed(place, modules, adapter, name, weights)
-            tensors |= {f"{ROOT}{place.name}{ending}": tensor for ending, tensor in made.items()}
+            tensors |= {f"{ROOT}{place.stem(names)}{ending}": tensor for ending, tensor in made.items()}
             said[place.name] = update
         raw = lora_config(config, said, any(place.is_transposed for place in files))
+        if wrapped := [place.name for place in files if isinstance(place, ExpertsPlace)]:
+            raw |= {"target_parameters": wrapped, "target_modules": sorted(set(said) - set(wrapped)) or None}
     else:
         trained = {each: weights.collect(each) for each in weights.like if each.endswith((f".{PROMPT}.weight", f".{PREFIX}.weight"))}
         tensors = {SOFT: to_peft(trained, config.virtual_tokens)} if weights.writes else {}
@@ -106,6 +110,8 @@ def layers_in_peft(model: TransformerModel, name: str = DEFAULT, model_type: str
     for place, modules in files.items():
         if adapter.config.decomposed and len(modules) < len(place.ours):
             raise ValueError(f"peft's layer {place.name} holds {', '.join(place.ours)}, and DoRA scales all its rows: target all or none.")
+        if adapter.config.dropout and isinstance(place, ExpertsPlace):
+            raise ValueError(f"adapter.dropout is {adapter.config.dropout}, and peft has none over experts: give 0, or do not target them.")
     return files
 
 
@@ -179,7 +185,7 @@ def load_adapter(
         )
     except (KeyError, TypeError) as error:
         raise PretrainedError(f"{folder / CONFIG} does not say what an adapter needs ({error}): copy it again.") from None
-    values, layers = unpacked(model, folder, config, raw.get("alpha_pattern") or {}, tensors)
+    values, layers = unpacked(model, folder, config, raw.get("alpha_pattern") or {}, raw.get("target_parameters") or [], tensors)
     add_updates(model, Adapter(replace(config, targets=tuple(layers)), layers), name)
     set_values(model, {f"{module}.adapters.{name}.{what}": value for (module, what), value in values.items()})
     set_values(model, {ours: value for ours, value in beside.items() if value is not None})

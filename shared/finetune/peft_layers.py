@@ -5,84 +5,23 @@ a layer without loss: A's stand under one another, and each B fills its own rows
 are written once.) The other way round, each of our matrices gets all of A and its rows of B: the same model, of that larger rank.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shared.finetune.adapters import HEAD, Adapter, LayerUpdate, update_shape
+from shared.finetune.adapters import Adapter, LayerUpdate, update_shape
 from shared.finetune.config import AdapterConfig
-from shared.model.config import ModelConfig
+from shared.finetune.peft_places import ENDINGS, Place, places_of
 from shared.model.hf.files import PretrainedError
-from shared.model.hf.format import FileTensor
 from shared.model.hf.pretrained import Weights
-from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
 
 ROOT = "base_model.model."
-ENDINGS = {  # of tensors: what is trained in a layer, as peft 0.21 writes it; embeddings have names of their own
-    "lora_A": (".lora_A.weight", ".lora_embedding_A"),
-    "lora_B": (".lora_B.weight", ".lora_embedding_B"),
-    "magnitude": (".lora_magnitude_vector", ".lora_magnitude_vector"),
-}
-
-
-class Place:
-    """A layer of peft's, and how it holds one or several of ours. entry: the tensor of its weight; None for a tied head. rows: of a matrix
-    with all heads."""
-
-    def __init__(self, name: str, entry: FileTensor | None, ours: tuple[str, ...], rows: int):
-        self.name, self.entry, self.ours, self.rows = name, entry, ours, rows
-
-    @property
-    def endings(self) -> dict[str, str]:
-        """What is trained in it, and how the names of peft's tensors end."""
-        return {what: names[self.ours[0].startswith("embedding.")] for what, names in ENDINGS.items()}
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether the file's weight is [in, out]."""
-        return self.entry is not None and self.entry.pack([torch.empty(self.rows, 1, device="meta") for _ in self.ours]).shape[0] == 1
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """Rows of our layers [out, n] -> rows of the file's layer, in its order."""
-        if self.entry is None or len(self.ours) == 1:
-            return parts[0]
-        packed = self.entry.pack(parts)
-        return packed.T if self.is_transposed else packed
-
-    def take(self, whole: Tensor, index: int, rows: int) -> Tensor:
-        """The rows of one of our layers, out of the file's layer's [out, n]."""
-        if self.entry is None or len(self.ours) == 1:
-            return whole
-        shape = rows, whole.shape[1]
-        there, take = self.entry.locate([(0, size) for size in shape], index, shape)
-        return take((whole.T if self.is_transposed else whole)[tuple(slice(*each) for each in there)])
-
-
-def places_of(config: ModelConfig, model_type: str | None = None) -> list[Place]:
-    """The layers of the format of a model's files whose weights are matrices of ours."""
-    known, _ = write_config(config, model_type)
-    rows = config.num_attention_heads * config.head_dim
-    entries = [entry for entry in known.tensors(config) if entry.name.endswith(".weight") and entry.part is None]
-    places = [
-        Place(entry.name.removesuffix(".weight"), entry, tuple(name.removesuffix(".weight") for name in entry.ours), rows)
-        for entry in entries
-    ]
-    if config.tie_word_embeddings and known.tied:
-        places.append(Place(known.tied[0].removesuffix(".weight"), None, (HEAD,), rows))
-    return places
-
-
-def layers_in_files(config: ModelConfig, modules: list[str], model_type: str | None) -> dict[Place, list[str]]:
-    """The layers of a format that hold some of ours, and which of ours are meant."""
-    places = [place for place in places_of(config, model_type) if set(place.ours) & set(modules)]
-    if missing := sorted(set(modules) - {name for place in places for name in place.ours}):
-        raise ValueError(f"peft has no layer for the adapter of {missing[0]}, so it cannot be saved so: leave it out of targets.")
-    return {place: [name for name in place.ours if name in modules] for place in places}
 
 
 def packed(
@@ -97,19 +36,20 @@ def packed(
         return {}, LayerUpdate(sum(ranks), scaling)
     of_a, of_b = ([collected[module, what] for module in modules] for what in ("lora_A", "lora_B"))
     is_shared = len(modules) == len(place.ours) and all(torch.equal(each, of_a[0]) for each in of_a)
-    lora_A = of_a[0] if is_shared else torch.cat(of_a)
+    lora_A = of_a[0] if is_shared else torch.cat(of_a, dim=-2)
     starts = [0 if is_shared else sum(ranks[:number]) for number in range(len(ranks))]
     rows = []
     for module in place.ours:
-        row = lora_A.new_zeros(weights.like[f"{module}.weight"].shape[0] if len(place.ours) > 1 else len(of_b[0]), len(lora_A))
+        out = weights.like[f"{module}.weight"].shape[-2] if len(place.ours) > 1 else of_b[0].shape[-2]
+        row = lora_A.new_zeros(*lora_A.shape[:-2], out, lora_A.shape[-2])
         if module in modules:
             number = modules.index(module)
-            row[:, starts[number] : starts[number] + ranks[number]] = of_b[number]
+            row[..., starts[number] : starts[number] + ranks[number]] = of_b[number]
         rows.append(row)
-    made = {place.endings["lora_A"]: lora_A, place.endings["lora_B"]: place.join(rows)}
+    made = {place.endings["lora_A"]: place.whole(lora_A), place.endings["lora_B"]: place.join(rows)}
     if adapter.config.decomposed:
         made[place.endings["magnitude"]] = place.join([collected[module, "magnitude"].unsqueeze(1) for module in place.ours]).squeeze(1)
-    return made, LayerUpdate(len(lora_A), scaling)
+    return made, LayerUpdate(lora_A.shape[-2], scaling)
 
 
 def parts_of(adapter: Adapter) -> list[str]:
@@ -117,9 +57,15 @@ def parts_of(adapter: Adapter) -> list[str]:
 
 
 def unpacked(
-    model: TransformerModel, folder: Path, config: AdapterConfig, alphas: Mapping[str, float], tensors: Mapping[str, Tensor]
+    model: TransformerModel,
+    folder: Path,
+    config: AdapterConfig,
+    alphas: Mapping[str, float],
+    parameters: Collection[str],
+    tensors: Mapping[str, Tensor],
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, LayerUpdate]]:
     """Our layers' values by (module, what), and each layer's update, of an adapter's tensors. alphas: by pattern of peft's layers' names.
+    parameters: `target_parameters`.
 
     Raises:
         PretrainedError: the tensors do not fit the model.
@@ -127,16 +73,19 @@ def unpacked(
     values: dict[tuple[str, str], Tensor] = {}
     layers: dict[str, LayerUpdate] = {}
     left = dict(tensors)
-    for place in places_of(model.config):
-        keys = {what: f"{ROOT}{place.name}{ending}" for what, ending in place.endings.items()}
+    places = [place for place in places_of(model.config) if place.is_meant(parameters)]
+    present = [place.name for place in places]
+    for place in places:
+        keys = {what: f"{ROOT}{place.stem(present)}{ending}" for what, ending in place.endings.items()}
         given = {what: left.pop(key) for what, key in keys.items() if key in left}
         if not given:
             continue
         lora_A, lora_B, magnitude = (given.get(what) for what in ENDINGS)
         shapes = [update_shape(model.get_submodule(module)) for module in place.ours]
-        inputs, outputs = shapes[0][1], [shape[0] for shape in shapes]
-        rank = 0 if lora_A is None else len(lora_A)
-        wanted = {"lora_A": (rank, inputs), "lora_B": (sum(outputs), rank)} | ({"magnitude": (sum(outputs),)} if config.decomposed else {})
+        inputs, outputs, stacked = shapes[0][-1], [shape[-2] for shape in shapes], math.prod(shapes[0][:-2])
+        rank = 0 if lora_A is None else len(lora_A) // stacked
+        wanted = {"lora_A": (rank * stacked, inputs), "lora_B": (sum(outputs), rank * stacked)}
+        wanted |= {"magnitude": (sum(outputs),)} if config.decomposed else {}
         found = {what: tuple(tensor.shape) for what, tensor in given.items()}
         if found != wanted or not rank:
             raise PretrainedError(
@@ -146,7 +95,7 @@ def unpacked(
         update = LayerUpdate(rank, replace(config, rank=rank, alpha=alpha).scaling)
         for index, module in enumerate(place.ours):
             layers[module] = update
-            values[module, "lora_A"] = lora_A
+            values[module, "lora_A"] = place.part(lora_A)
             values[module, "lora_B"] = place.take(lora_B, index, outputs[index])
             if magnitude is not None:
                 values[module, "magnitude"] = place.take(magnitude.unsqueeze(1), index, outputs[index]).squeeze(1)

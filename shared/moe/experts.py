@@ -9,8 +9,10 @@ its result and in its gradient, so every row that comes in belongs to an expert.
 makes readable.
 """
 
+import platform
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from shared.model.feed_forward import ACTIVATIONS, swiglu
 from shared.parallel.pipeline.weight_gradients import Product, Waiting, split_product
 
 ALIGNMENT = 16  # bytes by which `grouped_mm` wants rows to start
+BLOCK = 32  # rows, of which each expert gets a multiple where oneDNN compiles a kernel for each new number
+FEWEST_ROWS = 4 * BLOCK  # of an expert on average: smaller numbers recur by themselves, and blocks would be much of the work
 
 
 def loop_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -42,23 +46,29 @@ def batched_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return torch.bmm(padded.unflatten(0, (len(counts), longest)), weight.transpose(1, 2)).flatten(0, 1)[places]
 
 
+@cache
+def processor_is_amds() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return "AuthenticAMD" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
+
+
 class OneDNNProduct(torch.autograd.Function):
-    """`loop_product` by oneDNN, for float32 on a CPU. PyTorch's own products call MKL there, which leaves AVX-512 unused on AMD processors
+    """`loop_product` by oneDNN, for float32 on an AMD processor. PyTorch's own products call MKL, which leaves AVX-512 unused there
     (`tests/benchmarks/README.md`); `Tensor.to_mkldnn` is the public way to oneDNN. Its copies are made again for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.counts = counts
-        parts = zip(rows.split(counts), weight, strict=True)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        parts = zip(rows.tensor_split(ends[:-1].tolist()), weight, strict=True)
         return torch.cat([F.linear(part.to_mkldnn(), matrix).to_dense() for part, matrix in parts if len(part)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
+        rows, weight, ends = ctx.saved_tensors
         of_rows, of_weight = [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for expert, (part, gradient) in enumerate(zip(rows.split(ctx.counts), upstream.split(ctx.counts), strict=True)):
+        parts = zip(rows.tensor_split(ends[:-1].tolist()), upstream.tensor_split(ends[:-1].tolist()), strict=True)
+        for expert, (part, gradient) in enumerate(parts):
             if len(part):
                 own = gradient.to_mkldnn()
                 if ctx.needs_input_grad[0]:
@@ -69,16 +79,32 @@ class OneDNNProduct(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """PyTorch's grouped product; oneDNN's in float32 on a CPU; a loop where neither has a kernel: in float64, and for rows that are not a
-    multiple of 16 bytes long."""
+    """PyTorch's grouped product; oneDNN's in float32 on an AMD processor; a loop where neither has a kernel: in float64, and for rows that
+    are not a multiple of 16 bytes long."""
     rows, weight = to_compute_dtype(rows), to_compute_dtype(weight)
     in_float32 = rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    if in_float32 and len(rows) and not torch.compiler.is_compiling():
-        return OneDNNProduct.apply(rows, weight, counts.tolist())
+    ends = counts.cumsum(0).to(torch.int32)
+    if in_float32 and processor_is_amds() and len(rows) and not torch.compiler.is_compiling():
+        return OneDNNProduct.apply(rows, weight, ends)
     aligned = all(size * rows.element_size() % ALIGNMENT == 0 for size in weight.shape[1:])
     if not aligned or rows.dtype == torch.float64 or not len(rows):
         return loop_product(rows, weight, counts)
-    return F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+
+def in_blocks(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad each expert's rows with zeros to a multiple of `BLOCK`.
+
+    For a product in bfloat16 or float16, oneDNN compiles a kernel for each number of rows that it has not seen. Experts' counts are new in
+    every step, and compiling takes 2 ms where the product takes 0.3 (`tests/benchmarks/README.md`). With blocks the numbers recur.
+
+    Returns:
+        Padded rows [m, D], padded counts [E] that add up to m, and the place [n] of each row among them.
+    """
+    padded = (counts + BLOCK - 1) // BLOCK * BLOCK
+    zeros_before = (padded - counts).cumsum(0) - (padded - counts)
+    places = torch.arange(len(rows)) + zeros_before.repeat_interleave(counts, output_size=len(rows))
+    return rows.new_zeros(int(padded.sum()), rows.shape[1]).index_copy(0, places, rows), padded, places
 
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -130,7 +156,15 @@ class Experts(nn.Module):
         self.gate_proj = ExpertLinear(experts.num_experts, size, width, experts.implementation) if config.gated else None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        rows, up, down = to_compute_dtype(rows), partial(self.up_proj, counts=counts), partial(self.down_proj, counts=counts)
+        rows = to_compute_dtype(rows)
+        compiles_kernels = rows.device.type == "cpu" and rows.dtype in (torch.bfloat16, torch.float16)
+        if compiles_kernels and len(rows) >= FEWEST_ROWS * len(counts) and not torch.compiler.is_compiling():
+            rows, counts, places = in_blocks(rows, counts)
+            return self.feed_forward(rows, counts).index_select(0, places)
+        return self.feed_forward(rows, counts)
+
+    def feed_forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        up, down = partial(self.up_proj, counts=counts), partial(self.down_proj, counts=counts)
         if self.gate_proj is None:
             return down(self.activation(up(rows)))
         return swiglu(rows, partial(self.gate_proj, counts=counts), up, down, self.activation)

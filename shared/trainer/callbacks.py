@@ -11,6 +11,7 @@ import torch
 from shared.engine.callbacks import Callback, Metrics
 from shared.parallel.comm.trace import CommTrace
 from shared.totals import bits_per_byte
+from shared.trainer.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
@@ -33,15 +34,20 @@ class BitsPerByte(Callback):
 
 
 class Costs(Callback):
-    """Seconds spent in training steps and in overhead (data, evaluation, saving), and the peak memory,
-    over all parts of the run, as rank 0 saved them.
+    """Seconds of a run's starts, of its training steps and of overhead (data, evaluation, saving), and the peak memory, over all
+    parts of the run, as rank 0 saved them. What a part did after its last checkpoint is lost with it, and is not counted.
 
-    peak_memory: bytes. peak_here: of this process alone, which may be another rank than the one that saved, in another layout.
+    Args:
+        watch: the seconds of this start; those of earlier ones are added to it.
+
+    starts: how often the run was started. peak_memory: bytes. peak_here: of this process alone, which may be another rank than the one
+    that saved, in another layout.
     """
 
     every_rank = True
 
-    def __init__(self):
+    def __init__(self, watch: Stopwatch):
+        self.watch, self.starts = watch, 1
         self.training = self.overhead = 0.0
         self.peak_memory = self.peak_here = 0
         self.mark: float | None = None  # where the time that is not counted yet began
@@ -68,10 +74,14 @@ class Costs(Callback):
         return self.mark - before
 
     def state_dict(self) -> dict[str, Any]:
-        return {"training": self.training, "overhead": self.overhead, "peak_memory": self.peak_memory}
+        start = {"starts": self.starts, "start": dict(self.watch.seconds)}
+        return {"training": self.training, "overhead": self.overhead, "peak_memory": self.peak_memory} | start
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.training, self.overhead, self.peak_memory = state["training"], state["overhead"], state["peak_memory"]
+        before = state.get("start", {})  # a checkpoint of an older trainer has none
+        self.starts += state.get("starts", 1)
+        self.watch.add(before, self.training + self.overhead)
 
 
 class Traffic(Callback):

@@ -24,7 +24,6 @@ from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.template import FILE, ChatTemplate, Message
 from shared.finetune.peft_format import load_adapter
 from shared.finetune.quantization.packed import fused_kernel, use_kernels
-from shared.finetune.quantization.saved import is_quantized, load_quantized
 from shared.finetune.soft_prompts import count_virtual_tokens
 from shared.model.hf.files import PretrainedError, read_json
 from shared.model.hf.generation import START
@@ -176,12 +175,10 @@ def opened(path: Path) -> tuple[TransformerModel, TextTokenizer, Path]:
         model = start.load(MixtureModelConfig(**vars(replace(start.model, vocab_size=size))), apart=True)
         load_adapter(model, adapter)
         return model, TextTokenizer.load(adapter), adapter
-    if is_quantized(folder := path / "model" if (path / "model").is_dir() else path):  # as chapter 10's quantize.py leaves it
-        model, tokenizer = load_quantized(folder), TextTokenizer.load(folder)
-        use_kernels(model, fused_kernel)
-        return model, tokenizer, folder
     start = find_initial_weights(path, "RUN")
-    return start.load(), start.text_tokenizer(), start.tokenizer_folder()
+    model = start.load()
+    use_kernels(model, fused_kernel)  # of quantized layers
+    return model, start.text_tokenizer(), start.tokenizer_folder()
 
 
 def before_stop(text: str, stop: tuple[str, ...]) -> str:

@@ -1,6 +1,7 @@
 """Chapter 12. Initial weights from a pretrained model or a checkpoint: the setting `start_from`.
 
-    start_from: a Hugging Face folder    config.json, model.safetensors or several files; runs/NAME/model is one; also in NF4, for QLoRA
+    start_from: a Hugging Face folder    config.json, model.safetensors or several files; runs/NAME/model is one; also in NF4, or in
+                                         GPTQ's or AWQ's layout, as the frozen base of an adapter
                 a run, runs/NAME         its exported model, or its newest checkpoint where it has not ended
                 a checkpoint             runs/NAME/checkpoints/step-00000200, of any layout
 
@@ -30,8 +31,12 @@ from shared.finetune.adapters import DEFAULT, adapters_of, attach_adapter, requi
 from shared.finetune.base import keep_base_out
 from shared.finetune.config import AdapterConfig
 from shared.finetune.peft_format import layers_in_peft
-from shared.finetune.quantization.nf4_files import Nf4Folder, with_tables
+from shared.finetune.quantization.frozen_files import FrozenFolder, with_frozen_layers
+from shared.finetune.quantization.nf4_files import Nf4Folder
 from shared.finetune.quantization.nf4_linear import Nf4Linear, kept_in_float, quantize_base
+from shared.finetune.quantization.packed import QuantizedLinear
+from shared.finetune.quantization.packed_files import PackedFolder
+from shared.finetune.quantization.saved import KEYS
 from shared.finetune.vocabulary import resized
 from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError, read_json
@@ -45,6 +50,9 @@ from shared.parallel.sharding import Region
 from shared.preference.reward_model import open_reward_model
 from shared.preference.value_head import VALUE
 from shared.trainer import provenance
+
+FROZEN = {"nf4": Nf4Linear, "packed": QuantizedLinear}  # adapter.base -> what its layers are
+SAID = {"nf4": "model in four bits", "packed": "model in GPTQ's or AWQ's codes"}
 
 
 @dataclass(frozen=True)
@@ -76,9 +84,9 @@ class InitialWeights:
             for name, parameter in logical_parameters(model).items():
                 parameter.stored = partial(read_checkpoint, self.folder, name, shapes[name])
             return resized(model, config or self.model, MIXTURE, apart)
-        files = four_bit_files(self.folder)
+        files = frozen_files(self.folder)
         model = resized(open_pretrained(self.folder, builders=MIXTURE, files=files), config or self.model, MIXTURE, apart)
-        return with_tables(model, files) if files else model
+        return with_frozen_layers(model, files) if files else model
 
     def load(
         self, config: ModelConfig | None = None, device: torch.device | str = "cpu", apart: bool = False
@@ -140,14 +148,19 @@ def with_adapter(model: TransformerModel, adapter: AdapterConfig | None, seed: i
     export: refuse an adapter that could not be merged after its training.
 
     Raises:
-        SettingError: weights in four bits without such an adapter, or that cannot be quantized.
+        SettingError: quantized weights without such an adapter, none where it needs them, or weights that cannot be quantized.
     """
-    quantized = any(isinstance(module, Nf4Linear) for module in model.modules())
-    if quantized and (adapter is None or adapter.base != "nf4"):
-        raise SettingError("start_from is a model in four bits, which stay frozen: set adapter.base to nf4, or give the plain model.")
+    kept = next((base for base, kind in FROZEN.items() if any(isinstance(module, kind) for module in model.modules())), None)
+    if kept and (adapter is None or adapter.base != kept):
+        raise SettingError(f"start_from is a {SAID[kept]}, which stays frozen: set adapter.base to {kept}, or give the plain model.")
     if adapter is None:
         return model
-    if adapter.base == "nf4" and not quantized:
+    if adapter.base == "packed" and not kept:
+        raise SettingError(
+            "adapter.base is packed, and the weights of start_from are floats: give a folder in GPTQ's or AWQ's layout, as chapter 10's "
+            "quantize.py writes it, or set adapter.base to nf4, which quantizes them."
+        )
+    if adapter.base == "nf4" and not kept:
         try:
             quantize_base(model)
         except ValueError as error:
@@ -181,13 +194,12 @@ def find_initial_weights(path: Path, setting: str = "start_from") -> InitialWeig
     path = Path(path)
     run = path.parent.parent if FOLDER.fullmatch(path.name) else path.parent if path.name == "checkpoints" else path
     try:
-        if (path / "config.json").is_file():
-            return of_pretrained(path)
+        for folder in (path, path / "model"):  # of a run, or as chapter 10's quantize.py leaves it
+            if (folder / "config.json").is_file():
+                return of_pretrained(folder)
         if (path / STATE).is_file() and (run / provenance.CONFIG).is_file():
             return of_checkpoint(path, run)
         if (run / provenance.CONFIG).is_file() and not FOLDER.fullmatch(path.name):
-            if path == run and (path / "model" / "config.json").is_file():
-                return of_pretrained(path / "model")
             if steps := Checkpoints(run / "checkpoints").steps():
                 return of_checkpoint(Checkpoints(run / "checkpoints").path(steps[-1]), run)
             raise SettingError(f"{setting} is {path}, a run without a model or a checkpoint: let it train first.")
@@ -225,13 +237,14 @@ def is_reward_model(folder: Path) -> bool:
 def of_pretrained(folder: Path) -> InitialWeights:
     if is_reward_model(folder):
         raise PretrainedError(f"{folder} is a reward model, which writes no text: give a language model.")
-    config = open_pretrained(folder, builders=MIXTURE, files=four_bit_files(folder)).config
+    config = open_pretrained(folder, builders=MIXTURE, files=frozen_files(folder)).config
     model = config if isinstance(config, MixtureModelConfig) else MixtureModelConfig(**vars(config))
     return InitialWeights(folder, model.resolved(), folder if (folder / "tokenizer.json").is_file() else None)
 
 
-def four_bit_files(folder: Path) -> Nf4Folder | None:
-    """What reads a folder whose linear layers are in NF4 already, as bitsandbytes stores them; None where nothing is quantized.
+def frozen_files(folder: Path) -> FrozenFolder | None:
+    """What reads a folder whose linear layers are quantized already: in NF4 as bitsandbytes stores it, or in the layout of GPTQ's or AWQ's
+    files; None where nothing is quantized.
 
     Raises:
         PretrainedError: another quantization, or files that do not fit together.
@@ -239,12 +252,13 @@ def four_bit_files(folder: Path) -> Nf4Folder | None:
     settings = read_json(folder / "config.json").get("quantization_config")
     if settings is None:
         return None
-    if not isinstance(settings, dict) or settings.get("quant_method") != "bitsandbytes" or not settings.get("load_in_4bit"):
-        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if method in KEYS:
+        return PackedFolder(folder)
+    if method != "bitsandbytes" or not settings.get("load_in_4bit"):
         raise PretrainedError(
-            f"{folder} is quantized ({method!r} in its quantization_config), and training starts from plain weights or from bitsandbytes' "
-            "4 bits: give the model that it was made from, and adapter.base nf4 for a small base. course chat reads GPTQ's and AWQ's "
-            "files, and in Python load_quantized (shared.finetune.quantization.saved)."
+            f"{folder} is quantized ({method!r} in its quantization_config), and training starts from plain weights, bitsandbytes' 4 bits, "
+            "or GPTQ's or AWQ's files: give the model that it was made from, and adapter.base nf4 for a small base."
         )
     return Nf4Folder(folder)
 

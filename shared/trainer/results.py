@@ -208,6 +208,7 @@ def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: floa
         "seconds for data, evaluation and saving": run.costs.overhead,
         "seconds for this report": report_seconds,
         IN_ALL: run.watch.total(),
+        **({"starts of the run, whose seconds are added up": run.costs.starts} if run.costs.starts > 1 else {}),
     }
 
 

@@ -155,7 +155,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     torch.manual_seed(config.seed + own)
     strategy = parallel_model(config, mesh, device, start, mode.shaped)
     scaler = LossScaler() if config.precision == "float16" else None
-    costs, traffic = Costs(), Traffic(mesh.world.trace)
+    costs, traffic = Costs(watch), Traffic(mesh.world.trace)
     watching = [KeepChanges(config, changes, leads), costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]
     engine = RuntimeEngine(
         strategy,

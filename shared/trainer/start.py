@@ -71,6 +71,30 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
     return [sys.executable, *launcher, str(TRAIN), *words], config.ranks
 
 
+def with_microbatches(words: list[str]) -> list[str]:
+    """A configuration's words with a `data.micro_batch_size` that gives a pipeline something to do at once: twice as many micro-batches as
+    stages, where the rows of a step allow it. It is the user's alone where the words name it. Losses stay as they are, but for rounding.
+
+    Raises:
+        CourseError: settings that are refused.
+    """
+    from shared.trainer.config import TrainerConfig
+    from shared.trainer.planner.memory import step_sizes
+
+    config = parse_words(TrainerConfig, words)
+    step, stages, asked = step_sizes(config), config.parallel.pipeline_parallel, config.data.micro_batch_size
+    size = step.rows
+    while size % 2 == 0 and step.rows // size * step.microbatches < 2 * stages:
+        size //= 2
+    named = {word.removeprefix("--").split("=", 1)[0] for word in words}
+    if stages == 1 or size == step.rows or named & {"data", "data.micro_batch_size"}:
+        return words
+    count = step.rows // size * step.microbatches
+    said = f"{stages} stages have {count} micro-batches in a step and wait less. Another size is yours to name."
+    print(f"data.micro_batch_size is {size} here and not {asked}, so that {said}", flush=True)
+    return [*words, f"data.micro_batch_size={size}"]
+
+
 def with_start(words: list[str]) -> list[str]:
     """A configuration's words, after the model that it starts from has been trained, where that is not there yet and `start_config` says
     how: the words then name that model. Called before anything of several ranks.
@@ -133,7 +157,9 @@ def main(words: list[str]) -> None:
     from shared.trainer.elastic import keep_running
 
     # Refused here, or each rank would refuse the same, and torchrun add a page.
-    config = parse_words(TrainerConfig, command[command.index(str(TRAIN)) + 1 :])
+    place = command.index(str(TRAIN)) + 1
+    command[place:] = with_microbatches(command[place:])
+    config = parse_words(TrainerConfig, command[place:])
     # torchrun gives each process one thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     if config.elastic:

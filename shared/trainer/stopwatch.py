@@ -2,7 +2,7 @@
 
 import time
 
-IN_ALL = "seconds in all, since the process began"  # the sum of all parts: leave it out where parts are added up
+IN_ALL = "seconds in all"  # the sum of all parts: leave it out where parts are added up
 
 
 class Stopwatch:
@@ -24,8 +24,14 @@ class Stopwatch:
         before, self.mark = self.mark, time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + self.mark - before
 
+    def add(self, parts: dict[str, float], others: float) -> None:
+        """Take in the parts of an earlier process, and `others`: its seconds that are counted elsewhere."""
+        for part, seconds in parts.items():
+            self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+        self.began -= sum(parts.values()) + others
+
     def total(self) -> float:
-        """Seconds since the first part began."""
+        """Seconds since the first part began, with those of earlier processes."""
         return time.perf_counter() - self.began
 
 

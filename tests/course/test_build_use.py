@@ -6,6 +6,8 @@ from workspace import Learner
 from shared.course import binding
 from shared.course.build_use import build_line, passed_build
 from shared.course.builds import builds, fingerprint
+from shared.course.catalogue import chapters
+from shared.course.paths import CHECKOUT
 from shared.course.stubs import BodyFile
 
 BUILD = builds()["07.build"]
@@ -65,3 +67,9 @@ def test_a_build_that_is_missing_broken_or_untouched_is_not_used(learner, text):
     if text is not None:
         file.write_text(text, encoding="utf-8")
     assert passed_build("07") is None and "not written yet" in build_line("07")
+
+
+@pytest.mark.parametrize("number", ["01", "02", "03", "04", "05", "06"])
+def test_a_run_uses_its_chapters_build_or_says_that_it_does_not(number):
+    text = (CHECKOUT / "chapters" / chapters()[number].slug / "run.py").read_text(encoding="utf-8")
+    assert (f'passed_build("{number}")' in text and f'build_line("{number}")' in text) or f'unused_line("{number}"' in text

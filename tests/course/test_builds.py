@@ -2,11 +2,16 @@
 
 import re
 import tomllib
+from functools import cache
 
 import pytest
+from reached import Known, changed_lines
 from workspace import Learner
 
 from shared.course import build_check, build_command, builds, hunts, maintainer_commands
+from shared.course.builds import with_edits
+from shared.course.checking import observe
+from shared.course.comparing import differences
 from shared.course.errors import BrokenFile
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.paths import CHECKOUT
@@ -30,11 +35,15 @@ def stages():
 
 
 @pytest.fixture(scope="module")
-def known(stages):
-    return {
-        build.id: {sentence: build_check.load(file, build.adapters) for sentence, file in build.wrong().values()}
-        for build in BUILDS.values()
-    }
+def known():
+    """The wrong builds of one, by their sentences."""
+
+    @cache
+    def of(build_id: str) -> dict:
+        build = BUILDS[build_id]
+        return {sentence: build_check.load(file, build.adapters) for sentence, file in build.wrong().values()}
+
+    return of
 
 
 def climb(build, checks, file: BodyFile, wrong=None, only: str | None = None):
@@ -69,16 +78,74 @@ def test_right_builds_that_are_not_the_solution_pass(path, stages):
 def test_each_wrong_build_fails_at_its_stage_with_its_own_sentence(name, stages, known):
     build, entry = WRONG[name]
     _, file = build.wrong()[entry["name"]]
-    [outcome] = climb(build, stages[build.id], file, known[build.id], only=entry["stage"])
+    [outcome] = climb(build, stages[build.id], file, known(build.id), only=entry["stage"])
     assert (outcome.state, outcome.misconception) == (FAIL, entry["sentence"]), outcome
+
+
+@pytest.fixture(scope="module")
+def solutions_known(stages):
+    """What is known of each build from its solution, once for each."""
+    return cache(lambda build_id: Known(BUILDS[build_id], stages[build_id]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
-def test_each_wrong_build_passes_the_stages_before_its_own(name, stages):
+def test_each_wrong_build_passes_the_stages_before_its_own(name, solutions_known):
     build, entry = WRONG[name]
     _, file = build.wrong()[entry["name"]]
-    assert climb(build, stages[build.id], file)[-1].exercise == f"{build.id}.{entry['stage']}"
+    assert list(solutions_known(build.id).rejecting(file, before=entry["stage"])) == []
+
+
+SOURCE = """import math
+
+LIMIT = 3
+
+def first(x):
+    if x > LIMIT:
+        y = x - 1
+        return y
+    return x
+
+def second(x):
+    return first(x) + math.pi
+
+class Third:
+    def run(self):
+        return LIMIT
+"""
+
+
+@pytest.mark.parametrize(
+    ("edit", "changed"),
+    [
+        (("y = x - 1", "y = x - 2"), {6, 7, 8}),
+        (("    return x\n", "    x = -x\n    return x\n"), {8, 9}),
+        (("        return y", "    return y"), {5, 6, 7, 8, 9}),
+        (("y = x - 1", "math = x - 1"), {5, 6, 7, 8, 9}),
+        (("def second(x):", "def second(x, y=1):"), {11, 12}),
+        (("import math", "import math, sys"), {1, 2}),
+        (("class Third", "def fourth():\n    return 4\n\nclass Third"), {13, 14}),
+        (("LIMIT = 3", "LIMIT = 4"), None),
+        (("return LIMIT", "return LIMIT\n\n    def train(self):\n        return 1"), None),
+        (("class Third", "class Third(dict)"), None),
+    ],
+)
+def test_an_edit_concerns_the_lines_that_can_run_otherwise(edit, changed):
+    found = changed_lines(SOURCE, with_edits(SOURCE, [edit], "SOURCE"))
+    near = {line + beside for line in changed or () for beside in (-1, 0, 1)}
+    assert found is changed is None or changed <= found <= near
+
+
+def test_cases_that_an_edit_does_not_reach_are_judged_as_the_solution_is(solutions_known):
+    """A sample of chapter 01's wrong builds on the cases that are left out for them: each passes there, as the solution does."""
+    known = solutions_known("01.build")
+    wrong = list(known.build.wrong().values())[::12]
+    for _, file in wrong:
+        functions, changed = build_check.load(file, known.build.adapters), changed_lines(known.solution.source, file.source)
+        for check in known.checks.values():
+            for case in (case for case in check.cases[::5] if not known.can_tell(case, changed)):
+                observed, _ = observe(check, case, functions)
+                assert differences(known.expected[id(case)], observed, case.rtol, case.atol) == [], (file.path.name, case.title)
 
 
 @by_build

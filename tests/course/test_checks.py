@@ -11,7 +11,7 @@ from known_answers import try_known_answers
 from workspace import Learner
 
 from shared.course import catalogue, mutants, running
-from shared.course.checking import GUESS, RUNGS, Case, Check, run_check
+from shared.course.checking import ALSO, ENOUGH, GUESS, RUNGS, Case, Check, run_check
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.report import outcome_text
 from shared.course.stubs import BodyFile
@@ -56,13 +56,14 @@ def test_the_cases_climb(exercise_id, known_answers):
 
 @by_exercise
 def test_each_mutant_is_rejected_with_its_own_sentence(exercise_id, known_answers):
-    """A sentence is given only where exactly one mutant does what the answer does, so this also shows that no two are alike."""
+    """A sentence is given only where no mutant of another sentence does what the answer does, so this also shows that no two are alike."""
     listed = mutants.mutants_of(exercise_id)
     outcomes = known_answers(exercise_id)["wrong"]
     said = {mutant.name: outcomes[f"mutant {mutant.name}"].misconception for mutant in listed}
     assert said == {mutant.name: mutant.sentence for mutant in listed}
     assert all(outcomes[f"mutant {mutant.name}"].state == FAIL for mutant in listed)
-    assert len({mutant.sentence for mutant in listed}) == len(listed) >= 5
+    assert len({mutant.sentence for mutant in listed}) == sum(not mutant.like for mutant in listed) >= 5
+    assert all(mutant.sentence for mutant in listed)
 
 
 @by_exercise
@@ -211,6 +212,26 @@ def test_an_answer_that_differs_from_the_mutant_on_a_later_case_gets_a_guess():
     assert run_check(check, lambda x: x * 1, nothing_added).misconception == "Nothing is added."
     assert run_check(check, lambda x: x.abs(), nothing_added).misconception == GUESS.format("Nothing is added.")
     assert run_check(check, lambda x: x.abs(), nothing_added, confirm=False).misconception == "Nothing is added."
+
+
+@pytest.mark.parametrize(("alike", "form"), [(ENOUGH - 1, GUESS), (ENOUGH, ALSO)])
+def test_many_inputs_on_which_an_answer_is_wrong_in_the_same_way_make_a_guess_certain(alike, form):
+    """And what is right on an input says nothing: an answer and a mutant may both be right there, as any two are."""
+    given = [torch.full((2,), float(number)) for number in range(1, alike + 1)] + [-torch.ones(2)] + [torch.zeros(2)] * 9
+    cases = [constant_case(given=lambda x=x: {"x": x}, expected=lambda x: {"y": x + x.abs().sign()}) for x in given]
+    check = Check("01.cross_entropy", ("y",), cases, ("y",))
+    nothing_added = {"Nothing is added.": lambda x: x}
+    assert run_check(check, lambda x: x.abs(), nothing_added).misconception == form.format("Nothing is added.")
+
+
+def test_one_mistake_may_be_written_in_several_ways():
+    """Each of its mutants gives the sentence, and both of them, which agree here, are no ambiguity."""
+    cases = [constant_case(), constant_case(given=lambda: {"x": torch.tensor([-1.0, 3.0])})]
+    check = Check("01.cross_entropy", ("y",), cases, ("y",))
+    written = {"Nothing is added.": (lambda x: x, lambda x: x.abs()), "Two is added.": lambda x: x + 2}
+    for answer in (lambda x: x * 1, lambda x: x.abs() * 1):
+        assert run_check(check, answer, written).misconception == "Nothing is added."
+    assert run_check(check, lambda x: x.abs() * 1, {"Nothing is added.": lambda x: x}).misconception == GUESS.format("Nothing is added.")
 
 
 def test_a_refusal_in_other_words_hides_no_misconception():

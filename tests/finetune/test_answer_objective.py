@@ -10,9 +10,10 @@ from layout_runs import LayoutRun, largest_difference
 from sharded_runs import ADAMW
 from sharded_runs import SMALL as WIDTHS
 
-from shared.finetune.answer_objective import answer_objective
+from shared.finetune.answer_objective import ROWS, answer_objective
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.model.transformer import TransformerModel
+from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
@@ -52,6 +53,20 @@ def test_logits_are_made_for_trained_tokens_alone():
     model.head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:-1].numel()))
     totals = answer_objective(model, batch)
     assert sum(seen) == totals.token_count < batch["targets"].numel() / 2
+
+
+def test_in_16_bits_a_few_rows_without_a_target_fill_up_their_number():
+    batch, found, seen = packed_batches(0, 0, SMALL), [], []
+    for objective in (answer_objective, packed_next_token_objective):
+        model = TransformerModel(SMALL, seed=1)
+        model.head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:-1].numel()))
+        totals = autocast_objective(objective, "bfloat16")(model, batch)
+        totals.loss_sum.backward()
+        found.append((totals, {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (totals, gradients), (plain, wanted) = found
+    assert seen[0] == ROWS > totals.token_count == plain.token_count
+    torch.testing.assert_close(totals.loss_sum, plain.loss_sum, rtol=1e-4, atol=0)
+    assert largest_difference(gradients, wanted) < 0.02
 
 
 def test_a_compiled_model_has_the_same_loss_and_gradients():

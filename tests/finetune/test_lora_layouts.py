@@ -36,6 +36,7 @@ CASES = [
     ("fsdp2_tp2", "dense", "adamw", {}),
     ("dp2_ep2", "experts", "muon", {}),
     ("tp2", "experts", "adamw", {}),
+    ("fsdp2", "experts", "adamw", {}),
     ("fsdp2", "attention", "adamw", {"recompute": "full"}),
     ("fsdp2", "attention", "adamw", {"recompute": "selective"}),
     ("pp2", "last", "muon", {}),

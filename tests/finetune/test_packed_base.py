@@ -12,11 +12,13 @@ from shared.finetune.adapters import attach_adapter
 from shared.finetune.config import AdapterConfig
 from shared.finetune.quantization.awq import AWQ
 from shared.finetune.quantization.frozen import FrozenLinear
+from shared.finetune.quantization.frozen_files import open_frozen
 from shared.finetune.quantization.gptq import GPTQ
 from shared.finetune.quantization.methods import quantize_model
 from shared.finetune.quantization.packed import QuantizedLinear
+from shared.finetune.quantization.packed_files import PackedFolder, load_quantized
 from shared.finetune.quantization.rounding import Rounding
-from shared.finetune.quantization.saved import load_quantized, save_quantized
+from shared.finetune.quantization.saved import save_quantized
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.threads import run_threads
 
@@ -57,6 +59,36 @@ def alone(method: str):
 @pytest.mark.parametrize("layout", ["one", "tp2", "fsdp2"])
 def test_adapters_train_as_over_the_dequantized_base_in_one_process(layout, method):
     require_same(train(layout, partial(adapted, method=method, plain=False), batches=batches), alone(method))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Method -> the folder of the quantized model, whose other weights are those of the runs."""
+    made = {}
+    for method in METHODS:
+        made[method] = tmp_path_factory.mktemp(method)
+
+        def save(model: TransformerModel, method: str = method) -> TransformerModel:
+            for name, layer in base_of(method).items():
+                model.set_submodule(name, QuantizedLinear.of(layer.quantized_weight(), model.get_submodule(name).bias, layer.rounding))
+            save_quantized(model, made[method], layout="awq" if method == "awq" else "gptq")
+            return attach_adapter(model, LORA)
+
+        train("one", save, batches=batches)
+    return made
+
+
+def opened(model: TransformerModel, folder) -> TransformerModel:
+    """On the meta device: each rank reads what it holds."""
+    return attach_adapter(open_frozen(PackedFolder(folder), model.embedding.tokens.weight.dtype), LORA)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", ["one", "tp2", "fsdp2", "dp2_zero1", pytest.param("tp2_fsdp2", marks=pytest.mark.slow)])
+def test_ranks_read_their_slices_of_a_folder_and_train_as_over_the_dequantized_base(layout, method, folders):
+    found = train(layout, partial(opened, folder=folders[method]), batches=batches)
+    require_same(found, alone(method))
+    assert all(gradient.any() for name, gradient in found[0].gradients[1].items() if gradient is not None and "lora_" in name)
 
 
 def test_a_whole_row_with_one_scale_is_not_cut_between_ranks():

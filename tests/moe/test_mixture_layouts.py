@@ -10,6 +10,7 @@ from sharded_runs import batch_of
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.loop import accumulate_gradients
 from shared.model.transformer import TransformerModel
+from shared.moe import experts
 from shared.moe.builders import MIXTURE
 from shared.moe.layer import mixture_layers
 from shared.optim.routing import route
@@ -89,7 +90,7 @@ def test_evaluation_counts_no_load():
 
 def test_the_comparison_notices_a_loss_that_is_a_mean(monkeypatch):
     """The balance loss over a micro-batch, as most codes have it, is another objective on every layout."""
-    from shared.moe import layer
+    from shared.moe import experts, layer
 
     pooled = layer.balance_loss
     monkeypatch.setattr(layer, "balance_loss", lambda p, e, v, over_row: pooled(*(x.flatten(0, 1).unsqueeze(0) for x in (p, e, v))))
@@ -107,8 +108,12 @@ def test_what_a_router_counts_in_its_forward_pass_is_counted_twice_under_recompu
     assert len(calls) == 2 * run.microbatches * len(mixture_layers(run.plain))
 
 
-@pytest.mark.parametrize("dtype, kernel", [(torch.bfloat16, "_grouped_mm"), (torch.float32, "mkldnn_linear")], ids=str)
-def test_selective_recomputation_keeps_the_experts_products(dtype, kernel):
+@pytest.mark.parametrize(
+    "dtype, amd, kernel",
+    [(torch.bfloat16, False, "_grouped_mm"), (torch.float32, False, "_grouped_mm"), (torch.float32, True, "mkldnn_linear")],
+    ids=str,
+)
+def test_selective_recomputation_keeps_the_experts_products(dtype, amd, kernel, monkeypatch):
     """Three products in each of three layers, which full recomputation makes a second time; oneDNN's are one for each expert."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,6 +124,7 @@ def test_selective_recomputation_keeps_the_experts_products(dtype, kernel):
             self.made += function == getattr(torch.ops.aten, kernel).default
             return function(*args, **kwargs or {})
 
+    monkeypatch.setattr(experts, "processor_is_amds", lambda: amd)
     backward, gradients = {}, {}
     for how in ("none", "selective", "full"):
         model = TransformerModel(MODEL, MIXTURE)

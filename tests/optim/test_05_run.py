@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 from scripts import refused, run_script
+from workspace import write_passed_build, write_solutions
 
 from shared.course.paths import CHECKOUT
 
@@ -13,6 +14,7 @@ SMALL = [
     "--steps", "20", "--evaluate_every", "5", "--schedule.warmup_steps", "4", "--sample_bytes", "30", "--seq", "32",
     "--model.hidden_size", "32", "--model.num_hidden_layers", "2",
 ]  # fmt: skip
+PRECISE = ["--optimizer.newton_schulz_dtype", "float32"]
 QUICK = ["--steps", "4", "--seeds", "2", "--seq", "16", "--batch_size", "2", "--windows", "4"]
 
 
@@ -32,6 +34,20 @@ def test_a_run_trains_both_and_says_when_the_second_was_there(tmp_path, text_fil
     said = " ".join(done.stdout.split())
     assert f"adamw ended at {ends['baseline']:.3f}" in said and "muon was there after" in said and "both.png" in said
     assert (folder / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_build_that_passed_whole_is_the_optimizer_of_both_runs(tmp_path, text_file):
+    """Both optimizers are the same arithmetic in another order: in float32, 20 steps end within a hundredth of a bit."""
+    write_solutions(tmp_path)
+    write_passed_build(tmp_path, "05")
+    ends = {}
+    for implementation in ("reference", "mine"):
+        where = ["--impl", implementation, "--output", implementation, "--data", text_file]
+        done = start("run.py", *SMALL, *PRECISE, *where, cwd=tmp_path)
+        assert done.returncode == 0 and ("05.build runs" in done.stdout) == (implementation == "mine"), done.stderr
+        files = [tmp_path / implementation / name / "figures.json" for name in ("baseline", "run")]
+        ends[implementation] = [json.loads(file.read_text())["training"][-1][1] for file in files]
+    assert ends["mine"] == pytest.approx(ends["reference"], abs=0.01) and ends["mine"] != ends["reference"]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

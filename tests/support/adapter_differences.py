@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "finetune")]
 
+import test_peft_experts as of_experts  # noqa: E402
 import test_peft_format as formats  # noqa: E402
 import test_soft_prompts as prompts  # noqa: E402
 import torch  # noqa: E402
@@ -32,13 +33,19 @@ def measured() -> dict[str, float]:
     def absolute(here: torch.Tensor, there: torch.Tensor, **limits: float) -> None:
         found[now] = max(found.get(now, 0.0), (here - there).abs().max().item())
 
-    formats.close, prompts.torch.testing.assert_close = relative, absolute
+    formats.close = of_experts.close = relative
+    prompts.torch.testing.assert_close = absolute
     bases, folders = formats.bases.__wrapped__(Folders()), Folders()
     for case in formats.CASES:
         now = "logits, peft reads ours"
         formats.test_peft_loads_ours(case, bases, folders.mktemp(case))
         now = "logits, we read peft's, and the merged model in transformers"
         formats.test_we_load_pefts_and_the_merged_model_is_the_same(case, bases, folders.mktemp(case))
+    now, mixtures = "logits over experts, files both ways and merged", of_experts.bases.__wrapped__(Folders())
+    for family in of_experts.FAMILIES:
+        for targets in of_experts.TARGETS:
+            of_experts.test_peft_loads_ours(family, targets, mixtures, folders.mktemp(family))
+            of_experts.test_we_load_pefts_and_the_merged_model_is_the_same(family, targets, mixtures, folders.mktemp(family))
     now = "several adapters on one base"
     formats.test_several_adapters_take_part_on_one_base_or_one_or_none(bases, folders.mktemp("several"))
     base = prompts.base.__wrapped__(Folders())

@@ -9,6 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from shared.course import catalogue, stubs
+from shared.course.builds import find_build, fingerprint
 from shared.course.cli import cli
 from shared.course.progress import Progress
 
@@ -22,6 +23,15 @@ def write_solutions(folder: Path) -> None:
         target = chapter.stub_file(folder)
         target.parent.mkdir(parents=True)
         target.write_text(chapter.solution_file.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def write_passed_build(folder: Path, number: str) -> None:
+    """A learner's build of a chapter, which is the solution, with all its stages passed."""
+    build, _ = find_build(f"{number}.build")
+    build.file(folder).write_text(build.solution_file.read_text(encoding="utf-8"), encoding="utf-8")
+    text = fingerprint(stubs.BodyFile.read(build.file(folder)))
+    for stage in build.stages:
+        Progress(folder).record_check(stage.id, text)
 
 
 class Learner:

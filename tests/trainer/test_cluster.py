@@ -25,6 +25,7 @@ DOCKERFILES = [CHECKOUT / "Dockerfile", *sorted((CHECKOUT / "docker").glob("*.Do
 INSTRUCTIONS = {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "CMD", "ENV"}
 SRUN = """#!/bin/bash
 machines=2
+echo "$*" | head -1 >> srun_asked
 while [[ $1 == --* ]]; do [[ $1 == --nodes=1 ]] && machines=1; shift; done
 for ((number = 0; number < machines; number++)); do SLURM_NODEID=$number "$@" & ranks+=($!); done
 trap 'kill -TERM "${ranks[@]}"; again=yes' TERM
@@ -114,6 +115,7 @@ def cluster(tmp_path):
     torchrun.chmod(0o755)
     (tmp_path / "chapters").symlink_to(CHECKOUT / "chapters")
     more = {"SLURM_SUBMIT_DIR": tmp_path, "SLURM_JOB_ID": os.getpid(), "SLURM_JOB_NODELIST": "x", "SLURM_JOB_NUM_NODES": 2}
+    more["SLURM_CPUS_PER_TASK"] = 3
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     return {name: str(value) for name, value in (os.environ | more | {"OMP_NUM_THREADS": 1, "PATH": path}).items()}
 
@@ -134,6 +136,8 @@ def test_two_machines_train_are_preempted_and_resume(cluster, tmp_path):
         time.sleep(0.05)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=240) == 0, log.read_text()
+    # Or each machine's ranks would share one core: srun does not take them from sbatch.
+    assert "--cpus-per-task=3 bash -c" in (tmp_path / "srun_asked").read_text()
     assert (tmp_path / "requeued").read_text().split() == ["requeue", cluster["SLURM_JOB_ID"]]
     saved = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert 2 <= saved < 120

@@ -64,6 +64,26 @@ def test_a_layout_gets_a_folder_and_as_many_processes_as_it_needs(tmp_path):
     assert f"engine.output={tmp_path / 'run-fsdp2-torch'}" in torch
 
 
+@pytest.mark.parametrize(
+    "layout, words, size",
+    [
+        ("pp2", [], "2"),  # 8 rows in a step: 4 micro-batches for 2 stages
+        ("pp2_dp2", [], "1"),  # 4 rows on each replica
+        ("dp2", [], None),
+        ("pp2", ["data.micro_batch_size=8"], None),
+        ("pp2", ["data={batch_size: 8, micro_batch_size: 8}"], None),
+        ("pp2", ["data.batch_size=64"], None),  # has 8 already
+    ],
+)
+def test_a_pipeline_gets_twice_as_many_micro_batches_as_stages_unless_the_words_say_otherwise(layout, words, size, tmp_path, capsys):
+    file = settings_file(tmp_path, tmp_path / "prepared", data={"batch_size": 8, "micro_batch_size": 8})
+    command, _ = start.command_of(layout, [str(file), *words])
+    words = command[command.index(str(TRAIN)) + 1 :]
+    added = [f"data.micro_batch_size={size}"] if size else []
+    assert start.with_microbatches(words) == words + added
+    assert (f"data.micro_batch_size is {size} here and not 8" in capsys.readouterr().out) == bool(size)
+
+
 def test_a_layouts_folder_has_the_name_that_the_report_looks_for_and_the_files_backend(tmp_path):
     file = settings_file(tmp_path, tmp_path / "prepared", parallel={"backend": "torch"})
     for word in ("zero1_dp2", "dp2_fsdp1_zero1"):

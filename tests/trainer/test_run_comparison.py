@@ -16,6 +16,7 @@ from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.config import TrainerConfig
 from shared.trainer.report import format_value
 from shared.trainer.settings import merged, parse_text
+from shared.trainer.stopwatch import Stopwatch
 
 
 @pytest.fixture
@@ -89,11 +90,22 @@ def test_a_folder_whose_name_holds_a_figures_name_changes_nothing():
 def test_what_rank_0_saved_is_no_measure_of_this_process(monkeypatch):
     """Every rank is handed rank 0's state, possibly that of one process which held everything."""
     monkeypatch.setattr("shared.trainer.callbacks.peak_memory", lambda device: 500)
-    costs = Costs()
+    costs = Costs(Stopwatch())
     costs.load_state_dict({"training": 1.0, "overhead": 1.0, "peak_memory": 9000})
     costs.on_start(None)
     costs.on_step(SimpleNamespace(device=torch.device("cpu")))
     assert (costs.peak_memory, costs.peak_here) == (9000, 500)
+
+
+def test_seconds_of_earlier_starts_are_added_to_those_of_the_last_one():
+    watch = Stopwatch()
+    watch.lap("seconds to prepare the text")
+    costs = Costs(watch)
+    start = {"starts": 2, "start": {"seconds to prepare the text": 80.0}}
+    costs.load_state_dict({"training": 300.0, "overhead": 20.0, "peak_memory": 1} | start)
+    assert costs.starts == 3 and 80 < watch.seconds["seconds to prepare the text"] < 81 and 400 < watch.total() < 401
+    saved = costs.state_dict()
+    assert (saved["starts"], saved["start"]) == (3, watch.seconds) and saved["training"] == 300
 
 
 def test_a_pipeline_of_more_micro_batches_is_compared_with_one_process_and_its_dropout_is_named(tmp_path):

@@ -16,8 +16,14 @@ from tuned_runs import base_run, tuned_config, tuned_file
 from shared.course.errors import SettingError
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.config import AdapterConfig
+from shared.finetune.peft_format import load_adapter
+from shared.finetune.quantization.awq import AWQ
+from shared.finetune.quantization.methods import quantize_model
 from shared.finetune.quantization.nf4_files import save_nf4
 from shared.finetune.quantization.nf4_linear import quantize_base
+from shared.finetune.quantization.packed import QuantizedLinear
+from shared.finetune.quantization.rounding import Rounding
+from shared.finetune.quantization.saved import save_quantized
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
@@ -140,6 +146,48 @@ def test_files_in_four_bits_are_trained_as_the_base_that_a_run_quantizes(tmp_pat
     assert any(name.endswith("lora_B") and value.abs().max() > 0 for name, value in found.items())
 
 
+def in_codes(folder, base, method):
+    """The base's model rounded, or quantized by AWQ, and saved in GPTQ's or AWQ's layout, with its tokenizer; and as floats, beside it."""
+    model = load_pretrained(base / "model")
+    ids = torch.randint(200, (2, 64), generator=torch.Generator().manual_seed(0))
+    list(quantize_model(model, [{"input_ids": ids}], AWQ(Rounding(4, 32, symmetric=False)) if method == "awq" else Rounding(8, 32)))
+    save_quantized(model, folder / "codes", layout="awq" if method == "awq" else "gptq")
+    for name, layer in [(name, each) for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]:
+        plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        plain.weight, plain.bias = torch.nn.Parameter(layer.dequantized()), layer.bias
+        model.set_submodule(name, plain)
+    save_pretrained(model, folder / "floats")
+    for each in ("codes", "floats"):
+        shutil.copy(base / "model" / "tokenizer.json", folder / each)
+
+
+@pytest.mark.parametrize(("method", "layouts"), [("nearest", ("tensor_parallel",)), ("awq", ("fully_sharded", "tensor_parallel"))])
+def test_files_of_gptqs_and_awqs_layout_are_a_base_for_adapters(tmp_path, base, method, layouts):
+    in_codes(tmp_path, base, method)
+    words = [*PLAIN, "adapter.rank=4", "adapter.targets=[all-linear]"]
+    wanted = trained(tuned_config(tmp_path / "float", base, *words, f"start_from={tmp_path / 'floats'}"))
+    updates = [name for name in wanted if ".lora_" in name]
+    assert updates and all(wanted[name].abs().max() > 0 for name in updates)
+    for layout in (None, *layouts):
+        more = ["adapter.base=packed", f"start_from={tmp_path / 'codes'}", *([f"parallel.{layout}=2"] if layout else [])]
+        found = trained(tuned_config(tmp_path / str(layout), base, *words, *more))
+        for name in updates:
+            assert (found[name] - wanted[name]).norm() <= (2e-5 if layout else 1e-6) * wanted[name].norm() + 1e-8, (layout, name)
+
+
+def test_a_run_over_codes_exports_the_merged_model_and_its_adapter(tmp_path, base):
+    in_codes(tmp_path, base, "nearest")
+    words = ("adapter.rank=4", "optimizer.name=adamw", "optimizer.lr=0.05", "adapter.base=packed", f"start_from={tmp_path / 'codes'}")
+    results = train_model(tuned_config(tmp_path, base, *words), Console(quiet=True))
+    assert len(results.judged.answered) == 12
+    merged, before = load_pretrained(tmp_path / "run" / "model").eval(), load_pretrained(tmp_path / "floats").eval()
+    over_codes = load_adapter(find_initial_weights(tmp_path / "codes").load(merged.config, apart=True), tmp_path / "run" / "adapter").eval()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids), over_codes(ids), rtol=1e-4, atol=1e-4)
+        assert (merged(ids)[..., : before.config.vocab_size] - before(ids)).abs().max() > 1e-3
+
+
 def test_a_model_that_transformers_saved_in_four_bits_is_one_to_start_from(tmp_path, base):
     import transformers
 
@@ -157,8 +205,10 @@ def test_a_model_that_transformers_saved_in_four_bits_is_one_to_start_from(tmp_p
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["adapter.rank=4"], "start_from is a model in four bits, which stay frozen: set adapter.base to nf4"),
-        (["adapter.rank=4", "adapter.base=nf4", "gptq"], "is quantized .'gptq' in its quantization_config., and training starts"),
+        (["adapter.rank=4"], "start_from is a model in four bits, which stays frozen: set adapter.base to nf4"),
+        (["adapter.rank=4", "adapter.base=nf4", "hqq"], "is quantized .'hqq' in its quantization_config., and training starts"),
+        (["adapter.rank=4", "adapter.base=packed", "gptq"], "bits is None and group_size None in quantization_config"),
+        (["adapter.rank=4", "adapter.base=packed", ""], "start_from is a model in four bits, which stays frozen: set adapter.base to nf4"),
         (["adapter.rank=4", "adapter.base=nf4", "bitsandbytes"], "is quantized .'bitsandbytes' in its quantization_config."),
     ],
 )
@@ -172,6 +222,21 @@ def test_files_that_cannot_be_trained_from_are_refused_in_a_sentence(tmp_path, b
     assert re.search(says, f"{refusal.value} {capsys.readouterr().err}")
 
 
+@pytest.mark.parametrize(
+    ("start", "words", "says"),
+    [
+        ("codes", [], "start_from is a model in GPTQ's or AWQ's codes, which stays frozen: set adapter.base to packed, or give the plain"),
+        ("codes", ["adapter.rank=4"], "set adapter.base to packed"),
+        ("codes", ["adapter.base=nf4"], "set adapter.base to packed"),
+        ("floats", ["adapter.base=packed"], "adapter.base is packed, and the weights of start_from are floats: give a folder in GPTQ's"),
+    ],
+)
+def test_codes_and_floats_are_not_taken_for_each_other(tmp_path, base, start, words, says):
+    in_codes(tmp_path, base, "nearest")
+    with pytest.raises(SettingError, match=says):
+        build(tuned_config(tmp_path, base, *words, f"start_from={tmp_path / start}"), Console(quiet=True))
+
+
 def test_a_run_says_which_layers_four_bits_leave_in_float(tmp_path, base):
     sizes = vars(load_pretrained(base / "model").config) | {"tie_word_embeddings": False, "experts": MixtureConfig(4, 48)}
     save_pretrained(TransformerModel(MixtureModelConfig(**sizes), MIXTURE, seed=0), tmp_path / "mixture")
@@ -182,13 +247,23 @@ def test_a_run_says_which_layers_four_bits_leave_in_float(tmp_path, base):
     assert "leaves the experts in float (feed_forward.experts.up_proj, feed_forward.experts.down_proj, " in said.getvalue()
 
 
-def test_updates_that_peft_has_no_layer_for_are_refused_before_a_step(tmp_path, base):
+def test_updates_of_experts_are_trained_on_ranks_that_share_them_and_exported(tmp_path, base):
     sizes = vars(load_pretrained(base / "model").config) | {"tie_word_embeddings": False, "experts": MixtureConfig(4, 48)}
     save_pretrained(TransformerModel(MixtureModelConfig(**sizes), MIXTURE, seed=0), tmp_path / "mixture")
     shutil.copy(base / "model" / "tokenizer.json", tmp_path / "mixture")
-    words = (f"start_from={tmp_path / 'mixture'}", "adapter.targets=[q_proj,experts.*]", "model.hidden_dropout=0.0")
-    with pytest.raises(SettingError, match=r"adapter.targets: peft has no layer for the adapter of .*experts.*: leave it out of targets"):
-        build(tuned_config(tmp_path, base, *words), Console(quiet=True))
+    words = (*PLAIN, f"start_from={tmp_path / 'mixture'}", "adapter.rank=4", "adapter.targets=[q_proj,experts.*_proj]")
+    alone = trained(tuned_config(tmp_path / "alone", base, *words))
+    updates = [name for name in alone if ".lora_B" in name and ".experts." in name]
+    assert len(updates) == 3 * sizes["num_hidden_layers"] and all(alone[name].norm() > 0 for name in updates)
+    found = train_model(tuned_config(tmp_path, base, *words), Console(quiet=True))
+    assert found.judged and (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+    of_experts = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert sum("mlp.experts" in name for name in of_experts) == 4 * sizes["num_hidden_layers"]
+    spread = trained(tuned_config(tmp_path / "ep2", base, *words, "parallel.data_parallel=2", "parallel.expert_parallel=2"))
+    for name, weight in alone.items():
+        assert (spread[name] - weight).norm() <= 2e-5 * weight.norm() + 1e-8, name
+    with pytest.raises(SettingError, match=r"adapter.targets: adapter.dropout is 0.1, and peft has none over experts: give 0"):
+        build(tuned_config(tmp_path / "dropped", base, *words, "adapter.dropout=0.1"), Console(quiet=True))
 
 
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])

@@ -23,7 +23,7 @@ from shared.trainer.config import TrainerConfig
 from shared.trainer.loaders import loaders
 from shared.trainer.run import build
 from shared.trainer.settings import parse_text, parse_words
-from shared.trainer.stopwatch import Stopwatch
+from shared.trainer.stopwatch import IN_ALL, Stopwatch
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_start_imports_nothing_that_only_a_report_or_the_hub_needs():
 def test_the_report_accounts_for_all_of_a_first_runs_time(finished):
     """From the start of the process: imports, preparing and the precision too."""
     summary = json.loads((finished[0] / "run" / "results.json").read_text())["summary"]
-    total = summary.pop("seconds in all, since the process began")
+    total = summary.pop(IN_ALL)
     parts = {name: value for name, value in summary.items() if name.startswith("seconds ")}
     assert {"seconds for imports and settings", "seconds to prepare the text", "seconds to choose the precision"} <= parts.keys()
     assert sum(parts.values()) == pytest.approx(total, rel=0.03, abs=0.3) and parts["seconds for imports and settings"] > 0.5
@@ -161,6 +161,10 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, finished, prep
     assert again.returncode == 0 and "Going on from step" in again.stdout, again.stderr
     one, other = (load_file(folder / "run/checkpoints/step-00000006/weights.safetensors") for folder in (finished[0], tmp_path))
     assert all(torch.equal(one[name], other[name]) for name in one)
+    summary = json.loads((tmp_path / "run" / "results.json").read_text())["summary"]
+    total = summary.pop(IN_ALL)
+    assert sum(value for name, value in summary.items() if name.startswith("seconds ")) == pytest.approx(total, rel=0.03, abs=0.3)
+    assert summary["starts of the run, whose seconds are added up"] == 2
 
 
 def test_a_disk_that_is_full_before_the_first_step_is_a_sentence(tmp_path):

@@ -4,11 +4,8 @@
     weight.quant_map [16]               weight.nested_absmax, weight.nested_quant_map [256]: double quantization's scales and values
     weight.quant_state.bitsandbytes__nf4: JSON as bytes: shape, block sizes, the mean of the scales
 
-Opened, a model is on the meta device, and its tables are read slice by slice, so each rank of a layout reads what it holds. Nothing is
-dequantized on the way: codes and scales stay as the files have them.
-
-A run (`start_from`) reads such a folder through `Nf4Folder` and `with_tables`. Scripts call `save_nf4` and `open_nf4`: a run writes its
-adapter and the merged model instead.
+A run (`start_from`) reads such a folder through `Nf4Folder` and `with_frozen_layers`. Scripts call `save_nf4` and `open_nf4`: a run writes
+its adapter and the merged model instead.
 
 Left out on purpose: fp4, other block sizes, and formats that keep several layers in one tensor or transposed, such as GPT-2's.
 """
@@ -24,12 +21,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from shared.finetune.quantization.frozen_files import FrozenFolder, open_frozen
 from shared.finetune.quantization.nf4 import BLOCK, SCALE_BLOCK, dynamic_values, nf4_values
 from shared.finetune.quantization.nf4_linear import Nf4Linear, Tables, table_shapes
-from shared.model.hf.files import PretrainedError, TensorFolder, plan_files, write_json, write_tensors
+from shared.model.hf.files import PretrainedError, plan_files, write_json, write_tensors
 from shared.model.hf.format import FileTensor, only
 from shared.model.hf.generation import every_id, write_generation
-from shared.model.hf.pretrained import Weights, names_in_files, open_pretrained, packed_like, read_folder, whole_weights
+from shared.model.hf.pretrained import Weights, packed_like, whole_weights
 from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
 from shared.parallel.sharding import Box
@@ -121,16 +119,14 @@ def collect_flat(name: str, shape: Sequence[int], weights: Weights) -> Tensor | 
     return None if collected is None else collected.reshape(shape)
 
 
-class Nf4Folder(TensorFolder):
-    """The tensors of such a folder: four-bit weights have their own names and shapes, and what belongs to them is not listed.
+class Nf4Folder(FrozenFolder):
+    """The tensors of such a folder.
 
     states: name of a four-bit weight -> its state.
 
     Raises:
         PretrainedError: as `TensorFolder`; no weight in NF4, or one in another format, or without all of its tensors.
     """
-
-    settings = ("quantization_config",)
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -149,6 +145,7 @@ class Nf4Folder(TensorFolder):
             self.shapes[name] = tuple(state["shape"])
         if not self.states:
             raise PretrainedError(f"{folder} has no weights in NF4 (no tensor {STATE}): open it with open_pretrained.")
+        self.quantized = self.states
 
     def whole(self, name: str) -> Tensor:
         with safe_open(self.file_of[name], "pt") as file:
@@ -176,6 +173,9 @@ class Nf4Folder(TensorFolder):
             )
         return state
 
+    def layer(self, name: str, bias: nn.Parameter | None) -> Nf4Linear:
+        return Nf4Linear(self.shapes[name], self.tables(name), bias, on_meta=True)
+
     def tables(self, name: str) -> Tables:
         """What reads the tables of a layer."""
         state = self.states[name]
@@ -196,35 +196,12 @@ class Nf4Folder(TensorFolder):
 
 
 def open_nf4(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> TransformerModel:
-    """The model in such a folder on the meta device, with its base in NF4, as `open_pretrained` opens others. `materialize` reads it whole,
-    and `apply_parallel` what each rank holds.
+    """The model in such a folder on the meta device, with its base in NF4 (`open_frozen`).
 
     Args:
         dtype: of what is not in four bits.
 
     Raises:
-        PretrainedError: as for `open_pretrained`; weights that are not NF4 as it is here, or in a layer that is no linear one.
+        PretrainedError: as for `open_frozen`; weights that are not NF4 as it is here.
     """
-    files = Nf4Folder(Path(folder))
-    return with_tables(open_pretrained(folder, dtype=dtype, files=files), files)
-
-
-def with_tables(model: TransformerModel, files: Nf4Folder) -> TransformerModel:
-    """A model on the meta device, opened with these files, whose linear layers that are in four bits there become frozen ones, in place.
-
-    Raises:
-        PretrainedError: as for `open_nf4`.
-    """
-    known, config, _ = read_folder(files.folder, files.settings)
-    stored = {entry.name: entry for entry in known.tensors(model.config)}
-    for name, full in names_in_files(known, stored, files, config).items():
-        if name not in files.states:
-            continue
-        module, _, attribute = stored[full].ours[0].rpartition(".")
-        linear, (parent, _, own) = model.get_submodule(module), module.rpartition(".")
-        if type(linear) is not nn.Linear or attribute != "weight" or stored[full].pack is not only or len(stored[full].ours) > 1:
-            raise PretrainedError(
-                f"{files.folder}: {name} in four bits is not the weight of one linear layer as it is: load a model of LLaMA's family."
-            )
-        setattr(model.get_submodule(parent), own, Nf4Linear(linear.weight.shape, files.tables(name), linear.bias, on_meta=True))
-    return model
+    return open_frozen(Nf4Folder(Path(folder)), dtype)

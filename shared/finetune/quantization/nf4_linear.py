@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from shared.finetune.quantization.frozen import FrozenLinear
+from shared.finetune.quantization.frozen import AT_ONCE, FrozenLinear
 from shared.finetune.quantization.nf4 import (
     BLOCK,
     SCALE_BLOCK,
@@ -33,7 +33,6 @@ from shared.parallel.sharding import Box
 
 ALL = ("*",)
 ROWS = 1024  # of a matrix that are quantized at a time
-AT_ONCE = 2**22  # numbers that are dequantized at a time
 WIDTHS = {"codes": 2, "scales": BLOCK, "scale_codes": BLOCK}  # columns of a weight for a column of a table
 BYTES = ("codes", "scale_codes")  # tables of uint8; the others are float32
 
@@ -94,7 +93,7 @@ class Nf4Linear(FrozenLinear):
             numbers = block_numbers(self.offsets, scales.shape, self.in_features, scales.device)
             scales = decode_scales(scales, numbers, ScaleBlocks(*statistics))
         weight = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)
-        rows = max(1, AT_ONCE // weight.shape[1])  # so that float32 numbers are never there for the whole weight
+        rows = max(1, AT_ONCE // weight.shape[1])
         for part, some, of_some in zip(weight.split(rows), codes.split(rows), scales.split(rows), strict=True):
             part.copy_(dequantize_nf4(some.reshape(-1), of_some.reshape(-1), values_on(codes.device), BLOCK, part.shape, dtype))
         return weight

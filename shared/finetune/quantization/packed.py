@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shared.finetune.quantization.frozen import FrozenLinear
+from shared.finetune.quantization.frozen import AT_ONCE, FrozenLinear
 from shared.finetune.quantization.rounding import WORD, QuantizedWeight, Rounding, pack, unpack
 
 Kernel = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out] in the same dtype, without gradients
@@ -60,9 +60,12 @@ class QuantizedLinear(FrozenLinear):
         return QuantizedWeight(unpack(self.codes, self.rounding.bits), self.scales.float(), self.zeros.float())
 
     def dequantize(self, dtype: torch.dtype, *stored: Tensor) -> Tensor:
-        """The weight [out, in], computed in float32 and rounded once."""
-        codes, scales, zeros = stored
-        return QuantizedWeight(unpack(codes, self.rounding.bits), scales.float(), zeros.float()).values().to(dtype)
+        """The weight [out, in], computed in float32, some rows at a time, and rounded once."""
+        weight = torch.empty(len(stored[0]), WORD * stored[0].shape[1], dtype=dtype, device=stored[0].device)
+        rows = max(1, AT_ONCE // weight.shape[1])
+        for part, codes, scales, zeros in zip(*(each.split(rows) for each in (weight, *stored)), strict=True):
+            part.copy_(QuantizedWeight(unpack(codes, self.rounding.bits), scales.float(), zeros.float()).values())
+        return weight
 
     def base_product(self, x: Tensor) -> Tensor:
         if self.kernel is None or torch.is_grad_enabled() and x.requires_grad:

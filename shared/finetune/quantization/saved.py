@@ -1,4 +1,4 @@
-"""Chapter 10. Save and load quantized models in the GPTQ and AWQ layouts (`quantization_config`, qweight, qzeros, scales, g_idx).
+"""Chapter 10. Save quantized models in the GPTQ and AWQ layouts (`quantization_config`, qweight, qzeros, scales, g_idx).
 
     GPTQ   qweight [in * bits / 32, out] packed along the inputs, qzeros [groups, out * bits / 32] along the outputs, g_idx [in]: groups
     AWQ    qweight [in, out / 8], qzeros [groups, out / 8]: four bits, packed along the outputs, of eight in the order 0 2 4 6 1 3 5 7
@@ -9,7 +9,6 @@ survive; they are written where the zero point is the middle of the codes, and t
 Left out on purpose: groups of columns that are not neighbours, which GPTQ makes with act order and without static groups.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from torch import Tensor, nn
 
 from shared.finetune.quantization.packed import QuantizedLinear
 from shared.finetune.quantization.rounding import WORD, QuantizedWeight, Rounding, pack, unpack
-from shared.model.builders import Builders
-from shared.model.hf.files import PretrainedError, TensorFolder, plan_files, read_json, write_json, write_tensors
+from shared.model.hf.files import plan_files, write_json, write_tensors
 from shared.model.hf.format import FileTensor, only
-from shared.model.hf.generation import TokenIds, every_id, read_token_ids, write_generation
-from shared.model.hf.pretrained import listed
-from shared.model.hf.registry import read_config, write_config
+from shared.model.hf.generation import TokenIds, every_id, write_generation
+from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each place of a word holds, of eight
@@ -62,68 +59,6 @@ def save_quantized(
     write_tensors(folder, plan, tensors, tensors.__getitem__)
     write_generation(folder, ids, model.config)
     write_json(folder / "config.json", raw | ids | {"dtype": "float16", "quantization_config": settings})
-
-
-def is_quantized(folder: Path) -> bool:
-    """Whether `load_quantized` reads a folder: its config.json names one of the layouts."""
-    settings = read_json(folder / "config.json").get("quantization_config") if (folder / "config.json").is_file() else None
-    return isinstance(settings, dict) and settings.get("quant_method") in KEYS
-
-
-def load_quantized(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> TransformerModel:
-    """The model in such a folder, ours or another tool's. Its quantized layers are frozen. It is in training mode.
-
-    Args:
-        dtype: of what is not quantized.
-
-    Raises:
-        PretrainedError: no such folder, damaged files, a model that is not quantized or not in these layouts, tensors that do not fit.
-    """
-    folder = Path(folder)
-    raw = read_json(folder / "config.json")
-    try:
-        settings, rounding = read_settings(raw.pop("quantization_config", None))
-        known, config = read_config(raw)
-    except (ValueError, TypeError) as error:
-        raise PretrainedError(f"{folder / 'config.json'}: {error}") from None
-    files = TensorFolder(folder)
-    if known.tied_by_file:
-        config = replace(config, tie_word_embeddings=not set(known.tied) & set(files.shapes))
-
-    def linear(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
-        made = nn.Linear(in_features, out_features, bias=bias)
-        return made if name == "head" else QuantizedLinear(out_features, in_features, made.bias, rounding)
-
-    try:
-        with torch.device("meta"):
-            model = TransformerModel(config, Builders(linear=linear))
-    except ValueError as error:
-        raise PretrainedError(f"{folder / 'config.json'}: {error}") from None
-    model.token_ids = read_token_ids(known, folder, raw)
-    parameters = {model.logical_name(name): parameter for name, parameter in model.named_parameters()}
-    entries = known.tensors(model.config)
-    shapes = (wanted_shapes(model, entry, parameters, settings).items() for entry in entries)
-    require_fit(folder, files, {name: shape for of_entry in shapes for name, shape in of_entry})
-    state: dict[str, Tensor] = {}
-    for entry in entries:
-        layer = quantized_layer(model, entry)
-        if layer is None:
-            whole = whole_tensor(files, entry.name)
-            for number, ours in enumerate(entry.ours):
-                shape = parameters[ours].shape
-                there, take = entry.locate([(0, size) for size in shape], number, shape)
-                state[ours] = take(whole[tuple(slice(*each) for each in there)]).to(dtype)
-            continue
-        name = entry.name.removesuffix("weight")
-        weight = from_file({key: whole_tensor(files, name + key) for key in KEYS[settings["quant_method"]]}, rounding, settings, name)
-        made = QuantizedLinear.of(weight, None, rounding)
-        state |= {entry.ours[0].removesuffix("weight") + stored: getattr(made, stored) for stored in made.stored}
-    names = {name: model.logical_name(name) for name in model.state_dict()}
-    model.load_state_dict({name: state[logical] for name, logical in names.items()}, assign=True)
-    model.tie_weights()
-    for layer in quantized_layers(model):
-        layer.requires_grad_(False)
-    return model
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
@@ -216,25 +151,6 @@ def to_file(weight: QuantizedWeight, rounding: Rounding, settings: dict[str, Any
     return dict(zip(KEYS["gptq"], (codes, zeros, scales, group_of), strict=True))
 
 
-def from_file(tensors: dict[str, Tensor], rounding: Rounding, settings: dict[str, Any], name: str) -> QuantizedWeight:
-    """The weight that a layer's tensors hold.
-
-    Raises:
-        PretrainedError: groups that are not neighbouring columns.
-    """
-    scales, bits = tensors["scales"].t(), rounding.bits
-    if settings["quant_method"] == "awq":
-        back = [AWQ_ORDER.index(place) for place in range(len(AWQ_ORDER))]
-        codes, zeros = (reordered(unpack_rows(tensors[key], 4), back).t() for key in ("qweight", "qzeros"))
-        return QuantizedWeight(codes, scales, zeros)
-    codes = unpack_rows(tensors["qweight"].t(), bits)
-    zeros = (unpack_rows(tensors["qzeros"], bits) + zero_offset(settings)).t()
-    width = rounding.columns(codes.shape[1])
-    if not torch.equal(tensors["g_idx"].long(), torch.arange(codes.shape[1]) // width):
-        raise PretrainedError(f"{name}g_idx is not that of groups of {width} neighbouring columns: quantize the model with static groups.")
-    return QuantizedWeight(codes, scales, zeros)
-
-
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
     """[m, n] -> [m, n * bits / 32] int32. `pack` takes 32 codes at a time, so rows are filled up, and the words of that are cut off."""
     return pack(F.pad(codes, (0, -codes.shape[1] % WORD)), bits).flatten(1)[:, : codes.shape[1] * bits // WORD]
@@ -249,37 +165,3 @@ def unpack_rows(words: Tensor, bits: int) -> Tensor:
 def reordered(codes: Tensor, order: tuple[int, ...] | list[int]) -> Tensor:
     """[m, n] with the columns of each eight in another order."""
     return codes.unflatten(1, (-1, len(order)))[..., list(order)].flatten(1)
-
-
-def wanted_shapes(
-    model: TransformerModel, entry: FileTensor, parameters: dict[str, Tensor], settings: dict[str, Any]
-) -> dict[str, tuple[int, ...]]:
-    """The tensors that files must hold for one of the plain format, with their shapes."""
-    layer = quantized_layer(model, entry)
-    if layer is None:
-        views = entry.views(parameters)
-        return {entry.name: tuple(entry.pack([torch.empty_like(view) for view in views]).shape)}
-    out, groups = layer.scales.shape
-    bits, name = layer.rounding.bits, entry.name.removesuffix("weight")
-    awq = settings["quant_method"] == "awq"
-    codes = (layer.in_features, out * bits // WORD) if awq else (layer.in_features * bits // WORD, out)
-    shapes = {"qweight": codes, "qzeros": (groups, out * bits // WORD), "scales": (groups, out), "g_idx": (layer.in_features,)}
-    return {name + key: shapes[key] for key in KEYS[settings["quant_method"]]}
-
-
-def require_fit(folder: Path, files: TensorFolder, wanted: dict[str, tuple[int, ...]]) -> None:
-    """Refuse files that do not hold just these tensors."""
-    problems = {
-        "missing": set(wanted) - set(files.shapes),
-        "extra": set(files.shapes) - set(wanted),
-        "misshapen": {f"{name} is {list(files.shapes[name])}, not {list(wanted[name])}" for name in wanted
-                      if files.shapes.get(name, wanted[name]) != wanted[name]},
-    }  # fmt: skip
-    if found := "; ".join(f"{title}: {listed(names)}" for title, names in problems.items() if names):
-        raise PretrainedError(
-            f"The tensors in {folder} do not match its config.json; look at bits and group_size in quantization_config. {found}."
-        )
-
-
-def whole_tensor(files: TensorFolder, name: str) -> Tensor:
-    return files.read(name, [(0, size) for size in files.shapes[name]])

@@ -13,7 +13,7 @@ from shared.model.hf.t5 import T5
 
 FORMATS: dict[str, Format] = {known.model_type: known for known in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, BERT, T5, BLOOM)}
 QUANTIZED = (
-    "quantization_config is not null: load_quantized (shared.finetune.quantization.saved) reads GPTQ's and AWQ's files, open_nf4 "
+    "quantization_config is not null: load_quantized (shared.finetune.quantization.packed_files) reads GPTQ's and AWQ's files, open_nf4 "
     "(nf4_files, beside it) bitsandbytes' 4 bits; or give the model that it was made from."
 )
 OF_TRAINING = {"attention": "sdpa", "hidden_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.02}

@@ -12,12 +12,10 @@ import atexit
 import inspect
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -38,6 +36,7 @@ from shared.parallel.comm.communicator import (
 )
 from shared.parallel.health.agreement import program, require_agreement
 from shared.parallel.health.heartbeat import RAISE_GRACE, Heartbeat, Timeouts, deadline
+from shared.parallel.comm.joining import fresh_store
 from shared.parallel.comm.trace import CommTrace
 
 BROKEN = re.compile("gloo/transport|ncclRemoteError")  # how torch's errors of connections can be told from others
@@ -198,29 +197,6 @@ def join_world(rank: int, ranks: int, init_method: str, device: torch.device, ti
     atexit.register(gloo_routes.end_threads)  # called after the heartbeat's own, which is registered later
     process.heartbeat.start()
     return ProcessCommunicator(process, dist.group.WORLD, range(ranks), "world", trace)
-
-
-def fresh_store(store: dist.Store, rank: int, ranks: int, timeout: float) -> dist.Store:
-    """An empty part of the rendezvous store, under a prefix that rank 0 chooses.
-
-    torchrun restarts ranks with the store that still holds the addresses of the ranks that died. So each rank asks for the prefix under a
-    name that was never used before, and rank 0 answers to it.
-    """
-    name = uuid4().hex
-    if rank > 0:
-        store.set(f"asks/{rank}", name)
-        prefix = store.get(f"prefix/{name}").decode()  # waits for rank 0's answer
-        store.set(f"joined/{prefix}/{rank}", "")
-        return dist.PrefixStore(prefix, store)
-    deadline = time.monotonic() + timeout
-    while missing := [other for other in range(1, ranks) if not store.check([f"joined/{name}/{other}"])]:
-        if time.monotonic() > deadline:
-            raise CommunicationError(f"ranks {missing} did not connect within {timeout:g} s: read the output on their machines.")
-        for other in missing:
-            if store.check([f"asks/{other}"]):
-                store.set(f"prefix/{store.get(f'asks/{other}').decode()}", name)
-        time.sleep(0.01)
-    return dist.PrefixStore(name, store)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 Every token's k choices are counted, also those that a capacity drops. The router keeps the tokens in float32, experts and shared experts
 keep them in the dtype of the products.
 
-Left out on purpose: batched products, whose padding depends on the routing.
+Left out on purpose: batched products, whose padding depends on the routing, and the blocks that half precision pads rows to on a CPU
+(`shared.moe.experts.in_blocks`): at most an eighth of the rows within experts.
 """
 
 from shared.model.config import ModelConfig
@@ -19,7 +20,7 @@ def saved_by_experts(config: ModelConfig, rows: int, seq: int, width: int, ranks
     arriving = choices * imbalance
     logits = 4 * tokens * number
     balanced, z = experts.balance_coefficient > 0, experts.z_coefficient > 0
-    grouped = experts.implementation == "grouped" and width < 4
+    grouped = experts.implementation == "grouped" and width <= 4
 
     everything = {
         "the router's input": 4 * tokens * size,

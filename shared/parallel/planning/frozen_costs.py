@@ -13,7 +13,7 @@ Left out on purpose: pipelines, experts, and adapters other than low-rank update
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shared.finetune.quantization.nf4_linear import AT_ONCE
+from shared.finetune.quantization.frozen import AT_ONCE
 from shared.model.config import ModelConfig
 from shared.model.counting import block_counts, parameter_counts
 from shared.optim.config import OptimizerConfig
@@ -26,12 +26,17 @@ NF4_BITS = {False: 4 + 32 / 64, True: 4 + 8 / 64 + 32 / (64 * 256)}
 """Of a weight, with double quantization or without."""
 
 
+def packed_bits(bits: int, group: int | None) -> float:
+    """Of a weight in packed codes: a group has a float16 scale and a zero point of a byte; for whole rows they count as nothing."""
+    return bits + 24 / group if group else bits
+
+
 @dataclass(frozen=True)
 class FrozenBase:
     """A frozen base and what is trained over it.
 
     rank: r of the updates. targets: the linear layers of a block that have one: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-    down_proj. bits: of a weight in the blocks' matrices: 32, 16, or `NF4_BITS`. All other weights are float32.
+    down_proj. bits: of a weight in the blocks' matrices: 32, 16, `NF4_BITS`, or `packed_bits`. All other weights are float32.
     """
 
     rank: int

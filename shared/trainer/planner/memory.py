@@ -14,12 +14,13 @@ from shared.finetune.config import ALL_LINEAR, AdapterConfig
 from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts
 from shared.parallel.planning.activations import WIDTH, Part, model_of_rank
-from shared.parallel.planning.frozen_costs import NF4_BITS, FrozenBase, estimate_adapted, sizes_of
+from shared.parallel.planning.frozen_costs import FrozenBase, estimate_adapted, sizes_of
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, part_counts, state_width
 from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts
 from shared.trainer.config import TrainerConfig
 from shared.trainer.initial_weights import find_reward_model
 from shared.trainer.modes import ROLLING
+from shared.trainer.planner.base_bits import base_bits
 
 IDS = 2 * 8  # bytes of a token in a batch: as input and as target
 
@@ -104,7 +105,7 @@ def adapted(config: TrainerConfig, step: StepSizes) -> tuple[list[MemoryEstimate
     counted there, so a run that is let through may still not fit.
     """
     adapter, parallel = config.adapter, config.parallel
-    bits = NF4_BITS[True] if adapter.base == "nf4" else 32.0
+    bits = base_bits(config)
     try:
         if adapter.kind != "lora":
             raise ValueError("There is no formula for virtual tokens.")

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import minimize
 
 from shared.course.errors import CourseError
+from shared.course.optional import require
 
 DELTA = 1e-3  # of log loss: residuals beyond it count linearly (Hoffmann et al. 2022, section 3.3)
 EXPONENTS = (0.1, 0.4, 1.0)  # the fit starts from every pair of them,
@@ -68,8 +69,10 @@ def fit_law(points: Sequence[Point], starts: Iterable[np.ndarray] | None = None)
 
     Raises:
         ValueError: too few runs, or all of one size or one length.
+        CourseError: scipy is not installed.
     """
     require_points(points)
+    minimize = require_scipy().minimize
     sizes, lengths, losses = (np.log(np.array(column, dtype=float)) for column in zip(*points, strict=True))
     middle = np.array([sizes.mean(), lengths.mean()])  # a, b are the logarithms of the terms in the middle of the runs: far less correlated
     columns = np.stack([np.zeros_like(sizes), middle[0] - sizes, middle[1] - lengths])
@@ -99,6 +102,15 @@ def fit_law(points: Sequence[Point], starts: Iterable[np.ndarray] | None = None)
             break
     e, a, b, alpha, beta = best.x
     return ScalingLaw(*(float(value) for value in (np.exp(e), np.exp(a + alpha * middle[0]), np.exp(b + beta * middle[1]), alpha, beta)))
+
+
+def require_scipy() -> ModuleType:
+    """scipy.optimize, which nothing else in the trainer needs.
+
+    Raises:
+        CourseError: it is not installed.
+    """
+    return require("scipy.optimize", "scaling", "Fitting a scaling law")
 
 
 def grid_of_starts(losses: np.ndarray) -> list[np.ndarray]:

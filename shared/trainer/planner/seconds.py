@@ -17,11 +17,11 @@ from shared.parallel.pipeline.simulate import Times, make_timeline
 from shared.parallel.planning.activations import WIDTH, model_of_rank, whole_of
 from shared.parallel.planning.costs import cost
 from shared.parallel.planning.data_costs import Weight
-from shared.parallel.planning.frozen_costs import NF4_BITS
 from shared.parallel.planning.memory import StepSizes, data_shards
 from shared.parallel.planning.pipeline_costs import chunk_parts, held_parts, hidden_bytes
 from shared.trainer.config import TrainerConfig
 from shared.trainer.modes import ROLLING
+from shared.trainer.planner.base_bits import base_bits
 from shared.trainer.planner.flops import Flops, Trained, muon_flops, part_flops
 from shared.trainer.planner.hardware import Hardware
 from shared.trainer.planner.memory import reward_model_setting
@@ -170,8 +170,8 @@ def rollout_seconds(config: TrainerConfig, hardware: Hardware, step: StepSizes) 
     rows, prompt = min(sizes.rows, share), max(config.data.seq - sizes.new_tokens, 1)
     counts = parameter_counts(own)
     kept = WIDTH[step.precision] if layout.fully_sharded > 1 else 4
-    if config.adapter and config.adapter.base == "nf4":
-        kept = NF4_BITS[True] / 8
+    if config.adapter and config.adapter.base != "float":
+        kept = base_bits(config) / 8
     weights = kept * counts["matrix"] + 4 * counts["expert"] + 4 * own.vocab_size * own.hidden_size
     each = 2 * own.num_key_value_heads * own.head_dim * own.num_hidden_layers * WIDTH[step.precision]
     cache = rows * (prompt + sizes.new_tokens / 2) * each

@@ -18,11 +18,12 @@ from shared.parallel.planning.activations import Part, model_of_rank
 from shared.parallel.planning.costs import Cost, cost
 from shared.parallel.planning.data_costs import Weight, adapted, data_exchanges, norm_exchange, weights_of
 from shared.parallel.planning.expert_costs import expert_exchanges
-from shared.parallel.planning.frozen_costs import NF4_BITS, sizes_of
+from shared.parallel.planning.frozen_costs import sizes_of
 from shared.parallel.planning.memory import StepSizes
 from shared.parallel.planning.pipeline_costs import chunk_parts, held_parts, pipeline_exchanges
 from shared.parallel.planning.tensor_costs import Exchange, context_exchanges, tensor_exchanges
 from shared.trainer.config import TrainerConfig
+from shared.trainer.planner.base_bits import base_bits
 from shared.trainer.planner.flops import Trained
 from shared.trainer.planner.hardware import Hardware
 
@@ -67,7 +68,7 @@ def own_weights(config: TrainerConfig, part: Part, trained: Trained) -> list[Wei
     if not trained.is_adapter:
         return weights
     sizes = sizes_of(model_of_rank(config.model, config.parallel))
-    bits = NF4_BITS[True] if config.adapter.base == "nf4" else 0
+    bits = 0 if config.adapter.base == "float" else base_bits(config)
     return adapted(weights, [sizes[name] for name in trained.targets if name in sizes], trained.rank, bits)
 
 

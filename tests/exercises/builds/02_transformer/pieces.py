@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shared.course.checking import Case, Check
+from shared.course.optional import require
 
 TEXT = "the text of build.py: stage {}"
 THEIRS = "transformers' LlamaForCausalLM"
@@ -75,6 +76,7 @@ def ids_of(rows: int, columns: int, config: Config = PLAIN, seed: int = 0) -> Te
 @functools.cache
 def transformers() -> Any:
     """transformers, silent: what is printed while a check runs is shown as the learner's. Imported when it is needed: it takes seconds."""
+    require("transformers", "builds", "The check of 02.build")
     logging.disable(logging.WARNING)
     with contextlib.redirect_stderr(io.StringIO()):
         import transformers

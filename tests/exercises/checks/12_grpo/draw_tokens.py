@@ -1,5 +1,5 @@
-"""Check of 12.draw_tokens. Oracle: transformers' TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper, in this order, in float64,
-then softmax; and `fractions`, which lays exact probabilities side by side.
+"""Check of 12.draw_tokens. Oracles: exponentials of Python's own, cut by top-k and then by top-p and laid side by side, which equal
+transformers' warpers in this order (`tests/parity/test_check_oracles.py`); and `fractions`, whose probabilities are exact.
 
 Tolerances. Tokens are compared exactly; no place is within 1e-9 of an edge, but where the edge is exact. Log-probabilities in float64:
 1e-12 of numbers up to 50.
@@ -16,7 +16,7 @@ from shared.course.counting import cost, within
 
 from .pieces import ARITHMETIC, CONTRACT, left_behind, nothing, randn
 
-TRANSFORMERS = "transformers: the warpers of temperature, top-k and top-p in this order, then softmax"
+EXPONENTIALS = "Python's own exponentials, cut by top-k and then by top-p, over their sum"
 FRACTIONS = "exact fractions, laid side by side"
 INF = torch.inf
 ALMOST = 1 - 2**-53  # the largest float64 below 1
@@ -44,22 +44,32 @@ def drawn(rows, vocab, dtype=torch.float64, loud=2.0, seed=1, places=torch.float
     return given
 
 
-def by_transformers(logits, uniform, temperature=1.0, top_k=None, top_p=None):
-    from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    scores = logits.double()
-    warpers = [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
-    warpers += ([TopKLogitsWarper(top_k)] if top_k else []) + ([TopPLogitsWarper(top_p)] if top_p else [])
-    for warper in warpers:
-        scores = warper(None, scores)
-    tokens, logs = [], scores.log_softmax(-1)
-    for row, place in zip(logs.exp().tolist(), uniform.double().tolist(), strict=True):
-        passed, token = row[0], 0
+def by_exponentials(logits, uniform, temperature=1.0, top_k=None, top_p=None):
+    tokens, logs = [], []
+    for row, place in zip(logits.double().tolist(), uniform.double().tolist(), strict=True):
+        left = shares_of(row, temperature, top_k, top_p)
+        passed, token = left[0], 0
         while passed <= place:
-            token, passed = token + 1, passed + row[token + 1]
+            token, passed = token + 1, passed + left[token + 1]
         tokens.append(token)
-    found = torch.tensor(tokens)
-    return {"tokens": found, "log_probs": logs[torch.arange(len(found)), found]}
+        logs.append(math.log(left[token]))
+    return {"tokens": torch.tensor(tokens), "log_probs": torch.tensor(logs, dtype=torch.float64)}
+
+
+def shares_of(row, temperature=1.0, top_k=None, top_p=None):
+    """The probability of each token. top-k keeps what ties for its last place, top-p a token before which less than top_p has passed."""
+    likeliest = sorted(range(len(row)), key=lambda token: -row[token])  # of equally likely ones the first comes first
+    peak = max(row)
+    weights = [math.exp((logit - peak) / temperature) for logit in row]
+    if top_k:
+        least = row[likeliest[min(top_k, len(row)) - 1]]
+        weights = [weight if logit >= least else 0.0 for logit, weight in zip(row, weights, strict=True)]
+    if top_p:
+        before, total = 0.0, math.fsum(weights)
+        for token in likeliest:
+            before, weights[token] = before + weights[token], weights[token] if before < top_p * total else 0.0
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
 
 
 def by_fractions(weights, kept=None):
@@ -99,16 +109,9 @@ def shares(function, logits, count, **more):
     return {"share of each token": counted, "the probabilities of all that were drawn": sum(found.values())}
 
 
-def shares_by_transformers(logits, count, **more):
-    reached = by_transformers_probabilities(logits, **more)
+def shares_by_exponentials(logits, count, **more):
+    reached = torch.tensor(shares_of(logits[0].tolist(), **more), dtype=torch.float64)
     return {"share of each token": reached, "the probabilities of all that were drawn": 1.0}
-
-
-def by_transformers_probabilities(logits, temperature=1.0, top_k=None, top_p=None):
-    from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    scores = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, TemperatureLogitsWarper(temperature)(None, logits)))
-    return scores.softmax(-1)[0]
 
 
 def given_sizes(function):
@@ -124,7 +127,7 @@ def more_of_top_p(function):
     return cost(function, 1e9, 1, sizes)
 
 
-def case(rung, title, given, expected=by_transformers, source=TRANSFORMERS, observe=None, tolerance=1e-12):
+def case(rung, title, given, expected=by_exponentials, source=EXPONENTIALS, observe=None, tolerance=1e-12):
     return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
 
 
@@ -210,7 +213,7 @@ CHECK = Check(
         exact("top-k of 3, then top-p of 0.9 of what is left, 8 + 5 + 3", MIXED, PLACES, {0, 2, 4}, top_k=3, top_p=0.9),
         exact("top-k of 3, then top-p of 0.8: 13/16 reaches it, where 13/20 would not", MIXED, PLACES, {2, 4}, top_k=3, top_p=0.8),
         case("property", "top-p of 1 keeps tokens of probability 1e-18", of([TAIL] * 2, [2.42e-17, 0.5], top_p=1.0),
-             lambda **given: by_transformers(given["logits"], given["uniform"])),
+             lambda **given: by_exponentials(given["logits"], given["uniform"])),
         case("property", "rows that keep different numbers of tokens", lambda: {
             "logits": torch.tensor([0.1, 1.0, 5.0, 0.5]).double()[:, None] * randn(4, 13, seed=3),
             "uniform": torch.tensor([0.93, 0.5, 0.98, 0.07]).double(), "top_p": 0.7}),
@@ -232,7 +235,7 @@ CHECK = Check(
         case("property", "logits of thousands, and of minus thousands", of(
             [[5000.0, 5001.0, 4990.0], [-5000.0, -5001.0, -5003.0]], [0.4, 0.8])),
         case("property", "a shift of all logits changes nothing", lambda: {"logits": drawn(5, 9)()["logits"] + 1024.0,
-             "uniform": drawn(5, 9)()["uniform"]} | ALL, lambda logits, **given: by_transformers(logits - 1024.0, **given), CONTRACT,
+             "uniform": drawn(5, 9)()["uniform"]} | ALL, lambda logits, **given: by_exponentials(logits - 1024.0, **given), CONTRACT,
              tolerance=1e-11),
         case("property", "each row alone is what it is among others", drawn(7, 11, **ALL), observe=row_by_row),
         case("property", "tensors that are not contiguous", strided),
@@ -243,7 +246,7 @@ CHECK = Check(
         case("oracle", "3 rows of 5,000 tokens", drawn(3, 5000, loud=0.1)),
         case("oracle", "200 rows of 97, all three, in float32", drawn(200, 97, torch.float32, temperature=0.6, top_k=30, top_p=0.95)),
         case("oracle", "how often each token is drawn at 20,000 places", lambda: {
-            "logits": randn(1, 9, seed=4), "count": 20_000, "temperature": 0.8, "top_k": 7, "top_p": 0.9}, shares_by_transformers,
+            "logits": randn(1, 9, seed=4), "count": 20_000, "temperature": 0.8, "top_k": 7, "top_p": 0.9}, shares_by_exponentials,
             observe=shares, tolerance=1e-4),
         case("budget", "more rows and tokens, and memory, in logits of float64", dict, lambda: within(16), CONTRACT, given_sizes),
         case("budget", "more that is kept", dict, lambda: within(1e9), CONTRACT, more_of_top_p),
