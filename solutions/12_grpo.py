@@ -76,8 +76,7 @@ def number_reward(answer: str, expected: str) -> float:
 
 
 def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:
-    """Rounding leaves a rest where equal rewards are less their mean, and a division makes it large: such groups are found by comparing.
-    One answer alone has no deviation over n - 1; with one over n, which is 0, nobody is warned of a NaN that is not used."""
+    """Rounding leaves a rest where equal rewards are less their mean, and a division makes it large: such groups are found by comparing."""
     if group < 1 or len(rewards) % group:
         raise ValueError(f"group is {group} for {len(rewards)} answers: it must be at least 1 and divide them.")
     if scale not in ("group", "batch", "none"):
@@ -85,9 +84,9 @@ def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tenso
     groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).reshape(-1, group)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     if scale == "group":
-        advantages = advantages / (groups.std(dim=1, keepdim=True, correction=int(group > 1)) + 1e-4)
+        advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
     elif scale == "batch":
-        advantages = advantages / (groups.std(correction=int(len(rewards) > 1)) + 1e-4)
+        advantages = advantages / (groups.std() + 1e-4)
     differ = (groups != groups[:, :1]).any(dim=1, keepdim=True)
     return advantages.where(differ, 0).flatten().to(rewards.dtype)
 

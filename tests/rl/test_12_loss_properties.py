@@ -56,13 +56,6 @@ def test_equal_rewards_of_any_size_teach_exactly_nothing(rewards, group, kind, s
     assert (group_advantages(repeated, group, scale) == 0).all()
 
 
-@pytest.mark.parametrize("answers", [1, 3])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.filterwarnings("error")
-def test_one_answer_alone_teaches_nothing_and_no_deviation_of_one_number_is_asked_of_torch(answers, scale):
-    assert group_advantages(torch.arange(answers) / 10, 1, scale).tolist() == [0.0] * answers
-
-
 @often
 @given(seed=SEEDS, group=st.integers(2, 8), scale=SCALES, factor=st.floats(0.5, 20))
 def test_advantages_of_a_group_add_up_to_0_are_z_scores_and_keep_the_order(seed, group, scale, factor):
