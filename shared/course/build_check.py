@@ -19,24 +19,29 @@ from shared.course.outcome import NOT_ATTEMPTED, Outcome
 from shared.course.paths import shown
 from shared.course.stubs import BodyFile
 
+RAISED = "raised    "  # begins the line of an error (`checking.describe`)
 SECONDS = 60.0  # of the processor's time, for one stage
 
 
 class Functions:
-    """The public functions of a learner's file. `missing` is what the first one said that raised NotImplementedError."""
+    """The public functions of a learner's file. `missing` is what the first one said that raised NotImplementedError, and `returned` what
+    the last call gave, in words: its result is not kept, because a check may count what is still in memory."""
 
     def __init__(self, module: ModuleType):
-        self.module, self.missing = module, ""
+        self.module, self.missing, self.returned = module, "", ""
 
     def __getattr__(self, name: str) -> Callable:
         function = getattr(self.module, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
+            self.returned = ""
             try:
-                return function(*arguments, **named)
+                result = function(*arguments, **named)
             except NotImplementedError as error:
                 self.missing = self.missing or str(error) or f"{name} raises NotImplementedError"
                 raise
+            self.returned = f"{name} returned {'None' if result is None else f'an object of type {type(result).__name__}'}"
+            return result
 
         return call
 
@@ -126,6 +131,9 @@ def run_stage(
 
     def before_diagnosis(outcome: Outcome) -> None:
         missing.append(functions.missing)  # now: later cases of a wrong build may meet a function that is not written yet
+        raised = [place for place, line in enumerate(outcome.problem) if line.startswith(RAISED)]
+        if raised and functions.returned:
+            outcome.problem.insert(raised[-1] + 1, f"          in the check, after your {functions.returned}")
         if not functions.missing:
             keep(outcome)
 

@@ -51,8 +51,18 @@ def route(model: nn.Module, rule: str, *, no_decay: list[str], to_adamw: list[st
         own = "adamw" if rule == "muon" and (not is_matrix or name in kept) else rule
         routes.setdefault((own, decays), []).append(name)
     if rule == "muon" and not any(own == "muon" for own, _ in routes):
-        raise SettingError("Muon was asked for and not one parameter is a matrix for it: use adamw, or look at to_adamw and the roles.")
+        raise SettingError(no_matrix(trainable, kept))
     return [Route(own, decays, tuple(names)) for (own, decays), names in routes.items()]
+
+
+def no_matrix(trainable: dict[str, Tensor], kept: set[str]) -> str:
+    """The sentence for a model without a matrix for Muon, by what is trained."""
+    shown = ", ".join(trainable) if len(trainable) <= 2 else f"{next(iter(trainable))} and others"
+    why = "optimizer.to_adamw takes them out" if kept else "embeddings, the head, norms, biases and adapters of these are for AdamW"
+    return (
+        f"optimizer.name is muon, and not one parameter is a matrix for it. Trained are {shown}: {why}. Give optimizer.name adamw, or "
+        "train matrices inside the layers too."
+    )
 
 
 def matching(parameters: dict[str, Tensor], patterns: list[str], option: str) -> set[str]:

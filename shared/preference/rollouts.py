@@ -69,6 +69,7 @@ class RolloutLoader:
         position: prompts that were answered so far, over all ranks.
         current: the rollout that is being trained on; None between two.
         metrics: of the rollout that the last step trained on.
+        is_rolling: whether a rollout is being made, or could not be.
 
     Raises:
         CourseError: no prompts, one that is empty or too long, or answers that cannot be shared equally among the ranks.
@@ -88,6 +89,7 @@ class RolloutLoader:
     position: int = field(default=0, init=False)
     current: OpenRollout | None = field(default=None, init=False)
     metrics: Metrics = field(default_factory=dict, init=False)
+    is_rolling: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.mesh = self.strategy.mesh
@@ -128,13 +130,14 @@ class RolloutLoader:
 
     def roll_out(self) -> OpenRollout:
         """Answer the next prompts. Every rank calls it, and has all answers afterwards."""
-        device = next(self.strategy.module.parameters()).device
+        device, self.is_rolling = next(self.strategy.module.parameters()).device, True
         with torch.no_grad(), evaluating(self.strategy.model), self.strategy.kept_whole():
             samples, scores, parts = self.answered(device)
             with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
                 rollout = self.scored(samples, scores, device)
         rollout.parts = parts
         columns, metrics = self.advantages(rollout)
+        self.is_rolling = False
         return OpenRollout(samples, {"old_log_probs": rollout.log_probs} | columns, rollout.metrics() | metrics)
 
     def answered(self, device: torch.device) -> Answered:
@@ -259,3 +262,11 @@ class RolloutMetrics(Callback):
 
     def measure(self, engine: Any) -> Metrics:
         return {f"rollout/{name}": value for name, value in self.loader.metrics.items()}
+
+    def on_error(self, engine: Any, error: BaseException) -> None:
+        """Save the last step where a reward failed: the same command then continues with that rollout, once the reward is mended."""
+        alike = isinstance(error, CourseError) and (error.on_all_ranks or engine.strategy.size == 1)
+        if alike and self.loader.is_rolling and engine.saved_at != engine.step > 0:
+            engine.save()
+            engine.note_saved(wait=True, last=True)
+            engine.console.print(f"Step {engine.step} is saved; what follows ends the run.", highlight=False)

@@ -5,6 +5,7 @@ Answers that are all right, or all wrong, have no advantage over one another: a 
 
 import torch
 
+from shared.course.errors import CourseError
 from shared.preference.rollout import OpenRollout
 from shared.preference.rollouts import Answered, RolloutLoader
 from shared.rl.grpo import GRPOConfig, differing
@@ -27,7 +28,11 @@ class GroupLoader(RolloutLoader):
         for number in range(self.config.rounds):
             if number:
                 self.position += wanted
-            answered = super().answered(device)
+            try:
+                answered = super().answered(device)
+            except CourseError:
+                self.position -= number * wanted  # a saved run draws this rollout again, from its first prompts
+                raise
             groups = [tuple(each[first : first + size] for each in answered) for first in range(0, len(answered[0]), size)]
             differ = differing(torch.tensor(answered[1], dtype=torch.float64), size).tolist()
             drawn += sum(differ)

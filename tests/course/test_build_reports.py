@@ -179,3 +179,26 @@ def test_a_wrong_function_is_reported_though_the_next_one_is_not_written_yet():
     assert (outcome.state, outcome.title) == (FAIL, "first") and kept == [outcome]
     alone = build_check.Functions(SimpleNamespace(first=lambda: 1, second=unwritten))
     assert build_check.run_stage(check, alone, {}).state == NOT_ATTEMPTED
+
+
+@pytest.mark.parametrize(
+    ("result", "said"), [(None, "returned None"), ([1], "returned an object of type list")]
+)
+def test_a_result_that_the_check_cannot_read_is_said_to_be_the_learners(result, said):
+    """The error is the check's own, and its words name nothing that the learner wrote."""
+    pairs = lambda functions: {"pairs": dict(functions.read_pairs())}  # noqa: E731
+    check = Check("07.build.weights", ("pairs",), [Case("property", "pairs", dict, lambda: {"pairs": {}}, "arithmetic", pairs)], ())
+    answer = build_check.Functions(SimpleNamespace(read_pairs=lambda: result))
+    problem = build_check.run_stage(check, answer, {}).problem
+    place = next(number for number, line in enumerate(problem) if line.startswith("raised    TypeError"))
+    assert problem[place + 1].strip() == f"in the check, after your read_pairs {said}"
+
+
+def test_an_error_within_a_function_is_not_put_down_to_an_earlier_result():
+    def second() -> int:
+        raise KeyError("left")
+
+    both = lambda functions: {"y": functions.first() and functions.second()}  # noqa: E731
+    check = Check("07.build.weights", ("y",), [Case("property", "both", dict, lambda: {"y": 1}, "arithmetic", both)], ())
+    answer = build_check.Functions(SimpleNamespace(first=lambda: 1, second=second))
+    assert not any("in the check" in line for line in build_check.run_stage(check, answer, {}).problem)

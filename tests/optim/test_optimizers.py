@@ -77,8 +77,11 @@ def test_patterns_take_effect_or_are_refused():
     for option in ("no_decay", "to_adamw"):
         with pytest.raises(ValueError, match=rf"{option}: no trainable parameter has a name like 'blocks\.\*'. Names look like 'embedding"):
             build_optimizer(model, OptimizerConfig("muon", **{option: ["blocks.*"]}))
-    with pytest.raises(ValueError, match="not one parameter is a matrix"):
+    with pytest.raises(ValueError, match="not one parameter is a matrix.* and others: optimizer.to_adamw takes them out"):
         build_optimizer(model, OptimizerConfig("muon", to_adamw=["*"]))
+    model.requires_grad_(False).head.requires_grad_(True)
+    with pytest.raises(ValueError, match="Trained are head.linear.weight: embeddings, the head, .* are for AdamW. Give optimizer.name"):
+        build_optimizer(model, OptimizerConfig("muon"))
 
 
 def test_frozen_parameters_are_left_out_and_a_frozen_model_is_refused():

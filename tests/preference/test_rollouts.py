@@ -105,8 +105,9 @@ def test_answers_are_drawn_without_dropout_and_without_gradients_and_the_model_i
     assert seen == [(False, False)] * 2
 
 
-def engine_of(folder, steps: int) -> tuple[RuntimeEngine, PPORun]:
+def engine_of(folder, steps: int, reward=reward) -> tuple[RuntimeEngine, PPORun]:
     run = alone_run(ppo=replace(PPO, minibatches=2, target_kl=1.0, kl_horizon=20))
+    run.loader.reward = reward
     config = EngineConfig(output=folder, device="cpu", trackers=(), checkpoint=CheckpointConfig(asynchronous=False), log_every=1)
     kept = []
 
@@ -126,6 +127,24 @@ def test_a_run_that_was_stopped_continues_bit_for_bit(tmp_path, stop):
     engine_of(tmp_path / "stopped", stop)
     _, resumed = engine_of(tmp_path / "stopped", 6)
     assert whole.kept[stop:] == resumed.kept and {"rollout/reward", "rollout/kl_coefficient"} <= whole.kept[0].keys()
+    for (name, one), (_, other) in zip(whole.plain.named_parameters(), resumed.plain.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_reward_that_fails_between_two_checkpoints_loses_no_step(tmp_path):
+    calls = []
+
+    def failing_once(samples):
+        calls.append(samples)
+        if len(calls) == 2:
+            raise KeyError("answer")
+        return reward(samples)
+
+    with pytest.raises(CourseError, match="The reward failing_once failed on answers"):
+        engine_of(tmp_path / "failed", 6, failing_once)
+    _, resumed = engine_of(tmp_path / "failed", 6, failing_once)
+    _, whole = engine_of(tmp_path / "whole", 6)
+    assert resumed.kept == whole.kept[PPO.passes * 2 :] and len(calls) == 3
     for (name, one), (_, other) in zip(whole.plain.named_parameters(), resumed.plain.named_parameters(), strict=True):
         assert torch.equal(one, other), name
 

@@ -54,6 +54,22 @@ def test_groups_without_a_difference_are_drawn_again():
     assert [each.completion.ids for each in samples[: 2 * len(differ)]] == [first[2 * place + part] for place in differ for part in (0, 1)]
 
 
+def test_a_reward_that_fails_in_a_later_round_leaves_the_position_of_the_first():
+    calls = []
+
+    def failing(samples):
+        calls.append(samples)
+        if len(calls) == 2:
+            raise KeyError("answer")
+        return rare(samples)
+
+    run = run_of(replace(PLAIN, rounds=8))
+    run.loader.reward = failing
+    with pytest.raises(CourseError, match="The reward failing failed"):
+        run.loader.roll_out()
+    assert run.loader.position == 0 and len(calls) == 2
+
+
 def test_where_no_group_ever_differs_the_rollout_is_full_all_the_same():
     run, samples, metrics = rolled(3, lambda samples: [1.0] * len(samples))
     assert len(samples) == 8 and metrics["rounds"] == 3 and metrics["zero_variance"] == 1.0

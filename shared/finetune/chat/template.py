@@ -89,6 +89,8 @@ class ChatTemplate:
         """
         path = Path(path).expanduser()
         folder = path if path.is_dir() else path.parent
+        if str(path) != "chatml" and not path.exists():
+            raise TemplateError(f"There is no chat template at {path.absolute()}: correct the path, or give chatml.")
         try:
             config = (beside or folder) / "tokenizer_config.json"
             said = read_json(config) if config.exists() else {}
