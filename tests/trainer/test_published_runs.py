@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from published_runs import CALIBRATION, PAGE, calibrated, megatron, memory_table, others, predicted
+from published_runs import CALIBRATION, PAGE, calibrated, korthikanti, megatron, memory_table, others, predicted
 
 from shared.trainer.planner.hardware import DEVICES
 
-RUNS = [*megatron(), *others()]
+RUNS = [*megatron(), *others(), *korthikanti()]
 QUICK = [run for run in RUNS if "pp" not in run.layout]
 
 
