@@ -21,7 +21,7 @@ def scaled(gradients: dict[str, Any]) -> Results:
         if each is None:
             found[name] = "none"
             continue
-        size = each.detach().abs().max().clamp(min=1e-3)  # a token that sees itself alone has a gradient of 0, or of its rounding
+        size = each.detach().abs().max().clamp(min=1e-2)  # a token that sees itself alone has a gradient of 0, or of its rounding: 2e-7
         found |= {f"gradient of {name}": (each.detach() / size).clone(), f"largest gradient of {name}": size.clone()}
     return found
 
