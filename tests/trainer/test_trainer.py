@@ -95,7 +95,7 @@ def test_files_that_were_changed_since_the_commit_are_named(monkeypatch):
 
 
 def test_what_a_run_took_is_a_median_that_a_pause_does_not_move():
-    took = SimpleNamespace(peak_memory=2**31, training=1.0, overhead=2.0)
+    took = SimpleNamespace(peak_memory=2**31, training=1.0, overhead=2.0, starts=1)
     run = SimpleNamespace(config=SimpleNamespace(model=ModelConfig()), costs=took, watch=Stopwatch())
     logs = {step: {"speed/tokens_per_second": rate, "progress/tokens": 10 * step} for step, rate in enumerate((8.0, 0.1, 7.0), 1)}
     found = results.costs(run, logs | {4: {"validation/loss": 1.0}}, 4.0)
