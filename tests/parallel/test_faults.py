@@ -200,10 +200,11 @@ def test_deadlocks_and_mismatches_of_processes_are_reported(function, sentence):
 
 
 def test_a_process_that_hangs_is_named_with_what_it_did_last():
-    """It beats twice and stops, so it has no time to miss the other one's beats, however slow the machine is."""
-    sentence = "rank 1 has sent no heartbeat for 2 s: it died, hangs or cannot be reached; its last operation was barrier #1 of world"
+    """It beats twice and stops, so it has no time to miss the other one's beats, however slow the machine is.
+    Six seconds, because a busy machine has kept the store silent for two."""
+    sentence = "rank 1 has sent no heartbeat for 6 s: it died, hangs or cannot be reached; its last operation was barrier #1 of world"
     with pytest.raises(CommunicationError, match=sentence):
-        run_processes(silent, 2, timeout=300, timeouts=Timeouts(2.0, 600.0, 0.2))
+        run_processes(silent, 2, timeout=300, timeouts=Timeouts(6.0, 600.0, 0.2))
 
 
 def late(world):
