@@ -206,8 +206,8 @@ def diagnose(
 ) -> str:
     """The one sentence of which a mutant does what `function` does, on the failing case and on all that come before it.
 
-    Where those of several sentences do, the cases after it decide; where those do not either, nothing is said. Where one sentence is left
-    and a later case tells its mutants from `function`, `how_alike` decides how it is said.
+    Where mutants of several sentences do, the later cases decide; where they do not either, nothing is said. Where one sentence is left and
+    a later case tells its mutants from `function`, `how_alike` decides how it is said.
 
     Args:
         confirm: whether one sentence that is left is compared on later cases; for `function` one of the mutants this tells nothing.

@@ -3,8 +3,8 @@
 Most tokens of a chat are only read. The head and the loss are a large part of a small model's step, and their rows do not depend on one
 another, so rows without a target are left out before the head: the loss and every gradient stay what they were.
 
-How many are left differs from batch to batch. In 16 bits oneDNN builds a new product for each number of rows that it has not had, which
-takes as long as many rows do: there a few rows without a target fill them up to a multiple of 64.
+How many are left differs from batch to batch. In 16 bits oneDNN compiles a kernel for each number of rows that it has not seen, which costs
+as much time as many rows. So under autocast they are padded to a multiple of 64 with rows that have no target.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from shared.loss import IGNORED
 from shared.model.chunked_loss import apart, chunked_loss
 from shared.totals import Batch, Totals
 
-ROWS = 64  # whose multiples are the numbers of rows in 16 bits
+ROWS = 64  # the number of rows under autocast is a multiple of it
 
 
 def answer_objective(model: nn.Module, batch: Batch) -> Totals:

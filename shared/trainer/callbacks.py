@@ -38,7 +38,7 @@ class Costs(Callback):
     parts of the run, as rank 0 saved them. What a part did after its last checkpoint is lost with it, and is not counted.
 
     Args:
-        watch: the seconds of this start; those of earlier ones are added to it.
+        watch: this start's seconds, to which earlier starts' are added.
 
     starts: how often the run was started. peak_memory: bytes. peak_here: of this process alone, which may be another rank than the one
     that saved, in another layout.

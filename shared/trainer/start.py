@@ -90,7 +90,7 @@ def with_microbatches(words: list[str]) -> list[str]:
     if stages == 1 or size == step.rows or named & {"data", "data.micro_batch_size"}:
         return words
     count = step.rows // size * step.microbatches
-    said = f"{stages} stages have {count} micro-batches in a step and wait less. Another size is yours to name."
+    said = f"{stages} stages have {count} micro-batches in a step and wait less. To choose another size, name it."
     print(f"data.micro_batch_size is {size} here and not {asked}, so that {said}", flush=True)
     return [*words, f"data.micro_batch_size={size}"]
 

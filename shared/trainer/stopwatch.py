@@ -31,7 +31,7 @@ class Stopwatch:
         self.began -= sum(parts.values()) + others
 
     def total(self) -> float:
-        """Seconds since the first part began, with those of earlier processes."""
+        """Seconds since the first part began, and of earlier processes."""
         return time.perf_counter() - self.began
 
 

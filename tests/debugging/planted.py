@@ -112,7 +112,7 @@ def slow_link() -> None:
 
 
 def hot_start(batches: Iterator[int], engine: Any, microbatches: Any) -> None:
-    """The first start is interrupted in step 21; one that resumes goes on with another peak. batches: counts those of this start."""
+    """The first start is interrupted in step 21; one that resumes goes on with another peak. batches: counts this start's."""
     begins = next(batches) == 0
     if engine.step == 20:
         os.kill(os.getpid(), signal.SIGINT)

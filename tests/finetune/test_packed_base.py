@@ -63,7 +63,7 @@ def test_adapters_train_as_over_the_dequantized_base_in_one_process(layout, meth
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Method -> the folder of the quantized model, whose other weights are those of the runs."""
+    """Method -> the folder of the quantized model, whose other weights are the runs' own."""
     made = {}
     for method in METHODS:
         made[method] = tmp_path_factory.mktemp(method)

@@ -4,13 +4,12 @@ import json
 
 import pytest
 import torch
-from test_peft_format import IDS, LLAMA, close, of_transformers, ours, randomize
+from test_peft_format import IDS, LLAMA, close, merges_exactly, of_transformers, ours, randomize
 
-from shared.finetune.adapters import attach_adapter, detach_adapters, merge_adapter, unmerge_adapter
+from shared.finetune.adapters import attach_adapter
 from shared.finetune.config import AdapterConfig
 from shared.finetune.peft_format import load_adapter, save_adapter
 from shared.model.hf.files import PretrainedError
-from shared.model.hf.pretrained import save_pretrained
 
 NARROW = {"moe_intermediate_size": 12, "num_experts_per_tok": 2}
 FAMILIES = {
@@ -79,15 +78,7 @@ def test_we_load_pefts_and_the_merged_model_is_the_same(family, targets, bases, 
     expected = theirs(IDS).logits
     model = load_adapter(ours(bases[family]), tmp_path)
     close(model(IDS), expected)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    merge_adapter(model)
-    close(model(IDS), expected)
-    unmerge_adapter(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    merge_adapter(model)
-    detach_adapters(model)
-    save_pretrained(model, tmp_path / "merged")
-    close(of_transformers(tmp_path / "merged")(IDS).logits, expected)
+    merges_exactly(model, expected, tmp_path / "merged")
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -90,6 +90,19 @@ def close(found, expected) -> None:
     assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
+def merges_exactly(model: TransformerModel, expected: torch.Tensor, folder: Path) -> None:
+    """Merged, unmerged to the same bits, merged again and saved for transformers: logits stay as expected."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    merge_adapter(model)
+    close(model(IDS), expected)
+    unmerge_adapter(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    merge_adapter(model)
+    detach_adapters(model)
+    save_pretrained(model, folder)
+    close(of_transformers(folder)(IDS).logits, expected)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_ours(case, bases, tmp_path):
@@ -123,15 +136,7 @@ def test_we_load_pefts_and_the_merged_model_is_the_same(case, bases, tmp_path):
         with pytest.raises(ValueError, match="cannot be merged"):
             merge_adapter(model)
         return
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    merge_adapter(model)
-    close(model(IDS), expected)
-    unmerge_adapter(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    merge_adapter(model)
-    detach_adapters(model)
-    save_pretrained(model, tmp_path / "merged")
-    close(of_transformers(tmp_path / "merged")(IDS).logits, expected)
+    merges_exactly(model, expected, tmp_path / "merged")
 
 
 @torch.no_grad()

@@ -148,7 +148,7 @@ def scope(function: ast.FunctionDef) -> list:
 
 
 def statements_of(tree: ast.Module) -> Iterator[set[int]]:
-    """The lines of each simple statement, and those of each compound one's head."""
+    """The lines of each simple statement, and of each compound one's head."""
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)

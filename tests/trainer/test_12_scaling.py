@@ -3,14 +3,13 @@
 import json
 from importlib import import_module
 
-import numpy as np
 import pytest
 import yaml
+from scaling_runs import EQUAL, around_optima
 from trainer_runs import SOURCE
 
 from chapters import scaling_grid, scaling_page
 from shared.course.errors import CourseError
-from shared.trainer.planner.scaling_law import Point, ScalingLaw
 
 scaling = import_module("chapters.12_grpo.scaling")
 
@@ -76,12 +75,7 @@ def test_a_study_leaves_what_it_promises(finished):
 
 
 def test_approach_2_predicts_where_three_budgets_show_a_minimum():
-    law = ScalingLaw(1.8, 400.0, 400.0, 0.35, 0.35)
-    runs = [
-        (flops, Point(size, flops / 6 / size, law.loss(size, flops / 6 / size)))
-        for flops in (1e18, 1e19, 1e20, 1e21)
-        for size in law.optimum(flops)[0] * np.array([0.6, 0.8, 1.0, 1.25, 1.6])
-    ]
+    law, runs = EQUAL, around_optima(EQUAL, (1e18, 1e19, 1e20, 1e21))
     best, tokens = law.optimum(1e22)
     assert scaling.by_frontier(runs[:10], best, tokens) is None
     found = scaling.by_frontier(runs, best, tokens)

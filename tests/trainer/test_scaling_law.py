@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from scaling_runs import EQUAL, around_optima
 from scipy.optimize import least_squares, minimize_scalar
 
 from shared.course.errors import CourseError
@@ -81,12 +82,7 @@ def test_bootstrapped_intervals_hold_the_truth_and_widen_with_the_noise():
 
 
 def test_parabolas_find_the_optima_of_a_law_with_equal_exponents():
-    law = ScalingLaw(1.8, 400.0, 400.0, 0.35, 0.35)  # whose profiles are symmetric, so that a parabola's lowest point is theirs
-    runs = [
-        (flops, Point(size, flops / 6 / size, law.loss(size, flops / 6 / size)))
-        for flops in (1e19, 1e20, 1e21)
-        for size in law.optimum(flops)[0] * np.array([0.25, 0.5, 1.0, 2.0, 4.0])
-    ]
+    law, runs = EQUAL, around_optima(EQUAL, (1e19, 1e20, 1e21), (0.25, 0.5, 1.0, 2.0, 4.0))
     profiles = isoflop_profiles(runs)
     assert [each.parameters for each in profiles] == pytest.approx([law.optimum(each.flops)[0] for each in profiles], rel=1e-6)
     assert all(each.inside for each in profiles) and frontier(profiles) == pytest.approx((0.5, 6**-0.5), rel=1e-5)
@@ -96,12 +92,7 @@ def test_parabolas_find_the_optima_of_a_law_with_equal_exponents():
 
 def test_the_frontier_carries_a_laws_best_losses_on_to_a_hundredfold_budget():
     """Of a law with equal exponents, whose best loss is E + c / C^(0.35 / 2)."""
-    law = ScalingLaw(1.8, 400.0, 400.0, 0.35, 0.35)
-    runs = [
-        (flops, Point(size, flops / 6 / size, law.loss(size, flops / 6 / size)))
-        for flops in (1e18, 1e19, 1e20, 1e21)
-        for size in law.optimum(flops)[0] * np.array([0.6, 0.8, 1.0, 1.25, 1.6])
-    ]
+    law, runs = EQUAL, around_optima(EQUAL, (1e18, 1e19, 1e20, 1e21))
     found, (best, tokens) = fit_frontier(isoflop_profiles(runs)), law.optimum(1e23)
     assert found.E == pytest.approx(1.8, abs=0.02) and found.beta == pytest.approx(0.175, abs=0.003)
     assert found.a == pytest.approx(0.5, abs=1e-4)
@@ -117,22 +108,14 @@ def test_the_frontier_carries_a_laws_best_losses_on_to_a_hundredfold_budget():
 
 
 def test_two_minima_carry_no_frontier_on():
-    law = ScalingLaw(1.8, 400.0, 400.0, 0.35, 0.35)
-    runs = [
-        (flops, Point(size, flops / 6 / size, law.loss(size, flops / 6 / size)))
-        for flops in (1e19, 1e20)
-        for size in law.optimum(flops)[0] * np.array([0.5, 1.0, 2.0])
-    ]
+    law, runs = EQUAL, around_optima(EQUAL, (1e19, 1e20), (0.5, 1.0, 2.0))
     with pytest.raises(ValueError, match="2 budgets of 2 have their minimum between the smallest and the largest model, not three"):
         fit_frontier(isoflop_profiles(runs))
     assert bootstrap_profiles(fit_frontier, runs, 5) == []
 
 
 def test_a_minimum_that_the_runs_do_not_show_is_not_taken_for_one():
-    law, flops = CHINCHILLA, 1e20
-    runs = [
-        (flops, Point(size, flops / 6 / size, law.loss(size, flops / 6 / size))) for size in law.optimum(flops)[0] * np.array([3, 6, 12])
-    ]
+    runs = around_optima(CHINCHILLA, (1e20,), (3, 6, 12))
     [profile] = isoflop_profiles(runs)
     assert not profile.inside
     with pytest.raises(ValueError, match="0 budgets of 1 have their minimum"):

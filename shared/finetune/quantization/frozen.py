@@ -20,7 +20,7 @@ from shared.model.context import to_compute_dtype
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.sharding import Range, cut_parameter
 
-AT_ONCE = 2**22  # numbers that are dequantized at a time, so that those of a whole weight are never there in float32
+AT_ONCE = 2**22  # numbers that are dequantized at a time: a whole weight is never in memory in float32
 
 
 class FrozenProduct(torch.autograd.Function):

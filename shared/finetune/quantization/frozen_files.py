@@ -39,7 +39,7 @@ def open_frozen(files: FrozenFolder, dtype: torch.dtype = torch.float32) -> Tran
         dtype: of what is not quantized.
 
     Raises:
-        PretrainedError: as for `open_pretrained`; quantized weights that are not those of one linear layer.
+        PretrainedError: as for `open_pretrained`; a quantized weight that is not one linear layer's.
     """
     return with_frozen_layers(open_pretrained(files.folder, dtype=dtype, files=files), files)
 
@@ -63,4 +63,3 @@ def with_frozen_layers(model: TransformerModel, files: FrozenFolder) -> Transfor
             )
         setattr(model.get_submodule(parent), own, files.layer(name, linear.bias))
     return model
-

@@ -183,17 +183,28 @@ def isoflop_profiles(runs: Sequence[tuple[float, Point]]) -> list[Profile]:
     return profiles
 
 
+def with_minimum(profiles: Sequence[Profile], fewest: int) -> list[Profile]:
+    """The profiles with a minimum inside.
+
+    Raises:
+        ValueError: fewer than `fewest`, two or three.
+    """
+    inside = [profile for profile in profiles if profile.inside]
+    if len(inside) < fewest:
+        raise ValueError(
+            f"{len(inside)} budgets of {len(profiles)} have their minimum between the smallest and the largest model, not "
+            f"{'two' if fewest == 2 else 'three'}."
+        )
+    return inside
+
+
 def frontier(profiles: Sequence[Profile]) -> tuple[float, float]:
     """(exponent a, factor k) of optimal parameters = k flops^a, by least squares of logarithms over the profiles with a minimum inside.
 
     Raises:
         ValueError: fewer than two of them.
     """
-    inside = [profile for profile in profiles if profile.inside]
-    if len(inside) < 2:
-        raise ValueError(
-            f"{len(inside)} budgets of {len(profiles)} have their minimum between the smallest and the largest model, not two."
-        )
+    inside = with_minimum(profiles, 2)
     exponent, log_factor = np.polyfit(np.log([each.flops for each in inside]), np.log([each.parameters for each in inside]), 1)
     return float(exponent), float(np.exp(log_factor))
 
@@ -221,17 +232,13 @@ class FrontierLaw:
 
 
 def fit_frontier(profiles: Sequence[Profile]) -> FrontierLaw:
-    """The frontier law of the profiles with a minimum inside. For each E of a grid from 0 to the lowest loss B and beta are those of a
-    straight line through the logarithms of what is above E; the E whose curve is nearest to the logarithms of the losses is taken.
+    """The frontier law of the profiles with a minimum inside. E is searched on a grid from 0 to the lowest loss: for each, a straight line
+    through the logarithms of the losses above it gives B and beta, and the E with the least squares of log losses is taken.
 
     Raises:
         ValueError: fewer than three such profiles.
     """
-    inside = [profile for profile in profiles if profile.inside]
-    if len(inside) < 3:
-        raise ValueError(
-            f"{len(inside)} budgets of {len(profiles)} have their minimum between the smallest and the largest model, not three."
-        )
+    inside = with_minimum(profiles, 3)
     flops, losses = (np.log([getattr(each, name) for each in inside]) for name in ("flops", "loss"))
 
     def curve(E: float) -> tuple[float, float, np.ndarray]:
