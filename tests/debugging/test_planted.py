@@ -15,9 +15,9 @@ TEXT = (CHECKOUT / "chapters" / "12_grpo" / "DEBUGGING.md").read_text(encoding="
 PAGE = " ".join(TEXT.split())
 
 
-def run_of(number: int, folder) -> tuple[int, str, dict]:
+def run_of(number: int, folder, *words: str) -> tuple[int, str, dict]:
     """Exit code, what was printed, and the last line of metrics."""
-    done = run_script(SCRIPT, number, folder / "it", cwd=folder)
+    done = run_script(SCRIPT, number, folder / "it", *words, cwd=folder)
     log = folder / "it" / "run" / "metrics.jsonl"
     lines = log.read_text().splitlines() if log.is_file() else ["{}"]
     return done.returncode, done.stdout + done.stderr, json.loads(lines[-1])
@@ -53,7 +53,8 @@ def test_a_role_without_gradient_shows_in_its_norm(tmp_path):
 
 
 def test_weights_that_hardly_move_show_in_the_update_ratio(tmp_path):
-    _, _, last = run_of(7, tmp_path)
+    _, _, last = run_of(7, tmp_path, "steps=20")
+    assert last["step"] == 20, "a setting of one's own"
     assert last["norm/update_ratio"] < 1e-5 and last["norm/gradient.matrix"] > 0
     assert last["train/loss"] == pytest.approx(6.25, abs=0.05)  # about log 512: nothing was learned
 

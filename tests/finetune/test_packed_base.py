@@ -1,6 +1,7 @@
 """LoRA over a base whose layers are rounded, or quantized by GPTQ or AWQ: on ranks as in one process, and as over the dequantized base."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from shared.finetune.quantization.rounding import Rounding
 from shared.finetune.quantization.saved import save_quantized
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.threads import run_threads
+from shared.parallel.planning.frozen_costs import packed_bits
+from shared.trainer.planner.base_bits import base_bits
 
 METHODS = {
     "rounded": Rounding(8, 64),
@@ -89,6 +92,28 @@ def test_ranks_read_their_slices_of_a_folder_and_train_as_over_the_dequantized_b
     found = train(layout, partial(opened, folder=folders[method]), batches=batches)
     require_same(found, alone(method))
     assert all(gradient.any() for name, gradient in found[0].gradients[1].items() if gradient is not None and "lora_" in name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_slice_may_begin_and_end_within_a_word_of_the_file(method, folders):
+    """A word of 32 bits holds several outputs; a rank's first one may be any of them."""
+    files = PackedFolder(folders[method])
+    name = next(name for name in sorted(files.quantized) if name.endswith("up_proj.weight"))
+    out, layer = files.shapes[name][0], files.layer(name, None)
+    for kind in layer.stored:
+        parameter = getattr(layer, kind)
+        whole = parameter.stored((0,) * parameter.dim(), parameter.shape)
+        for first, last in ((5, out), (out // 2 - 3, out // 2 + 2), (0, 1)):
+            rows = parameter.stored((first, *(0,) * (parameter.dim() - 1)), (last - first, *parameter.shape[1:]))
+            torch.testing.assert_close(rows, whole[first:last], rtol=0, atol=0)
+
+
+def test_the_planner_takes_a_bases_bits_from_its_folder(folders):
+    def bits(base, folder=None):
+        return base_bits(SimpleNamespace(adapter=AdapterConfig(rank=4, targets=("all-linear",), base=base), start_from=folder))
+
+    assert [bits("packed", folders[method]) for method in METHODS] == [8 + 24 / 64, 3 + 24 / 32, 4 + 24 / 64]
+    assert bits("packed") == packed_bits(Rounding().bits, Rounding().group) and bits("float") == 32
 
 
 def test_a_whole_row_with_one_scale_is_not_cut_between_ranks():
