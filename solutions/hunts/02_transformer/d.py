@@ -60,7 +60,7 @@ def main() -> None:
     pairs, embedding, middle = example(0, 200)
     print(f"A blind guess costs {math.log(WORDS):.1f} nats a word.")
     print("steps   loss of the model   loss when saved and loaded   loss after 100 more steps from there")
-    for steps in (1, 30, 300):
+    for steps in (1, 30, 100):
         model = new_model(embedding, middle)
         train(model, pairs, steps, 1.0)
         again = loaded(saved(model))
