@@ -188,7 +188,7 @@ def drawn(table: AbilityTable, names: list[str]) -> "Figure":
     axes.set(title=table.title, ylabel="share" if len(shares) == len(shown) else next(row.name for row in shown if row not in shares))
     if len(shares) == len(shown):
         axes.set_ylim(0, 1.02)
-        axes.legend()
+        figure.legend(loc="outside right center")
     return figure
 
 
