@@ -1,7 +1,10 @@
 """Prompt and prefix tuning: peft's logits, peft's files, packed rows, and the same training in every layout."""
 
+import copy
+
 import pytest
 import torch
+from peft_base import OurModelForPeft
 
 from shared.course.errors import SettingError
 from shared.data.packing import pack_documents
@@ -70,6 +73,30 @@ def test_logits_equal_peft(kind, base):
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     # The two programs add numbers up in another order without virtual tokens too; these must add nothing to that.
     assert (found - wanted).abs().max() <= 4 * (ours_alone - theirs_alone).abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_the_same_model_pefts_logits_are_ours_bit_for_bit(kind):
+    """peft's virtual tokens before our own model: what remains of the distance to peft is the distance to transformers' model."""
+    from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+    base = TransformerModel(ModelConfig(**TINY)).eval()
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.normal_(std=0.3)
+    ours = attach_adapter(copy.deepcopy(base), config_of(kind), seed=2).eval()
+    heads, width = (4, 64) if kind == "prompt" else (2, 32)  # peft asks for the keys' and values', where they are fewer
+    config = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}[kind](
+        task_type="CAUSAL_LM", num_virtual_tokens=N, num_layers=2, token_dim=width, num_attention_heads=heads
+    )
+    theirs = get_peft_model(OurModelForPeft(base), config).eval()
+    trained = {name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        theirs.prompt_encoder["default"].embedding.weight.copy_(soft_prompts.to_peft(trained, N))
+        ids = torch.randint(97, (2, 11), generator=torch.Generator().manual_seed(1))
+        wanted = theirs(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -11:]
+        found = ours(torch.cat([torch.tensor([soft_prompts.virtual_ids(ours)] * 2), ids], dim=1))[:, N:]
+        assert torch.equal(found, wanted) and not torch.allclose(base(ids), wanted, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
