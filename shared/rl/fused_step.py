@@ -3,7 +3,7 @@
     queries, keys, values      one product        gate, up       one product        cos, sin       looked up once for all layers
 
 At one row a product takes about as long as starting a handful of small operations, so that their number decides. The step computes what the
-model computes, to rounding. Weights are arranged once for all steps, which copies them.
+model computes, to rounding. Weights are arranged once for all steps, which copies those that are put side by side.
 
 Left out on purpose: models with other modules than chapter 02's, or with hooks, or in parts on several ranks. Their passes are their own.
 """
@@ -34,7 +34,10 @@ Attend = Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
 
 
 class Linear(NamedTuple):
-    """One or several linear layers of the same input, side by side: [..., in] -> [..., the sum of their outputs]."""
+    """One or several linear layers of the same input, side by side: [rows, in] -> [rows, the sum of their outputs].
+
+    weight: [in, out], a view.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -42,12 +45,27 @@ class Linear(NamedTuple):
     @staticmethod
     def of(*layers: nn.Linear) -> "Linear":
         if len(layers) == 1:
-            return Linear(layers[0].weight, layers[0].bias)
+            return Linear(layers[0].weight.t(), layers[0].bias)
         biases = [layer.bias for layer in layers]
-        return Linear(torch.cat([layer.weight for layer in layers]), None if biases[0] is None else torch.cat(biases))
+        return Linear(torch.cat([layer.weight for layer in layers]).t(), None if biases[0] is None else torch.cat(biases))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [rows, out] + self(x)."""
+        total = torch.addmm(residual, x, self.weight)
+        return total if self.bias is None else total.add_(self.bias)
+
+
+class Layer(NamedTuple):
+    """A block, and its products. up: gate and up side by side, where there is a gate."""
+
+    block: Block
+    projected: Linear
+    output: Linear
+    up: Linear
+    down: Linear
 
 
 class FusedStep:
@@ -62,16 +80,19 @@ class FusedStep:
 
     def __init__(self, model: TransformerModel, places: int, attend: Attend):
         self.model, self.attend = model, attend
+        self.head = Linear.of(model.head.linear)
         self.blocks = [
-            (
+            Layer(
                 block,
                 Linear.of(block.attention.q_proj, block.attention.k_proj, block.attention.v_proj),
-                Linear.of(block.feed_forward.gate_proj, block.feed_forward.up_proj) if model.config.gated else None,
+                Linear.of(block.attention.o_proj),
+                Linear.of(*((block.feed_forward.gate_proj,) if model.config.gated else ()), block.feed_forward.up_proj),
+                Linear.of(block.feed_forward.down_proj),
             )
             for block in model.stack.blocks.values()
         ]
         if model.config.position == "rope":
-            cos, sin = rope_tables(model.config, torch.arange(places, device=self.blocks[0][1].weight.device), places)
+            cos, sin = rope_tables(model.config, torch.arange(places, device=self.head.weight.device), places)
             self.rope = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     @staticmethod
@@ -91,21 +112,24 @@ class FusedStep:
         model, config = self.model, self.model.config
         x = model.embedding(ids, places, None, 0)
         rope = [table[places, None] for table in self.rope] if config.position == "rope" else None
-        for block, projected, gate_up in self.blocks:
+        for block, projected, output, up, down in self.blocks:
             heads = projected(normed(block.attention_norm, x)).unflatten(-1, (-1, config.head_dim))
             split = config.num_attention_heads + config.num_key_value_heads
             turned = heads[:, :split]
             if rope is not None:
                 turned = torch.addcmul(turned * rope[0], turned.roll(config.head_dim // 2, -1), rope[1]).to(x.dtype)
             queries, keys = turned.unsqueeze(2).split((config.num_attention_heads, config.num_key_value_heads), dim=1)
-            x = x + block.attention.o_proj(self.attend(block.attention, queries, keys, heads[:, split:].unsqueeze(2)).flatten(1))
-            h = normed(block.feed_forward_norm, x)
-            if gate_up is None:
-                x = x + block.feed_forward(h)
+            attended = self.attend(block.attention, queries, keys, heads[:, split:].unsqueeze(2))
+            x = output.onto(x, attended.flatten(1))
+            h = up(normed(block.feed_forward_norm, x))
+            if config.gated:
+                gate, h = h.chunk(2, dim=-1)
+                h = block.feed_forward.activation(gate) * h
             else:
-                gate, up = gate_up(h).chunk(2, dim=-1)
-                x = x + block.feed_forward.down_proj(block.feed_forward.activation(gate) * up)
-        return model.head(normed(model.stack.final_norm, x))
+                h = block.feed_forward.activation(h)
+            x = down.onto(x, h)
+        x = normed(model.stack.final_norm, x)
+        return self.head(x if model.head.scale == 1.0 else x * model.head.scale)
 
 
 def is_plain(module: nn.Module) -> bool:
