@@ -190,8 +190,8 @@ def page(config: StudyConfig, results: dict[str, list[dict[str, float | None]]])
     return f"""# What GRPO learns from a verifier: {config.task}
 
 `python chapters/12_grpo/grpo_study.py` writes this page. A model of {config.layers} layers of width {config.width} is fine-tuned
-on right {what.format(digits=config.digits)}, until it answers {config.start_accuracy:.0%} of held-out ones right,
-greedily, and is then trained in several ways for {config.steps} steps of {config.prompts * config.answers} answers each.
+on right {what.format(digits=config.digits)}, until {config.start_accuracy:.0%} of
+its {"drawn" if config.start_drawn else "likeliest"} answers to held-out ones are right, and is then trained in several ways for {config.steps} steps of {config.prompts * config.answers} answers each.
 
 - GRPO draws {config.answers} answers to each of {config.prompts} {config.task} at temperature 1, and takes {config.passes} steps with them, with
   AdamW at a learning rate of {config.learning_rate:g}. Nothing holds it near the start. A right answer is worth 1 and any other 0.
