@@ -77,10 +77,14 @@ def parse_words(config_class: type[Config], words: list[str], tell: Callable[[st
         refuse(error)
 
 
-def require_known(config_class: type, words: list[str]) -> None:
-    """Refuse, as `parse_words` does, what can be refused before the weights are there that a run starts from: unknown keys above all."""
+def require_usable(config_class: type, words: list[str]) -> None:
+    """Refuse, as `parse_words` does, what can be refused before the weights are there that a run starts from: all that does not depend on
+    their model."""
+    alone = type(config_class.__name__, (config_class,), {"__post_init__": lambda self: None, "completed": None})
     try:
-        settings_of(config_class, words)
+        written, settings, changes = settings_of(config_class, words)
+        settings = {name: value for name, value in settings.items() if name != "model"}
+        with_one_length(alone, with_shorter_schedule(config_class, written, settings, changes))
     except CourseError as error:
         refuse(error)
 
