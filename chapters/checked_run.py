@@ -1,7 +1,7 @@
-"""GRPO on small tasks: a model that solves a part of them right now and then learns from a verifier alone. Chapter 12's run and study share it.
+"""GRPO on small tasks: a model that is right now and then learns from a verifier alone. Chapter 12's run and study share this.
 
-The model is fine-tuned on right answers until it gives them to a part of the held-out tasks, and no further; from there on it sees no answer
-but its own, each with a reward of 1 or 0.
+The model is fine-tuned on right answers until it gives them to a part of the held-out tasks, and no further; from there on it sees no
+answer but its own, each with a reward of 1 or 0.
 """
 
 import copy
@@ -197,8 +197,8 @@ def learn(
     strategy = apply_parallel(copy.deepcopy(start), Mesh(ParallelConfig(), SingleRankCommunicator()), optimizer)
     loader = RolloutLoader(
         strategy, [each.prompt for each in training], sampler=CachedSampler(tasks.new_tokens, {tasks.end}, rows=256),
-        reward=reward or reward_of(tasks, training), config=grpo, advantages=GRPOAdvantages(grpo), seq=64, micro_batch_size=64, seed=config.seed,
-        reference=lambda batch: token_scores(start, batch)[0],
+        reward=reward or reward_of(tasks, training), config=grpo, advantages=GRPOAdvantages(grpo), seq=64, micro_batch_size=64,
+        seed=config.seed, reference=lambda batch: token_scores(start, batch)[0],
     )  # fmt: skip
     made = build_optimizer(strategy.optim_params, optimizer, strategy.routes)
     curve.held_out.append((0, accuracy(strategy.module, tasks, tasks.held_out)))

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from chapters.checked_run import CheckedConfig
 from shared.course.launch import launch
 
-START = ("task", "digits", "start_accuracy", "start_drawn", "start_rate", "most_start_steps", "width", "layers")  # the settings that decide it
+START = ("task", "digits", "start_accuracy", "start_drawn", "start_rate", "most_start_steps", "width", "layers")
 TRIES = (1, 2, 4, 8, 16)  # k of pass@k
 SMOOTHED = 10  # rollouts at the end of a run that a figure is the mean of
 ASKED = 200  # held-out tasks that are answered TRIES[-1] times
@@ -177,7 +177,7 @@ def page(config: StudyConfig, results: dict[str, list[dict[str, float | None]]])
 
     def rows(columns: dict[str, str]) -> str:
         lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        return "\n".join([*lines, *(f"| {name} | " + " | ".join(text_of(found, each) for each in columns.values()) + " |"
+        return "\n".join([*lines, *(f"| {name} | " + " | ".join(text_of(found, each).replace("  ", " ") for each in columns.values()) + " |"
                                     for name, found in results.items())])  # fmt: skip
 
     tries = rows({name: name for name in (GREEDY, *(f"pass@{k}" for k in TRIES))})
@@ -187,14 +187,16 @@ def page(config: StudyConfig, results: dict[str, list[dict[str, float | None]]])
     said = "\n".join(f"- {name}: {sum(some) / len(some):+.1f} points ({', '.join(f'{each:+.1f}' for each in some)})"
                      for name, some in gains.items() if name != "the start")  # fmt: skip
     what, one = WORDS[config.task]
+    likely = "drawn" if config.start_drawn else "likeliest"
     return f"""# What GRPO learns from a verifier: {config.task}
 
 `python chapters/12_grpo/grpo_study.py` writes this page. A model of {config.layers} layers of width {config.width} is fine-tuned
 on right {what.format(digits=config.digits)}, until {config.start_accuracy:.0%} of
-its {"drawn" if config.start_drawn else "likeliest"} answers to held-out ones are right, and is then trained in several ways for {config.steps} steps of {config.prompts * config.answers} answers each.
+its {likely} answers to held-out ones are right, and is then trained in several ways for {config.steps} steps of
+{config.prompts * config.answers} answers each.
 
-- GRPO draws {config.answers} answers to each of {config.prompts} {config.task} at temperature 1, and takes {config.passes} steps with them, with
-  AdamW at a learning rate of {config.learning_rate:g}. Nothing holds it near the start. A right answer is worth 1 and any other 0.
+- GRPO draws {config.answers} answers to each of {config.prompts} {config.task} at temperature 1, and takes {config.passes} steps with
+  them, with AdamW at a learning rate of {config.learning_rate:g}. Nothing holds it near the start. A right answer is worth 1 and any other 0.
 - With the random reward a coin decides what an answer is worth, for {config.coin_steps} steps.
 - Imitation goes on with the fine-tuning at its rate of {config.start_rate:g}. It sees a right answer to each {one}, which GRPO never does.
 
@@ -210,8 +212,9 @@ Change of pass@1 from the start, mean and each seed:
 
 ## What else moved
 
-KL is to the start, and per answer; entropy per token, both of drawn answers to held-out {config.task}. Groups of equal rewards teach nothing: their
-share is the mean of the last {SMOOTHED} rollouts. Seconds are the processor's, of the training alone and on one thread; the sandbox's are not in them.
+KL is to the start, and per answer; entropy per token, both of drawn answers to held-out {config.task}. Groups of equal rewards teach
+nothing: their share is the mean of the last {SMOOTHED} rollouts. Seconds are the processor's, of the training alone and on one thread;
+the sandbox's are not in them.
 
 {others}
 """

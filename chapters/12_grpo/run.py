@@ -16,7 +16,7 @@ from chapters.checked_run import CheckedConfig
 from shared.course.launch import launch
 
 TRIES, ASKED = (1, 2, 4, 8, 16), 200  # k of pass@k, and how many held-out tasks are answered so often
-START = ("task", "digits", "start_accuracy", "start_drawn", "start_rate", "most_start_steps", "width", "layers", "seed")  # the settings that decide it
+START = ("task", "digits", "start_accuracy", "start_drawn", "start_rate", "most_start_steps", "width", "layers", "seed")
 
 
 @dataclass

@@ -31,8 +31,7 @@ def test_every_kind_of_run_begins_with_the_same_start_and_the_page_says_what_was
 
 @pytest.mark.parametrize("task", ["counts", "functions"])
 def test_other_tasks_take_the_same_way(task, tmp_path):
-    given = {"seeds": 1, "task": task, "width": 16, "layers": 1, "start_accuracy": 0.0, "steps": 2, "coin_steps": 2, "prompts": 2, "answers": 2}
-    study.run(study.StudyConfig(**given, output=tmp_path))
+    study.run(study.StudyConfig(**SMALL | {"task": task}, output=tmp_path))
     page = (tmp_path / "LEARNING.md").read_text()
     assert f"## Held-out {task} that are right" in page and "- GRPO, random reward: " in page
 
@@ -52,7 +51,7 @@ def test_the_random_reward_asks_nobody(tmp_path, monkeypatch):
 
 def test_the_random_reward_has_steps_of_its_own(tmp_path, monkeypatch):
     seen = {}
-    monkeypatch.setattr(study, "trial", lambda output, settings, seed: seen.update({settings["taught by"]: settings["steps"]}) or {"x": 0.0})
+    monkeypatch.setattr(study, "trial", lambda output, given, seed: seen.update({given["taught by"]: given["steps"]}) or {"x": 0.0})
     monkeypatch.setattr(study, "page", lambda config, results: "")
     monkeypatch.setattr(study, "draw", lambda *given: None)
     study.run(study.StudyConfig(seeds=1, steps=7, coin_steps=3, output=tmp_path))

@@ -73,8 +73,8 @@ def test_a_function_is_right_that_computes_the_same():
         product = next(each for each in tasks.others() if "*" in tasks.text_of(each.answer))
         head, body = tasks.text_of(product.answer).split("return ")
         one, other = body.split(" * ")
-        programs = [f"{head}return {other} * {one}", f"{head}return {one} + {other}", f"{head}return 1 / 0", head, f"{head}return {one} * 1j"]
-        assert tasks.judge([product] * 5, programs) == [1, 0, 0, 0, 0]
+        bodies = [f"return {other} * {one}", f"return {one} + {other}", "return 1 / 0", "", f"return {one} * 1j"]
+        assert tasks.judge([product] * 5, [head + body for body in bodies]) == [1, 0, 0, 0, 0]
 
 
 def test_texts_and_ids_are_each_others_inverse():

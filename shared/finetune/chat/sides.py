@@ -61,7 +61,7 @@ class SideWriter:
             # Of few prompts, chance may leave one side empty: the share is counted out, with one prompt at least on each side.
             limit = digests[min(max(1, round(self.share * len(digests))), len(digests) - 1)]
         if not self.parts and len(digests) == 1:
-            raise CourseError(f"{self.sources} asks one thing alone, so that nothing can be held out: give records with another prompt too.")
+            raise CourseError(f"{self.sources} asks one thing alone, so that nothing can be held out: give records with another prompt.")
         if self.waiting:
             self.write(limit)
         for side, other in (("training", "smaller"), ("held_out", "larger")):
