@@ -171,14 +171,17 @@ def status_command() -> None:
     terminal.print_lines(console, [*build_command.status_lines(find_workspace()), *hunts.status_lines(find_workspace())])
 
 
-@cli.command("map", epilog=examples("course map 01", "course map --spine"))
+@cli.command("map", epilog=examples("course map", "course map 01", "course map --spine"))
 @click.argument("chapter", required=False, metavar="[NN]")
 @click.option("--spine", "show_spine", is_flag=True, help="List the modules that train a model, in reading order, with lines and minutes.")
 def map_command(chapter: str | None, show_spine: bool) -> None:
-    """List what the core gained with a chapter, or its spine."""
-    if show_spine == (chapter is not None):
-        raise CourseError("Give a chapter, `course map 01`, or ask for the core's spine, `course map --spine`.")
-    lines = spine.spine_lines() if show_spine else reading.map_lines(catalogue.find_chapter(chapter))
+    """Say how large the core is by chapter, what it gained with one, or which modules are its spine."""
+    if show_spine and chapter is not None:
+        raise CourseError("Give a chapter, `course map 01`, or ask for the core's spine, `course map --spine`, and not both.")
+    if show_spine:
+        lines = spine.spine_lines()
+    else:
+        lines = reading.size_lines() if chapter is None else reading.map_lines(catalogue.find_chapter(chapter))
     terminal.print_lines(terminal.open_console(), lines)
 
 

@@ -4,6 +4,7 @@ import ast
 import difflib
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,30 @@ def map_lines(chapter: Chapter) -> list[Line]:
         for part in room.parts:
             lines.append(Line(f"  {'*' if part.exercise else ' '} {part.name}: {part.sentence}", "green" if part.exercise else "", hang=4))
     return lines
+
+
+def code_lines(source: str) -> int:
+    """Lines of a module without blank ones, comments and docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented) and ast.get_docstring(node) is not None]
+    docstrings = {line for node in nodes for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    text = [line.strip() for line in source.splitlines()]
+    return sum(bool(line) and line[0] != "#" and number not in docstrings for number, line in enumerate(text, start=1))
+
+
+def size_lines() -> list[Line]:
+    """The text of `course map`: how large the core is, capability by capability."""
+    sizes = {number: Counter() for number in catalogue.chapters()}
+    for path in catalogue.core_files():
+        source = path.read_text(encoding="utf-8")
+        opening = CHAPTER_LINE.match(ast.get_docstring(ast.parse(source)) or "")
+        if opening:
+            sizes[opening[1]] += Counter(modules=1, lines=len(source.splitlines()), code=code_lines(source))
+    whole = sum(sizes.values(), Counter())
+    rows = [(catalogue.chapters()[number].slug, each) for number, each in sizes.items()] + [("all", whole)]
+    lines = [Line("The core, chapter by chapter", "bold"), Line(), Line(f"{'chapter':<24}{'modules':>8}{'lines':>8}{'of code':>9}", "bold")]
+    lines += [Line(f"{name:<24}{each['modules']:>8,}{each['lines']:>8,}{each['code']:>9,}", hang=24) for name, each in rows]
+    return [*lines, Line(), Line("Lines of code are those that are not blank, comments or docstrings. `course map 06` lists a chapter's modules.")]
 
 
 def find_module(name: str) -> Path:

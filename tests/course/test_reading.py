@@ -76,4 +76,14 @@ def test_map_of_the_spine_prints_each_module_with_lines_and_minutes(learner):
     shown = learner.course("map", "--spine").stdout
     for stop in spine.SPINE:
         assert f"\n{stop.lines:>5}  {stop.minutes:>3}  {stop.path} " in shown
-    assert learner.course("map").exit_code == learner.course("map", "01", "--spine").exit_code == 64
+    assert learner.course("map", "01", "--spine").exit_code == 64
+
+
+def test_map_counts_the_core_by_chapter(learner):
+    source = 'r"""One.\n\nMore."""\n\n# Why.\nA = """\ntext\n"""\n\n\ndef f():\n    """Two."""\n    return A  # three\n'
+    assert reading.code_lines(source) == 5  # the text of A is three lines
+    shown = learner.course("map")
+    rows = {line.split()[0]: [int(each.replace(",", "")) for each in line.split()[1:]] for line in shown.stdout.splitlines()[3:16]}
+    assert shown.exit_code == 0 and list(rows) == [*(chapter.slug for chapter in catalogue.chapters().values()), "all"]
+    assert rows["all"] == [sum(column) for column in zip(*(row for name, row in rows.items() if name != "all"), strict=True)]
+    assert rows["06_data_parallel"][0] == len(reading.rooms("06")) and all(row[1] > row[2] > row[0] for row in rows.values())

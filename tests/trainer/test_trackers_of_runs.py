@@ -22,7 +22,7 @@ from shared.trainer.config import TrainerConfig
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
 
-OPTIMIZERS = get_args(OptimizerConfig.__dataclass_fields__["name"].type)
+OPTIMIZERS = get_args(get_args(OptimizerConfig.__dataclass_fields__["name"].type)[0])  # the named ones, of a union with import paths
 ALL = f"engine.trackers=[{', '.join(TRACKERS)}]"
 
 
