@@ -196,7 +196,8 @@ its {likely} answers to held-out ones are right, and is then trained in several 
 {config.prompts * config.answers} answers each.
 
 - GRPO draws {config.answers} answers to each of {config.prompts} {config.task} at temperature 1, and takes {config.passes} steps with
-  them, with AdamW at a learning rate of {config.learning_rate:g}. Nothing holds it near the start. A right answer is worth 1 and any other 0.
+  them, with AdamW at a learning rate of {config.learning_rate:g}. Nothing holds it near the start. A right answer is worth 1 and any
+  other 0.
 - With the random reward a coin decides what an answer is worth, for {config.coin_steps} steps.
 - Imitation goes on with the fine-tuning at its rate of {config.start_rate:g}. It sees a right answer to each {one}, which GRPO never does.
 

@@ -236,7 +236,7 @@ def test_conversations_with_one_prompt_stay_on_one_side_and_both_sides_have_some
             for store in (prepared.training, prepared.held_out)
         ]
         assert all(prompts) and not prompts[0] & prompts[1] and len(prompts[0] | prompts[1]) == count
-    with pytest.raises(CourseError, match="one.jsonl asks one thing alone, so that nothing can be held out: give records with another prompt"):
+    with pytest.raises(CourseError, match="one.jsonl asks one thing alone, so that nothing can be held out: give records with an"):
         prepare_chats(config_of(model, written(tmp_path / "one.jsonl", chats(1) * 3)), tmp_path / "out", 100)
 
 

@@ -193,7 +193,7 @@ def test_other_tasks_are_judged_by_the_same_checks():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("missing", "has no class or function 'missing'"), ("brevty", r"Did you mean 'brevity'\? Give a function"),
+        ("missing", r"function 'missing'\. Write it there, or name another"), ("brevty", r"Did you mean 'brevity'\? Give a function"),
         ("two", "too many positional arguments"), ("brevity", "No such file"),
     ],  # fmt: skip
 )
