@@ -234,6 +234,7 @@ CHECK = Check(
         frequency_case("temperature 3", many(ROW, temperature=3.0)),
         frequency_case("top_k 2", many(ROW, top_k=2)),
         frequency_case("top_k 3 at temperature 2, two rows of different logits", many(ROW, OTHER, top_k=3, temperature=2.0)),
+        frequency_case("top_k 2, and a row whose logits are all below the other's", many(ROW, [logit - 10 for logit in OTHER], top_k=2)),
         frequency_case("top_k 4 of five", many(ROW, top_k=4)),
         frequency_case("top_k larger than the vocabulary", many(ROW, top_k=11)),
     ],
