@@ -148,6 +148,11 @@ class ParallelStrategy(Strategy):
         return found
 
     @property
+    def whole_bytes(self) -> int:
+        """Bytes of unsharded weights on this rank while all of them are gathered; 0 where nothing is."""
+        return sum(engine.whole_bytes for engine in self.engines)
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of unsharded weights on this rank now, without its shards."""
         return sum(engine.gathered_bytes for engine in self.engines)
@@ -249,6 +254,13 @@ class ParallelStrategy(Strategy):
         stack = ExitStack()
         for engine in self.engines:
             stack.enter_context(engine.kept_whole())
+        return stack
+
+    def kept_sharded(self) -> AbstractContextManager:
+        """A context in which weights are freed after each use: generation then gathers them for each token, block by block."""
+        stack = ExitStack()
+        for engine in self.engines:
+            stack.enter_context(engine.kept_sharded())
         return stack
 
 

@@ -56,6 +56,15 @@ class DataEngine:
         """A context in which gathered weights stay gathered; nothing may be trained in it."""
         return nullcontext()
 
+    def kept_sharded(self) -> AbstractContextManager:
+        """A context in which weights are freed after each use, whatever `reshard_after_forward` says; nothing may be trained in it."""
+        return nullcontext()
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of unsharded weights on this rank while all of them are gathered."""
+        return 0
+
     @property
     def gathered_bytes(self) -> int:
         """Bytes of unsharded weights on this rank now, without its shards."""

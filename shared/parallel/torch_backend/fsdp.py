@@ -69,7 +69,7 @@ class TorchSharded(DataEngine):
         if is_meta:
             model.to_empty(device=device)
             model.tie_weights()
-        self.whole = dict(model.named_parameters())
+        self.whole, self.of_blocks = dict(model.named_parameters()), {id(each) for block in blocks for each in block.parameters()}
         shardings = {name: sharding_by_torch(name, parameter, mesh.fsdp, outer[name]) for name, parameter in self.whole.items()}
         shards = {name: make_shard(local(parameter), shardings[name], outer[name]) for name, parameter in self.whole.items()}
         for name, parameter in self.whole.items():
@@ -114,17 +114,27 @@ class TorchSharded(DataEngine):
 
         return update
 
+    def kept_whole(self) -> AbstractContextManager:
+        return self.resharding(False)
+
+    def kept_sharded(self) -> AbstractContextManager:
+        return self.resharding(True)
+
     @contextmanager
-    def kept_whole(self) -> Iterator[None]:
-        """While it is open, every unit stays gathered once it was used."""
+    def resharding(self, after_forward: bool) -> Iterator[None]:
+        """While it is open, units are freed after each use, or stay gathered."""
         for unit in self.units:
-            unit.set_reshard_after_forward(False)
+            unit.set_reshard_after_forward(after_forward)
         try:
             yield
         finally:
             for unit in self.units:
                 unit.set_reshard_after_forward(self.reshards)
                 unit.reshard()
+
+    @property
+    def whole_bytes(self) -> int:
+        return sum(parameter.numel() * self.gathered_in(parameter).itemsize for parameter in self.whole.values())
 
 
 def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
