@@ -7,7 +7,7 @@ Left out on purpose: parameters on a mesh of their own, cuts along other dimensi
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -69,7 +69,11 @@ class TorchSharded(DataEngine):
         if is_meta:
             model.to_empty(device=device)
             model.tie_weights()
-        self.whole, self.of_blocks = dict(model.named_parameters()), {id(each) for block in blocks for each in block.parameters()}
+        self.whole = dict(model.named_parameters())
+        rounded = {id(each) for block in blocks for each in block.parameters()} if dtype else set()
+        rounded -= {id(each) for module in exact for each in module.parameters()}
+        widths = [dtype.itemsize if id(each) in rounded else each.element_size() for each in self.whole.values()]
+        self.gathered = sum(width * each.numel() for width, each in zip(widths, self.whole.values(), strict=True))
         shardings = {name: sharding_by_torch(name, parameter, mesh.fsdp, outer[name]) for name, parameter in self.whole.items()}
         shards = {name: make_shard(local(parameter), shardings[name], outer[name]) for name, parameter in self.whole.items()}
         for name, parameter in self.whole.items():
@@ -134,7 +138,7 @@ class TorchSharded(DataEngine):
 
     @property
     def whole_bytes(self) -> int:
-        return sum(parameter.numel() * self.gathered_in(parameter).itemsize for parameter in self.whole.values())
+        return self.gathered
 
 
 def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
