@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from grpo_runs import GRPO, GRPORun
 from lora_runs import layout_of
 from mixture_runs import require_same
 from ppo_runs import watched
+from torch.distributed.tensor import DTensor
 
 from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads

@@ -9,8 +9,8 @@ Each engine serves the parameters of one group of ranks. `shared.parallel.strate
 `reducer` itself. Totals are sums, so the totals of ranks add: one all-reduce of a small vector of float64, in which counts are exact.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,14 @@ class DataEngine:
     def reducer(self, model: nn.Module, totals: Totals) -> Totals:
         """Reduce gradients and totals over the group, where this engine is the only one."""
         return complete([self], totals, self.group)
+
+
+def all_of(contexts: Iterable[AbstractContextManager]) -> AbstractContextManager:
+    """One context that opens all of them."""
+    stack = ExitStack()
+    for each in contexts:
+        stack.enter_context(each)
+    return stack
 
 
 def complete(engines: Sequence[DataEngine], totals: Totals, group: Communicator) -> Totals:

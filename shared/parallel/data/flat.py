@@ -145,11 +145,6 @@ class FlatParam:
         self.used = [False] * len(parameters)
 
     @property
-    def whole_bytes(self) -> int:
-        """Bytes of the unsharded weights while they are gathered."""
-        return self.whole.nbytes
-
-    @property
     def gathered_bytes(self) -> int:
         """Bytes of the unsharded weights, even while they are still being gathered; 0 between two uses."""
         return self.whole.untyped_storage().nbytes()

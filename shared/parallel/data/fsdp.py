@@ -200,7 +200,7 @@ class FullySharded(DataEngine):
 
     @property
     def whole_bytes(self) -> int:
-        return sum(flat.whole_bytes for unit in self.units for flat in unit.flats)
+        return sum(flat.whole.nbytes for unit in self.units for flat in unit.flats)
 
     @property
     def gathered_bytes(self) -> int:

@@ -32,7 +32,8 @@ class RankMemory:
 
     weights, gathered, gradients, optimizer, activations: as `MemoryEstimate` has them. beside: frozen models, a reference or a reward
     model, and a value head. batch: token ids. cache: keys and values of the answers that are drawn at a time, with the weights that are
-    arranged for it. drawn_with: weights that fsdp gathers meanwhile, all of them or block by block. counted: False where there is no formula for all kinds, and the sum is the least.
+    arranged for it. drawn_with: weights that fsdp gathers meanwhile, all of them or block by block. counted: False where there is no formula
+    for all kinds, and the sum is the least.
     """
 
     weights: float
@@ -82,7 +83,7 @@ def run_memory(config: TrainerConfig, rewards: ModelConfig | None = None) -> lis
 
 
 def with_gathering(config: TrainerConfig, usable: float, rewards: ModelConfig | None = None) -> TrainerConfig:
-    """The configuration with `gather` as its rollouts will choose it on ranks with so many usable bytes; as it is where nothing is chosen."""
+    """The configuration with `gather` as rollouts choose it on ranks with so many usable bytes; as it is where nothing is chosen."""
     if config.mode not in ROLLING or config.parallel.fully_sharded == 1 or getattr(config, config.mode).gather != "auto":
         return config
     every = run_memory(config, rewards)

@@ -157,7 +157,7 @@ def notes(config: TrainerConfig, memory: tuple[RankMemory, ...]) -> list[str]:
         found.append("Prompts and answers are taken to be as long as they may be: a row for each answer.")
         found.append("The time to start kernels is left out, which rules where one token of each answer is computed at a time.")
     if config.mode in ROLLING and layout.fully_sharded > 1 and getattr(config, config.mode).gather == "block":
-        found.append("Answers are drawn with weights that are gathered block by block; the time of gathering them for each token is left out.")
+        found.append("Weights are gathered block by block for each token of an answer, and the time of that is left out.")
     if config.mode == "dpo" and config.dpo.needs_reference and config.dpo.reference == "cached":
         found.append("The reference's pass is counted for the pairs that the steps see; it runs over all pairs, before the first step.")
     if config.model.experts is not None:
