@@ -25,7 +25,7 @@ from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, complete, all_of
+from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, all_of, complete
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
 from shared.parallel.holders import Holders

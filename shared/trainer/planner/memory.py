@@ -32,8 +32,8 @@ class RankMemory:
 
     weights, gathered, gradients, optimizer, activations: as `MemoryEstimate` has them. beside: frozen models, a reference or a reward
     model, and a value head. batch: token ids. cache: keys and values of the answers that are drawn at a time, with the weights that are
-    arranged for it. drawn_with: weights that fsdp gathers meanwhile, all of them or block by block. counted: False where there is no formula
-    for all kinds, and the sum is the least.
+    arranged for it. drawn_with: weights that fsdp gathers meanwhile, all of them or block by block. counted: False where
+    there is no formula for all kinds, and the sum is the least.
     """
 
     weights: float
