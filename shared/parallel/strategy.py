@@ -9,7 +9,7 @@ Left out on purpose: which engine a layout needs; `shared.parallel.parallelize` 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, complete
+from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, all_of, complete
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
 from shared.parallel.holders import Holders
@@ -148,6 +148,10 @@ class ParallelStrategy(Strategy):
         return found
 
     @property
+    def whole_bytes(self) -> int:
+        return sum(engine.whole_bytes for engine in self.engines)
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of unsharded weights on this rank now, without its shards."""
         return sum(engine.gathered_bytes for engine in self.engines)
@@ -246,10 +250,11 @@ class ParallelStrategy(Strategy):
         return [StepCounter(self.mesh.world.trace), *([ReplicaCheck(self, check)] if check else [])] if self.size > 1 else []
 
     def kept_whole(self) -> AbstractContextManager:
-        stack = ExitStack()
-        for engine in self.engines:
-            stack.enter_context(engine.kept_whole())
-        return stack
+        return all_of(engine.kept_whole() for engine in self.engines)
+
+    def kept_sharded(self) -> AbstractContextManager:
+        """As `kept_whole`, and weights are freed after each use: each token gathers them again, block by block."""
+        return all_of(engine.kept_sharded() for engine in self.engines)
 
 
 class LocalState(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shared.engine.callbacks import Metrics
 from shared.preference.answer_rows import Sample
+from shared.preference.gathering import Gather
 from shared.preference.sampler import Completion
 
 
@@ -29,6 +30,8 @@ class RolloutConfig:
         rows: answers that are drawn at a time on each rank. Fewer need a smaller KV cache.
         passes: over a rollout's answers.
         minibatches: in each pass; each is one step.
+        gather: of fully sharded weights, once for a rollout, or block by block for each token, which is slower and holds little more than
+            the shards; auto gathers once where whole weights and the cache have room on every rank.
     """
 
     prompts: int = 32
@@ -38,6 +41,7 @@ class RolloutConfig:
     rows: int = 64
     passes: int = 2
     minibatches: int = 2
+    gather: Gather = "auto"
 
     def __post_init__(self) -> None:
         for name in ("prompts", "answers", "new_tokens", "rows", "passes", "minibatches"):

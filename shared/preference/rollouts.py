@@ -16,7 +16,8 @@ Left out on purpose: what advantages are. PPO hands in a function (`shared.prefe
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from shared.model.init import stream_seed
 from shared.parallel.health.agreement import agreed
 from shared.parallel.strategy import ParallelStrategy
 from shared.preference.answer_rows import AnswerRows, Sample, minibatch
+from shared.preference.gathering import gathers_once
 from shared.preference.reference import Score
 from shared.preference.rewards import Reward, reward_all
 from shared.preference.rollout import Advantages, OpenRollout, Rollout, RolloutConfig, sample_of
@@ -64,12 +66,15 @@ class RolloutLoader:
         seed: of the order of the prompts, of the answers and of the minibatches.
         reference: what the policy is held near to; None for nothing.
         computed_in: the autocast dtype of the run; None for the weights' own.
+        cache: bytes that the sampler holds while it draws, at most.
+        say: is told in a sentence how sharded weights are gathered, and when that changes; None for nobody.
 
     Attributes:
         position: prompts that were answered so far, over all ranks.
         current: the rollout that is being trained on; None between two.
         metrics: of the rollout that the last step trained on.
         is_rolling: whether a rollout is being made, or could not be.
+        once: whether the last rollout gathered all weights once; None before the first.
 
     Raises:
         CourseError: no prompts, one that is empty or too long, or answers that cannot be shared equally among the ranks.
@@ -86,10 +91,13 @@ class RolloutLoader:
     seed: int = 0
     reference: Score | None = None
     computed_in: torch.dtype | None = None
+    cache: float = 0.0
+    say: Callable[[str], None] | None = None
     position: int = field(default=0, init=False)
     current: OpenRollout | None = field(default=None, init=False)
     metrics: Metrics = field(default_factory=dict, init=False)
     is_rolling: bool = field(default=False, init=False)
+    once: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.mesh = self.strategy.mesh
@@ -131,7 +139,7 @@ class RolloutLoader:
     def roll_out(self) -> OpenRollout:
         """Answer the next prompts. Every rank calls it, and has all answers afterwards."""
         device, self.is_rolling = next(self.strategy.module.parameters()).device, True
-        with torch.no_grad(), evaluating(self.strategy.model), self.strategy.kept_whole():
+        with torch.no_grad(), evaluating(self.strategy.model), self.gathering():
             samples, scores, parts = self.answered(device)
             with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
                 rollout = self.scored(samples, scores, device)
@@ -139,6 +147,14 @@ class RolloutLoader:
         columns, metrics = self.advantages(rollout)
         self.is_rolling = False
         return OpenRollout(samples, {"old_log_probs": rollout.log_probs} | columns, rollout.metrics() | metrics)
+
+    def gathering(self) -> AbstractContextManager:
+        """A context in which sharded weights are gathered as the configuration asks, or as memory allows."""
+        once, reason = gathers_once(self.strategy, self.config.gather, self.cache)
+        if self.say and reason and once != self.once:
+            self.say(reason)
+        self.once = once
+        return self.strategy.kept_whole() if once else self.strategy.kept_sharded()
 
     def answered(self, device: torch.device) -> Answered:
         """The answers to the next prompts, their scores, and what these are made of, on every rank."""

@@ -5,7 +5,7 @@ import torch
 
 from shared.course.errors import SettingError
 from shared.trainer.config import TrainerConfig
-from shared.trainer.planner.memory import run_memory
+from shared.trainer.planner.memory import run_memory, with_gathering
 
 
 def require_memory(config: TrainerConfig, device: torch.device) -> None:
@@ -16,7 +16,8 @@ def require_memory(config: TrainerConfig, device: torch.device) -> None:
     Raises:
         SettingError: says how many GiB a rank needs, how many there are, and which settings decide.
     """
-    needed, there = memory_needed(config), memory_of(device)
+    there = memory_of(device)
+    needed = memory_needed(with_gathering(config, there))
     if needed > there:
         raise SettingError(
             f"This model does not fit into memory: a rank needs about {needed / 2**30:,.0f} GiB and {device} has {there / 2**30:,.0f}. "

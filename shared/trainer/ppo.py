@@ -48,7 +48,7 @@ class PolicyOptimization(Rolling, Preferring):
 
     def __init__(self, config: TrainerConfig, start: InitialWeights, world: Communicator, console: Console):
         super().__init__(config, start, world, console)
-        self.objective = PPOObjective(config.ppo)
+        self.console, self.objective = console, PPOObjective(config.ppo)
         if config.ppo.reward == "model":
             self.rewards = agreed(world, lambda: reward_weights(config.ppo.reward_model, self.tokenizer, "ppo.reward_model"))
         tasks = read_tasks(made.training, SCORES) if (made := made_set(config)) else []

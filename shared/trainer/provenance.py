@@ -26,7 +26,7 @@ CONFIG, CODE, START = "config.yaml", "code.json", "start.json"
 MAY_CHANGE = (  # decides nothing about the weights, but for rounding
     "engine", "report", "impl", "parallel", "elastic", "data.prepared", "data.held_out_rows", "data.prepare.workers",
     "data.micro_batch_size", "optimizer.fused", "model.attention", "model.experts.implementation",
-    "continue_from", "continue_with",
+    "continue_from", "continue_with", "ppo.gather", "grpo.gather",
     "schedule.steps",  # the same as steps, which is compared
     "start_from", "start_config", "ppo.reward_model", "ppo.reward_config",  # paths; what they hold is compared, as `start`
 )  # fmt: skip

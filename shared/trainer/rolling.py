@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from shared.course.errors import SettingError
 from shared.data.tokenizer import TextTokenizer
@@ -12,6 +13,7 @@ from shared.engine.callbacks import Callback
 from shared.model.init import forget_files
 from shared.moe.builders import MIXTURE
 from shared.parallel.parallelize import apply_parallel
+from shared.parallel.planning.pipeline_costs import held_parts
 from shared.parallel.strategy import ParallelStrategy
 from shared.preference.answer_rows import Sample
 from shared.preference.reward_model import open_reward_model, score
@@ -24,6 +26,7 @@ from shared.trainer.axes import RUN_AXES
 from shared.trainer.config import TrainerConfig
 from shared.trainer.initial_weights import InitialWeights, find_reward_model
 from shared.trainer.models import first_scorer
+from shared.trainer.planner.memory import cache_bytes
 
 
 class Rolling:
@@ -32,10 +35,12 @@ class Rolling:
     Attributes:
         rewards: the weights of a reward model, where one rewards.
         measured: what logs the metrics of rollouts.
+        console: where a line goes that says how weights are gathered.
     """
 
     rewards: InitialWeights | None = None
     measured: RolloutMetrics | None = None
+    console: Console
 
     def more_weights(self) -> list[InitialWeights]:
         return [self.rewards] if self.rewards else []
@@ -68,6 +73,8 @@ class Rolling:
             reference=first_scorer(config, self.start, strategy, lambda model, batch: token_scores(model, batch, sizes.temperature)[0])
             if reference
             else None,
+            cache=max(cache_bytes(config, part) for part in held_parts(config.model, config.parallel)),
+            say=lambda reason: self.console.print(reason, markup=False, highlight=False, soft_wrap=True),
             computed_in=None if config.precision == "float32" else getattr(torch, config.precision),
             **parts,
         )

@@ -9,8 +9,8 @@ Each engine serves the parameters of one group of ranks. `shared.parallel.strate
 `reducer` itself. Totals are sums, so the totals of ranks add: one all-reduce of a small vector of float64, in which counts are exact.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,15 @@ class DataEngine:
         """A context in which gathered weights stay gathered; nothing may be trained in it."""
         return nullcontext()
 
+    def kept_sharded(self) -> AbstractContextManager:
+        """A context in which weights are freed after each use, whatever `reshard_after_forward` says; nothing may be trained in it."""
+        return nullcontext()
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of unsharded weights on this rank while all of them are gathered."""
+        return 0
+
     @property
     def gathered_bytes(self) -> int:
         """Bytes of unsharded weights on this rank now, without its shards."""
@@ -64,6 +73,14 @@ class DataEngine:
     def reducer(self, model: nn.Module, totals: Totals) -> Totals:
         """Reduce gradients and totals over the group, where this engine is the only one."""
         return complete([self], totals, self.group)
+
+
+def all_of(contexts: Iterable[AbstractContextManager]) -> AbstractContextManager:
+    """One context that opens all of them."""
+    stack = ExitStack()
+    for each in contexts:
+        stack.enter_context(each)
+    return stack
 
 
 def complete(engines: Sequence[DataEngine], totals: Totals, group: Communicator) -> Totals:

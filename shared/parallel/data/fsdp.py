@@ -199,6 +199,10 @@ class FullySharded(DataEngine):
             self.reduce_rest()
 
     @property
+    def whole_bytes(self) -> int:
+        return sum(flat.whole.nbytes for unit in self.units for flat in unit.flats)
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of unsharded weights on this rank now."""
         return sum(unit.gathered_bytes for unit in self.units)

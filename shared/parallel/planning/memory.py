@@ -95,9 +95,8 @@ def estimate_memory(
     gathered = 0
     if fsdp > 1:
         ahead = min(1 + layout.prefetch, -(-part.layers // layout.pipeline_chunks))  # never a block of another chunk
-        blocks = sorted(gathered_bytes(own, layer, layout, WIDTH[step.precision]) for layer in part.blocks)
-        root = sum(part_counts(own, part._replace(blocks=())).values())
-        gathered = 4 * root + sum(blocks[-ahead:] if layout.reshard_after_forward else blocks)
+        root, blocks = unit_bytes(own, part, layout, WIDTH[step.precision])
+        gathered = root + sum(blocks[-ahead:] if layout.reshard_after_forward else blocks)
         if layout.pipeline_parallel > 1 and not layout.reshard_after_forward:
             held["gradients"] = 4 * (sum(everything_else.values()) + sum(experts.values()))  # whole ones add up until the step ends
     how = layout.activation_checkpointing
@@ -122,6 +121,12 @@ def part_counts(model: ModelConfig, part: Part) -> dict[Role, int]:
 def frozen_size(model: ModelConfig, layer: int) -> int:
     """Numbers of a block that no gradient moves: the bias of a router's choice."""
     return feed_forward_counts(model, layer).get("bias", 0) if is_sparse(model, layer) else 0
+
+
+def unit_bytes(own: ModelConfig, part: Part, layout: ParallelConfig, width: int) -> tuple[float, list[float]]:
+    """Bytes of the whole weights of a part's ends, which fsdp gathers in float32, and of its blocks, ascending."""
+    root = sum(part_counts(own, part._replace(blocks=())).values())
+    return 4 * root, sorted(gathered_bytes(own, layer, layout, width) for layer in part.blocks)
 
 
 def gathered_bytes(model: ModelConfig, layer: int, layout: ParallelConfig, width: int) -> float:

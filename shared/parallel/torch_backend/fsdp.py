@@ -7,7 +7,7 @@ Left out on purpose: parameters on a mesh of their own, cuts along other dimensi
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -70,6 +70,10 @@ class TorchSharded(DataEngine):
             model.to_empty(device=device)
             model.tie_weights()
         self.whole = dict(model.named_parameters())
+        rounded = {id(each) for block in blocks for each in block.parameters()} if dtype else set()
+        rounded -= {id(each) for module in exact for each in module.parameters()}
+        widths = [dtype.itemsize if id(each) in rounded else each.element_size() for each in self.whole.values()]
+        self.gathered = sum(width * each.numel() for width, each in zip(widths, self.whole.values(), strict=True))
         shardings = {name: sharding_by_torch(name, parameter, mesh.fsdp, outer[name]) for name, parameter in self.whole.items()}
         shards = {name: make_shard(local(parameter), shardings[name], outer[name]) for name, parameter in self.whole.items()}
         for name, parameter in self.whole.items():
@@ -114,17 +118,27 @@ class TorchSharded(DataEngine):
 
         return update
 
+    def kept_whole(self) -> AbstractContextManager:
+        return self.resharding(False)
+
+    def kept_sharded(self) -> AbstractContextManager:
+        return self.resharding(True)
+
     @contextmanager
-    def kept_whole(self) -> Iterator[None]:
-        """While it is open, every unit stays gathered once it was used."""
+    def resharding(self, after_forward: bool) -> Iterator[None]:
+        """While it is open, units are freed after each use, or stay gathered."""
         for unit in self.units:
-            unit.set_reshard_after_forward(False)
+            unit.set_reshard_after_forward(after_forward)
         try:
             yield
         finally:
             for unit in self.units:
                 unit.set_reshard_after_forward(self.reshards)
                 unit.reshard()
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.gathered
 
 
 def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:

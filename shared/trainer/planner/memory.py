@@ -6,7 +6,7 @@ training step or while answers are drawn, when there are no gradients and activa
 Left out on purpose: short-lived buffers (a chunk of logits, buckets under way), and what the allocator keeps in reserve.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from shared.data.loader import equal_microbatches
@@ -15,8 +15,9 @@ from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts
 from shared.parallel.planning.activations import WIDTH, Part, model_of_rank
 from shared.parallel.planning.frozen_costs import FrozenBase, estimate_adapted, sizes_of
-from shared.parallel.planning.memory import MemoryEstimate, StepSizes, part_counts, state_width
+from shared.parallel.planning.memory import MemoryEstimate, StepSizes, part_counts, state_width, unit_bytes
 from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts
+from shared.preference.gathering import fits_whole
 from shared.trainer.config import TrainerConfig
 from shared.trainer.initial_weights import find_reward_model
 from shared.trainer.modes import ROLLING
@@ -31,7 +32,8 @@ class RankMemory:
 
     weights, gathered, gradients, optimizer, activations: as `MemoryEstimate` has them. beside: frozen models, a reference or a reward
     model, and a value head. batch: token ids. cache: keys and values of the answers that are drawn at a time, with the weights that are
-    gathered or arranged for it. counted: False where there is no formula for all kinds, and the sum is the least.
+    arranged for it. drawn_with: weights that fsdp gathers meanwhile, all of them or block by block. counted: False where
+    there is no formula for all kinds, and the sum is the least.
     """
 
     weights: float
@@ -42,6 +44,7 @@ class RankMemory:
     beside: float
     batch: float
     cache: float = 0.0
+    drawn_with: float = 0.0
     counted: bool = True
 
     @property
@@ -52,7 +55,7 @@ class RankMemory:
     @property
     def drawing(self) -> float:
         """All at once while answers are drawn."""
-        return self.weights + self.optimizer + self.beside + self.cache if self.cache else 0.0
+        return self.weights + self.optimizer + self.beside + self.cache + self.drawn_with if self.cache else 0.0
 
     @property
     def peak(self) -> float:
@@ -69,11 +72,24 @@ def run_memory(config: TrainerConfig, rewards: ModelConfig | None = None) -> lis
     step, beside = step_sizes(config), kept_beside(config, rewards)
     ids = step.rows * step.microbatches * config.data.seq * IDS
     found, counted = estimates(config, step)
-    caches = [cache_bytes(config, part) for part in held_parts(config.model, config.parallel)] if config.mode in ROLLING else [0.0]
-    if len(caches) != len(found):
-        caches = [max(caches)] * len(found)
-    both = zip(found, caches, strict=True)
-    return [RankMemory(**vars(each), beside=beside, batch=ids, cache=cache, counted=counted) for each, cache in both]
+    parts, rolls = held_parts(config.model, config.parallel), config.mode in ROLLING
+    drawing = [(cache_bytes(config, part), drawn_with(config, part)) for part in parts] if rolls else [(0.0, 0.0)]
+    if len(drawing) != len(found):
+        drawing = [max(drawing)] * len(found)
+    return [
+        RankMemory(**vars(each), beside=beside, batch=ids, cache=cache, drawn_with=whole, counted=counted)
+        for each, (cache, whole) in zip(found, drawing, strict=True)
+    ]
+
+
+def with_gathering(config: TrainerConfig, usable: float, rewards: ModelConfig | None = None) -> TrainerConfig:
+    """The configuration with `gather` as rollouts choose it on ranks with so many usable bytes; as it is where nothing is chosen."""
+    if config.mode not in ROLLING or config.parallel.fully_sharded == 1 or getattr(config, config.mode).gather != "auto":
+        return config
+    every = run_memory(config, rewards)
+    fits = all(fits_whole(each.drawn_with + each.cache, usable - each.weights - each.optimizer - each.beside) for each in every)
+    section = replace(getattr(config, config.mode), gather="once" if fits else "block")
+    return replace(config, **{config.mode: section})
 
 
 def estimates(config: TrainerConfig, step: StepSizes) -> tuple[list[MemoryEstimate], bool]:
@@ -150,18 +166,29 @@ def reward_model_setting(config: TrainerConfig) -> tuple | None:
 
 
 def cache_bytes(config: TrainerConfig, part: Part) -> float:
-    """Keys and values of the answers that a rank draws at a time, at their longest; weights that fsdp keeps gathered meanwhile, or that the
-    fused step arranges, which copies them."""
+    """Keys and values of the answers that a rank draws at a time, at their longest; weights that the fused step arranges, which copies
+    them."""
     sizes, parallel = getattr(config, config.mode), config.parallel
     own, rows = model_of_rank(config.model, parallel), min(sizes.rows, sizes.prompts * sizes.answers // parallel.data_ranks)
     width = WIDTH[step_sizes(config).precision]
     kept = rows * config.data.seq * 2 * own.num_key_value_heads * own.head_dim * part.layers * width
-    if parallel.fully_sharded > 1:
-        return kept + width * sum(part_counts(own, part).values())
-    if parallel.tensor_parallel * parallel.pipeline_parallel == 1 and config.adapter is None and config.model.experts is None:
+    plain = parallel.tensor_parallel * parallel.pipeline_parallel * parallel.fully_sharded == 1
+    if plain and config.adapter is None and config.model.experts is None:
         copied = [out * into for name, (out, into) in sizes_of(own).items() if name not in ("o_proj", "down_proj")]
         kept += 4 * part.layers * sum(copied)
     return kept
+
+
+def drawn_with(config: TrainerConfig, part: Part) -> float:
+    """Weights that fsdp gathers while answers are drawn: all of them, or with `gather: block` the ends and a block, and those that are
+    fetched ahead. Of a frozen base in few bits no formula says how much is gathered: it counts as if it had the precision of products."""
+    parallel = config.parallel
+    if parallel.fully_sharded == 1:
+        return 0.0
+    root, blocks = unit_bytes(model_of_rank(config.model, parallel), part, parallel, WIDTH[step_sizes(config).precision])
+    chunk = -(-part.layers // parallel.pipeline_chunks)  # never a block of another chunk
+    by_block = getattr(config, config.mode).gather == "block"
+    return root + sum(blocks[-min(1 + parallel.prefetch, chunk) :] if by_block else blocks)
 
 
 def step_sizes(config: TrainerConfig) -> StepSizes:

@@ -17,7 +17,7 @@ from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.modes import ROLLING
 from shared.trainer.planner.flops import Trained, part_flops
 from shared.trainer.planner.hardware import Hardware
-from shared.trainer.planner.memory import RankMemory, run_memory, step_sizes, targets_of
+from shared.trainer.planner.memory import RankMemory, run_memory, step_sizes, targets_of, with_gathering
 from shared.trainer.planner.seconds import StepSeconds, step_seconds
 from shared.trainer.planner.traffic import Sent, stage_traffic
 
@@ -104,7 +104,7 @@ def plan_run(config: TrainerConfig, hardware: Hardware, rewards: ModelConfig | N
         raise ValueError(f"The model is an {config.model.architecture}, and the formulas are those of a decoder: run a few steps instead.")
     layout, model = config.parallel, config.model.resolved()
     own = hardware.shared_by(layout.ranks)
-    config = replace(config, precision=precision_on(config, own))
+    config = with_gathering(replace(config, precision=precision_on(config, own)), own.usable, rewards)
     step, trained = step_sizes(config), trained_of(config)
     traffic = tuple(tuple(stage_traffic(config, own, step, trained, stage)) for stage in range(layout.pipeline_parallel))
     seconds = step_seconds(config, own, step, trained, [list(each) for each in traffic])
@@ -156,6 +156,8 @@ def notes(config: TrainerConfig, memory: tuple[RankMemory, ...]) -> list[str]:
     if config.mode in ROLLING:
         found.append("Prompts and answers are taken to be as long as they may be: a row for each answer.")
         found.append("The time to start kernels is left out, which rules where one token of each answer is computed at a time.")
+    if config.mode in ROLLING and layout.fully_sharded > 1 and getattr(config, config.mode).gather == "block":
+        found.append("Weights are gathered block by block for each token of an answer, and the time of that is left out.")
     if config.mode == "dpo" and config.dpo.needs_reference and config.dpo.reference == "cached":
         found.append("The reference's pass is counted for the pairs that the steps see; it runs over all pairs, before the first step.")
     if config.model.experts is not None:

@@ -19,7 +19,7 @@ from shared.model.config import ModelConfig
 from shared.parallel.config import AXES, ParallelConfig
 from shared.trainer.config import TrainerConfig
 from shared.trainer.planner.hardware import Hardware
-from shared.trainer.planner.memory import run_memory
+from shared.trainer.planner.memory import run_memory, with_gathering
 from shared.trainer.planner.plan import Plan, plan_run, precision_on
 
 RECOMPUTED = ("none", "selective", "full")  # from the fastest to the smallest
@@ -133,7 +133,7 @@ def fitting(
         if (key in done or best) and not own:
             continue
         tried = replace(each, parallel=replace(each.parallel, activation_checkpointing=how))
-        memory = run_memory(tried, rewards)
+        memory = run_memory(with_gathering(tried, usable, rewards), rewards)
         if not all(rank.counted for rank in memory):
             continue
         bytes = max(rank.peak for rank in memory)

@@ -1,0 +1,56 @@
+"""The planner counts what a rollout gathers: all weights, or block by block where these do not fit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from test_planner import SMALL, config_of
+
+from shared.model.counting import block_counts, parameter_counts
+from shared.trainer import fitting
+from shared.trainer.planner.hardware import parse_hardware
+from shared.trainer.planner.memory import run_memory, with_gathering
+from shared.trainer.planner.plan import plan_run
+
+CONFIG = config_of("fsdp2", mode="grpo", start_from=Path("base"))
+
+
+def asking(gather: str):
+    return replace(CONFIG, grpo=replace(CONFIG.grpo, gather=gather))
+
+
+def test_both_ways_by_hand():
+    """Blocks in bfloat16, the ends in float32; block by block a block, and the one that is fetched ahead."""
+    whole, block = sum(parameter_counts(SMALL).values()), sum(block_counts(SMALL, 0).values())
+    ends = whole - 3 * block
+    [once], [few] = run_memory(asking("once")), run_memory(asking("block"))
+    assert once.drawn_with == 4 * ends + 2 * 3 * block
+    assert few.drawn_with == 4 * ends + 2 * (1 + CONFIG.parallel.prefetch) * block
+    assert once.cache == few.cache > 0 and once.drawing - few.drawing == once.drawn_with - few.drawn_with
+    assert run_memory(CONFIG) == [once]
+    assert run_memory(replace(CONFIG, parallel=replace(CONFIG.parallel, fully_sharded=1)))[0].drawn_with == 0
+
+
+def test_a_run_whose_whole_weights_do_not_fit_is_planned_block_by_block(monkeypatch):
+    one_row = replace(CONFIG, data=replace(CONFIG.data, micro_batch_size=1), grpo=replace(CONFIG.grpo, rows=1))
+    [once] = run_memory(replace(one_row, grpo=replace(one_row.grpo, gather="once")))
+    held = once.weights + once.optimizer + once.beside
+    tight = held + once.cache + once.drawn_with - 1
+    assert with_gathering(one_row, tight).grpo.gather == "block" and with_gathering(one_row, 100 * tight).grpo.gather == "once"
+    [few] = run_memory(with_gathering(one_row, tight))
+    assert few.drawing < tight < once.drawing
+    hardware = parse_hardware("2x3090")
+    small = replace(hardware, device=replace(hardware.device, memory=tight + 1.5e9))
+    plans = [plan_run(one_row, each) for each in (small, hardware)]
+    assert [any("block by block" in note for note in plan.notes) for plan in plans] == [True, False]
+    assert plans[0].held.drawn_with < plans[1].held.drawn_with
+    deciding = max(few.training, few.drawing)
+    monkeypatch.setattr(fitting, "memory_of", lambda device: int(deciding) + 1)
+    fitting.require_memory(replace(one_row, precision="bfloat16"), torch.device("cpu"))
+
+
+def test_what_is_asked_for_is_not_chosen():
+    for asked in ("once", "block"):
+        assert with_gathering(asking(asked), 1.0) == asking(asked)
+    alone = replace(CONFIG, parallel=replace(CONFIG.parallel, fully_sharded=1))
+    assert with_gathering(alone, 1.0) == alone
