@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from chapters.sums_run import SumsConfig
+from chapters.checked_run import CheckedConfig
 from shared.course.launch import launch
 
-TRIES, ASKED = (1, 2, 4, 8, 16), 200  # k of pass@k, and how many held-out sums are answered so often
-START = ("digits", "start_accuracy", "start_rate", "most_start_steps", "width", "layers", "seed")  # the settings that decide it
+TRIES, ASKED = (1, 2, 4, 8, 16), 200  # k of pass@k, and how many held-out tasks are answered so often
+START = ("task", "digits", "start_accuracy", "start_drawn", "start_rate", "most_start_steps", "width", "layers", "seed")
 
 
 @dataclass
-class RunConfig(SumsConfig):
+class RunConfig(CheckedConfig):
     """Fine-tune a model on right sums until it knows a part of them, and let it learn the rest by GRPO.
 
     Args:
@@ -38,7 +38,8 @@ def run(config: RunConfig) -> None:
     from rich.console import Console
     from rich.progress import Progress, TextColumn
 
-    from chapters import sums_run
+    from chapters import checked_run
+    from chapters.checked_tasks import tasks_of
     from shared.course import binding
     from shared.devices import keep_freed_memory
     from shared.output_files import require_writable, write_atomically
@@ -47,16 +48,17 @@ def run(config: RunConfig) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     console = Console(markup=False, emoji=False)
-    start = kept_start(config, console)
-    before = accuracies(start, config)
-    columns = (*Progress.get_default_columns(), TextColumn("{task.fields[shown]}"))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("GRPO", total=config.steps, shown="")
-        for step, model, curve in sums_run.learn(start, config):
-            shown = f"reward {curve.rollouts[-1]['reward']:.2f}, held out {curve.held_out[-1][1]:.0%}"
-            bar.update(task, completed=step, shown=shown)
-    after = accuracies(model, config)
-    figures = {"settings": {name: asdict(config)[name] for name in sorted(each.name for each in fields(SumsConfig))}}
+    with tasks_of(config.task, config.digits, config.seed) as tasks:
+        start = kept_start(config, tasks, console)
+        before = accuracies(start, tasks, config)
+        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[shown]}"))
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("GRPO", total=config.steps, shown="")
+            for step, model, curve in checked_run.learn(start, config, tasks):
+                shown = f"reward {curve.rollouts[-1]['reward']:.2f}, held out {curve.held_out[-1][1]:.0%}"
+                bar.update(task, completed=step, shown=shown)
+        after = accuracies(model, tasks, config)
+    figures = {"settings": {name: asdict(config)[name] for name in sorted(each.name for each in fields(CheckedConfig))}}
     figures |= {"before": before, "after": after, "held_out": curve.held_out, "rollouts": curve.rollouts}
     write_atomically(config.output / "figures.json", json.dumps(figures, indent=1).encode())
     draw(figures, config.output / "figures.png")
@@ -65,11 +67,11 @@ def run(config: RunConfig) -> None:
     console.print(f"Figures: {config.output / 'figures.json'}, plot: {config.output / 'figures.png'}", highlight=False)
 
 
-def kept_start(config: RunConfig, console: Any) -> Any:
+def kept_start(config: RunConfig, tasks: Any, console: Any) -> Any:
     """The model that GRPO starts from: read where an earlier run left it, or else trained."""
     from safetensors.torch import load, save
 
-    from chapters import sums_run
+    from chapters import checked_run
     from shared.model.config import ModelConfig
     from shared.model.transformer import TransformerModel
     from shared.output_files import write_atomically
@@ -78,30 +80,29 @@ def kept_start(config: RunConfig, console: Any) -> Any:
     key = json.dumps([getattr(config, name) for name in START])
     kept = config.output / f"start-{hashlib.sha256(key.encode()).hexdigest()[:12]}.safetensors"
     if kept.exists():
-        model = TransformerModel(ModelConfig(**sums_run.model_settings(config)))
+        model = TransformerModel(ModelConfig(**checked_run.model_settings(config, tasks)))
         model.load_state_dict(load(kept.read_bytes()))
-        say(f"Start: {sums_run.accuracy(model, sums_run.sums_of(config)[0], config):.0%} of held-out sums right, from {kept}.")
+        say(f"Start: {checked_run.accuracy(model, tasks, tasks.held_out):.0%} of held-out {config.task} right, from {kept}.")
         return model.eval()
-    model = sums_run.start_of(config, say)
+    model = checked_run.start_of(config, tasks, say)
     write_atomically(kept, save({name: tensor.contiguous() for name, tensor in model.state_dict().items()}))
     return model
 
 
-def accuracies(model: Any, config: RunConfig) -> dict[str, float]:
-    """Greedy accuracy and pass@k of a model on held-out sums."""
-    from chapters import sums_run
+def accuracies(model: Any, tasks: Any, config: RunConfig) -> dict[str, float]:
+    """Greedy accuracy and pass@k of a model on held-out tasks."""
+    from chapters import checked_run
     from shared.rl.pass_at_k import mean_pass_at_k
 
-    held_out, _ = sums_run.sums_of(config)
-    _, right = sums_run.samples_of(model, held_out[:ASKED], TRIES[-1], config, config.seed)
-    found = {"greedy": sums_run.accuracy(model, held_out, config)}
+    _, right = checked_run.samples_of(model, tasks, tasks.held_out[:ASKED], TRIES[-1], config.seed)
+    found = {"greedy": checked_run.accuracy(model, tasks, tasks.held_out)}
     return found | {f"pass@{k}": mean_pass_at_k(right, TRIES[-1], k) for k in TRIES}
 
 
 def table(figures: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    found = Table(title="Held-out sums that are right")
+    found = Table(title=f"Held-out {figures['settings']['task']} that are right")
     for column in ("", "before", "after"):
         found.add_column(column, justify="right")
     for name, share in figures["before"].items():

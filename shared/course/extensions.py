@@ -124,7 +124,8 @@ def load(name: str, key: str = "") -> Any:
     found = getattr(module, last, None)
     if not callable(found):
         near = difflib.get_close_matches(last, [word for word, value in vars(module).items() if callable(value)], n=1)
-        raise SettingError(f"{key}: {where} has no class or function {last!r}.{f' Did you mean {near[0]!r}?' if near else ''}")
+        cure = f"Did you mean {near[0]!r}?" if near else "Write it there, or name another."
+        raise SettingError(f"{key}: {where} has no class or function {last!r}. {cure}")
     return found
 
 

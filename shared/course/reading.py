@@ -92,7 +92,8 @@ def size_lines() -> list[Line]:
     rows = [(catalogue.chapters()[number].slug, each) for number, each in sizes.items()] + [("all", whole)]
     lines = [Line("The core, chapter by chapter", "bold"), Line(), Line(f"{'chapter':<24}{'modules':>8}{'lines':>8}{'of code':>9}", "bold")]
     lines += [Line(f"{name:<24}{each['modules']:>8,}{each['lines']:>8,}{each['code']:>9,}", hang=24) for name, each in rows]
-    return [*lines, Line(), Line("Lines of code are those that are not blank, comments or docstrings. `course map 06` lists a chapter's modules.")]
+    said = "Lines of code are those that are not blank, comments or docstrings. `course map 06` lists a chapter's modules."
+    return [*lines, Line(), Line(said)]
 
 
 def find_module(name: str) -> Path:

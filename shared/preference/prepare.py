@@ -16,7 +16,7 @@ from shared.course.errors import CourseError
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.datasets import ChatError
 from shared.finetune.chat.examples import ChatExamples, Example
-from shared.finetune.chat.prepare import BATCH, SHOWN, ChatReport, PreparedChats, opened, prepared_folder
+from shared.finetune.chat.prepare import BATCH, SHOWN, ChatReport, PreparedChats, names_of, opened, prepared_folder
 from shared.finetune.chat.sides import SideWriter
 from shared.finetune.chat.template import ChatTemplate
 from shared.preference.config import PreferenceConfig
@@ -94,7 +94,8 @@ def write_preferences(
     config: PreferenceConfig, folder: Path, seq: int, tokenizer: TextTokenizer, template: ChatTemplate, advance: Callable[[int], None]
 ) -> PreferenceReport:
     """Write the shards of both sides."""
-    report, writer, kind = PreferenceReport(), SideWriter(folder, tokenizer, config.held_out_share), None
+    report, kind, names = PreferenceReport(), None, names_of(config.sources)
+    writer = SideWriter(folder, tokenizer, config.held_out_share, names, SECTION)
     make = ChatExamples(tokenizer, template, UNCUT)
     preferences = (each.with_system(config.system) for source in config.sources for each in open_preferences_of(source))
     stops: dict[str, None] = {}
@@ -120,8 +121,8 @@ def write_preferences(
         advance(len(some))
     if not writer.added:
         late = f"{report.dropped:,} were dropped, since a row of {seq:,} tokens leaves nothing of the answers that differs"
-        what = late if report.dropped else "the sources are empty"
-        raise CourseError(f"No preference is left to learn from: {what}. Give others, or a larger seq.")
+        what = f"{late}. Give others, or a larger seq" if report.dropped else "there is no record. Give some"
+        raise CourseError(f"{names} leaves no preference to learn from: {what}.")
     report.paired, report.stops = kind == 2, list(stops)
     if not report.paired and report.good in (0, writer.added):
         raise CourseError(f"All {writer.added:,} answers have the same label: give good ones (label true) and bad ones (label false).")

@@ -43,6 +43,21 @@ def reward_all(reward: Reward, samples: Sequence[Sample]) -> list[float]:
     Raises:
         CourseError: the reward raised, or gave another number of rewards, or one that is no finite number.
     """
+    scores = numbers_of(reward, samples)
+    for sample, score in zip(samples, scores, strict=True):
+        if not math.isfinite(score):
+            raise CourseError(
+                f"The reward {name_of(reward)} gave {score} for an answer to prompt {sample.prompt}: a finite number is needed. Mend it."
+            )
+    return scores
+
+
+def numbers_of(reward: Reward, samples: Sequence[Sample]) -> list[float]:
+    """What a reward gives for some answers, NaN and infinity too.
+
+    Raises:
+        CourseError: the reward raised, or gave another number of rewards.
+    """
     try:
         scores = [float(score) for score in reward(samples)]
     except CourseError:
@@ -52,11 +67,6 @@ def reward_all(reward: Reward, samples: Sequence[Sample]) -> list[float]:
                           "Mend it.") from error  # fmt: skip
     if len(scores) != len(samples):
         raise CourseError(f"The reward {name_of(reward)} gave {len(scores)} numbers for {len(samples)} answers: return one for each.")
-    for sample, score in zip(samples, scores, strict=True):
-        if not math.isfinite(score):
-            raise CourseError(
-                f"The reward {name_of(reward)} gave {score} for an answer to prompt {sample.prompt}: a finite number is needed. Mend it."
-            )
     return scores
 
 

@@ -24,7 +24,8 @@ class TaskPolicyConfig(GRPOConfig):
         tasks: what is answered.
         rewards: what is added up for an answer.
         reward_seconds: that the reward of one answer may take.
-        reward_failed: what a reward counts as that raises, hangs or gives no finite number; null to end the run.
+        reward_failed: what a reward counts as that raises, hangs or gives no finite number; null to end the run. A reward model
+            that raises ends it in any case: that says nothing of single answers.
         held_out_answers: that are drawn to each held-out task before training and after, for pass@k; 0 for none.
     """
 

@@ -19,7 +19,7 @@ from shared.course.errors import CourseError
 from shared.course.extensions import ImportPath, called, is_import_path
 from shared.finetune.instructions import Task
 from shared.preference.answer_rows import Sample
-from shared.preference.rewards import SHOWN, Reward, describe, reward_all
+from shared.preference.rewards import SHOWN, Reward, describe, numbers_of
 from shared.rl.code_reward import CodeReward
 from shared.rl.reward_process import Call, RewardProcess
 from shared.rl.verifiers import CODE, REASONED, VERIFIERS
@@ -124,10 +124,10 @@ class RewardSet:
         columns, failures = {}, [0.0] * len(samples)
         for name in self.weights:
             if name == MODEL:
-                columns[name] = reward_all(self.model, samples)
+                columns[name], failed = self.counted(numbers_of(self.model, samples), tasks, answers, name)
             else:
                 columns[name], failed = self.judged(tasks, answers, name)
-                failures = [*map(max, failures, failed)]
+            failures = [*map(max, failures, failed)]
         if self.failed is not None:
             columns["failed"] = failures
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -152,6 +152,19 @@ class RewardSet:
         values = [*self.process([*calls.values()]), *self.run([*programs.values()], self.share and name == CODE)]
         for place, value in zip([*calls, *programs], values, strict=True):
             found[place] = value
+        return self.counted(found, tasks, answers, name)
+
+    def counted(
+        self, found: Sequence[float | str], tasks: Sequence[Task], answers: Sequence[str], name: str
+    ) -> tuple[list[float], list[float]]:
+        """The rewards, with what was chosen in place of those that are none, and 1.0 where that is so.
+
+        Args:
+            found: numbers, and words where a reward failed.
+
+        Raises:
+            CourseError: one failed, and nothing was chosen.
+        """
         reasons = [reason_against(each) for each in found]
         for reason, task, answer in zip(reasons, tasks, answers, strict=True):
             if reason:

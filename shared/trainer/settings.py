@@ -71,21 +71,43 @@ def parse_words(config_class: type[Config], words: list[str], tell: Callable[[st
     if asked := help_asked(words):
         print_help(config_class, USAGE, asked)
     try:
-        if not words or "=" in words[0]:
-            raise SettingError("Give a configuration first, such as chapters/12_grpo/laptop.yaml.")
-        path, *changes = words
-        for word in changes:
-            if "=" not in word:
-                second = " Two configurations cannot be given: one may extend the other." if word.endswith((".yaml", ".yml")) else ""
-                raise SettingError(f"{word!r} is not a setting: write key=value.{second}")
-        changes = dict(change.removeprefix("--").split("=", 1) for change in changes)
-        if "schedule.steps" in changes:
-            raise SettingError("schedule.steps is the length of the run: give steps.")
-        written = read_settings(Path(path), config_class)
-        settings = located_in(config_class, with_words(config_class, written, changes), (Path(path).resolve().parent, Path.cwd()))
+        written, settings, changes = settings_of(config_class, words)
         return with_one_length(config_class, with_shorter_schedule(config_class, written, settings, changes, tell))
     except CourseError as error:
         refuse(error)
+
+
+def require_usable(config_class: type, words: list[str]) -> None:
+    """Refuse, as `parse_words` does, what can be refused before the weights are there that a run starts from: all that does not depend on
+    their model."""
+    alone = type(config_class.__name__, (config_class,), {"__post_init__": lambda self: None, "completed": None})
+    try:
+        written, settings, changes = settings_of(config_class, words)
+        settings = {name: value for name, value in settings.items() if name != "model"}
+        with_one_length(alone, with_shorter_schedule(config_class, written, settings, changes))
+    except CourseError as error:
+        refuse(error)
+
+
+def settings_of(config_class: type, words: list[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """What the file of a command line says, that with the words over it, and the words.
+
+    Raises:
+        CourseError: the file cannot be read, a word is no setting, or a key is unknown.
+    """
+    if not words or "=" in words[0]:
+        raise SettingError("Give a configuration first, such as chapters/12_grpo/laptop.yaml.")
+    path, *changes = words
+    for word in changes:
+        if "=" not in word:
+            second = " Two configurations cannot be given: one may extend the other." if word.endswith((".yaml", ".yml")) else ""
+            raise SettingError(f"{word!r} is not a setting: write key=value.{second}")
+    changes = dict(change.removeprefix("--").split("=", 1) for change in changes)
+    if "schedule.steps" in changes:
+        raise SettingError("schedule.steps is the length of the run: give steps.")
+    written = read_settings(Path(path), config_class)
+    settings = located_in(config_class, with_words(config_class, written, changes), (Path(path).resolve().parent, Path.cwd()))
+    return written, settings, changes
 
 
 def with_shorter_schedule(

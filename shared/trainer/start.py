@@ -20,7 +20,7 @@ from shared.course.launch import end_quietly_on_interrupt, refuse
 from shared.course.paths import CHECKOUT
 from shared.course.strict_yaml import parse_yaml, read_yaml
 from shared.parallel.config import AXES, VIEWS, ParallelConfig, layout_name, parse_layout, require_built
-from shared.trainer.settings import parse_words, read_settings
+from shared.trainer.settings import parse_words, read_settings, require_usable
 
 MOST_RANKS = 16  # for each core of this machine
 STARTS = {"start_from": "start_config", "ppo.reward_model": "ppo.reward_config"}  # what names a model -> what says how it is trained
@@ -118,7 +118,7 @@ def with_start(words: list[str]) -> list[str]:
 
     Raises:
         CourseError: a file that cannot be read.
-        SystemExit: that training ended with an error, or was interrupted.
+        SystemExit: settings are refused, before that training; it ended with an error, or was interrupted.
     """
     if not words or "=" in words[0] or words[0].startswith("-"):
         return words  # refused with the other settings
@@ -133,6 +133,9 @@ def with_start(words: list[str]) -> list[str]:
         if is_trained if output == Path(wanted) else Path(wanted).is_dir():
             continue
         if not is_trained:
+            from shared.trainer.config import TrainerConfig
+
+            require_usable(TrainerConfig, words)
             smaller = f" (`make run` trains it): a smaller model is trained first, in {output}."
             print(f"{wanted} is not there yet{f': {file.name} trains it first.' if output == Path(wanted) else smaller}", flush=True)
             shared = [word for word in words[1:] if word.removeprefix("--").split("=")[0] in ("impl", "engine.device", "data.prepared")]

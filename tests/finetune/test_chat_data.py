@@ -139,7 +139,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, model):
         prepare_chats(ChatConfig(tokenizer=model), tmp_path, 64)
     with pytest.raises(CourseError, match="There is no tokenizer"):
         prepare_chats(config_of(None, "x.jsonl"), tmp_path, 64)
-    with pytest.raises(CourseError, match="No conversation is left to train on: the sources are empty"):
+    with pytest.raises(CourseError, match="jsonl leaves no conversation to train on: there is no record. Give some"):
         prepare_chats(config_of(model, written(tmp_path / "e.jsonl", [])), tmp_path, 64)
     for wrong in ({"held_out_share": 0.0}, {"held_out_share": 1.0}):
         with pytest.raises(ValueError, match="held_out_share"):
@@ -236,8 +236,15 @@ def test_conversations_with_one_prompt_stay_on_one_side_and_both_sides_have_some
             for store in (prepared.training, prepared.held_out)
         ]
         assert all(prompts) and not prompts[0] & prompts[1] and len(prompts[0] | prompts[1]) == count
-    with pytest.raises(CourseError, match="3 conversations leave none on the side (training|held_out), since those"):
+    with pytest.raises(CourseError, match="one.jsonl asks one thing alone, so that nothing can be held out: give records with an"):
         prepare_chats(config_of(model, written(tmp_path / "one.jsonl", chats(1) * 3)), tmp_path / "out", 100)
+
+
+def test_a_share_that_leaves_a_side_of_many_conversations_empty_is_refused(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("shared.finetune.chat.sides.PART", 1)  # the first shard is written after one conversation: too late to count out
+    config = config_of(model, written(tmp_path / "a.jsonl", chats(4)), held_out_share=1e-15)
+    with pytest.raises(CourseError, match="a.jsonl leaves nothing on the side held_out, .* or a larger chats.held_out_share than 1e-15"):
+        prepare_chats(config, tmp_path / "out", 100)
 
 
 def test_a_tokenizer_without_the_templates_tokens_gets_them(tmp_path):

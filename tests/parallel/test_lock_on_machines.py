@@ -60,7 +60,9 @@ def test_the_same_command_without_nnodes_on_a_second_machine_is_refused(tmp_path
         first.wait_for("step +2 of", TIMEOUT)
         [second] = torchrun([b], words, "c10d")
         assert second.wait(TIMEOUT) == 1
-        [sentence] = [line for _, line in second.lines if "is in use" in line and "sign of it" not in line]
+        said = [line for _, line in second.lines if "is in use" in line and "sign of it" not in line]
+        sentence, cause = said  # where it was refused, and as the cause in torchrun's own summary
+        assert "traceback :" in cause and sentence.split("/run is in use")[1] == cause.split("/run is in use")[1]
         assert re.search(r"/run is in use by process \d+ on a \(job machines\) since .*: wait for it, stop it, or give another", sentence)
         assert first.ended is None
         a.rank(0).terminate()

@@ -189,8 +189,8 @@ def test_sets_that_teach_nothing_are_refused(tmp_path, model):
     good = [{"prompt": f"{n}?", "completion": "y", "label": True} for n in range(20)]
     for records, said in (
         (good, "All 20 answers have the same label"),
-        ([], "No preference is left to learn from: the sources are empty"),
-        (pairs(1) * 4, "those with one prompt stay together"),
+        ([], "a.jsonl leaves no preference to learn from: there is no record. Give some"),
+        (pairs(1) * 4, "a.jsonl asks one thing alone, so that nothing can be held out: give records with another prompt"),
         ([TEXT | {"chosen": "a " * 99 + "b", "rejected": "a " * 99}] * 2, "2 were dropped, since a row of 30 tokens leaves nothing of the"),
     ):
         with pytest.raises(CourseError, match=said):

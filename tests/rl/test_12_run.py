@@ -3,11 +3,12 @@
 import json
 import random
 import subprocess
+from itertools import islice
 
 import pytest
 from scripts import refused, run_script
 
-from chapters.sums_run import END, SumsConfig, ids_of, prompt_of, reward_of_sums, sums_of, text_of
+from chapters.checked_tasks import END, Sums, ids_of, reward_of, tasks_of, text_of
 from shared.course.paths import CHECKOUT
 from shared.preference.answer_rows import Sample
 from shared.preference.sampler import Completion
@@ -44,21 +45,50 @@ def test_bad_options_are_refused_in_a_sentence(options, words, tmp_path):
     assert refused(start(*options, cwd=tmp_path), words)
 
 
-def test_no_held_out_sum_is_trained_on():
-    held_out, others = sums_of(SumsConfig(digits=2))
-    assert len(held_out) == 500 and not set(held_out) & {next(others) for _ in range(5000)}
+@pytest.mark.parametrize("task", ["sums", "counts", "functions"])
+def test_no_held_out_task_is_trained_on(task):
+    with tasks_of(task, 2, 3) as tasks:
+        held_out = {tuple(each.prompt) for each in tasks.held_out}
+        assert len(tasks.held_out) == (500 if task == "sums" else 200)
+        assert not held_out & {tuple(each.prompt) for each in islice(tasks.others(), 5000)}
+        assert [*islice(tasks.others(), 5)] == [*islice(tasks.others(), 5)], "each draw begins with the first"
+    assert task == "sums" or len(held_out) == 200
+
+
+@pytest.mark.parametrize("task", ["sums", "counts", "functions"])
+def test_a_demonstration_passes_its_verifier_and_another_tasks_answer_does_not(task):
+    with tasks_of(task, 3, 0) as tasks:
+        some = [*islice(tasks.others(), 12)]
+        texts = [tasks.text_of(each.answer) for each in some]
+        assert tasks.judge(some, texts) == [1] * 12
+        assert tasks.judge(some, [text + "?" for text in texts]) == [1.0 if task != "functions" else 0.0] * 12
+        moved = [texts[-1], *texts[:-1]]
+        assert tasks.judge(some, moved) == [float(said == text) for said, text in zip(moved, texts, strict=True)]
+        assert max(len(each.answer) for each in some) + 1 < tasks.new_tokens
+        assert max(len(each.prompt) for each in some) + tasks.new_tokens <= tasks.positions
+
+
+def test_a_function_is_right_that_computes_the_same():
+    with tasks_of("functions", 1, 0) as tasks:
+        product = next(each for each in tasks.others() if "*" in tasks.text_of(each.answer))
+        head, body = tasks.text_of(product.answer).split("return ")
+        one, other = body.split(" * ")
+        bodies = [f"return {other} * {one}", f"return {one} + {other}", "return 1 / 0", "", f"return {one} * 1j"]
+        assert tasks.judge([product] * 5, [head + body for body in bodies]) == [1, 0, 0, 0, 0]
 
 
 def test_texts_and_ids_are_each_others_inverse():
-    draw = random.Random(0)
+    draw, sums = random.Random(0), Sums(3, 0)
     for _ in range(20):
         pair = draw.randrange(1000), draw.randrange(1000)
-        assert text_of(prompt_of(pair)) == f"{pair[0]}+{pair[1]}="
-        assert text_of([*ids_of(str(sum(pair))), END]) == f"{sum(pair)}."
+        asked = sums.asked(pair)
+        assert text_of(asked.prompt) == f"{pair[0]}+{pair[1]}="
+        assert text_of([*asked.answer, END]) == f"{sum(pair)}."
 
 
 def test_only_a_right_answer_that_ended_is_rewarded():
-    pairs = [(12, 30)]
+    sums = Sums(2, 0)
+    training = [sums.asked((12, 30))]
     said = [("42", True), ("42", False), ("43", True), ("142", True), ("4", True), ("", True)]
-    samples = [Sample(0, prompt_of(pairs[0]), Completion(ids_of(text) + [END] * ended, [], ended)) for text, ended in said]
-    assert reward_of_sums(pairs)(samples) == [1, 0, 0, 0, 0, 0]
+    samples = [Sample(0, training[0].prompt, Completion(ids_of(text) + [END] * ended, [], ended)) for text, ended in said]
+    assert reward_of(sums, training)(samples) == [1, 0, 0, 0, 0, 0]

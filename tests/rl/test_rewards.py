@@ -131,6 +131,20 @@ def test_a_reward_model_scores_samples_and_must_give_one_number_for_each(tmp_pat
         rewards(part)
 
 
+def test_a_reward_model_that_gives_no_number_counts_as_what_was_chosen_too(tmp_path):
+    part = RewardPart("model", 2.0, folder=tmp_path)
+    samples, broken = [sample(0, "7"), sample(1, "no")], lambda samples: [3.0, math.nan]
+    with pytest.raises(CourseError, match="reward model failed on the prompt 'Say yes.' and the answer 'no': it gave nan.*reward_failed"):
+        rewards("task", part, model=broken)(samples)
+    made = rewards("task", part, model=broken, failed=-1.0)
+    with pytest.warns(UserWarning, match="reward model failed .* counts as -1.0"):
+        assert made(samples) == [7.0, -2.0]
+    assert [each["failed"] for each in made.parts] == [0, 1]
+    made.model = lambda samples: 1 / 0
+    with pytest.raises(CourseError, match="failed on answers to the prompts from 0 on: ZeroDivisionError"):
+        made(samples)  # it says nothing of single answers
+
+
 FAILURES = {
     "known": "KeyError: 'Say yes.yes'", "nothing": "it returned None", "text": "could not convert string to float", "nan": "it gave nan",
     "leaves": "SystemExit: 0", "ends": "it ended the process",
@@ -179,7 +193,7 @@ def test_other_tasks_are_judged_by_the_same_checks():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("missing", "has no class or function 'missing'"), ("brevty", r"Did you mean 'brevity'\? Give a function"),
+        ("missing", r"function 'missing'\. Write it there, or name another"), ("brevty", r"Did you mean 'brevity'\? Give a function"),
         ("two", "too many positional arguments"), ("brevity", "No such file"),
     ],  # fmt: skip
 )

@@ -62,6 +62,14 @@ def test_what_a_run_starts_from_is_trained_first_where_it_is_not_there(tmp_path,
     assert start.with_start([str(ppo)]) == [str(ppo)] and len(started) == 2, "they are there now"
 
 
+@pytest.mark.parametrize("word", ["ppo.promts=4", "steps=many", "ppo.prompts=0", "grpo.rewards=[{name: nubmer}]", "nothing"])
+def test_bad_settings_are_refused_before_the_model_that_they_start_from_is_trained(word, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(start.subprocess, "run", lambda *command, **how: pytest.fail("it was trained"))
+    with pytest.raises(SystemExit) as ended:
+        start.with_start([str(chain(tmp_path)[-1]), word])
+    assert ended.value.code == 2 and word.split("=")[0].split(".")[-1] in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_one_command_trains_the_base_the_fine_tuned_the_reward_model_and_the_policy(tmp_path):
     done = train(chain(tmp_path)[-1])

@@ -9,7 +9,7 @@ is prepared once. `report.json` is written last: without it the preparation begi
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -179,7 +179,7 @@ def write_chats(
     config: ChatConfig, folder: Path, seq: int, tokenizer: TextTokenizer, template: ChatTemplate | None, advance: Callable[[int], None]
 ) -> ChatReport:
     """Write the shards of both sides."""
-    report, writer = ChatReport(), SideWriter(folder, tokenizer, config.held_out_share)
+    report, writer = ChatReport(), SideWriter(folder, tokenizer, config.held_out_share, names_of(config.sources), "chats")
     make = ChatExamples(tokenizer, template, seq) if template else PairExamples(tokenizer, seq)
     conversations = (each.with_system(config.system) for source in config.sources for each in open_chats_of(source))
     stops: dict[str, None] = {}
@@ -200,8 +200,8 @@ def write_chats(
         advance(len(some))
     if not writer.added:
         late = f"of {report.dropped:,}, each has its first answer after the row's {seq:,} tokens"
-        what = late if report.dropped else "the sources are empty"
-        raise CourseError(f"No conversation is left to train on: {what}. Give other conversations, or a larger seq.")
+        what = f"{late}. Give other conversations, or a larger seq" if report.dropped else "there is no record. Give some"
+        raise CourseError(f"{names_of(config.sources)} leaves no conversation to train on: {what}.")
     counts = writer.finish()
     report.examples, report.held_out, report.stops = counts["training"], counts["held_out"], list(stops)
     return report
@@ -232,6 +232,11 @@ def opened(folder: Path, prepared: type[Prepared], report_class: type[ChatReport
         cure = "delete it, and the same command prepares the conversations again"
         raise CourseError(f"{folder / 'report.json'} is damaged ({error}): {cure}.") from None
     return prepared(folder, stores["training"], stores["held_out"], tokenizer, template, report)
+
+
+def names_of(sources: Sequence[ChatSource]) -> str:
+    """Where examples are from, for a sentence."""
+    return ", ".join(source.path for source in sources)
 
 
 def folder_of(path: Path) -> Path:

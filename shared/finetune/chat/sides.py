@@ -23,13 +23,15 @@ class SideWriter:
     Args:
         folder: gets the folders `training` and `held_out`.
         share: of the prompts, held out.
+        sources: what the examples are of, for a sentence.
+        section: of the configuration that has `held_out_share`.
 
     Attributes:
         added: examples so far.
     """
 
-    def __init__(self, folder: Path, tokenizer: TextTokenizer, share: float):
-        self.folder, self.tokenizer, self.share = folder, tokenizer, share
+    def __init__(self, folder: Path, tokenizer: TextTokenizer, share: float, sources: str, section: str):
+        self.folder, self.tokenizer, self.share, self.sources, self.section = folder, tokenizer, share, sources, section
         self.waiting: list[tuple[bytes, Example]] = []
         self.tokens = self.added = self.parts = 0
         self.counts = dict.fromkeys(SIDES, 0)
@@ -58,13 +60,15 @@ class SideWriter:
         if not self.parts and len(digests) > 1 and not digests[0] < limit <= digests[-1]:
             # Of few prompts, chance may leave one side empty: the share is counted out, with one prompt at least on each side.
             limit = digests[min(max(1, round(self.share * len(digests))), len(digests) - 1)]
+        if not self.parts and len(digests) == 1:
+            raise CourseError(f"{self.sources} asks one thing alone, so that nothing can be held out: give records with another prompt.")
         if self.waiting:
             self.write(limit)
         for side, other in (("training", "smaller"), ("held_out", "larger")):
             if not self.counts[side]:
                 raise CourseError(
-                    f"{self.added:,} conversations leave none on the side {side}, since those with one prompt stay together: give "
-                    f"more, or a {other} held_out_share than {self.share}."
+                    f"{self.sources} leaves nothing on the side {side}, since records with one prompt stay together: give more, or a "
+                    f"{other} {self.section}.held_out_share than {self.share}."
                 )
         return self.counts
 
