@@ -72,7 +72,7 @@ def copy_run(config: TrainerConfig, console: Console) -> set[str] | None:
 
 
 def nothing_to_continue(config: TrainerConfig) -> list[str]:
-    """The line for a `continue_with` where no checkpoint is. It is no error, because the words may stay in a command that begins runs too."""
+    """The line for a `continue_with` where no checkpoint is. No error: the words may stay in a command that begins runs."""
     output, words = config.engine.output, ",".join(config.continue_with)
     if not words or Checkpoints(output / "checkpoints").steps():
         return []

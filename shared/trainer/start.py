@@ -102,8 +102,8 @@ def with_microbatches(words: list[str]) -> list[str]:
 
 
 def names_size(file: Path) -> bool:
-    """Whether a configuration, or one that it extends, is the user's own and names `data.micro_batch_size`. The course's files name one for a
-    single process."""
+    """Whether a configuration, or one that it extends, is the user's own and names `data.micro_batch_size`. The course's files name
+    one for a single process."""
     file = Path(os.path.realpath(file))
     if file.is_relative_to(TRAIN.parent):
         return False
