@@ -71,6 +71,14 @@ def copy_run(config: TrainerConfig, console: Console) -> set[str] | None:
     return before
 
 
+def nothing_to_continue(config: TrainerConfig) -> list[str]:
+    """The line for a `continue_with` where no checkpoint is. No error: the words may stay in a command that begins runs."""
+    output, words = config.engine.output, ",".join(config.continue_with)
+    if not words or Checkpoints(output / "checkpoints").steps():
+        return []
+    return [f"{output} holds no checkpoint to continue: the run begins at step 0, and continue_with={words} has no effect."]
+
+
 def remove_copy(output: Path, before: set[str]) -> None:
     """Remove what `copy_run` and a run that was then refused left in a folder. before: the names that it had."""
     for name in {*os.listdir(output)} - before - {LOCK}:

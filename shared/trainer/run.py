@@ -42,7 +42,7 @@ from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import provenance
 from shared.trainer.callbacks import Costs, Traffic
 from shared.trainer.config import TrainerConfig, resolve_precision
-from shared.trainer.continuation import copy_run, remove_copy, remove_if_empty
+from shared.trainer.continuation import copy_run, nothing_to_continue, remove_copy, remove_if_empty
 from shared.trainer.dpo import PreferenceTuning
 from shared.trainer.elastic import History, note_end, require_one_folder
 from shared.trainer.extending import objective_of, own_parts, parameter_count, require_extensions
@@ -112,6 +112,8 @@ def train_model(config: TrainerConfig, console: Console, world: Communicator | N
         leads = sharing[0] == world.rank
         agreed(world, lambda: held.enter_context(held_folder(config.engine.output, leads, console)))
         before = agreed(world, lambda: copy_run(config, console) if leads else None) if config.continue_from else None
+        for line in nothing_to_continue(config):
+            console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
         watch.lap("seconds for imports and settings")
         run = None
         try:

@@ -18,7 +18,7 @@ from typing import Any
 from shared.course.errors import CourseError, SettingError
 from shared.course.launch import end_quietly_on_interrupt, refuse
 from shared.course.paths import CHECKOUT
-from shared.course.strict_yaml import parse_yaml
+from shared.course.strict_yaml import parse_yaml, read_yaml
 from shared.parallel.config import AXES, VIEWS, ParallelConfig, layout_name, parse_layout, require_built
 from shared.trainer.settings import parse_words, read_settings, require_usable
 
@@ -73,7 +73,8 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
 
 def with_microbatches(words: list[str]) -> list[str]:
     """A configuration's words with a `data.micro_batch_size` that gives a pipeline something to do at once: twice as many micro-batches as
-    stages, where the rows of a step allow it. It is the user's alone where the words name it. Losses stay as they are, but for rounding.
+    stages, where the rows of a step allow it. It is the user's alone where the words or a file of theirs name it. Losses stay as they are,
+    but for rounding.
 
     Raises:
         CourseError: settings that are refused.
@@ -90,9 +91,25 @@ def with_microbatches(words: list[str]) -> list[str]:
     if stages == 1 or size == step.rows or named & {"data", "data.micro_batch_size"}:
         return words
     count = step.rows // size * step.microbatches
+    if names_size(Path(words[0])):
+        now = f"{stages} stages have {step.microbatches} micro-batches in a step"
+        said = f"{now}, and with data.micro_batch_size={size} {count}, where they wait less"
+        print(f"data.micro_batch_size stays {asked}, as {words[0]} says: {said}.", flush=True)
+        return words
     said = f"{stages} stages have {count} micro-batches in a step and wait less. To choose another size, name it."
     print(f"data.micro_batch_size is {size} here and not {asked}, so that {said}", flush=True)
     return [*words, f"data.micro_batch_size={size}"]
+
+
+def names_size(file: Path) -> bool:
+    """Whether a configuration, or one that it extends, is the user's own and names `data.micro_batch_size`. The course's files name
+    one for a single process."""
+    file = Path(os.path.realpath(file))
+    if file.is_relative_to(TRAIN.parent):
+        return False
+    settings = read_yaml(file)
+    below = settings.get("extends")
+    return "micro_batch_size" in section(settings, "data") or (below is not None and names_size(file.parent / below))
 
 
 def with_start(words: list[str]) -> list[str]:

@@ -1,9 +1,11 @@
 """Continue a run in another folder (`continue_from`): all of its state is there, the first folder stays as it is, and what is refused."""
 
 import shutil
+from io import StringIO
 
 import pytest
 from retuned_runs import PLAIN, QUIET, equal, rates_of, weights_at
+from rich.console import Console
 from trainer_runs import settings_file
 
 from shared.course.errors import CourseError
@@ -49,6 +51,16 @@ def test_a_run_cannot_be_continued_from_nothing_from_damage_or_otherwise_than_as
     assert not (tmp_path / "new/run/checkpoints").exists()
     start(tmp_path / "damaged")
     assert changes_of(tmp_path / "new/run")[0].source.endswith("step-00000003"), "the newest that is intact"
+
+
+def test_words_that_continue_a_run_say_so_where_there_is_none(tmp_path, prepared):
+    path, output = settings_file(tmp_path, prepared, **PLAIN | {"steps": 1}), StringIO()
+    config = parse_words(TrainerConfig, [str(path), "continue_with=steps"])
+    line = f"{tmp_path / 'run'} holds no checkpoint to continue: the run begins at step 0, and continue_with=steps has no effect.\n"
+    train_model(config, Console(file=output))
+    assert output.getvalue().count(line) == 1
+    train_model(config, Console(file=output))
+    assert output.getvalue().count(line) == 1, "the second time there is a run"
 
 
 def test_a_copy_has_runs_of_its_own_in_trackers(tmp_path, prepared):

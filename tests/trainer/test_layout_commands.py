@@ -21,6 +21,8 @@ from shared.trainer import start
 from shared.trainer.config import TrainerConfig
 from shared.trainer.settings import parse_text
 
+LAPTOP = TRAIN.with_name("laptop.yaml")
+
 
 def test_the_last_thing_that_torchrun_prints_of_a_refused_run_is_the_sentence(tmp_path):
     words = ["data.prepare.sources=[{path: nowhere.txt}]", "parallel.data_parallel=2"]
@@ -76,12 +78,28 @@ def test_a_layout_gets_a_folder_and_as_many_processes_as_it_needs(tmp_path):
     ],
 )
 def test_a_pipeline_gets_twice_as_many_micro_batches_as_stages_unless_the_words_say_otherwise(layout, words, size, tmp_path, capsys):
-    file = settings_file(tmp_path, tmp_path / "prepared", data={"batch_size": 8, "micro_batch_size": 8})
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"extends: {LAPTOP}\nengine: {{output: {tmp_path / 'run'}}}\n")  # 8 rows in a step, at once
     command, _ = start.command_of(layout, [str(file), *words])
     words = command[command.index(str(TRAIN)) + 1 :]
     added = [f"data.micro_batch_size={size}"] if size else []
     assert start.with_microbatches(words) == words + added
     assert (f"data.micro_batch_size is {size} here and not 8" in capsys.readouterr().out) == bool(size)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_size_that_the_users_file_or_one_below_it_names_stays_and_a_line_says_what_it_costs(below, tmp_path, capsys):
+    file = settings_file(tmp_path, tmp_path / "prepared", data={"batch_size": 8, "micro_batch_size": 4})
+    if below:
+        file = tmp_path / "mine.yaml"
+        file.write_text("extends: tiny.yaml\n")
+    words = [str(file), "parallel.pipeline_parallel=2"]
+    assert start.with_microbatches(words) == words
+    said = f"stays 4, as {file} says: 2 stages have 2 micro-batches in a step, and with data.micro_batch_size=2 4, where they wait less"
+    assert said in capsys.readouterr().out
+    (tmp_path / "over.yaml").write_text(f"extends: {LAPTOP}\ndata: {{seq: 64}}\n")  # the course's own file names 8
+    words[0] = str(tmp_path / "over.yaml")
+    assert start.with_microbatches(words) == [*words, "data.micro_batch_size=2"]
 
 
 def test_a_layouts_folder_has_the_name_that_the_report_looks_for_and_the_files_backend(tmp_path):

@@ -142,6 +142,11 @@ def test_all_text_of_a_run_is_text_in_the_page(tmp_path):
     assert all(attributes["src"].startswith("data:image/png;base64,") for tag, attributes in tags if tag == "img")
 
 
+def test_runs_of_the_same_settings_are_said_to_be_so(tmp_path):
+    output = course("compare", write_run(tmp_path / "one"), write_run(tmp_path / "two"), "--output", tmp_path / "page.html")
+    assert "Settings that differ: none.\n" in output
+
+
 def test_runs_are_found_below_the_folder_and_not_within_each_other(tmp_path):
     for name in ("b", "a/c", "a/c/checkpoints/step-1", ".hidden/d", "e/f/g/h/i/j"):
         write_run(tmp_path / name)

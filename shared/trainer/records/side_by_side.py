@@ -57,6 +57,9 @@ def report_runs(console: Console, folders: Sequence[Path], page: Path) -> None:
         console.width = PIPED
     names = names_of(folders)
     for title, rows in tables(runs).items():
+        if not rows:
+            console.print(f"{title}: none.\n", highlight=False)
+            continue
         table = Table("", *names, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for name, values in rows:
             table.add_row(*map(Text, (name, *values)))
