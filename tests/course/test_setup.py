@@ -88,6 +88,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield node.module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec") and isinstance(node.args[0], ast.Constant):
+            yield node.args[0].value  # a package whose files are read
 
 
 def canonical(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Expected values of three checks are computed in plain Python, so that a learner need not install transformers. Here they equal its own,
+"""Expected values of six checks are computed in plain Python, so that a learner need not install transformers. Here they equal its own,
 on the arguments of every case that uses them."""
 
 from types import SimpleNamespace
@@ -7,6 +7,12 @@ from unittest import mock
 import torch
 from transformers import DataCollatorForLanguageModeling
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as mixtral_loss
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.switch_transformers.modeling_switch_transformers import load_balancing_loss_func as switch_loss
+from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
 from shared.course.catalogue import all_exercises
 from shared.course.running import read_check
@@ -29,7 +35,7 @@ def warped(logits, temperature=1.0, top_k=None, top_p=None):
 
 def test_shares_of_sample_next():
     found = cases_of("01.sample_next", "probabilities")
-    assert len(found) == 7
+    assert len(found) == 8
     for title, given, expected in found:
         of_check = [value for name, value in expected(**given).items() if name.startswith("share")]
         options = {name: value for name, value in given.items() if name in ("temperature", "top_k")}
@@ -102,3 +108,58 @@ def test_masks_of_mask_tokens():
         assert torch.equal(mine["inputs"], inputs) and torch.equal(mine["targets"], targets), title
 
 
+ROUTERS = {each.__name__: each for each in (MixtralTopKRouter, OlmoeTopKRouter, DeepseekV3TopkRouter)}
+
+
+def test_weights_of_top_k_routing():
+    """A router's matrix is the identity, so that it routes by the given logits."""
+    found = cases_of("09.top_k_routing", "gates_one_by_one")
+    assert [title for title, _, _ in found] == list(ROUTERS)
+    for title, given, expected in found:
+        names = ("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
+        config = SimpleNamespace(**dict(zip(names, (given[name] for name in ("k", "normalize", "scaling", "groups", "best_groups")), strict=True)))
+        size = config.hidden_size = config.num_experts = config.num_local_experts = config.n_routed_experts = given["logits"].shape[-1]
+        router, logits = ROUTERS[title](config), given["logits"].clone().requires_grad_()
+        router.weight.data = torch.eye(size)
+        if given["bias"] is not None:
+            router.e_score_correction_bias.copy_(given["bias"])
+        _, weights, experts = router(logits)
+        by_expert = weights.new_zeros(len(logits), size).scatter(-1, experts, weights)
+        mine = expected(**given)
+        torch.testing.assert_close(mine["weights by expert"], by_expert, rtol=1e-5, atol=1e-7)
+        assert_same_gradient(mine["gradient of logits"], by_expert, logits)
+
+
+def assert_same_gradient(mine, output, leaf):
+    """`mine` is of the random flow that the checks of chapter 09 use."""
+    flow = torch.randn(output.shape, generator=torch.Generator().manual_seed(17), dtype=torch.float64).to(output.dtype)
+    [theirs] = torch.autograd.grad(output, [leaf], flow)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_losses_of_balance_loss():
+    """Switch's takes its shares row by row; Mixtral's is given one row at a time. Both count in float32."""
+    [switch, mixtral] = cases_of("09.balance_loss", "by_hand_of_logits")
+    _, given, expected = switch
+    logits, size = given["logits"].clone().requires_grad_(), given["logits"].shape[-1]
+    probabilities = logits.softmax(-1)
+    assert given["k"] == 1 and given["valid"].all()
+    of_switch = switch_loss(probabilities, probabilities.topk(1).indices) * given["valid"].sum() / size
+    torch.testing.assert_close(expected(**given)["loss"], of_switch, rtol=1e-6, atol=0)
+    assert_same_gradient(expected(**given)["gradient of logits"], of_switch, logits)
+    _, given, expected = mixtral
+    logits, size, valid = given["logits"].clone().requires_grad_(), given["logits"].shape[-1], given["valid"]
+    rows = [(row, mask) for row, mask in zip(logits, valid, strict=True) if mask.any()]
+    of_mixtral = sum(mixtral_loss((row,), size, given["k"], mask.long()) * mask.sum() / size for row, mask in rows).double()
+    torch.testing.assert_close(expected(**given)["loss"], of_mixtral, rtol=1e-6, atol=0)
+    assert_same_gradient(expected(**given)["gradient of logits"], of_mixtral, logits)
+
+
+def test_losses_of_z_loss():
+    found = [each for each in cases_of("09.z_loss", "by_hand") if each[0].startswith("52 tokens")]
+    assert len(found) == 2
+    for title, given, expected in found:
+        logits = given["logits"].clone().requires_grad_()
+        theirs = router_z_loss_func(logits) * given["valid"].sum()
+        torch.testing.assert_close(expected(**given)["loss"], theirs, rtol=1e-5, atol=0, msg=lambda said, title=title: f"{title}: {said}")
+        assert_same_gradient(expected(**given)["gradient of logits"], theirs, logits)

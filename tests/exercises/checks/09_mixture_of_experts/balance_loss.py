@@ -1,7 +1,7 @@
-"""Check of 09.balance_loss. Oracle: transformers' loss of Switch, which takes its shares row by row, and that of Mixtral, given one row at
-a time; both with the factors stated below. For settings that neither has, a loop over rows and tokens. Ranks are threads.
+"""Check of 09.balance_loss. Oracle: a loop over rows and tokens, which equals transformers' losses of Switch and Mixtral
+(`tests/parity/test_check_oracles.py`). Ranks are threads.
 
-Tolerances. float64: 1e-12; transformers counts in float32: 1e-6.
+Tolerance. float64: 1e-12.
 """
 
 import torch
@@ -10,11 +10,9 @@ from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 from shared.parallel.comm.threads import run_threads
 
-from .pieces import CONTRACT, from_transformers, gradients, randn
+from .pieces import CONTRACT, gradients, randn
 
 BY_HAND = "a loop over rows and tokens, by the contract's equation"
-SWITCH = "transformers' load_balancing_loss_func of Switch, times tokens / E"
-MIXTRAL = "transformers' load_balancing_loss_func of Mixtral, of each row alone, times the row's valid tokens / E"
 TWO = "arithmetic: n f is how often each expert was chosen, n P the sum of its probabilities; their product is divided by n"
 
 
@@ -70,15 +68,20 @@ def loss(function, probabilities, **more):
     return {"loss": found} | gradients(found, probabilities=leaf)
 
 
-def by_hand(probabilities, experts, valid, over_row):
-    leaf = probabilities.detach().clone().requires_grad_()
-    total = (leaf.where(valid.unsqueeze(-1), 0) * 0).sum()
-    for row in range(len(leaf)):
+def total_by_hand(probabilities, experts, valid):
+    total = (probabilities.where(valid.unsqueeze(-1), 0) * 0).sum()
+    for row in range(len(probabilities)):
         tokens = valid[row].nonzero().flatten().tolist()
-        for expert in range(leaf.shape[-1]):
+        for expert in range(probabilities.shape[-1]):
             chosen = sum(experts[row, token].tolist().count(expert) for token in tokens)
             if chosen:
-                total = total + len(tokens) * (chosen / len(tokens)) * leaf[row, tokens, expert].mean()
+                total = total + len(tokens) * (chosen / len(tokens)) * probabilities[row, tokens, expert].mean()
+    return total
+
+
+def by_hand(probabilities, experts, valid, over_row):
+    leaf = probabilities.detach().clone().requires_grad_()
+    total = total_by_hand(leaf, experts, valid)
     return {"loss": total} | gradients(total, probabilities=leaf)
 
 
@@ -94,19 +97,8 @@ def of_logits(function, logits, valid, k):
     return {"loss": found} | gradients(found, logits=leaf)
 
 
-def by_switch(logits, valid, k):
-    leaf = logits.detach().requires_grad_()
-    probabilities = leaf.softmax(-1)
-    found = from_transformers("switch_transformers", "load_balancing_loss_func")(probabilities, probabilities.topk(k).indices)
-    found = found * valid.sum() / logits.shape[-1]
-    return {"loss": found} | gradients(found, logits=leaf)
-
-
-def by_mixtral(logits, valid, k):
-    theirs, size, leaf = from_transformers("mixtral", "load_balancing_loss_func"), logits.shape[-1], logits.detach().requires_grad_()
-    rows = [theirs((row,), size, k, mask.long()) * mask.sum() / size for row, mask in zip(leaf, valid, strict=True) if mask.any()]
-    found = sum(rows).double()
-    return {"loss": found} | gradients(found, logits=leaf)
+def by_hand_of_logits(logits, valid, k):
+    return of_logits(total_by_hand, logits, valid, k)
 
 
 def in_parts(function, probabilities, experts, valid, cuts):
@@ -137,7 +129,7 @@ def in_parts(function, probabilities, experts, valid, cuts):
 
 def at_once(probabilities, experts, valid, cuts):
     leaf = probabilities.detach().clone().requires_grad_()
-    total = by_hand(leaf, experts, valid, None)["loss"]
+    total = total_by_hand(leaf, experts, valid)
     share = torch.nn.functional.one_hot(experts, leaf.shape[-1]).sum(2)
     counts = torch.stack([own[mask].sum(0) for own, mask in zip(share, valid, strict=True)])
     back = counts.to(leaf.dtype).unsqueeze(1) / valid.sum(1).clamp(min=1).view(-1, 1, 1) * valid.unsqueeze(-1)
@@ -209,10 +201,10 @@ CHECK = Check(
             "experts": torch.tensor([3, 1]).expand(1, 600, 2)}, tolerance=1e-5),
         case("oracle", "Switch's loss: one choice, four rows", lambda: {
             "logits": randn(4, 13, 7, seed=3), "valid": torch.ones(4, 13, dtype=torch.bool), "k": 1,
-        }, by_switch, SWITCH, of_logits, 1e-6),
+        }, by_hand_of_logits, BY_HAND, of_logits),
         case("oracle", "Mixtral's loss, row by row: three choices, rows of 7, 11, 0 and 1 tokens", lambda: {
             "logits": randn(4, 11, 6, seed=4), "valid": drawn(4, 11, 6, 3, LENGTHS)()["valid"], "k": 3,
-        }, by_mixtral, MIXTRAL, of_logits, 1e-6),
+        }, by_hand_of_logits, BY_HAND, of_logits),
         case("two ranks", "two ranks share out each row", cut(drawn(4, 11, 7, 3, LENGTHS), 5), at_once, "one process", in_parts),
         case("two ranks", "three ranks, with one choice for each token", cut(drawn(4, 11, 7, 1, LENGTHS), 2, 9), at_once, "one process",
              in_parts),

@@ -1,13 +1,9 @@
-"""What the checks of chapter 09 share: functions of transformers without its import, and sorts as a GPU may do them."""
+"""What the checks of chapter 09 share: gradients as results, and sorts as a GPU may do them."""
 
-import ast
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.course.comparing import Said
@@ -17,17 +13,6 @@ CONTRACT = "the contract"
 
 def randn(*shape: int, seed: int, dtype=torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def from_transformers(model: str, name: str) -> Any:
-    """A function or class of transformers' modeling file of a model, by itself: its import would take seconds."""
-    package = Path(importlib.util.find_spec("transformers").origin).parent
-    text = (package / "models" / model / f"modeling_{model}.py").read_text(encoding="utf-8")
-    node = next(node for node in ast.parse(text).body if getattr(node, "name", "") == name)
-    node.decorator_list = []
-    names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
-    exec(compile("from __future__ import annotations\n" + ast.unparse(node), f"transformers' {name}", "exec"), names)
-    return names[name]
 
 
 def unchanged(sent: list[int], received: list[int]) -> dict[str, Said]:

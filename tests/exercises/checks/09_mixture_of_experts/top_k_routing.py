@@ -1,17 +1,15 @@
-"""Check of 09.top_k_routing. Oracle: transformers' routers of Mixtral, OLMoE and DeepSeek-V3; for settings that none of them has, each
-token by itself in Python's own `sorted`.
+"""Check of 09.top_k_routing. Oracle: each token by itself in Python's own `sorted`, which equals transformers' routers of Mixtral, OLMoE and
+DeepSeek-V3 (`tests/parity/test_check_oracles.py`).
 
 Tolerances. float64: 1e-12, float32: 1e-6, a few units in the last place. Weights that are scores are compared exactly.
 """
-
-from types import SimpleNamespace
 
 import torch
 
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, from_transformers, gradients, randn
+from .pieces import CONTRACT, gradients, randn
 
 ANY = 1e9  # bytes
 SORTED = "Python's sorted, token by token"
@@ -42,9 +40,8 @@ def routed(function, scores, bias, **settings):
     return {"weights": weights, "experts": experts} | back | ({"gradient of bias": of_bias} if moved else {})
 
 
-def one_by_one(scores, k, normalize, scaling, bias, groups, best_groups):
-    """The same by the contract's sentences."""
-    leaf = scores.detach().clone().requires_grad_()
+def walk(scores, k, normalize, scaling, bias, groups, best_groups):
+    """Weights and experts by the contract's sentences."""
     size, chosen = scores.shape[-1] // groups, []
     for row in scores.detach().reshape(-1, scores.shape[-1]):
         biased = (row if bias is None else row + bias).tolist()
@@ -53,10 +50,15 @@ def one_by_one(scores, k, normalize, scaling, bias, groups, best_groups):
         allowed = [expert for expert in range(len(biased)) if groups == 1 or expert // size in best]
         chosen.append(sorted(allowed, key=lambda expert: -biased[expert])[:k])  # noqa: B023
     experts = torch.tensor(chosen, dtype=torch.int64).view(*scores.shape[:-1], k)
-    weights = torch.take_along_dim(leaf, experts, dim=-1)
+    weights = torch.take_along_dim(scores, experts, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    weights = weights * scaling
+    return weights * scaling, experts
+
+
+def one_by_one(scores, **settings):
+    leaf = scores.detach().clone().requires_grad_()
+    weights, experts = walk(leaf, **settings)
     return {"weights": weights, "experts": experts} | gradients(weights, scores=leaf)
 
 
@@ -73,30 +75,16 @@ def gates(function, logits, scoring, **settings):
     return {"weights by expert": found} | gradients(found, logits=logits)
 
 
-def by_router(model, name):
-    """The same by a router of transformers, whose matrix is the identity."""
-
-    def told(logits, scoring, k, normalize, scaling, bias, groups, best_groups):
-        names = ("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
-        config = SimpleNamespace(**dict(zip(names, (k, normalize, scaling, groups, best_groups), strict=True)))
-        config.hidden_size = config.num_experts = config.num_local_experts = logits.shape[-1]
-        router = from_transformers(model, name)(config)
-        router.weight.data = torch.eye(logits.shape[-1])
-        if bias is not None:
-            router.e_score_correction_bias.copy_(bias)
-        logits = logits.detach().requires_grad_()
-        _, weights, experts = router(logits)
-        found = dense(weights, experts, logits.shape[-1])
-        return {"weights by expert": found} | gradients(found, logits=logits)
-
-    return told
+def gates_one_by_one(**given):
+    return gates(walk, **given)
 
 
-def router_case(model, name, scoring, **settings):
+def router_case(name, scoring, **settings):
+    """The settings of a published router. name: its class in transformers."""
     logits = lambda: {"logits": randn(23, 12, seed=4, dtype=torch.float32), "scoring": scoring}  # noqa: E731
     given = lambda: of(torch.empty(0), **settings)() | logits()  # noqa: E731
     without_scores = lambda: {key: value for key, value in given().items() if key != "scores"}  # noqa: E731
-    return Case("oracle", name, without_scores, by_router(model, name), f"transformers: {name}", gates, rtol=1e-5, atol=1e-7)
+    return Case("oracle", name, without_scores, gates_one_by_one, SORTED, gates, rtol=1e-5, atol=1e-7)
 
 
 def with_ties(function, scores, k, **settings):
@@ -230,9 +218,9 @@ CHECK = Check(
              with_ties),
         case("property", "groups that are equally good, of different experts", of(TIED, groups=3, best_groups=1), of_one_group, CONTRACT,
              groups_of),
-        router_case("mixtral", "MixtralTopKRouter", "softmax", k=3, normalize=True),
-        router_case("olmoe", "OlmoeTopKRouter", "softmax", k=5, normalize=False),
-        router_case("deepseek_v3", "DeepseekV3TopkRouter", "sigmoid", k=4, normalize=True, scaling=2.5, dtype=torch.float32,
+        router_case("MixtralTopKRouter", "softmax", k=3, normalize=True),
+        router_case("OlmoeTopKRouter", "softmax", k=5, normalize=False),
+        router_case("DeepseekV3TopkRouter", "sigmoid", k=4, normalize=True, scaling=2.5, dtype=torch.float32,
                     bias=randn(12, seed=6, dtype=torch.float32), groups=4, best_groups=2),
         case("oracle", "every setting at once", of(drawn(37, 15, seed=9), k=4, normalize=True, scaling=0.7, bias=randn(15, seed=3),
                                                    groups=5, best_groups=3)),

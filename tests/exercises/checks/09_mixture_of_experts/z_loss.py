@@ -1,5 +1,5 @@
-"""Check of 09.z_loss. Oracle: transformers' router_z_loss_func, a mean over all tokens, times their number; for tokens that do not count, a
-loop over those that do.
+"""Check of 09.z_loss. Oracle: a loop over the tokens that count, which equals transformers' router_z_loss_func, a mean over all tokens, times
+their number (`tests/parity/test_check_oracles.py`).
 
 Tolerances. float64: 1e-12, float32: 1e-5. Around -900, neighbouring float32 numbers are 6e-5 apart, which exponentials show: 1e-3.
 """
@@ -9,11 +9,10 @@ import torch
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, from_transformers, gradients, randn
+from .pieces import CONTRACT, gradients, randn
 
 BY_HAND = "log(sum(exp(logits))) ** 2, token by token"
 ANY = 1e9  # bytes
-ORACLE = "transformers' router_z_loss_func, times the number of tokens"
 
 
 def of(*shape, lengths=None, scale=1.0, shift=0.0, dtype=torch.float64):
@@ -66,12 +65,6 @@ def by_hand(logits, valid):
     return {"loss": found} | gradients(found, logits=leaf)
 
 
-def by_transformers(logits, valid):
-    leaf = logits.detach().requires_grad_()
-    found = from_transformers("switch_transformers", "router_z_loss_func")(leaf) * valid.sum()
-    return {"loss": found} | gradients(found, logits=leaf)
-
-
 def square(*sums):
     return lambda logits, **_: {"loss": sum(torch.tensor(float(each), dtype=torch.float64).log() ** 2 for each in sums).to(logits.dtype)}
 
@@ -114,8 +107,8 @@ CHECK = Check(
         case("property", "NaN at a token that counts is seen", nan_that_counts, lambda **_: {"loss": torch.tensor(torch.nan).double()},
              CONTRACT, lambda function, **given: {"loss": function(**given)}),
         case("property", "tensors that are not contiguous", strided),
-        case("oracle", "transformers, float64", of(4, 13, 7), by_transformers, ORACLE),
-        case("oracle", "transformers, float32", of(4, 13, 12, scale=4.0, dtype=torch.float32), by_transformers, ORACLE, tolerance=1e-5),
+        case("oracle", "52 tokens in float64", of(4, 13, 7)),
+        case("oracle", "52 tokens in float32, large logits", of(4, 13, 12, scale=4.0, dtype=torch.float32), tolerance=1e-5),
         case("budget", "ten times the tokens, rows or experts", dict, lambda: within(ANY), CONTRACT, given_sizes),
     ],
 )  # fmt: skip
