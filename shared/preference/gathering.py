@@ -3,8 +3,8 @@
     once     a unit stays gathered until the rollout ends           a rank holds the whole weights beside its shards
     block    a unit is gathered, computes and is freed each time    a rank holds its shards and a few units; everything travels per token
 
-Only storage differs, so tokens and log-probabilities are the same to the last bit, and each rollout may choose anew. All ranks choose the
-same way: a unit that one rank gathers is gathered by all.
+Only storage differs, so tokens and log-probabilities are the same to the last bit, and each rollout chooses for itself. All ranks choose
+the same way: a unit that one rank gathers is gathered by all.
 
 Left out on purpose: keeping as many units as there is room for.
 """

@@ -116,8 +116,8 @@ def test_weights_of_top_k_routing():
     found = cases_of("09.top_k_routing", "gates_one_by_one")
     assert [title for title, _, _ in found] == list(ROUTERS)
     for title, given, expected in found:
-        names = ("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
-        config = SimpleNamespace(**dict(zip(names, (given[name] for name in ("k", "normalize", "scaling", "groups", "best_groups")), strict=True)))
+        config = SimpleNamespace(num_experts_per_tok=given["k"], norm_topk_prob=given["normalize"], routed_scaling_factor=given["scaling"])
+        config.n_group, config.topk_group = given["groups"], given["best_groups"]
         size = config.hidden_size = config.num_experts = config.num_local_experts = config.n_routed_experts = given["logits"].shape[-1]
         router, logits = ROUTERS[title](config), given["logits"].clone().requires_grad_()
         router.weight.data = torch.eye(size)

@@ -1,5 +1,5 @@
-"""Check of 09.top_k_routing. Oracle: each token by itself in Python's own `sorted`, which equals transformers' routers of Mixtral, OLMoE and
-DeepSeek-V3 (`tests/parity/test_check_oracles.py`).
+"""Check of 09.top_k_routing. Oracle: each token by itself in Python's own `sorted`, which equals transformers' routers of Mixtral, OLMoE
+and DeepSeek-V3 (`tests/parity/test_check_oracles.py`).
 
 Tolerances. float64: 1e-12, float32: 1e-6, a few units in the last place. Weights that are scores are compared exactly.
 """

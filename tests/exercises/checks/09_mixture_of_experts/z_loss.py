@@ -1,5 +1,5 @@
-"""Check of 09.z_loss. Oracle: a loop over the tokens that count, which equals transformers' router_z_loss_func, a mean over all tokens, times
-their number (`tests/parity/test_check_oracles.py`).
+"""Check of 09.z_loss. Oracle: a loop over the tokens that count, which equals transformers' router_z_loss_func, a mean over all tokens,
+times their number (`tests/parity/test_check_oracles.py`).
 
 Tolerances. float64: 1e-12, float32: 1e-5. Around -900, neighbouring float32 numbers are 6e-5 apart, which exponentials show: 1e-3.
 """
