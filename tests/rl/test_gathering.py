@@ -36,8 +36,8 @@ def test_both_ways_give_the_same_answers_and_steps(word):
 
 
 def rolled_out(run) -> tuple[int, int, int, int, list]:
-    """The most bytes of whole weights while a block computes, those of the ends, the block and one that is fetched ahead, all of them, those
-    after the rollout, and numbers of the rollout."""
+    """Bytes of whole weights: the most while a block computes, those of the ends, the block and one that is fetched ahead, all, and those
+    after the rollout; and numbers of the rollout."""
     most, stack = [0], run.parallel.module.stack
     inner = stack.run_block
 
@@ -50,7 +50,8 @@ def rolled_out(run) -> tuple[int, int, int, int, list]:
     opened = run.loader.roll_out()
     drawn = [sample.completion.log_probs for sample in opened.samples]
     ends, *blocks = (sum(flat.whole.nbytes for flat in unit.flats) for engine in run.parallel.engines for unit in engine.units)
-    return most[0], ends + 2 * max(blocks), run.parallel.whole_bytes, run.parallel.gathered_bytes, [drawn, opened.columns["old_log_probs"].tolist()]
+    numbers = [drawn, opened.columns["old_log_probs"].tolist()]
+    return most[0], ends + 2 * max(blocks), run.parallel.whole_bytes, run.parallel.gathered_bytes, numbers
 
 
 def test_once_holds_all_and_block_by_block_a_few_units():
