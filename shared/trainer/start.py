@@ -10,7 +10,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,12 +104,17 @@ def with_microbatches(words: list[str]) -> list[str]:
 def names_size(file: Path) -> bool:
     """Whether a configuration, or one that it extends, is the user's own and names `data.micro_batch_size`. The course's files name
     one for a single process."""
+    own = [settings for each, settings in files_below(file) if not each.is_relative_to(TRAIN.parent)]
+    return any("micro_batch_size" in section(settings, "data") for settings in own)
+
+
+def files_below(file: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A configuration and those that it stands on, each with what it says itself; `read_settings` has found that they can be read."""
     file = Path(os.path.realpath(file))
-    if file.is_relative_to(TRAIN.parent):
-        return False
     settings = read_yaml(file)
-    below = settings.get("extends")
-    return "micro_batch_size" in section(settings, "data") or (below is not None and names_size(file.parent / below))
+    yield file, settings
+    if settings.get("extends") is not None:
+        yield from files_below(file.parent / settings["extends"])
 
 
 def with_start(words: list[str]) -> list[str]:
@@ -127,7 +132,8 @@ def with_start(words: list[str]) -> list[str]:
         wanted, smaller = setting_of(settings, setting), setting_of(settings, maker)
         if keys & {setting, maker} or not isinstance(wanted, str) or not isinstance(smaller, str):
             continue
-        file = Path(words[0]).parent / smaller
+        giver = next(each for each, said in files_below(Path(words[0])) if setting_of(said, maker) is not None)
+        file = Path(os.path.relpath(giver.parent / smaller))
         output = Path(section(read_settings(file), "engine").get("output", "runs/engine"))
         is_trained = (output / "model" / "config.json").is_file()
         if is_trained if output == Path(wanted) else Path(wanted).is_dir():

@@ -62,6 +62,17 @@ def test_what_a_run_starts_from_is_trained_first_where_it_is_not_there(tmp_path,
     assert start.with_start([str(ppo)]) == [str(ppo)] and len(started) == 2, "they are there now"
 
 
+def test_what_a_file_names_stands_beside_it_also_where_another_folders_file_extends_it(tmp_path, monkeypatch):
+    _, sft, _, ppo = chain(tmp_path / "course")
+    (tmp_path / "mine").mkdir()
+    mine, started = tmp_path / "mine" / "my.yaml", []
+    mine.write_text(f"extends: {ppo}\nsteps: 3\n")
+    monkeypatch.setattr(start.subprocess, "run", lambda command, check: started.append(command[2]) or SimpleNamespace(returncode=1))
+    with pytest.raises(SystemExit):
+        start.with_start([str(mine)])
+    assert [Path(each).resolve() for each in started] == [sft]
+
+
 @pytest.mark.parametrize("word", ["ppo.promts=4", "steps=many", "ppo.prompts=0", "grpo.rewards=[{name: nubmer}]", "nothing"])
 def test_bad_settings_are_refused_before_the_model_that_they_start_from_is_trained(word, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(start.subprocess, "run", lambda *command, **how: pytest.fail("it was trained"))
