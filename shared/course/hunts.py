@@ -130,8 +130,11 @@ def check(console: Console, hunt: Hunt, because: int | None) -> int:
             return 2
         because = click.prompt("number", type=click.IntRange(1, len(hunt.choices)))
         say(console, "")
+    if because > len(hunt.choices):
+        raise CourseError(f"There is no choice {because}: `{hunt.command} --check` lists the {len(hunt.choices)} of them.")
     right = because == hunt.answer
-    Progress(workspace).record_check(hunt.id, "repaired" if right else None)
+    if right or not Progress(workspace).passed(hunt.id):  # what was explained once stays so
+        Progress(workspace).record_check(hunt.id, "repaired" if right else None)
     wrong = f"FAIL  The repair is right, but the mistake was not {because}: what did your repair change?"
     say(console, f"{hunt.id}  " + (f"PASS  {hunt.after}" if right else wrong))
     return 0 if right else 1

@@ -144,6 +144,10 @@ def test_a_hunt_from_the_list_to_the_reason(learner):
     assert done.exit_code == 0 and hunt.after.split()[0] in done.stdout
     assert done.stdout.count("PASS") == 1 and "still open" not in done.stdout and hunt.choices[0][:20] not in done.stdout
     assert "07.hunt   1 of 5 repaired: c" in learner.course("status").stdout
+    assert learner.course("hunt", "07", "c", "--check", "--because", "1").exit_code == 1
+    unknown = learner.course("hunt", "07", "c", "--check", "--because", "99")
+    assert unknown.exit_code == 64 and "There is no choice 99" in unknown.stderr
+    assert "07.hunt   1 of 5 repaired: c" in learner.course("status").stdout, "what was explained stays so"
     learner.course("hunt", "07", "c")
     assert right in path.read_text(encoding="utf-8"), "a copy that was worked on stays"
     assert "as released" in learner.course("reset", "07.hunt.c").stdout and path.read_text(encoding="utf-8") == hunt.template

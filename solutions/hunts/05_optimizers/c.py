@@ -24,7 +24,7 @@ def clipped(gradients: list[Tensor], max_norm: float) -> tuple[list[Tensor], flo
 def train(
     weights: list[Tensor], inputs: Tensor, targets: Tensor, scale: float, max_norm: float, steps: int, rate: float
 ) -> tuple[list[float], list[Tensor]]:
-    """Returns the norm of each step's gradients before clipping, and the weights after the last."""
+    """Returns the norm of each step's gradients before clipping, whatever the scale, and the weights after the last."""
     norms = []
     for _ in range(steps):
         gradients = scaled_gradients(weights, inputs, targets, scale)

@@ -1,5 +1,6 @@
 """A learning rate that warms up and falls to 0, in a run whose batches are cut into micro-batches. How many micro-batches a batch has is a
-question of memory, and should not change what is learned."""
+question of memory, and should not change what is learned. The warm-up has four steps here, and the peak is 0.2: the first step's rate
+should be 0.05."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,5 @@
 """Data parallelism on texts of unequal length: each rank has as many rows, and unequally many tokens that count. The loss is the mean over
-all tokens that count, and should not depend on how the rows are dealt out."""
+all tokens that count, and should not depend on how the rows are dealt out. A step is one all-reduce."""
 
 import torch
 import torch.nn.functional as F
