@@ -21,7 +21,7 @@ START = ("task", "digits", "start_accuracy", "start_drawn", "start_rate", "most_
 
 @dataclass
 class RunConfig(CheckedConfig):
-    """Fine-tune a model on right sums until it knows a part of them, and let it learn the rest by GRPO.
+    """Fine-tune a model on right answers until it solves a part of the tasks, and let it learn the rest by GRPO.
 
     Args:
         impl: whose exercises run: the solutions, yours, or yours where their check passed.

@@ -22,7 +22,7 @@ ROOM = 0.9  # of the free memory; the rest is for activations of a pass without 
 
 
 class Need(NamedTuple):
-    """Bytes that a rank needs to hold everything at once, and those that it has."""
+    """Bytes that a rank needs for whole weights and its cache, and the bytes that are free there."""
 
     rank: int
     needed: float
@@ -56,7 +56,7 @@ def gathers_once(strategy: ParallelStrategy, asked: Gather, cache: float = 0.0) 
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes of a device that nothing uses now. A CPU's are those of the machine, which its ranks share."""
+    """Free memory of a device, in bytes. For a CPU it is the host's, which all ranks on that host share."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
@@ -64,7 +64,8 @@ def free_memory(device: torch.device) -> float:
 
 
 def gibibytes(count: float) -> str:
-    """
+    """Bytes as a text in GiB, to three digits.
+
     >>> gibibytes(3 * 2**30)
     '3 GiB'
     """

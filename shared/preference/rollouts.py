@@ -67,7 +67,7 @@ class RolloutLoader:
         reference: what the policy is held near to; None for nothing.
         computed_in: the autocast dtype of the run; None for the weights' own.
         cache: bytes that the sampler holds while it draws, at most.
-        say: is told in a sentence how sharded weights are gathered, and when that changes; None for nobody.
+        say: called with a sentence on how sharded weights are gathered, at first and whenever it changes; None to stay silent.
 
     Attributes:
         position: prompts that were answered so far, over all ranks.

@@ -36,8 +36,8 @@ def test_both_ways_give_the_same_answers_and_steps(word):
 
 
 def rolled_out(run) -> tuple[int, int, int, int, list]:
-    """Bytes of whole weights: the most while a block computes, those of the ends, the block and one that is fetched ahead, all, and those
-    after the rollout; and numbers of the rollout."""
+    """Bytes of gathered weights: the peak while a block computes; the limit, which is the ends, a block and a prefetched one; all weights;
+    what is left after the rollout. Then the rollout's log-probabilities."""
     most, stack = [0], run.parallel.module.stack
     inner = stack.run_block
 
