@@ -79,6 +79,18 @@ def test_ranks_choose_alike_by_the_rank_with_least_memory(monkeypatch, least, on
     assert ("once" if once else "block by block") in sentence and (once or "rank 1 has" in sentence)
 
 
+@pytest.mark.parametrize(("share", "once"), [(1.001, True), (0.999, False)])
+def test_whole_weights_and_the_cache_may_take_nine_tenths_of_a_ranks_share_of_the_host(monkeypatch, share, once):
+    """Both ranks are threads of one host, and see the same free memory: half of it is each one's."""
+
+    def chosen(run):
+        needed = run.parallel.whole_bytes + 5000
+        monkeypatch.setattr(gathering, "free_memory", lambda device: 2 * share * needed / 0.9)
+        return gathering.gathers_once(run.parallel, "auto", 5000)[0]
+
+    assert runs("fsdp2", "auto", chosen) == [once] * 2
+
+
 def test_asked_or_without_shards_memory_is_not_looked_at(monkeypatch):
     monkeypatch.delattr(gathering, "free_memory")
     assert all(runs("fsdp2", "block", lambda run: gathering.gathers_once(run.parallel, "block") == (False, "")))

@@ -10,6 +10,7 @@ from trainer_runs import settings_file
 
 from shared.course.errors import CourseError
 from shared.trainer.config import TrainerConfig
+from shared.trainer.continuation import nothing_to_continue
 from shared.trainer.retuning import changes_of
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
@@ -61,6 +62,8 @@ def test_words_that_continue_a_run_say_so_where_there_is_none(tmp_path, prepared
     assert output.getvalue().count(line) == 1
     train_model(config, Console(file=output))
     assert output.getvalue().count(line) == 1, "the second time there is a run"
+    fresh = parse_words(TrainerConfig, [str(path), f"engine.output={tmp_path / 'fresh'}"])
+    assert nothing_to_continue(fresh) == [], "who does not ask to continue is told nothing"
 
 
 def test_a_copy_has_runs_of_its_own_in_trackers(tmp_path, prepared):
