@@ -10,6 +10,7 @@ from tuned_runs import base_run
 
 from shared.course.errors import CourseError
 from shared.model.counting import parameter_counts
+from shared.preference import rollouts
 from shared.rl import advantages as group_relative
 from shared.trainer.fitting import memory_needed
 from shared.trainer.run import train_model
@@ -25,10 +26,13 @@ def base(tmp_path_factory):
     return base_run(tmp_path_factory.mktemp("base"))
 
 
-def test_a_run_reports_tasks_pass_at_k_curves_and_why_its_loss_is_0(tmp_path, base):
+def test_a_run_reports_tasks_pass_at_k_curves_and_why_its_loss_is_0(tmp_path, base, monkeypatch):
+    caches, choose = [], rollouts.gathers_once
+    monkeypatch.setattr(rollouts, "gathers_once", lambda strategy, asked, cache: caches.append(cache) or choose(strategy, asked, cache))
     config = preferring_config(tmp_path, base, "grpo", "model.hidden_dropout=0.0", "grpo.aggregation=sequence", "grpo.minibatches=1",
                                "grpo.tasks.made.kinds=[sum,function]", "grpo.tasks.made.digits=2")  # fmt: skip
     results = train_model(config, QUIET)
+    assert caches and min(caches) > 0, "what the sampler holds counts where weights are gathered"
     summary, first = results.judged.summary, results.metrics[1]
     for when in ("before", "after"):
         assert {f"held-out tasks right {when}", f"held-out pass@1 {when}", f"held-out pass@4 {when}"} <= summary.keys()
