@@ -73,6 +73,15 @@ def test_what_a_file_names_stands_beside_it_also_where_another_folders_file_exte
     assert [Path(each).resolve() for each in started] == [sft]
 
 
+def test_settings_of_the_model_wait_for_the_model_that_they_are_of(tmp_path, monkeypatch):
+    """Three heads fit into some hidden sizes, though not into the default one."""
+    started = []
+    monkeypatch.setattr(start.subprocess, "run", lambda command, check: started.append(command[2]) or SimpleNamespace(returncode=1))
+    with pytest.raises(SystemExit) as ended:
+        start.with_start([str(chain(tmp_path)[-1]), "model.num_attention_heads=3"])
+    assert started and ended.value.code == 1
+
+
 @pytest.mark.parametrize("word", ["ppo.promts=4", "steps=many", "ppo.prompts=0", "grpo.rewards=[{name: nubmer}]", "nothing"])
 def test_bad_settings_are_refused_before_the_model_that_they_start_from_is_trained(word, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(start.subprocess, "run", lambda *command, **how: pytest.fail("it was trained"))
