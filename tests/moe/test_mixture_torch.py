@@ -59,7 +59,7 @@ def test_four_ranks_train_like_one_process():
 
 
 def gathered(world):
-    """A router's and an expert's weights as a block in bfloat16 computes with them."""
+    """A router's and an expert's weights as a block in bfloat16 computes with them, and the bytes of all weights, counted and by name."""
     run = MixtureRun(world, layout_of("fsdp2", {}), config=MODEL, computed_in=torch.bfloat16, dtype=torch.float32)
     layer, seen = mixture_layers(run.plain)[0], {}
     whole = run.weights()[f"stack.blocks.{layer.layer}.feed_forward.router.weight"]
@@ -67,8 +67,10 @@ def gathered(world):
     layer.experts.up_proj.register_forward_pre_hook(lambda module, _: seen.update(experts=module.weight.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         run.train(1)
-    return torch.equal(seen["router"], whole), seen["experts"]
+    by_name = {name: 2 if name.startswith("stack.blocks.") and ".router." not in name else 4 for name in run.weights()}
+    expected = sum(by_name[name] * weight.numel() for name, weight in run.weights().items())
+    return torch.equal(seen["router"], whole), seen["experts"], run.parallel.whole_bytes - expected
 
 
 def test_fully_sharded_routers_are_gathered_in_their_own_precision():
-    assert run_processes(gathered, 2, timeout=300) == [(True, torch.bfloat16)] * 2
+    assert run_processes(gathered, 2, timeout=300) == [(True, torch.bfloat16, 0)] * 2
