@@ -87,7 +87,7 @@ def draw_tokens(
 
     Returns:
         The tokens [rows] int64 and their log-probabilities [rows] float64, under the distribution that they were drawn from. Everything is
-        computed in float64, for all rows at once, without a tensor [rows, vocab, vocab].
+        computed by torch in float64, for all rows at once, without a tensor [rows, vocab, vocab].
 
     >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     >>> draw_tokens(logits, torch.tensor([0.6]))                        # 0.5 is passed, 0.5 + 0.3 is not: token 1, log 0.3
@@ -110,7 +110,7 @@ def number_reward(answer: str, expected: str) -> float:
         a decimal            0.5     .5       1,234.50          at least one digit follows the point
         a fraction           3/4     of two whole numbers, without spaces
 
-    and a minus or plus directly before it belongs to it. A number, with its sign where it has one, does not begin directly behind a letter,
+    and a `-` or `+` directly before it belongs to it. A number, with its sign where it has one, does not begin directly behind a letter,
     a digit or an underscore of any script: there is no number in `v2`, and no sign in `10-7`, whose last number is 7. What follows a number
     ends it: the full stop of a sentence, the unit in `72km`, the comma in `5, 6`. A text is read from left to right, each number as long as
     it can be: `1.2.3` holds 1.2 and 3, `1,23` holds 1 and 23, and `1,2345` holds 1 and 2345, because exactly three digits stand behind a
@@ -147,7 +147,8 @@ def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tenso
         scale: "group", "batch" or "none".
 
     Returns:
-        [answers] in the dtype of `rewards`; computed in at least float32.
+        [answers] in the dtype of `rewards`; computed by torch in at least float32, for all groups at once, without a tensor
+        [answers, answers].
 
     Raises:
         ValueError: the group does not divide the answers, or is below 1; another scale.
@@ -188,8 +189,9 @@ def grpo_policy_loss(
         level: "token" or "sequence".
 
     Returns:
-        [rows, seq], the losses of the tokens, 0 where there is none, in the dtype of `log_probs`, neither summed nor averaged. Computed in
-        at least float32. Gradients at tokens of no answer are 0.
+        [rows, seq], the losses of the tokens, 0 where there is none, in the dtype of `log_probs`, neither summed nor averaged. Computed by
+        torch in at least float32, for all answers at once, without a tensor [rows, seq, seq]. Gradients at tokens of no answer are 0, also
+        in a batch without answers.
 
     Raises:
         ValueError: another level.
@@ -217,12 +219,13 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str = "k3") -> 
 
     Args:
         log_probs: any shape, log-probabilities of drawn tokens under the policy. Gradients flow to them.
-        reference: the same under the reference. No gradient flows to them.
+        reference: the same under the reference; -inf for a token that it calls impossible, of which every estimate is inf. No gradient
+            flows to them.
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        The estimates, of the same shape, and of the dtype of `log_probs`. They are computed in at least float32, and k3 is right also where
-        d is small: to 1e-3 of itself at d = 1e-3 in float32.
+        The estimates, of the same shape, and of the dtype of `log_probs`. They are computed by torch in at least float32, for all tokens at
+        once, and k3 is right also where d is small: to 1e-3 of itself at d = 1e-3 in float32.
 
     Raises:
         ValueError: another estimator.

@@ -13,7 +13,7 @@ def number_reward(answer: str, expected: str) -> float:
         a decimal            0.5     .5       1,234.50          at least one digit follows the point
         a fraction           3/4     of two whole numbers, without spaces
 
-    and a minus or plus directly before it belongs to it. A number, with its sign where it has one, does not begin directly behind a letter,
+    and a `-` or `+` directly before it belongs to it. A number, with its sign where it has one, does not begin directly behind a letter,
     a digit or an underscore of any script: there is no number in `v2`, and no sign in `10-7`, whose last number is 7. What follows a number
     ends it: the full stop of a sentence, the unit in `72km`, the comma in `5, 6`. A text is read from left to right, each number as long as
     it can be: `1.2.3` holds 1.2 and 3, `1,23` holds 1 and 23, and `1,2345` holds 1 and 2345, because exactly three digits stand behind a

@@ -42,8 +42,9 @@ def grpo_policy_loss(
         level: "token" or "sequence".
 
     Returns:
-        [rows, seq], the losses of the tokens, 0 where there is none, in the dtype of `log_probs`, neither summed nor averaged. Computed in
-        at least float32. Gradients at tokens of no answer are 0.
+        [rows, seq], the losses of the tokens, 0 where there is none, in the dtype of `log_probs`, neither summed nor averaged. Computed by
+        torch in at least float32, for all answers at once, without a tensor [rows, seq, seq]. Gradients at tokens of no answer are 0, also
+        in a batch without answers.
 
     Raises:
         ValueError: another level.
@@ -72,12 +73,13 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str = "k3") -> 
 
     Args:
         log_probs: any shape, log-probabilities of drawn tokens under the policy. Gradients flow to them.
-        reference: the same under the reference. No gradient flows to them.
+        reference: the same under the reference; -inf for a token that it calls impossible, of which every estimate is inf. No gradient
+            flows to them.
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        The estimates, of the same shape, and of the dtype of `log_probs`. They are computed in at least float32, and k3 is right also where
-        d is small: to 1e-3 of itself at d = 1e-3 in float32.
+        The estimates, of the same shape, and of the dtype of `log_probs`. They are computed by torch in at least float32, for all tokens at
+        once, and k3 is right also where d is small: to 1e-3 of itself at d = 1e-3 in float32.
 
     Raises:
         ValueError: another estimator.

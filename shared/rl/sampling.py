@@ -30,7 +30,7 @@ def draw_tokens(
 
     Returns:
         The tokens [rows] int64 and their log-probabilities [rows] float64, under the distribution that they were drawn from. Everything is
-        computed in float64, for all rows at once, without a tensor [rows, vocab, vocab].
+        computed by torch in float64, for all rows at once, without a tensor [rows, vocab, vocab].
 
     >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     >>> draw_tokens(logits, torch.tensor([0.6]))                        # 0.5 is passed, 0.5 + 0.3 is not: token 1, log 0.3

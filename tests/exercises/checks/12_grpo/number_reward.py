@@ -14,6 +14,7 @@ from .pieces import ARITHMETIC, CONTRACT
 TABLE = "read by a person"
 FRACTIONS = "Python's fractions: a number, written down in every form"
 NOTHING = "none"
+FEW, MANY = "at most 50 times its characters", "more than 50 times its characters"
 AGAINST = ("7", "-7", "1", "0", "1/2", "12", "10", "100", "1000", "12345", "2/3")
 
 
@@ -27,11 +28,19 @@ def reward(value):
 
 def judged(function, pairs):
     """The rewards of pairs of an answer and what is expected, by the pair."""
-    return {f"{answer!r} for {expected!r}": function(answer, expected) for answer, expected in pairs}
+    return {named(*pair): function(*pair) for pair in pairs}
+
+
+def named(answer, expected):
+    return f"{shortened(answer)} for {shortened(expected)}"
+
+
+def shortened(text):
+    return repr(text) if len(text) <= 60 else f"{text[:20]!r}...{text[-20:]!r} of {len(text):,} characters"
 
 
 def told(rewards):
-    return lambda pairs: {f"{answer!r} for {expected!r}": float(value) for (answer, expected), value in zip(pairs, rewards, strict=True)}
+    return lambda pairs: {named(*pair): float(value) for pair, value in zip(pairs, rewards, strict=True)}
 
 
 def last_numbers(table):
@@ -101,11 +110,46 @@ LONG_TEXTS = {
     "digits": "1", "groups": ",111", "signs": "-", "points": ".", "letters": "a", "fractions": "1/", "numbers": "1 ",
     "groups of four": "1,1111", "spaces": " ", "decimals": "1.", "letters and digits": "a1",
 }  # fmt: skip
+NUMBERLESS = ("signs", "points", "letters", "spaces")
 
 
 def long_texts(function, many):
     """The reward of texts of many characters, which end in a 7 of their own. The clock ends an answer that takes quadratic time."""
     return {name: function(piece * (many // len(piece)) + " 7", "7") for name, piece in LONG_TEXTS.items()}
+
+
+def long_tails(function, many):
+    """The reward of a 7 with many characters behind it, of which none is a number."""
+    return {f"7 and {many:,} {name}": function("7 " + LONG_TEXTS[name] * many, "7") for name in NUMBERLESS}
+
+
+class Watched(str):
+    """A text that adds up how many characters its slices copy."""
+
+    def __new__(cls, text, copied):
+        made = super().__new__(cls, text)
+        made.copied = copied
+        return made
+
+    def __getitem__(self, place):
+        part = super().__getitem__(place)
+        self.copied.append(len(part))
+        return Watched(part, self.copied)
+
+
+def copies(function, numbers):
+    """Whether slices of a text of so many numbers copy little: not the whole rest of it behind each of them."""
+    text, copied = "1 " * numbers + "7", []
+    reward = function(Watched(text, copied), "7")
+    return {"reward": reward, "slices of the text copy": FEW if sum(copied) <= 50 * len(text) else MANY}
+
+
+def all_sevens(many):
+    return {f"7 and {many:,} {name}": 1.0 for name in NUMBERLESS}
+
+
+def few(numbers):
+    return {"reward": 1.0, "slices of the text copy": FEW}
 
 
 def all_right(many):
@@ -162,6 +206,7 @@ TABLES = [
     pairs("an expected number in every form", ("72", " 72 ", 1), ("72", "\n+72\t", 1), ("1000", "1,000", 1), ("0.5", ".5", 1),
           ("-3/4", "-0.75", 1), ("72", "072", 1), ("7", "-7", 0), ("-7", "7", 0), ("-7", "-7", 1), ("72", "\u00a072\u2003", 1)),
     pairs("an expected text that is no number, or more than one", ("7", "", 0), ("7", " ", 0), ("", "", 0), ("7", "seven", 0),
+          ("0", "", 0), ("0", "zero", 0), ("0", "0/0", 0), ("zero", "0", 0),
           ("7", "7.", 0), ("7", "7%", 0), ("7", "7 km", 0), ("7", "6 7", 0), ("7", "= 7", 0), ("7", "$7", 0), ("7", "- 7", 0),
           ("7", "--7", 0),
           ("23", "1,23", 0), ("1", "1,23", 0), ("3", "1.2.3", 0), ("2345", "1,2345", 0), ("7", ARABIC, 0), ("7", FULLWIDTH, 0),
@@ -172,7 +217,8 @@ TABLES = [
           ("0" * 1000 + "7", "7", 0), ("-" + "0" * 998 + "7", "-7", 1), ("-" + "0" * 999 + "7", "-7", 0), ("7", "0" * 999 + "7", 1),
           ("7", "0" * 1000 + "7", 0), ("9" * 1001 + " 7", "7", 1), ("7 " + "9" * 1001, "7", 0), ("0." + "0" * 998, "0", 1),
           ("0." + "0" * 999, "0", 0), ("1/" + "0" * 997 + "1", "1", 1), ("1/" + "0" * 998 + "1", "1", 0),
-          ("000" + ",000" * 249 + ",007", "7", 0), ("007" + ",000" * 249, "7" + "000" * 249, 1), ("v" * 5000 + " 7", "7", 1)),
+          ("000" + ",000" * 249 + ",007", "7", 0), ("007" + ",000" * 249, "7" + "000" * 249, 1), ("v" * 5000 + " 7", "7", 1),
+          ("7", " " * 600 + "7" + " " * 600, 1)),
     pairs("numbers that Python refuses to read", ("9" * 5000, "7", 0), ("7", "9" * 5000, 0), ("9" * 5000, "9" * 5000, 0),
           ("1/" + "9" * 5000, "7", 0), ("0." + "9" * 5000, "7", 0), ("9" * 5000 + " 7", "7", 1)),
     table("more text behind the number, and marks that mean nothing here", of={
@@ -197,9 +243,11 @@ CHECK = Check(
         example("a sentence with units and a full stop", "They walk 3.5 km, then 12 km: 15.5 km.", "15.5", 1),
         example("the last number, not any number", "7 is wrong; it is 8", "7", 0),
         *TABLES,
+        Case("property", "a 7 with a long text behind it", lambda: {"many": 100_000}, all_sevens, CONTRACT, long_tails),
         Case("property", "half a surrogate pair", lambda: {"code": 0xD800}, lambda code: {"reward": 1.0}, CONTRACT, with_half),
         Case("oracle", "every form of 11 numbers for every form", lambda: {"seed": 1}, none_wrong, FRACTIONS, in_every_form),
         Case("oracle", "... and of 11 others", lambda: {"seed": 2}, none_wrong, FRACTIONS, in_every_form),
+        Case("budget", "a text of 5,000 numbers", lambda: {"numbers": 5000}, few, CONTRACT, copies),
         Case("budget", "texts of 300,000 characters", lambda: {"many": 300_000}, all_right, CONTRACT, long_texts),
     ],
 )  # fmt: skip
