@@ -50,6 +50,25 @@ def cached_attention__with_repeated_heads(queries, keys, values, cached_keys, ca
     return F.scaled_dot_product_attention(queries, *own, attn_mask=added[:, None], scale=scale)
 
 
+def cached_attention__beside_the_cache(queries, keys, values, cached_keys, cached_values, lengths, scale, window=None, used=None):
+    """Old tokens are looked at in the cache, the new ones where they were given."""
+    rows, new = len(queries), queries.shape[2]
+    longest = int(lengths.max()) + new if used is None else used
+    if longest > cached_keys.shape[2]:
+        raise ValueError("no room")
+    at = lengths[:, None] + torch.arange(new, device=lengths.device)
+    old = torch.arange(longest - new, device=lengths.device).expand(rows, -1)
+    place = torch.cat([old, at], dim=1)[:, None]
+    held = torch.cat([old < lengths[:, None], torch.ones_like(at, dtype=torch.bool)], dim=1)[:, None]
+    gap = at[:, :, None] - place
+    seen = held & (gap >= 0) & (gap < (longest if window is None else window))
+    own = (torch.cat([cache[:, :, : longest - new], fresh], dim=2) for cache, fresh in ((cached_keys, keys), (cached_values, values)))
+    result = F.scaled_dot_product_attention(queries, *own, seen[:, None], scale=scale, enable_gqa=True)
+    for cache, fresh in ((cached_keys, keys), (cached_values, values)):
+        cache.scatter_(2, at[:, None, :, None].expand_as(fresh), fresh)
+    return result
+
+
 def draw_tokens__in_the_order_of_likelihood(logits, uniform, temperature=1.0, top_k=None, top_p=None):
     """Sorted once; top-k is the first places of the order and those equal to the last of them."""
     wide = logits.to(torch.float64)
@@ -200,6 +219,18 @@ def group_advantages__by_repeating(rewards, group, scale="group"):
     found = wide - mean if deviation is None else (wide - mean).div(deviation() + 1e-4)
     equal = (rows[:, 1:] == rows[:, :-1]).all(1).repeat_interleave(group)
     return found.masked_fill(equal, 0).type(rewards.dtype)
+
+
+def group_advantages__from_the_first_reward(rewards, group, scale="group"):
+    """Less the first reward of their group, equal rewards are 0 before anything is rounded."""
+    if scale not in {"group", "batch", "none"} or group < 1 or len(rewards) % group:
+        raise ValueError("a scale or a group")
+    wide = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).reshape(len(rewards) // group, group)
+    moved = wide - wide[:, :1]
+    moved = moved - moved.mean(dim=1, keepdim=True)
+    own, whole = moved.square().sum(1, keepdim=True) / max(group - 1, 1), (wide - wide.mean()).square().sum() / max(wide.numel() - 1, 1)
+    squares = {"group": own, "batch": whole}
+    return (moved if scale == "none" else moved / (squares[scale].sqrt() + 1e-4)).flatten().to(rewards.dtype)
 
 
 def grpo_policy_loss__one_edge_each(log_probs, old_log_probs, advantages, answers, clip_low=0.2, clip_high=0.28, level="token"):
