@@ -61,9 +61,10 @@ class DecodingCache(KeyValueCache):
         self.part = slice(0, 0)  # the rows of the running pass
         self.kept: dict[Attention, Tensor] = {}  # keys and values side by side, [rows, 2 K, places, d], from a layer's first pass on
         self.biases: dict[str, Tensor] = {}
-        if FusedStep.fits(model) and fused is None:
+        plain = FusedStep.fits(model)
+        if plain and fused is None:
             fused = fits_whole(FusedStep.copied_bytes(model), free_memory(device))
-        self.fused = FusedStep(model, self.places, self.attend_biased) if FusedStep.fits(model) and fused else None
+        self.fused = FusedStep(model, self.places, self.attend_biased) if plain and fused else None
 
     # What the model asks of its cache.
 
@@ -105,7 +106,8 @@ class DecodingCache(KeyValueCache):
         )  # fmt: skip
 
     def attend_biased(self, attention: Attention, queries: Tensor, new: Tensor) -> Tensor:
-        """The same by a bias, which layers of a type share in a pass, and with the position bias of models that have one.
+        """The same by a bias, which layers of a type share in a pass, and with the position bias of models that have one. Of one new token
+        in each row, the heads that share keys are given to the kernel as if they were tokens: it then reads these keys once.
 
         new: keys and values side by side, [rows, 2 K, new, d].
         """
@@ -113,7 +115,10 @@ class DecodingCache(KeyValueCache):
         cached = self.view(attention, new, self.places)
         cached[self.index] = new.transpose(1, 2)
         keys, values = cached[:, :, : bias.shape[-1]].chunk(2, dim=1)
-        return F.scaled_dot_product_attention(queries, keys, values, bias, scale=attention.scale, enable_gqa=True)
+        if queries.shape[2] > 1:
+            return F.scaled_dot_product_attention(queries, keys, values, bias, scale=attention.scale, enable_gqa=True)
+        groups = [each.reshape(len(each), min(each.shape[1], keys.shape[1]), -1, each.shape[3]) for each in (queries, bias)]
+        return F.scaled_dot_product_attention(groups[0], keys, values, groups[1], scale=attention.scale).reshape(queries.shape)
 
     def attend_to_read(
         self, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, scale: float, dropout: float
