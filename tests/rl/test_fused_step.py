@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from statistics import geometric_mean
 
 import pytest
 import torch
@@ -92,16 +93,18 @@ def test_updates_of_active_adapters_are_merged(decomposed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "weights too"])
 @pytest.mark.parametrize("config", [CONFIG, GPT2, replace(CONFIG, qk_norm=True)], ids=["LLaMA", "GPT-2", "norms of heads"])
 def test_in_16_bits_it_is_as_exact_as_the_model(config, dtype):
-    """Both are compared with the same weights in float64, over four draws of them: the other order of rounding costs 20 % at most."""
-    ours = theirs = 0.0
-    for seed in range(4):
+    """Both are compared with the same weights in float64. Their distances from it differ by the order of rounding: each way in some draws
+    of the weights, and by up to a half; on average over eight draws hardly at all."""
+    ratios = []
+    for seed in range(8):
         model = model_of(config, seed=seed).to(dtype)
         exact = both_steps(copy.deepcopy(model).double())[1]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
             fused, own = both_steps(model)
         assert fused.dtype == own.dtype == torch.bfloat16
-        ours, theirs = (so_far + (found.double() - exact).square().mean() for so_far, found in ((ours, fused), (theirs, own)))
-    assert 0 < ours < 1.2**2 * theirs, (ours, theirs)
+        ours, theirs = ((found.double() - exact).norm().item() for found in (fused, own))
+        ratios.append(ours / theirs)
+    assert 2 / 3 < geometric_mean(ratios) < 3 / 2, ratios
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
