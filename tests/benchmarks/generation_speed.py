@@ -3,7 +3,7 @@
     python tests/benchmarks/generation_speed.py                     1 and 16 rows, alternating pairs in processes of their own
     OMP_NUM_THREADS=1 python tests/benchmarks/generation_speed.py --clock process_time         on a busy machine: processor time
     python tests/benchmarks/generation_speed.py --profile           what a step of ours spends its time on
-    OMP_NUM_THREADS=1 python tests/benchmarks/generation_speed.py --fused --clock process_time     our fused step beside our model's own pass
+    OMP_NUM_THREADS=1 python tests/benchmarks/generation_speed.py --fused --clock process_time      the fused step beside our own passes
 
 Both have the same weights (ours are saved and loaded by transformers) and write the same number of tokens. "Products" are the step's matrix
 products alone, at their own shapes and over all layers' weights: what no step in float32 can be faster than.
