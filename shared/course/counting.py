@@ -35,8 +35,8 @@ class Used(TorchDispatchMode):
         self.operations += 1
         before = storages((args, kwargs))
         result = function(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor) and (storage := made.untyped_storage())._cdata not in before.keys() | self.known:
+        for made in dense(result):
+            if (storage := made.untyped_storage())._cdata not in before.keys() | self.known:
                 self.hold(storage)
                 self.shapes.append([*made.shape])
                 self.largest = max(self.largest, (storage.nbytes(), [*made.shape]))
@@ -54,8 +54,24 @@ class Used(TorchDispatchMode):
 
 
 def storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    found = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    found = [tensor.untyped_storage() for tensor in dense(tree)]
     return {storage._cdata: storage for storage in found}
+
+
+def dense(tree: Any) -> list[Tensor]:
+    """The tensors of a tree that have a storage of their own. A sparse one has none: its places and its numbers stand for it."""
+    found = []
+    for tensor in (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)):
+        match tensor.layout:
+            case torch.sparse_coo:
+                found += [tensor._indices(), tensor._values()]
+            case torch.sparse_csr | torch.sparse_bsr:
+                found += [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+            case torch.sparse_csc | torch.sparse_bsc:
+                found += [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+            case _:
+                found.append(tensor)
+    return found
 
 
 def cost(function: Callable, limit: float, unit: int, sizes: dict[str, dict]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from workspace import Learner
 
 from shared.course import catalogue, mutants, running
 from shared.course.checking import ALSO, ENOUGH, GUESS, RUNGS, Case, Check, run_check
+from shared.course.counting import Used
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.report import outcome_text
 from shared.course.stubs import BodyFile
@@ -258,3 +259,16 @@ def test_a_spoilt_answer_that_a_check_misses_is_noticed():
     of_another_form = ("in another dtype", "with a dimension too many", "last element dropped", "last element doubled")
     assert failed == {f"y: {how}" for how in of_another_form}
     assert len(answers) == 11
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_tensor_is_counted_by_its_places_and_numbers(layout):
+    """It has no storage of its own: an answer that used one broke where its memory was counted."""
+    matrix = torch.eye(64)
+    with Used() as used:
+        kept = matrix.to_sparse(layout=layout)
+        again = kept * 2
+    places_and_numbers = 64 * (2 * 8 + 4)  # two places in int64 and a number in float32 for each
+    assert places_and_numbers <= used.peak < matrix.nbytes / 4
+    assert torch.equal(again.to_dense(), 2 * matrix)

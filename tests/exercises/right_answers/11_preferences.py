@@ -32,6 +32,14 @@ def bradley_terry_loss__by_logaddexp(chosen, rejected, margin=None, centering=0.
     return loss + centering * torch.square(chosen + rejected) if centering else loss
 
 
+def bradley_terry_loss__by_maximum(chosen, rejected, margin=None, centering=0.0):
+    """max(-d, 0) + log(1 + exp(-|d|)): at 0 `maximum` gives each side half of the gradient, as it is to be."""
+    wide = torch.promote_types(chosen.dtype, torch.float32)
+    chosen, rejected = chosen.to(wide), rejected.to(wide)
+    d = chosen - rejected - (torch.zeros_like(chosen) if margin is None else margin.to(wide))
+    return torch.maximum(-d, torch.zeros_like(d)) + d.abs().neg().exp().log1p() + centering * (chosen + rejected) ** 2
+
+
 def sequence_log_probs__by_index_add(token_log_probs, counted, documents, count):
     """All rows as one, with places for their sequences one behind the other; only what counts is looked at."""
     wide = token_log_probs.to(torch.promote_types(token_log_probs.dtype, torch.float32))
@@ -55,6 +63,13 @@ def sequence_log_probs__with_a_place_for_the_rest(token_log_probs, counted, docu
     kept = kept.to(torch.promote_types(kept.dtype, torch.float32))
     sums = torch.zeros(len(kept), count + 1, dtype=kept.dtype)
     return torch.scatter_add(sums, 1, places, kept)[:, :count]
+
+
+def sequence_log_probs__by_a_sparse_tensor(token_log_probs, counted, documents, count):
+    """Numbers at the same place of a sparse tensor are added up when it is made dense."""
+    wide = token_log_probs.to(torch.promote_types(token_log_probs.dtype, torch.float32))
+    places = torch.stack([counted.nonzero()[:, 0], documents[counted]])
+    return torch.sparse_coo_tensor(places, wide[counted], (len(wide), count)).to_dense()
 
 
 def dpo_loss__by_softplus(chosen, rejected, reference_chosen, reference_rejected, beta, label_smoothing=0.0):
@@ -107,6 +122,18 @@ def generalized_advantages__by_doubling(rewards, values, lengths, last_values, g
         sums = sums + factor * F.pad(sums[:, step:], (0, step))
         step, factor = 2 * step, factor * factor
     return sums
+
+
+def generalized_advantages__by_lambda_returns(rewards, values, lengths, last_values, gamma=1.0, lam=0.95):
+    """A return mixes the next value, by 1 - lam, and the return after it, by lam; less the token's own value it is the advantage."""
+    with torch.no_grad():
+        found, coming, following = torch.zeros_like(values), last_values, last_values
+        for time in reversed(range(values.shape[1])):
+            inside = time < lengths
+            here = rewards[:, time] + gamma * ((1 - lam) * following + lam * coming)
+            coming, following = torch.where(inside, here, coming), torch.where(inside, values[:, time], following)
+            found[:, time] = torch.where(inside, here - values[:, time], 0)
+        return found
 
 
 def generalized_advantages__by_a_matrix(rewards, values, lengths, last_values, gamma=1.0, lam=0.95):

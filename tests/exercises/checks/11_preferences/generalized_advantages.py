@@ -90,14 +90,17 @@ def of_leaves(function, **given):
     """With rewards, values or last values that ask for gradients, as a value head's output does."""
     found = {}
     for name in ("rewards", "values", "last_values"):
-        made = function(**given | {name: given[name].clone().requires_grad_()})
+        leaf = given[name].clone().requires_grad_()
+        made = function(**given | {name: leaf})
         found |= {f"of {name}": made.detach(), f"a gradient flows to {name}": made.requires_grad}
+        found |= {f"{name} still ask for gradients": leaf.requires_grad}
     return found
 
 
 def without_gradient(**given):
     expected, names = by_steps(**given)["advantages"], ("rewards", "values", "last_values")
-    return {f"of {name}": expected for name in names} | {f"a gradient flows to {name}": False for name in names}
+    none = {f"a gradient flows to {name}": False for name in names}
+    return {f"of {name}": expected for name in names} | none | {f"{name} still ask for gradients": True for name in names}
 
 
 def broken(function, rewards, **given):

@@ -111,6 +111,14 @@ def interleaved():
     return {name: value[:, order] if isinstance(value, torch.Tensor) else value for name, value in made.items()}
 
 
+def with_gaps():
+    """Numbers that no token has: 1 in the first row, 0 in the second, and 3 in neither."""
+    made = drawn([[4, 5], [3, 3]], count=5)()
+    made["documents"] = made["documents"].where(made["documents"] != 1, torch.tensor([[2], [4]]))
+    made["documents"][1] = made["documents"][1].where(made["documents"][1] != 0, 1)
+    return made
+
+
 def in_parts(function, token_log_probs, counted, documents, count, cut):
     """Two ranks with a part of the columns each: sums of parts, added up."""
     halves = [[tensor[:, own] for tensor in (token_log_probs, counted, documents)] for own in (slice(cut), slice(cut, None))]
@@ -225,6 +233,7 @@ CHECK = Check(
         case("property", "log-probabilities above 0, as densities have them", lambda: drawn(ROWS)() | {
             "token_log_probs": randn(4, 9, seed=8)}),
         case("property", "the tokens of a sequence do not stand together", interleaved),
+        case("property", "numbers that no token of a row has, and one that none has at all", with_gaps),
         case("property", "tensors that are not contiguous", strided),
         case("property", "bfloat16, 300 tokens of -1.0078125, added up in float32", lambda: drawn([[301]], dtype=torch.bfloat16)() | {
             "token_log_probs": torch.full((1, 301), -1.0078125).bfloat16()}, only_sums, ARITHMETIC, value, 0.0),
