@@ -20,6 +20,7 @@ class CachedSampler:
         top_k, top_p, min_p, repetition_penalty: as `Drawing` takes them. Log-probabilities are those of what is left.
         rows: answers that are drawn at a time.
         multiple: of which the number of tokens is that the model is given: with sequence parallelism, the tensor-parallel ranks.
+        fused: see `shared.rl.decoding_cache.DecodingCache`.
 
     Raises:
         ValueError: a temperature of 0, or what `Drawing` refuses; a size below 1.
@@ -34,6 +35,7 @@ class CachedSampler:
     repetition_penalty: float = 1.0
     rows: int = 64
     multiple: int = 1
+    fused: bool | None = None
 
     def __post_init__(self) -> None:
         if self.temperature == 0:
@@ -48,7 +50,7 @@ class CachedSampler:
         found = [Completion([], [], False) for _ in prompts]
         for drawn in generate_tokens(
             model, prompts, self.new_tokens, drawing=Drawing.of(self), seeds=seeds, stops=self.stops,
-            rows=self.rows, multiple=self.multiple, anyone=anyone,
+            rows=self.rows, multiple=self.multiple, anyone=anyone, fused=self.fused,
         ):  # fmt: skip
             answer = found[drawn.number]
             answer.ids.append(drawn.token)

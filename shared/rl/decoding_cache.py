@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.model.attention import Attention
-from shared.model.context import KeyValueCache
+from shared.model.context import KeyValueCache, to_compute_dtype
 from shared.model.masks import Padding
 from shared.model.transformer import TransformerModel
+from shared.preference.gathering import fits_whole, free_memory
 from shared.preference.sampler import logits_at
 from shared.rl import cached_attention
 from shared.rl.fused_step import FusedStep
@@ -39,6 +40,7 @@ class DecodingCache(KeyValueCache):
         places: tokens of a row, at most.
         read_places: the same of what an encoder reads.
         multiple: the number of tokens in a pass is a multiple of this (sequence parallelism).
+        fused: whether a plain model's weights are copied for the fused step (`FusedStep`); None where free memory has room for them.
 
     Attributes:
         used: rows in use.
@@ -48,7 +50,7 @@ class DecodingCache(KeyValueCache):
         ValueError: the cache cannot serve this model.
     """
 
-    def __init__(self, model: nn.Module, rows: int, places: int, read_places: int = 0, multiple: int = 1):
+    def __init__(self, model: nn.Module, rows: int, places: int, read_places: int = 0, multiple: int = 1, fused: bool | None = None):
         self.model, self.multiple, self.used = model, multiple, 0
         self.decoder = decoder_of(model)
         self.places = places + -places % multiple + multiple - 1  # a row's last token may be followed by padding
@@ -57,9 +59,12 @@ class DecodingCache(KeyValueCache):
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.read_lengths, self.read_places = torch.zeros_like(self.lengths), read_places
         self.part = slice(0, 0)  # the rows of the running pass
-        self.kept: dict[Attention, list[Tensor]] = {}  # keys and values, [rows, K, places, d] each, from a layer's first pass on
+        self.kept: dict[Attention, Tensor] = {}  # keys and values side by side, [rows, 2 K, places, d], from a layer's first pass on
         self.biases: dict[str, Tensor] = {}
-        self.fused = FusedStep(model, self.places, self.attend) if FusedStep.fits(model) else None
+        plain = FusedStep.fits(model)
+        if plain and fused is None:
+            fused = fits_whole(FusedStep.copied_bytes(model), free_memory(device))
+        self.fused = FusedStep(model, self.places, self.attend_biased) if plain and fused else None
 
     # What the model asks of its cache.
 
@@ -90,52 +95,66 @@ class DecodingCache(KeyValueCache):
         self, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, mask: Any = None, scale: float = 0, dropout: float = 0
     ) -> Tensor:
         """`attention.attend` of a decoder's layer: over this layer's part of the cache."""
-        cached_keys, cached_values = self.views(attention, (keys, values), self.places)
-        lengths = self.lengths[self.part]
+        queries, new = to_compute_dtype(queries), to_compute_dtype(torch.cat([keys, values], dim=1))
+        if self.decoder.config.position in ("alibi", "relative"):
+            return self.attend_biased(attention, queries, new)
+        cached = self.view(attention, new, self.places)
         window = self.decoder.config.sliding_window if attention.layer_type == "sliding_attention" else None
-        if self.decoder.config.position not in ("alibi", "relative"):
-            return cached_attention.cached_attention(
-                queries, keys, values, cached_keys, cached_values, lengths, attention.scale, window, self.length + queries.shape[2]
-            )
-        bias = self.bias(attention.layer_type, window, queries.shape[2]).to(queries.dtype)
-        rows, places = torch.arange(len(queries), device=queries.device)[:, None], self.new_places(queries.shape[2])
-        for cached, new in ((cached_keys, keys), (cached_values, values)):
-            cached[rows, :, places] = new.transpose(1, 2)
-        seen = bias.shape[-1]
-        keys, values = cached_keys[:, :, :seen], cached_values[:, :, :seen]
-        return F.scaled_dot_product_attention(queries, keys, values, bias, scale=attention.scale, enable_gqa=True)
+        return cached_attention.cached_attention(
+            queries, *new.chunk(2, dim=1), *cached.chunk(2, dim=1), self.lengths[self.part], attention.scale, window,
+            self.length + queries.shape[2],
+        )  # fmt: skip
+
+    def attend_biased(self, attention: Attention, queries: Tensor, new: Tensor) -> Tensor:
+        """The same by a bias, which layers of a type share in a pass, and with the position bias of models that have one. Of one new token
+        in each row, the heads that share keys are given to the kernel as if they were tokens: it then reads these keys once.
+
+        new: keys and values side by side, [rows, 2 K, new, d].
+        """
+        bias = self.bias(attention.layer_type, queries)
+        cached = self.view(attention, new, self.places)
+        cached[self.index] = new.transpose(1, 2)
+        keys, values = cached[:, :, : bias.shape[-1]].chunk(2, dim=1)
+        if queries.shape[2] > 1:
+            return F.scaled_dot_product_attention(queries, keys, values, bias, scale=attention.scale, enable_gqa=True)
+        groups = [each.reshape(len(each), min(each.shape[1], keys.shape[1]), -1, each.shape[3]) for each in (queries, bias)]
+        return F.scaled_dot_product_attention(groups[0], keys, values, groups[1], scale=attention.scale).reshape(queries.shape)
 
     def attend_to_read(
         self, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, scale: float, dropout: float
     ) -> Tensor:
         """`attention.attend` of cross-attention. The keys and values of what the encoder has read come in the first pass, later ones bring
         none."""
-        kept = self.views(attention, (keys, values), self.read_places)
-        for cached, new in zip(kept, (keys, values), strict=True):
-            cached[:, :, : new.shape[2]] = new
+        queries, new = to_compute_dtype(queries), to_compute_dtype(torch.cat([keys, values], dim=1))
+        cached = self.view(attention, new, self.read_places)
+        cached[:, :, : new.shape[2]] = new
         allowed = torch.arange(self.read_places, device=queries.device) < self.read_lengths[self.part, None]
-        return F.scaled_dot_product_attention(queries, *kept, allowed[:, None, None], scale=scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(queries, *cached.chunk(2, dim=1), allowed[:, None, None], scale=scale, enable_gqa=True)
 
-    def views(self, attention: Attention, new: tuple[Tensor, Tensor], places: int) -> list[Tensor]:
+    def view(self, attention: Attention, new: Tensor, places: int) -> Tensor:
         """A layer's keys and values of the running pass's rows, made as large and of the dtype that its first ones say."""
         if attention not in self.kept:
-            self.kept[attention] = [each.new_zeros(len(self.lengths), each.shape[1], places, each.shape[3]) for each in new]
-        return [each[self.part] for each in self.kept[attention]]
+            self.kept[attention] = new.new_zeros(len(self.lengths), new.shape[1], places, new.shape[3])
+        return self.kept[attention][self.part]
 
     def new_places(self, new: int) -> Tensor:
         """[rows, new] int64: where the running pass's tokens stand in their rows."""
         return self.lengths[self.part, None] + torch.arange(new, device=self.lengths.device)
 
-    def bias(self, layer_type: str, window: int | None, new: int) -> Tensor:
-        """[rows, heads, new, T]: the position bias of each row, -inf where it may not look. Layers of a type share it in a pass."""
+    def bias(self, layer_type: str, queries: Tensor) -> Tensor:
+        """[rows, heads or 1, new, T]: the position bias of each row, or 0, and -inf where it may not look. Layers of a type share it in a
+        pass."""
         if layer_type not in self.biases:
-            places = self.new_places(new)
-            seen = torch.arange(self.length + new, device=places.device)
-            bias = self.decoder.stack.position_bias(places.flatten(), seen).squeeze(0).unflatten(1, places.shape).transpose(0, 1)
+            places, config = self.new_places(queries.shape[2]), self.decoder.config
+            seen = torch.arange(self.length + queries.shape[2], device=places.device)
             hidden = seen > places[..., None]
-            if window is not None:
-                hidden |= seen <= places[..., None] - window
-            self.biases[layer_type] = bias.masked_fill(hidden[:, None], -torch.inf)
+            if layer_type == "sliding_attention":
+                hidden |= seen <= places[..., None] - config.sliding_window
+            if config.position in ("alibi", "relative"):
+                bias = self.decoder.stack.position_bias(places.flatten(), seen).squeeze(0).unflatten(1, places.shape).transpose(0, 1)
+            else:
+                bias = torch.zeros_like(hidden, dtype=queries.dtype)[:, None]
+            self.biases[layer_type] = bias.masked_fill(hidden[:, None], -torch.inf).to(queries.dtype)
         return self.biases[layer_type]
 
     # Passes.
@@ -169,7 +188,7 @@ class DecodingCache(KeyValueCache):
         """Take in one more token of each row in use, in order: [used, vocab], the logits of the token behind it."""
         self.part = slice(0, self.used)
         if self.fused is not None:
-            self.start_pass()
+            self.start_pass(1)
             logits = self.fused(torch.tensor(tokens, device=self.lengths.device), self.lengths[self.part])
         else:
             ids, lengths = padded([[token] for token in tokens], self.multiple, self.lengths.device)
@@ -182,15 +201,17 @@ class DecodingCache(KeyValueCache):
         self.read([[0]])
         self.used = 0
 
-    def start_pass(self) -> None:
-        """Find the longest row once: layers that asked a GPU for it would each wait for it."""
+    def start_pass(self, new: int) -> None:
+        """Find the longest row and the places of the new tokens once: layers that asked a GPU for them would each wait for it."""
         self.length = int(self.lengths[self.part].max())
+        places = self.new_places(new)
+        self.index = torch.arange(len(places), device=places.device)[:, None], slice(None), places
         self.biases.clear()
 
     def forward(self, ids: Tensor, wanted: Tensor, memory: Tensor | None = None) -> Tensor:
         """One pass over new tokens, [rows, new], of the rows of `part`: the logits at one of them in each row, [rows, vocab]."""
         positions, head_fn = self.new_places(ids.shape[1]), partial(logits_at, places=wanted)
-        self.start_pass()
+        self.start_pass(ids.shape[1])
         with self.serving():
             if self.decoder.encoder is None:
                 return self.model(ids, positions=positions, cache=self, head_fn=head_fn)
@@ -208,8 +229,7 @@ class DecodingCache(KeyValueCache):
         behind = slice(self.used, self.used + len(numbers))
         longest = int(self.lengths[self.part].max())
         for kept in self.kept.values():
-            for each in kept:
-                each[behind, :, :longest] = each[self.part, :, :longest][index]
+            kept[behind, :, :longest] = kept[self.part, :, :longest][index]
         self.lengths[behind] = self.lengths[self.part][index]
         return logits[index]
 
@@ -217,7 +237,7 @@ class DecodingCache(KeyValueCache):
         """Free a row. The last row in use becomes this one."""
         self.used -= 1
         if row != self.used:
-            for each in (*(each for kept in self.kept.values() for each in kept), self.lengths, self.read_lengths):
+            for each in (*self.kept.values(), self.lengths, self.read_lengths):
                 each[row] = each[self.used]
 
 

@@ -112,6 +112,7 @@ def generate_tokens(
     rows: int = 64,
     multiple: int = 1,
     anyone: Callable[[bool], bool] = bool,
+    fused: bool | None = None,
 ) -> Iterator[Drawn]:
     """Tokens of the answers to all prompts, each as soon as it is drawn; the tokens of one answer come in order.
 
@@ -127,6 +128,7 @@ def generate_tokens(
         rows: answers that are drawn at a time.
         multiple: of which the number of tokens in a pass is; with sequence parallelism, the tensor-parallel ranks.
         anyone: see `shared.preference.sampler.Sampler`.
+        fused: see `DecodingCache`.
 
     Raises:
         ValueError: a prompt is empty, or longer than the context; a size below 1; the cache cannot serve this model.
@@ -136,7 +138,7 @@ def generate_tokens(
     room = [new_tokens if context is None else min(new_tokens, context - begin + 1) for begin in begins]
     places = max((begin + most - 1 for begin, most in zip(begins, room, strict=True)), default=1)
     longest = max(map(len, prompts), default=1)
-    cache = DecodingCache(model, max(1, min(rows, len(prompts))), places, 0 if start_id is None else longest, multiple)
+    cache = DecodingCache(model, max(1, min(rows, len(prompts))), places, 0 if start_id is None else longest, multiple, fused)
     queue = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # neighbours are about equally long
     active: list[OpenRow] = []
     while anyone(bool(queue or active)):

@@ -1,5 +1,7 @@
 """Chapter 12. Out of memory (OOM) before it happens: a run that cannot fit into the device's memory is refused, with both numbers."""
 
+import math
+
 import psutil
 import torch
 
@@ -17,7 +19,7 @@ def require_memory(config: TrainerConfig, device: torch.device) -> None:
         SettingError: says how many GiB a rank needs, how many there are, and which settings decide.
     """
     there = memory_of(device)
-    needed = memory_needed(with_gathering(config, there))
+    needed = memory_needed(with_gathering(config, there), there)
     if needed > there:
         raise SettingError(
             f"This model does not fit into memory: a rank needs about {needed / 2**30:,.0f} GiB and {device} has {there / 2**30:,.0f}. "
@@ -26,9 +28,9 @@ def require_memory(config: TrainerConfig, device: torch.device) -> None:
         )
 
 
-def memory_needed(config: TrainerConfig) -> float:
-    """Bytes of the rank that has most (`shared.trainer.planner.memory`)."""
-    return max(each.peak for each in run_memory(config))
+def memory_needed(config: TrainerConfig, usable: float = math.inf) -> float:
+    """Bytes of the rank that has most, of `usable` ones (`shared.trainer.planner.memory`)."""
+    return max(each.peak for each in run_memory(config, usable=usable))
 
 
 def memory_of(device: torch.device) -> int:

@@ -24,9 +24,10 @@ from shared.preference.value_head import token_scores
 from shared.rl.cached_sampler import CachedSampler
 from shared.trainer.axes import RUN_AXES
 from shared.trainer.config import TrainerConfig
+from shared.trainer.fitting import memory_of
 from shared.trainer.initial_weights import InitialWeights, find_reward_model
 from shared.trainer.models import first_scorer
-from shared.trainer.planner.memory import cache_bytes
+from shared.trainer.planner.memory import cache_bytes, copies_weights
 
 
 class Rolling:
@@ -63,9 +64,10 @@ class Rolling:
     ) -> RolloutLoader:
         """The loader. sizes: the section of the mode. reference: whether the first model is asked. parts: what it takes besides."""
         multiple = strategy.mesh.tp.size if config.parallel.sequence_parallel else 1
+        fused = copies_weights(config, memory_of(next(strategy.module.parameters()).device))
         self.measured.loader = kind(
             strategy,
-            sampler=CachedSampler(sizes.new_tokens, self.stops, rows=sizes.rows, multiple=multiple, **sizes.sampling),
+            sampler=CachedSampler(sizes.new_tokens, self.stops, rows=sizes.rows, multiple=multiple, fused=fused, **sizes.sampling),
             config=sizes,
             seq=config.data.seq,
             micro_batch_size=config.data.micro_batch_size,

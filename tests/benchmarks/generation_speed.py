@@ -3,6 +3,7 @@
     python tests/benchmarks/generation_speed.py                     1 and 16 rows, alternating pairs in processes of their own
     OMP_NUM_THREADS=1 python tests/benchmarks/generation_speed.py --clock process_time         on a busy machine: processor time
     python tests/benchmarks/generation_speed.py --profile           what a step of ours spends its time on
+    OMP_NUM_THREADS=1 python tests/benchmarks/generation_speed.py --fused --clock process_time      the fused step beside our own passes
 
 Both have the same weights (ours are saved and loaded by transformers) and write the same number of tokens. "Products" are the step's matrix
 products alone, at their own shapes and over all layers' weights: what no step in float32 can be faster than.
@@ -11,6 +12,7 @@ products alone, at their own shapes and over all layers' weights: what no step i
 import argparse
 import tempfile
 import time
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ from rich.table import Table
 from side_by_side import Contender, Round, compare
 
 from shared.devices import keep_freed_memory
+from shared.finetune.adapters import attach_adapter
+from shared.finetune.config import AdapterConfig
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
@@ -57,6 +61,22 @@ def prepare_ours(folder: str, rows: int, clock: str) -> Round:
     return timed(lambda: write_all(model, rows), clock)
 
 
+def prepare_kind(kind: str, rows: int, clock: str, fused: bool) -> Round:
+    """Ours, of a kind of model that the fused step knows, by it or by the model's own passes."""
+    keep_freed_memory()
+    model = TransformerModel(replace(CONFIG, qk_norm=kind == "norms of heads"))
+    if kind == "LoRA":
+        attach_adapter(model, AdapterConfig(rank=8))
+    model.eval()
+
+    def write() -> int:
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bfloat16"):
+            found = generate_tokens(model, prompts(rows).tolist(), NEW, drawing=Drawing(temperature=0.0), fused=fused)
+            return sum(1 for _ in found)
+
+    return timed(write, clock)
+
+
 def prepare_theirs(folder: str, rows: int, clock: str) -> Round:
     import transformers
 
@@ -92,13 +112,31 @@ def profile(rows: int) -> None:
     print(profiled.key_averages().table(sort_by="self_cpu_time_total", row_limit=14, max_name_column_width=40))
 
 
+def compare_fused(row_counts: list[int], pairs: int, clock: str) -> None:
+    table = Table("model", "rows", "fused, ms a step", "own passes", "ratio (95 %)")
+    for kind in ("float32", "bfloat16", "LoRA", "norms of heads"):
+        for rows in row_counts:
+            settings = {"kind": kind, "rows": rows, "clock": clock}
+            fused, own = (Contender(prepare_kind, fused=each, **settings) for each in (True, False))
+            found = compare(fused, own, pairs, warmup=1)
+            low, high = found.interval
+            ours, other = (1000 * found.median(who) for who in ("ours", "theirs"))
+            table.add_row(kind, str(rows), f"{ours:.1f}", f"{other:.1f}", f"{found.ratio:.2f} ({low:.2f} to {high:.2f})")
+            fused.close(), own.close()
+    Console().print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--clock", choices=["perf_counter", "process_time"], default="perf_counter")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--fused", action="store_true")
     chosen = parser.parse_args()
+    if chosen.fused:
+        compare_fused(chosen.rows, chosen.pairs, chosen.clock)
+        return
     if chosen.profile:
         for rows in chosen.rows:
             profile(rows)

@@ -1,15 +1,17 @@
 """The planner counts what a rollout gathers: all weights, or block by block where these do not fit."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from test_planner import SMALL, config_of
 
+from shared.finetune.config import AdapterConfig
 from shared.model.counting import block_counts, parameter_counts
 from shared.trainer import fitting
 from shared.trainer.planner.hardware import parse_hardware
-from shared.trainer.planner.memory import run_memory, with_gathering
+from shared.trainer.planner.memory import copies_weights, run_memory, with_gathering
 from shared.trainer.planner.plan import plan_run
 
 CONFIG = config_of("fsdp2", mode="grpo", start_from=Path("base"))
@@ -28,7 +30,7 @@ def test_both_ways_by_hand():
     assert few.drawn_with == 4 * ends + 2 * (1 + CONFIG.parallel.prefetch) * block
     assert once.cache == few.cache > 0 and once.drawing - few.drawing == once.drawn_with - few.drawn_with
     assert run_memory(CONFIG) == [once]
-    assert run_memory(replace(CONFIG, parallel=replace(CONFIG.parallel, fully_sharded=1)))[0].drawn_with == 0
+    assert not copies_weights(CONFIG, math.inf)
 
 
 def test_a_run_whose_whole_weights_do_not_fit_is_planned_block_by_block(monkeypatch):
@@ -54,3 +56,25 @@ def test_what_is_asked_for_is_not_chosen():
         assert with_gathering(asking(asked), 1.0) == asking(asked)
     alone = replace(CONFIG, parallel=replace(CONFIG.parallel, fully_sharded=1))
     assert with_gathering(alone, 1.0) == alone
+
+
+def test_copies_of_a_plain_model_by_hand():
+    """All matrices in the dtype of products: of the blocks, and the head, also where it is tied. Not of four bits, nor of sharded ones."""
+    alone = replace(CONFIG, parallel=replace(CONFIG.parallel, fully_sharded=1))
+    [copied] = run_memory(alone)
+    norms = 2 * SMALL.hidden_size
+    matrices = 3 * (sum(block_counts(SMALL, 0).values()) - norms) + SMALL.vocab_size * SMALL.hidden_size
+    assert copied.drawn_with == {"bfloat16": 2, "float32": 4}[CONFIG.precision] * matrices
+    for adapter, there in ((AdapterConfig(), True), (AdapterConfig(base="nf4"), False)):
+        [of_adapter] = run_memory(replace(alone, adapter=adapter))
+        assert of_adapter.drawn_with == there * copied.drawn_with
+    assert run_memory(replace(alone, mode="pretrain"))[0].drawn_with == 0
+
+
+def test_weights_are_copied_only_where_they_have_room():
+    alone = replace(CONFIG, parallel=replace(CONFIG.parallel, fully_sharded=1))
+    [copied] = run_memory(alone)
+    for usable, there in ((copied.drawing / 0.89, True), (copied.drawing / 0.91, False)):
+        assert copies_weights(alone, usable) == there
+        [found] = run_memory(alone, usable=usable)
+        assert found.drawing == copied.drawing - (not there) * copied.drawn_with

@@ -10,6 +10,8 @@ from tuned_runs import base_run
 from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
 from shared.parallel.comm.threads import run_threads
+from shared.trainer import rolling
+from shared.trainer.planner.memory import run_memory
 from shared.trainer.run import build
 
 QUIET = Console(quiet=True)
@@ -59,3 +61,15 @@ def test_only_sequence_parallelism_pads_the_tokens_of_a_decoding_step(tmp_path, 
         return loader.sampler.multiple
 
     assert run_threads(work, 2) == [multiple] * 2
+
+
+@pytest.mark.parametrize("words", [(), ("adapter.rank=4", "grpo.reference=false")], ids=["whole", "adapter"])
+def test_rollouts_copy_weights_for_the_fused_step_where_the_device_has_room(tmp_path, base, monkeypatch, words):
+    config = preferring_config(tmp_path, base, "grpo", *words)
+    [needed] = run_memory(config)
+    for there, copied in ((2 * needed.drawing, True), (needed.drawing, False)):
+        monkeypatch.setattr(rolling, "memory_of", lambda device, there=there: there)
+        run = build(config, QUIET)
+        sampler = run.mode.loaders(run.config, run.strategy)[0].sampler
+        run.mode.close()
+        assert sampler.fused == copied

@@ -6,6 +6,7 @@ training step or while answers are drawn, when there are no gradients and activa
 Left out on purpose: short-lived buffers (a chunk of logits, buckets under way), and what the allocator keeps in reserve.
 """
 
+import math
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -31,9 +32,9 @@ class RankMemory:
     """Bytes of a rank, by kind; of a pipeline, one for each stage.
 
     weights, gathered, gradients, optimizer, activations: as `MemoryEstimate` has them. beside: frozen models, a reference or a reward
-    model, and a value head. batch: token ids. cache: keys and values of the answers that are drawn at a time, with the weights that are
-    arranged for it. drawn_with: weights that fsdp gathers meanwhile, all of them or block by block. counted: False where
-    there is no formula for all kinds, and the sum is the least.
+    model, and a value head. batch: token ids. cache: keys and values of the answers that are drawn at a time. drawn_with: weights that are
+    there besides meanwhile: what fsdp gathers, all or block by block, or copies for the fused step (`shared.rl.fused_step`). counted: False
+    where there is no formula for all kinds, and the sum is the least.
     """
 
     weights: float
@@ -62,12 +63,13 @@ class RankMemory:
         return max(self.training, self.drawing)
 
 
-def run_memory(config: TrainerConfig, rewards: ModelConfig | None = None) -> list[RankMemory]:
+def run_memory(config: TrainerConfig, rewards: ModelConfig | None = None, usable: float = math.inf) -> list[RankMemory]:
     """Memory of each stage of a pipeline, or of every rank, with experts that all have the same load. Of a model without a formula for its
     activations, the weights, gradients and state of one replica alone.
 
     Args:
         rewards: the shape of a reward model that is kept beside; None to read it from its folder.
+        usable: bytes of a rank. Rollouts make no copies of the weights where these have no room in it.
     """
     step, beside = step_sizes(config), kept_beside(config, rewards)
     ids = step.rows * step.microbatches * config.data.seq * IDS
@@ -76,10 +78,19 @@ def run_memory(config: TrainerConfig, rewards: ModelConfig | None = None) -> lis
     drawing = [(cache_bytes(config, part), drawn_with(config, part)) for part in parts] if rolls else [(0.0, 0.0)]
     if len(drawing) != len(found):
         drawing = [max(drawing)] * len(found)
-    return [
-        RankMemory(**vars(each), beside=beside, batch=ids, cache=cache, drawn_with=whole, counted=counted)
-        for each, (cache, whole) in zip(found, drawing, strict=True)
+    every = [
+        RankMemory(**vars(each), beside=beside, batch=ids, cache=cache, drawn_with=more, counted=counted)
+        for each, (cache, more) in zip(found, drawing, strict=True)
     ]
+    if copied_bytes(config) and not fits_whole(every[0].drawing, usable):
+        every = [replace(each, drawn_with=0.0) for each in every]
+    return every
+
+
+def copies_weights(config: TrainerConfig, usable: float) -> bool:
+    """Whether rollouts on ranks with so many usable bytes copy the weights for the fused step. It depends on nothing that changes during a
+    run, so that a killed one draws the same answers again."""
+    return copied_bytes(config) > 0 and run_memory(config, usable=usable)[0].drawn_with > 0
 
 
 def with_gathering(config: TrainerConfig, usable: float, rewards: ModelConfig | None = None) -> TrainerConfig:
@@ -166,25 +177,31 @@ def reward_model_setting(config: TrainerConfig) -> tuple | None:
 
 
 def cache_bytes(config: TrainerConfig, part: Part) -> float:
-    """Keys and values of the answers that a rank draws at a time, at their longest; weights that the fused step arranges, which copies
-    them."""
+    """Keys and values of the answers that a rank draws at a time, at their longest."""
     sizes, parallel = getattr(config, config.mode), config.parallel
     own, rows = model_of_rank(config.model, parallel), min(sizes.rows, sizes.prompts * sizes.answers // parallel.data_ranks)
     width = WIDTH[step_sizes(config).precision]
-    kept = rows * config.data.seq * 2 * own.num_key_value_heads * own.head_dim * part.layers * width
-    plain = parallel.tensor_parallel * parallel.pipeline_parallel * parallel.fully_sharded == 1
-    if plain and config.adapter is None and config.model.experts is None:
-        copied = [out * into for name, (out, into) in sizes_of(own).items() if name not in ("o_proj", "down_proj")]
-        kept += 4 * part.layers * sum(copied)
-    return kept
+    return rows * config.data.seq * 2 * own.num_key_value_heads * own.head_dim * part.layers * width
+
+
+def copied_bytes(config: TrainerConfig) -> float:
+    """Copies of all matrices in the dtype of products, which the fused step makes of a plain model's; 0 for other models."""
+    parallel, model, adapter = config.parallel, config.model.resolved(), config.adapter
+    whole = parallel.tensor_parallel * parallel.pipeline_parallel * parallel.fully_sharded == 1
+    floats = adapter is None or (adapter.kind, adapter.base) == ("lora", "float")
+    if not whole or not floats or model.experts is not None or model.architecture != "decoder" or model.norm_position != "pre":
+        return 0.0
+    block = sum(out * into for out, into in sizes_of(model).values())
+    return WIDTH[step_sizes(config).precision] * (model.num_hidden_layers * block + model.vocab_size * model.hidden_size)
 
 
 def drawn_with(config: TrainerConfig, part: Part) -> float:
-    """Weights that fsdp gathers while answers are drawn: all of them, or with `gather: block` the ends and a block, and those that are
-    fetched ahead. Of a frozen base in few bits no formula says how much is gathered: it counts as if it had the precision of products."""
+    """Copies for the fused step, or weights that fsdp gathers while answers are drawn: all of them, or with `gather: block` the ends and a
+    block, and those that are fetched ahead. Of a frozen base in few bits no formula says how much is gathered: it counts as if it had the
+    precision of products."""
     parallel = config.parallel
     if parallel.fully_sharded == 1:
-        return 0.0
+        return copied_bytes(config)
     root, blocks = unit_bytes(model_of_rank(config.model, parallel), part, parallel, WIDTH[step_sizes(config).precision])
     chunk = -(-part.layers // parallel.pipeline_chunks)  # never a block of another chunk
     by_block = getattr(config, config.mode).gather == "block"

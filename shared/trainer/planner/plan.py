@@ -110,7 +110,7 @@ def plan_run(config: TrainerConfig, hardware: Hardware, rewards: ModelConfig | N
     seconds = step_seconds(config, own, step, trained, [list(each) for each in traffic])
     tokens = step.rows * step.microbatches * step.seq * layout.data_ranks
     flops = part_flops(model, whole_of(model), step.seq, trained, recompute=False).needed * tokens
-    memory = tuple(run_memory(config, rewards))
+    memory = tuple(run_memory(config, rewards, own.usable))
     return Plan(
         config.mode, layout_name(layout), hardware.name, layout.ranks, step.precision, layout.activation_checkpointing,
         parameters_of(config, trained), memory, own.usable, traffic, tokens, flops, layout.ranks * own.peak(step.precision), seconds,

@@ -133,7 +133,7 @@ def fitting(
         if (key in done or best) and not own:
             continue
         tried = replace(each, parallel=replace(each.parallel, activation_checkpointing=how))
-        memory = run_memory(with_gathering(tried, usable, rewards), rewards)
+        memory = run_memory(with_gathering(tried, usable, rewards), rewards, usable)
         if not all(rank.counted for rank in memory):
             continue
         bytes = max(rank.peak for rank in memory)
