@@ -250,6 +250,7 @@ CHECK = Check(
         case("property", "an estimator with a capital", drawn(7, estimator="K3"), refused, CONTRACT, value),
         case("property", "an estimator with a space", drawn(7, estimator="k1 "), refused, CONTRACT, value),
         case("property", "a part of an estimator's name", drawn(7, estimator="k"), refused, CONTRACT, value),
+        case("property", "the number of an estimator alone", drawn(7, estimator="3"), refused, CONTRACT, value),
         case("property", "an empty word for the estimator", drawn(7, estimator=""), refused, CONTRACT, value),
         average("k1", k1_on_average),
         average("k2", gradient_of_kl, k2_on_average),
