@@ -107,6 +107,13 @@ def test_in_16_bits_it_is_as_exact_as_the_model(config, dtype):
     assert 2 / 3 < geometric_mean(ratios) < 3 / 2, ratios
 
 
+def test_statistics_of_16_bit_rows_are_float32():
+    step = FusedStep(model_of(CONFIG).bfloat16(), 20, None)
+    rows = torch.randn(5, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = rows.double() / (rows.double().square().mean(dim=-1, keepdim=True) + CONFIG.norm_eps).sqrt()
+    torch.testing.assert_close(step.normed(None, rows).double(), exact, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("name", PLAIN)
 def test_it_computes_what_the_model_computes(name, dtype, tolerance):
@@ -143,6 +150,13 @@ def in_four_bits() -> TransformerModel:
     return model
 
 
+def with_updates_over_ranks() -> TransformerModel:
+    """Whose ranks would each have a part of the input features, as tensor parallelism makes them."""
+    model = adapted(False)
+    model.stack.blocks["0"].attention.o_proj.combine = lambda partial: partial
+    return model
+
+
 OTHERS = {
     "experts": lambda: model_of(
         replace(CONFIG, experts=MixtureConfig(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)), builders=MIXTURE
@@ -152,6 +166,7 @@ OTHERS = {
     "hook": lambda: hooked("hook", "stack.blocks.0.attention.q_proj"),
     "pre-hook": lambda: hooked("pre_hook", ""),
     "other layers": with_other_linear,
+    "updates over ranks": with_updates_over_ranks,
     "updates of the embedding": with_updated_embedding,
     "four bits": in_four_bits,
     "wrapper": lambda: nn.Sequential(model_of(CONFIG)),

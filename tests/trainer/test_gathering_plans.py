@@ -13,6 +13,7 @@ from shared.trainer import fitting
 from shared.trainer.planner.hardware import parse_hardware
 from shared.trainer.planner.memory import copies_weights, run_memory, with_gathering
 from shared.trainer.planner.plan import plan_run
+from shared.trainer.planner.search import fitting as fitting_configs
 
 CONFIG = config_of("fsdp2", mode="grpo", start_from=Path("base"))
 
@@ -78,3 +79,20 @@ def test_weights_are_copied_only_where_they_have_room():
         assert copies_weights(alone, usable) == there
         [found] = run_memory(alone, usable=usable)
         assert found.drawing == copied.drawing - (not there) * copied.drawn_with
+
+
+def test_a_run_whose_copies_have_no_room_is_planned_and_let_through_without_them(monkeypatch):
+    """With many rows of long answers, and one row in a micro-batch, drawing decides over memory."""
+    one = replace(CONFIG.parallel, fully_sharded=1)
+    alone = replace(CONFIG, parallel=one, data=replace(CONFIG.data, micro_batch_size=1), grpo=replace(CONFIG.grpo, rows=256))
+    [copied] = run_memory(alone)
+    [without] = run_memory(alone, usable=copied.drawing)
+    assert without.peak < copied.drawing == copied.peak
+    tight = (without.peak + copied.peak) / 2
+    hardware = parse_hardware("3090")
+    small = replace(hardware, device=replace(hardware.device, memory=tight + 1.5e9))
+    plans = [plan_run(alone, each) for each in (small, hardware)]
+    assert [plan.held.drawn_with for plan in plans] == [0, copied.drawn_with] and all(plan.fits for plan in plans)
+    assert [each.parallel.activation_checkpointing for each in fitting_configs([alone], 1, tight, {}, None)] == ["none"]
+    monkeypatch.setattr(fitting, "memory_of", lambda device: int(tight))
+    fitting.require_memory(alone, torch.device("cpu"))
