@@ -6,8 +6,8 @@
 
 Rows 0, 1, ... are in use, so that a pass looks at views of the cache and copies nothing. While the cache serves a model, each attention
 layer of its decoder hands new keys and values to `cached_attention`. The model is otherwise called as ever, so tensor parallelism, full
-sharding, experts and a pipeline's stages work unchanged: each rank's cache holds the heads and layers that the rank has. The steps of a
-plain model are those of `shared.rl.fused_step` instead, whose attention shares one bias among its layers.
+sharding, experts and a pipeline's stages work unchanged: each rank's cache holds the heads and layers that the rank has. For a
+plain model, `step` calls `shared.rl.fused_step` instead of the model; all its layers then use one attention bias.
 
 Left out on purpose: a ring for sliding windows, which would save memory but not time, and blocks of a cache that rows share.
 """

@@ -4,8 +4,8 @@
     gate, up                  one product          angles, masks, precision of products    found once for all layers
 
 At few rows a product takes about as long as starting a handful of small operations: weights stream through the processor's caches, and push
-out what those need. So their number decides. The step computes what the model computes, to rounding. Weights are arranged once for all
-steps, in copies.
+out what those need. So their number decides. The step computes what the model computes, to rounding. Weights are copied once for
+all steps.
 
 Left out on purpose: models with other modules than chapters 02's and 10's, or with hooks, or in parts on several ranks. Their passes are
 their own.
@@ -58,7 +58,7 @@ class Linear(NamedTuple):
         if type(norm) is RMSNorm:
             weight = weight * norm.weight
         biases = [layer.bias for layer in layers]
-        return Linear(turned(weight.to(dtype)), None if biases[0] is None else torch.cat(biases).to(dtype))
+        return Linear(transposed(weight.to(dtype)), None if biases[0] is None else torch.cat(biases).to(dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.to(self.weight.dtype)
@@ -72,9 +72,9 @@ class Linear(NamedTuple):
         return total if self.bias is None else total.add_(self.bias)
 
 
-def turned(weight: Tensor) -> Tensor:
+def transposed(weight: Tensor) -> Tensor:
     """[out, in] -> [in, out]: a view, and of float32 on a CPU a copy. MKL multiplies up to 12 rows with it in half to four fifths of the
-    time, if no row begins a power of two behind the one before it: such rows would push one another out of the cache."""
+    time, if no row begins a power of two behind the one before it: such rows evict one another from the cache."""
     if not weight.is_cpu or weight.dtype != torch.float32:
         return weight.t()
     size = weight.shape[0]
