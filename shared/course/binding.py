@@ -135,7 +135,7 @@ def _source(exercise_id: str, choice: Choice) -> tuple[BodyFile, str]:
         file = BodyFile.read(mine)
     except BrokenFile:  # holds nothing that passed on that very source
         return BodyFile.read(solution), "reference"
-    exercise = catalogue.find_exercise(exercise_id)
+    exercise = next(one for one in chapter.exercises if one.id == exercise_id)
     if Progress(choice.workspace).passed(exercise_id) == file.fingerprint(exercise, chapter):
         return file, "mine"
     return BodyFile.read(solution), "reference"

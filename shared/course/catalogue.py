@@ -1,7 +1,8 @@
 """Floor 0. The catalogue of chapters, exercises and contracts, found by reading files, never by importing the core.
 
 A contract is a function in `shared/` under `@exercise("NN.name")`; what a reader needs around it (title, minutes,
-hints) is in `chapters/NN_*/exercises.toml`. Reading costs milliseconds; importing the core would cost torch.
+hints) is in `chapters/NN_*/exercises.toml`. Reading costs milliseconds; importing the core would cost torch. Each is read when it is
+asked for: every process that binds a function asks for its chapter's name, few ask for exercises, fewer for contracts.
 """
 
 import ast
@@ -9,7 +10,7 @@ import difflib
 import re
 import tomllib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from shared.course.errors import CourseError
@@ -33,7 +34,7 @@ class Contract:
 
 @dataclass(frozen=True)
 class Exercise:
-    """A contract with what its chapter says about it."""
+    """What its chapter says about a contract."""
 
     id: str
     title: str
@@ -42,7 +43,10 @@ class Exercise:
     needs: tuple[str, ...]  # exercises and notions that come first
     hints: tuple[str, str, str]  # a question; the idea or formula; a skeleton
     after: str  # the question asked after a pass
-    contract: Contract
+
+    @property
+    def contract(self) -> Contract:
+        return contracts()[self.id]
 
     @property
     def name(self) -> str:
@@ -57,7 +61,12 @@ class Exercise:
 class Chapter:
     number: str  # "01"
     slug: str  # "01_training_loop"
-    exercises: tuple[Exercise, ...]  # in the order in which they are taught
+
+    @cached_property
+    def exercises(self) -> tuple[Exercise, ...]:
+        """In the order in which they are taught."""
+        entries = tomllib.loads((CHECKOUT / "chapters" / self.slug / "exercises.toml").read_text(encoding="utf-8"))["exercise"]
+        return tuple(Exercise(**entry | {"needs": tuple(entry["needs"]), "hints": tuple(entry["hints"])}) for entry in entries)
 
     def stub_file(self, workspace: Path) -> Path:
         return workspace / "chapters" / self.slug / "exercises.py"
@@ -82,6 +91,8 @@ def exercise_id(node: ast.AST) -> str | None:
 
 def contracts_in(path: Path, module: str) -> list[Contract]:
     source = path.read_text(encoding="utf-8")
+    if "@exercise(" not in source:  # five files of six: to parse the others would take ten times as long as all the rest
+        return []
     lines = source.splitlines()
     return [
         Contract(found, module, path, node, "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno]))
@@ -110,16 +121,7 @@ def contracts() -> dict[str, Contract]:
 @cache
 def chapters() -> dict[str, Chapter]:
     folders = sorted(require_checkout().glob("chapters/[0-9][0-9]_*"))
-    return {folder.name[:2]: read_chapter(folder) for folder in folders if (folder / "exercises.toml").exists()}
-
-
-def read_chapter(folder: Path) -> Chapter:
-    entries = tomllib.loads((folder / "exercises.toml").read_text(encoding="utf-8"))["exercise"]
-    exercises = []
-    for entry in entries:
-        entry = entry | {"needs": tuple(entry["needs"]), "hints": tuple(entry["hints"])}
-        exercises.append(Exercise(**entry, contract=contracts()[entry["id"]]))
-    return Chapter(folder.name[:2], folder.name, tuple(exercises))
+    return {folder.name[:2]: Chapter(folder.name[:2], folder.name) for folder in folders if (folder / "exercises.toml").exists()}
 
 
 def all_exercises() -> dict[str, Exercise]:

@@ -1,5 +1,6 @@
 """How a contract gets its body: a plain function remains, from the file that was chosen, and wrong files are refused."""
 
+import ast
 import inspect
 import multiprocessing
 import pickle
@@ -165,6 +166,27 @@ def test_a_file_that_raises_is_named_with_its_line(workspace):
 def test_the_choice_is_made_once(workspace):
     done = python(workspace, "import shared.loop\nfrom shared.course import binding; binding.choose('mine')")
     assert "bound once per process" in done.stderr
+
+
+def test_the_catalogue_parses_only_files_that_may_hold_a_contract(monkeypatch):
+    parsed, parse = [], ast.parse
+    monkeypatch.setattr(catalogue.ast, "parse", lambda source, *how: parsed.append(source) or parse(source, *how))
+    found = catalogue.contracts.__wrapped__()
+    monkeypatch.undo()
+    assert found.keys() == catalogue.all_exercises().keys()
+    assert 0 < len(parsed) == sum("@exercise(" in path.read_text(encoding="utf-8") for path in catalogue.core_files())
+
+
+@pytest.mark.parametrize(("implementation", "described"), [("reference", []), ("mine", ["01"]), ("mixed", ["01"])])
+def test_binding_reads_its_own_chapter_and_no_contracts(workspace, implementation, described):
+    write_all(workspace)
+    done = python(workspace, f"""
+        from shared.course import binding, catalogue
+        binding.choose("{implementation}")
+        import shared.loop
+        print(catalogue.contracts.cache_info().misses, [n for n, one in catalogue.chapters().items() if "exercises" in vars(one)])
+    """, fresh=True)
+    assert done.stdout.strip() == f"0 {described}", done.stderr
 
 
 def test_keyword_only_parameters_are_part_of_a_signature():
