@@ -1,4 +1,4 @@
-"""What holds for every test: no network, random numbers of its own, no colours and widths from the terminal; and `--chapter NN`.
+"""What holds for every test: no network, random numbers of its own, no colours and widths from the terminal; `--chapter NN`, `--changed REV`.
 
 A connection to another machine is an error, whichever library opens it.
 """
@@ -8,12 +8,16 @@ import random
 import re
 import signal
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from changed import Affected, changed_files
+from dependencies import Dependencies
 
 from shared.course import running
+from shared.course.paths import CHECKOUT
 
 # An optimizer's first step imports it, which takes a second: once, in the server that forks, instead of in hundreds of children.
 running.PRELOADED.append("torch._dynamo")
@@ -45,6 +49,7 @@ EXECUTED = "test_every_output_is_printed_again"  # half a minute for each notebo
 
 def pytest_addoption(parser):
     parser.addoption("--chapter", metavar="NN", choices=FOLDERS, help="only this chapter's tests: its folder, parity, checks and notebook")
+    parser.addoption("--changed", metavar="REV", help="only the tests that depend on a file that differs from this commit")
 
 
 def is_of_chapter(item: pytest.Item, chapter: str) -> bool:
@@ -57,12 +62,18 @@ def is_of_chapter(item: pytest.Item, chapter: str) -> bool:
     )
 
 
+def keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
+    kept = [wanted(item) for item in items]
+    config.hook.pytest_deselected(items=[item for item, stays in zip(items, kept, strict=True) if not stays])
+    items[:] = [item for item, stays in zip(items, kept, strict=True) if stays]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     if chapter := config.getoption("--chapter"):
-        left_out = [item for item in items if not is_of_chapter(item, chapter)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if is_of_chapter(item, chapter)]
+        keep(config, items, lambda item: is_of_chapter(item, chapter))
+    if base := config.getoption("--changed"):
+        keep(config, items, Affected(Dependencies(CHECKOUT), changed_files(base, CHECKOUT)).__contains__)
     items.sort(key=lambda item: not item.name.startswith(EXECUTED))  # first, or one worker ends with them while the others wait
 
 
