@@ -9,12 +9,10 @@ import re
 import subprocess
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from fnmatch import fnmatch
+from collections.abc import Iterable
+from fnmatch import translate
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-
-from import_graph import import_statements
 
 DATA = (".yaml", ".yml", ".toml", ".sbatch", ".sh")  # text that names modules and files without Python's syntax
 NAMED = re.compile(r"[\w./*-]+\.(?:py|ya?ml|toml|md|ipynb|sh|sbatch|html|css|js|cpp|json)\b|shared(?:\.\w+)+")
@@ -43,6 +41,11 @@ class Dependencies:
         for name in sorted(self.files):
             found[PurePosixPath(name).name].append(name)
         return found
+
+    @cached_property
+    def slugs(self) -> dict[str, str]:
+        """A chapter's number -> its name: 05 -> 05_optimizers."""
+        return {PurePosixPath(name).name[:2]: PurePosixPath(name).stem for name in self.files if name.startswith("notebooks/")}
 
     @cached_property
     def graph(self) -> dict[str, set[str]]:
@@ -74,10 +77,10 @@ class Dependencies:
 
     def of_python(self, tree: ast.AST, name: str) -> set[str]:
         folder = str(PurePosixPath(name).parent)
-        found = set()
-        for node in import_statements(tree):
+        found, named = set(), Named(tree)
+        for node in named.imports:
             found |= self.imported(node, folder)
-        words = set() if name.startswith("shared/course/") else set(strings(tree))  # they list all chapters, and each test names its own
+        words = set() if name.startswith("shared/course/") else named.strings  # the tools list all chapters, and each test names its own
         folders = {word for word in words if word in self.folders and "/" in word} | {word for word in words if word.startswith("/")}
         for word in words:
             if MODULE.fullmatch(word.partition(":")[0]):
@@ -94,7 +97,7 @@ class Dependencies:
 
     def of_exercise(self, number: str, name: str, hole: bool) -> set[str]:
         """What decides on an exercise; for its hole in the core the solution alone."""
-        [slug] = {PurePosixPath(file).stem for file in self.files if fnmatch(file, f"notebooks/{number}_*.ipynb")} or {""}
+        slug = self.slugs.get(number, "")
         exercises = "tests/exercises"
         decides = [f"{exercises}/checks/{slug}/{name}.py", f"{exercises}/mutants/{number}.toml", f"{exercises}/right_answers/{slug}.py"]
         return {f"solutions/{slug}.py", *(() if hole else decides)} & self.files
@@ -123,32 +126,57 @@ class Dependencies:
     def matching(self, word: str, folders: set[str]) -> set[str]:
         """Files whose path ends in `word`, which may hold `*`; those in `folders` alone, where there are any."""
         last = PurePosixPath(word).name
-        names = [name for name in self.by_name if fnmatch(name, last)] if "*" in last else [last]
-        ends = [file for name in names for file in self.by_name.get(name, ()) if fnmatch(f"/{file}", f"*/{word}")]
+        names = list(filter(re.compile(translate(last)).match, self.by_name)) if "*" in last else [last]
+        whole = re.compile(translate(f"*/{word}"))
+        ends = [file for name in names for file in self.by_name.get(name, ()) if whole.match(f"/{file}")]
         inside = {file for file in ends if any(f"/{file}".startswith(f"/{folder.strip('/')}/") for folder in folders)}
         return inside or (set() if "*" in last else set(ends))
 
 
-def strings(tree: ast.AST) -> Iterator[str]:
-    """The strings of a program that are no docstrings; paths that are joined by `/` as one, from the root with a slash before it."""
-    skipped = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            skipped.add(node.value)
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and node not in skipped:
-            parts, root = [], node
-            while isinstance(root, ast.BinOp) and isinstance(root.op, ast.Div):
-                skipped |= {root, root.right}
-                parts.insert(0, text_of(root.right))
-                root = root.left
-            if isinstance(root, ast.Name) and root.id.isupper():
-                joined = "/".join(parts)
-                yield f"/{joined}" if root.id == "CHECKOUT" else joined
-        elif isinstance(node, ast.JoinedStr):
-            skipped |= set(node.values)
-            yield text_of(node)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
-            yield node.value
+class Named(ast.NodeVisitor):
+    """What a program names: its imports, and its strings that are no docstrings.
+
+    Paths that are joined by `/` are one string, from the root with a slash before it.
+    """
+
+    def __init__(self, tree: ast.AST):
+        self.imports: list[ast.Import | ast.ImportFrom] = []
+        self.strings: set[str] = set()
+        self.visit(tree)
+
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        self.imports.append(node)
+
+    visit_ImportFrom = visit_Import
+
+    def visit_If(self, node: ast.If) -> None:
+        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):
+            self.visit(node.value)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        parts, root = [], node
+        while isinstance(root, ast.BinOp) and isinstance(root.op, ast.Div):
+            parts.insert(0, text_of(root.right))
+            root = root.left
+        if parts and isinstance(root, ast.Name) and root.id.isupper():
+            self.strings.add("/".join([*([""] if root.id == "CHECKOUT" else []), *parts]))
+        else:
+            self.generic_visit(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        self.strings.add(text_of(node))
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str):
+            self.strings.add(node.value)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """A leaf: without this, half of the time would go into its context."""
 
 
 def text_of(node: ast.expr) -> str:
