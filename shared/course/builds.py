@@ -6,7 +6,7 @@ A build's file, `chapters/NN_name/build.py`, holds adapters alone: functions by 
     build.toml     title, forbidden modules, and for each stage its title, minutes and three hints
     adapters.py    the learner's file as it is released
     stages.py      STAGES: a stage's name -> its `Check`, whose cases observe the adapters
-    wrong.toml     wrong builds: edits of `solutions/builds/NN_name.py`, with their sentences
+    wrong.toml     wrong builds, a table for each, [stage.name]: edits of `solutions/builds/NN_name.py`, and the sentence that it says
 
 Reading the catalogue costs milliseconds and imports nothing of this.
 """
@@ -40,6 +40,21 @@ class Stage:
     @property
     def name(self) -> str:
         return self.id.rsplit(".", 1)[1]
+
+
+@dataclass(frozen=True)
+class WrongBuild:
+    """A wrong build, as edits of the solution: each a text that stands there once, and what is written instead.
+
+    stage: where the check must stop it.
+    slow: whether it is tried at its stage in the slow suite only.
+    """
+
+    stage: str
+    name: str
+    says: str
+    edits: list[tuple[str, str]]
+    slow: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,10 +112,27 @@ class Build:
 
     def wrong(self) -> dict[str, tuple[str, BodyFile]]:
         """Name -> the sentence of a wrong build, and the solution with its edits."""
-        entries = tomllib.loads((self.folder / "wrong.toml").read_text(encoding="utf-8"))["wrong"]
-        source, path = self.solution_file.read_text(encoding="utf-8"), str(self.solution_file)
-        edited = {entry["name"]: with_edits(source, entry["edits"], f"{self.id}, {entry['name']}") for entry in entries}
-        return {e["name"]: (e["sentence"], BodyFile.parsed(Path(f"{path}#{e['name']}"), edited[e["name"]])) for e in entries}
+        source, path, entries = self.solution_file.read_text(encoding="utf-8"), str(self.solution_file), self.wrong_builds()
+        edited = {name: with_edits(source, entry.edits, f"{self.id}, {name}") for name, entry in entries.items()}
+        return {name: (entry.says, BodyFile.parsed(Path(f"{path}#{name}"), edited[name])) for name, entry in entries.items()}
+
+    def wrong_builds(self) -> dict[str, WrongBuild]:
+        """The entries of `wrong.toml`, by their names."""
+        return read_wrong_builds((self.folder / "wrong.toml").read_text(encoding="utf-8"))
+
+
+def read_wrong_builds(text: str) -> dict[str, WrongBuild]:
+    """The wrong builds of a file's text, by their names. A name that one stage has twice is an error of TOML's.
+
+    Raises:
+        CourseError: two stages have the same name.
+    """
+    found: dict[str, WrongBuild] = {}
+    for stage, named in tomllib.loads(text).items():
+        if twice := found.keys() & named.keys():
+            raise CourseError(f"wrong.toml: {min(twice)} is a wrong build of two stages. Rename one: tests know it by its name.")
+        found |= {name: WrongBuild(stage, name, **entry) for name, entry in named.items()}
+    return found
 
 
 def with_edits(source: str, edits: Iterable[tuple[str, str]], name: str) -> str:

@@ -1,8 +1,8 @@
 """Floor 0. Mutants: wrong answers that a learner could plausibly write, as one-place edits of the solutions, with what they mean.
 
-`tests/exercises/mutants/NN.toml` lists them: the exercise, a name, the text to find (once) in the solution's function, its
-replacement, and the sentence of the misconception. One that is too far from the solution for an edit has a whole `body` in place of the
-two texts; and one that is `like` another shows its misconception, written in another way, and has its sentence.
+`tests/exercises/mutants/NN.toml` has a table for each, `["05.adamw_update".eps_inside]`: its `edit` is the text to find (once) in the
+solution's function and the replacement, and it `says` the sentence of the misconception. One that is too far from the solution for an edit
+has a whole `body` in place of it; and one that is `like` another shows its misconception, written in another way, and has its sentence.
 """
 
 import ast
@@ -60,11 +60,19 @@ def with_body(function: ast.FunctionDef, text: str, body: str) -> str:
 def mutants_in(chapter: str) -> tuple[Mutant, ...]:
     """Every mutant that a chapter ("01") lists."""
     path = CHECKOUT / "tests" / "exercises" / "mutants" / f"{chapter}.toml"
-    if not path.exists():
-        return ()
-    listed = [Mutant(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]]
+    return read_mutants(path.read_text(encoding="utf-8")) if path.exists() else ()
+
+
+def read_mutants(text: str) -> tuple[Mutant, ...]:
+    """The mutants of a file's text. A name that an exercise has twice is an error of TOML's."""
+    entries = [(exercise, name, entry) for exercise, named in tomllib.loads(text).items() for name, entry in named.items()]
+    listed = [mutant_of(exercise, name, **entry) for exercise, name, entry in entries]
     said = {(mutant.exercise, mutant.name): mutant.sentence for mutant in listed}
     return tuple(replace(mutant, sentence=said[mutant.exercise, mutant.like]) if mutant.like else mutant for mutant in listed)
+
+
+def mutant_of(exercise: str, name: str, edit: tuple[str, str] = ("", ""), says: str = "", body: str = "", like: str = "") -> Mutant:
+    return Mutant(exercise, name, *edit, says, body, like)
 
 
 def mutants_of(exercise_id: str) -> tuple[Mutant, ...]:

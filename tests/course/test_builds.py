@@ -1,7 +1,6 @@
 """Builds test themselves: solutions pass every stage, wrong builds fail at theirs with their own sentence, right ones pass."""
 
 import re
-import tomllib
 from functools import cache
 
 import pytest
@@ -21,11 +20,7 @@ from shared.course.stubs import BodyFile
 
 BUILDS = builds.builds()
 RIGHT = CHECKOUT / "tests" / "exercises" / "builds"
-WRONG = {
-    f"{build.id}-{entry['name']}": (build, entry)
-    for build in BUILDS.values()
-    for entry in tomllib.loads((build.folder / "wrong.toml").read_text(encoding="utf-8"))["wrong"]
-}
+WRONG = {f"{build.id}-{name}": (build, entry) for build in BUILDS.values() for name, entry in build.wrong_builds().items()}
 by_build = pytest.mark.parametrize("build", BUILDS.values(), ids=lambda build: build.id)
 
 
@@ -73,13 +68,13 @@ def test_right_builds_that_are_not_the_solution_pass(path, stages):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if entry.get("slow") else ()) for name, (_, entry) in WRONG.items()]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if entry.slow else ()) for name, (_, entry) in WRONG.items()]
 )
 def test_each_wrong_build_fails_at_its_stage_with_its_own_sentence(name, stages, known):
     build, entry = WRONG[name]
-    _, file = build.wrong()[entry["name"]]
-    [outcome] = climb(build, stages[build.id], file, known(build.id), only=entry["stage"])
-    assert (outcome.state, outcome.misconception) == (FAIL, entry["sentence"]), outcome
+    _, file = build.wrong()[entry.name]
+    [outcome] = climb(build, stages[build.id], file, known(build.id), only=entry.stage)
+    assert (outcome.state, outcome.misconception) == (FAIL, entry.says), outcome
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +87,8 @@ def solutions_known(stages):
 @pytest.mark.parametrize("name", WRONG)
 def test_each_wrong_build_passes_the_stages_before_its_own(name, solutions_known):
     build, entry = WRONG[name]
-    _, file = build.wrong()[entry["name"]]
-    assert list(solutions_known(build.id).rejecting(file, before=entry["stage"])) == []
+    _, file = build.wrong()[entry.name]
+    assert list(solutions_known(build.id).rejecting(file, before=entry.stage)) == []
 
 
 SOURCE = """import math

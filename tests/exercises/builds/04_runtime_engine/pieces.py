@@ -7,7 +7,6 @@ is compared with a run of the same engine that nobody interrupted, bit for bit.
 import inspect
 import random
 import signal
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,6 +18,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from shared.course.builds import builds
 from shared.course.checking import Case, Check
 from shared.course.comparing import Said
 
@@ -247,8 +247,7 @@ STAGES = ("steps", "metrics", "evaluate", "save", "kill", "power", "resume", "si
 @cache
 def stage_of(module: str) -> str:
     """Where the check must stop a wrong build, by the name of its module; nothing for any other build."""
-    wrong = tomllib.loads(Path(__file__).with_name("wrong.toml").read_text(encoding="utf-8"))["wrong"]
-    return {f"course_04_runtime_engine_{each['name']}": each["stage"] for each in wrong}.get(module, "")
+    return {f"course_04_runtime_engine_{name}": wrong.stage for name, wrong in builds()["04.build"].wrong_builds().items()}.get(module, "")
 
 
 def remembered(case: Case, name: str) -> Case:
