@@ -1,5 +1,7 @@
 """Automatic mutation: nearly every small edit of a solution is noticed by its check, and each that is not has a reason."""
 
+import tomllib
+
 import mutation
 import pytest
 from edits import edits_of
@@ -38,6 +40,14 @@ def test_every_survivor_has_its_reason_and_every_reason_its_survivor(exercise_id
     explained = {(survivor.before, after) for survivor in survivors_of(exercise_id) for after in survivor.after if survivor.reason}
     assert alive - explained == set(), "edits that live without a reason: add a case, or say in survivors.toml why not"
     assert explained - alive == set(), "edits in survivors.toml that are noticed by now, or made no more"
+
+
+def test_every_survivor_is_of_an_exercise_and_has_one_reason():
+    reasons = tomllib.loads(mutation.SURVIVORS.read_text(encoding="utf-8"))
+    assert {exercise for lines in reasons.values() for exercise in lines} <= set(EXERCISES)
+    explained = {name: [(each.before, after) for each in survivors_of(name) for after in each.after] for name in EXERCISES}
+    assert all(len(set(edits)) == len(edits) for edits in explained.values())
+    assert sum(map(len, explained.values())) > 400
 
 
 @pytest.mark.slow

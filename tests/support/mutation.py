@@ -55,15 +55,16 @@ class Verdict:
 class Survivor:
     """Edits of one line that may live, with the reason."""
 
-    exercise: str
     before: str
     after: list[str]
     reason: str
 
 
 def survivors_of(exercise_id: str) -> list[Survivor]:
-    listed = [Survivor(**entry) for entry in tomllib.loads(SURVIVORS.read_text(encoding="utf-8"))["survivor"]]
-    return [survivor for survivor in listed if survivor.exercise == exercise_id]
+    """The edits of an exercise's solution that may live. The file has a table for each reason."""
+    reasons = tomllib.loads(SURVIVORS.read_text(encoding="utf-8"))
+    listed = [(reason, lines.get(exercise_id, {})) for reason, lines in reasons.items()]
+    return [Survivor(before, after, reason) for reason, lines in listed for before, after in lines.items()]
 
 
 def verdicts_of(exercise_id: str) -> list[Verdict]:
