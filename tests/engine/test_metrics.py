@@ -160,6 +160,7 @@ def test_throughput_counts_replicas_and_both_sides_of_an_encoder_decoder():
     assert (throughput.tokens, throughput.samples) == (4 * 3 * SEQ, 12)
     metrics = throughput.measure(engine)
     assert metrics["speed/mfu"] == pytest.approx(flops_per_token(MODEL, SEQ) * metrics["speed/tokens_per_second"] / 8e18)
+    assert metrics["speed/samples_per_second"] * SEQ == pytest.approx(metrics["speed/tokens_per_second"])
 
 
 def test_a_peak_that_steps_beat_grows_and_says_so_once(tmp_path):

@@ -2,8 +2,10 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from shared.data.rows import stack_rows
 from shared.finetune.chat.datasets import Conversation
 from shared.finetune.chat.examples import PairExamples
 from shared.finetune.chat.prepare import ChatConfig, ChatSource, prepare_chats
-from shared.finetune.chat.rows import chat_loaders
+from shared.finetune.chat.rows import chat_loaders, longest_read
 from shared.loop import accumulate_gradients
 from shared.loss import IGNORED
 from shared.model.chunked_loss import apart, packed_next_token_objective
@@ -192,6 +194,27 @@ def test_pairs_are_read_and_written_and_the_loss_is_that_of_the_written_text(mad
     torch.testing.assert_close(loss, total / count, rtol=1e-10, atol=0)
     with pytest.raises(CourseError, match="Pairs of texts are for an encoder-decoder"):
         loaders_of(chats, start_id=None)
+
+
+class OnePair:
+    """A store of one pair of texts."""
+
+    def __init__(self, read: int, written: int):
+        self.lengths, self.marks = np.array([read + written]), np.arange(read + written) >= read
+
+    def __len__(self):
+        return 1
+
+    def trained(self, number):
+        return self.marks
+
+
+@pytest.mark.parametrize(("read", "written"), [(SEQ + 3, 4), (4, SEQ + 3)])
+def test_a_pair_that_is_too_long_on_either_side_is_refused(read, written, made):
+    chats = replace(made["pairs"], training=OnePair(read, written))
+    with pytest.raises(CourseError, match=f"holds conversations of {SEQ + 3} tokens, and a row takes {SEQ + 2}"):
+        loaders_of(chats, seq=SEQ + 2)
+    assert longest_read(chats.training) == SEQ + 3
 
 
 def test_a_text_that_is_read_keeps_its_end_when_it_is_cut_and_one_that_is_written_does_not(made):

@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from shared.model.chunked_loss import packed_next_token_objective
 from shared.loss import IGNORED, next_token_objective
-from shared.model.chunked_loss import chunked_loss, token_log_probs
+from shared.model import chunked_loss as chunks
+from shared.model.chunked_loss import chunked_loss, packed_next_token_objective, token_log_probs
 from shared.model.config import ModelConfig
 from shared.model.embedding import Head
 from shared.model.transformer import TransformerModel
@@ -82,6 +83,21 @@ def test_all_logits_are_never_there_at_once():
         objective(model, batch).loss_sum.backward()
         largest[name] = max(sizes)
     assert largest == {"whole": 256 * 4001, "in_chunks": 16 * 4001}
+
+
+@pytest.mark.parametrize("compute", [chunked_loss, token_log_probs])
+def test_a_chunk_has_about_two_million_logits_and_never_fewer_than_256_rows(compute, monkeypatch):
+    """A vocabulary of millions would otherwise leave one row, or none, to a matrix product. Here the limit is 20,000 logits."""
+    monkeypatch.setattr(chunks, "CHUNK", 20_000)
+    found = {}
+    for vocab_size in (50, 97):
+        model, rows = TransformerModel(replace(CONFIG, vocab_size=vocab_size)), []
+        model.head.register_forward_hook(lambda module, args, out, rows=rows: rows.append(len(out)))
+        batch = {name: each % vocab_size for name, each in batch_of(8, 64).items()}
+        with torch.no_grad():
+            model(batch["input_ids"], head_fn=partial(compute, targets=batch["targets"]))
+        found[vocab_size] = rows
+    assert found == {50: [400, 112], 97: [256, 256]} and chunks.chunk_rows(SimpleNamespace(vocab_size=2**22)) == 256
 
 
 def test_under_autocast_the_chunked_loss_agrees_to_bfloat16():

@@ -47,12 +47,12 @@ def test_experts_are_a_batch_of_matrices_and_other_shapes_are_not():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
-            self.experts = nn.ParameterDict({"up": nn.Parameter(torch.randn(3, 5, 7))})
+            self.experts = nn.ParameterDict({"up": nn.Parameter(torch.randn(3, 5, 7)), "alone": nn.Parameter(torch.randn(5, 7))})
             self.gate, self.scale = nn.Linear(4, 2, bias=False), nn.Parameter(torch.ones(4))
             self.filters = nn.Parameter(torch.ones(2, 3, 4, 4))
 
     rules = {name: part.rule for part in route(Odd(), "muon", no_decay=[], to_adamw=[]) for name in part.names}
-    assert rules == {"experts.up": "muon", "gate.weight": "muon", "scale": "adamw", "filters": "adamw"}
+    assert rules == {"experts.up": "muon", "experts.alone": "muon", "gate.weight": "muon", "scale": "adamw", "filters": "adamw"}
     model = Odd()
     optimizer = GroupedOptimizer([{"params": [model.experts["up"]], "rule": "muon", "lr": 1.0, "weight_decay": 0.0, "momentum": 0.9,
                                    "nesterov": True, "scaling": "original", "steps": 5, "dtype": "float64"}])  # fmt: skip

@@ -111,6 +111,7 @@ def test_a_round_trip_returns_the_same_bits(name, tmp_path):
         ("linear", {"factor": 4.0}),
         ("dynamic", {"factor": 2.0}),
         ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.7, "beta_fast": 9.0, "beta_slow": 2.0}),
         ("llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
     ],
 )

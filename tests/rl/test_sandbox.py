@@ -143,9 +143,11 @@ def test_a_lost_worker_is_replaced_and_its_program_run_again():
 
 def test_a_program_that_loses_its_worker_twice_is_given_up(monkeypatch):
     """And the others are judged. No program of the table of hostile ones manages that, so the loss is made here."""
+    lost = []
 
     def kill(worker):
         if worker.calls == 2:
+            lost.append(worker.process.pid)
             raise pools.WorkerLost
         return receive(worker)
 
@@ -154,6 +156,7 @@ def test_a_program_that_loses_its_worker_twice_is_given_up(monkeypatch):
     with closing(Pool(workers=1)) as pool:
         ended = pool.run([Call(RIGHT, "add", [(1, 2)] * calls) for calls in (1, 2, 3)])
         assert [outcome.ended for outcome in ended] == ["finished", "worker lost", "finished"]
+    assert len(lost) == len(set(lost)) == 2
 
 
 def test_a_sandbox_that_does_not_hold_is_not_used(monkeypatch):
