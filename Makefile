@@ -12,7 +12,7 @@
 #   make lab                   JupyterLab on the first chapter; make lab CHAPTER=02 on that one
 #   make test                  what must hold before every commit
 #   make test CHAPTER=06       one chapter's part of it: its floor, its comparisons with other libraries, its checks, its notebook
-#   make test-all              also what takes longer: other rounding and thread counts, mutation of the solutions
+#   make test-all              also what takes longer: other rounding and thread counts, other examples, mutation of the solutions
 #   make gpu                   checks and timings on an NVIDIA GPU, in slices that resume; ARGS=--list, ARGS="--slice attention"
 #   make install               the environment alone, with what `make run` needs; GROUP=lab, trackers, builds, scaling or test adds packages
 #   make clean                 remove the environment and what runs left behind
@@ -61,7 +61,7 @@ test: $(TESTS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --no-loadscope-reorder $(CHOSEN) $(ARGS)
 
 test-all: $(TESTS)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --hypothesis-profile=other_examples $(ARGS)
 
 gpu: $(TESTS)
 	@$(BIN)/python tests/gpu/run.py $(ARGS)

@@ -1,6 +1,7 @@
 """What holds for every test: no network, random numbers of its own, no colours and widths from the terminal; `--chapter NN`, `--changed REV`.
 
-A connection to another machine is an error, whichever library opens it.
+A connection to another machine is an error, whichever library opens it. Hypothesis tries the same examples in each run, so that a change
+fails for its own bugs only; `--hypothesis-profile=other_examples`, which `make test-all` adds, tries others.
 """
 
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 from changed import Affected, changed_files
 from dependencies import Dependencies
+from hypothesis import HealthCheck, settings
 
 from shared.course import running
 from shared.course.paths import CHECKOUT
@@ -24,6 +26,13 @@ running.PRELOADED.append("torch._dynamo")
 
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
     os.environ.pop(name, None)
+
+# Neither a deadline nor a health check of Hypothesis's, which read the clock, belongs on a machine that does much else.
+settings.register_profile(
+    "same_examples", derandomize=True, database=None, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("other_examples", settings.get_profile("same_examples"), derandomize=False)
+settings.load_profile("same_examples")
 
 # What is started in the background ignores Ctrl-C, and hands that down to every program that it starts: here they must not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,10 +98,10 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
 
 
-@pytest.fixture
-def text_file(tmp_path):
-    """Text that a byte model learns quickly."""
-    path = tmp_path / "text.txt"
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """Text that a byte model learns quickly. Tests only read it."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("the cat sat on the mat; the dog sat on the log.\n" * 400, encoding="utf-8")
     return path
 

@@ -13,7 +13,7 @@ SOLUTION = importlib.import_module("solutions.03_data_pipeline")
 IDS = st.lists(st.integers(0, 4) | st.integers(65_530, 65_540), max_size=30)
 ONE_ID = st.integers(0, 3)
 TOKENS = FimTokens(prefix=1_200_001, suffix=1_200_002, middle=1_200_003, end=1_200_000)  # no character has such a number
-FEW = settings(max_examples=100, deadline=None)
+FEW = settings(max_examples=100)
 
 
 def letters(part: str) -> list[int]:

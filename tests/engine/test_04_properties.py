@@ -18,7 +18,7 @@ from shared.engine.checkpoint.snapshot import take_snapshot, weights_of
 from shared.model.config import ModelConfig
 
 SOLUTION = importlib.import_module("solutions.04_runtime_engine")
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=60)
 NUMBERS = st.floats(-1e6, 1e6, width=32)
 ANY = NUMBERS | st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan])
 

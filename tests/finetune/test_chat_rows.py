@@ -116,7 +116,7 @@ def gradients(model, shares, objective):
     return total / tokens, [one / tokens for one in sums], tokens
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.sampled_from([1, 2, 3, 6]), st.sampled_from([1, 2]), st.integers(0, 20), st.booleans())
 def test_uneven_masks_weigh_tokens_over_any_micro_batches_and_ranks(made, ranks, micro_batch_size, seed, lonely):
     """Also where a rank's rows hold no answer at all."""

@@ -129,7 +129,7 @@ spaces = st.sampled_from(["", "", " ", "\n", " \t\n"])
 contents = st.tuples(spaces, st.lists(words | forged, min_size=1, max_size=3).map("".join), spaces).map("".join)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(contents, min_size=2, max_size=4), st.sampled_from(sorted(ENDS)))
 def test_spans_hold_the_answers_and_their_end_tokens_for_any_words(templates, encoder, texts, name):
     """Whatever is said: the spans are proved, hold the answer (perhaps stripped) and one end token, and nothing of the user's words."""

@@ -52,7 +52,7 @@ changes = st.lists(st.sampled_from(sorted(FIELDS) + SECTIONS), min_size=1, max_s
 
 
 @pytest.mark.slow
-@settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(changes=changes, as_words=st.booleans())
 def test_any_configuration_is_one_or_is_refused_by_key(tmp_path, capsys, changes, as_words):
     record, words = {"engine": {"device": "cpu"}}, []

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SOLUTION = importlib.import_module("solutions.02_transformer")
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=60)
 SEED, SMALL, FEW_HEADS = st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 3)
 HALF = st.sampled_from([torch.bfloat16, torch.float16])
 DTYPE = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64])

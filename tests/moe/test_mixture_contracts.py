@@ -14,7 +14,7 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.expert.all_to_all import exchange_rows
 from shared.parallel.expert.groups import gradient_ranks
 
-often = settings(max_examples=40, deadline=None, derandomize=True)
+often = settings(max_examples=40)
 SEEDS = st.integers(0, 10**6)
 
 
@@ -199,7 +199,7 @@ def test_combine_brings_each_row_back_to_its_token_times_its_weight(arguments, w
         assert torch.equal(mixed, exact.to(narrow))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(data=st.data(), ranks=st.integers(1, 4), width=st.integers(1, 3))
 def test_rows_arrive_in_the_order_of_the_ranks_and_each_gradient_at_the_rank_that_sent_the_row(data, ranks, width):
     lines = st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shared.optim.loss_scale import LossScale
 
 SOLUTION = importlib.import_module("solutions.05_optimizers")
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=60)
 SEEDS = st.integers(0, 2**32)
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
 BETAS = st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))

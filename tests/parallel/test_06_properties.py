@@ -12,7 +12,7 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.data.random_numbers import random_state_of
 
 SOLUTION = importlib.import_module("solutions.06_data_parallel")
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=40)
 
 
 @FEW

@@ -17,7 +17,7 @@ from shared.parallel.pipeline.simulate import Times, make_timeline, simulate
 SLOTS = Times(forward=1.0, input=0.5, weight=0.5)  # every pass takes one
 NAMES = st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"])
 COUNTS = st.integers(1, 6)
-often = settings(max_examples=80, deadline=None, derandomize=True)
+often = settings(max_examples=80)
 
 
 def of_kind(actions: list[Action], kind: str) -> list[tuple[int, int]]:

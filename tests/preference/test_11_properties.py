@@ -17,7 +17,7 @@ from shared.preference.gae import generalized_advantages
 from shared.preference.log_probs import sequence_log_probs
 from shared.preference.ppo import ppo_policy_loss
 
-often = settings(max_examples=40, deadline=None, derandomize=True)
+often = settings(max_examples=40)
 SEEDS = st.integers(0, 10**6)
 PAIRS = st.integers(0, 6)
 KINDS = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64])
