@@ -10,11 +10,13 @@
 #   make run PIPELINE=laptop   all of it: pretraining, fine-tuning, DPO and GRPO, one from the other, with one report (PIPELINE=my.yaml)
 #   make run CHAPTER=01        a chapter's own run script; its options are ARGS="--steps 500 --data my_texts", ARGS=--help
 #   make lab                   JupyterLab on the first chapter; make lab CHAPTER=02 on that one
-#   make test                  what must hold before every commit
+#   make check                 whether everything that you will run works here, in three minutes
+#   make test                  what must hold before every commit, in 15 to 20 minutes
+#   make test CHANGED=1        what the files concern that git calls changed; BASE=main: that differ from that commit
 #   make test CHAPTER=06       one chapter's part of it: its floor, its comparisons with other libraries, its checks, its notebook
 #   make test-all              also what takes longer: other rounding and thread counts, other examples, mutation of the solutions
 #   make gpu                   checks and timings on an NVIDIA GPU, in slices that resume; ARGS=--list, ARGS="--slice attention"
-#   make install               the environment alone, with what `make run` needs; GROUP=lab, trackers, builds, scaling or test adds packages
+#   make install               the environment alone, with what `make run` needs; GROUP=lab, trackers, builds, scaling, check or test adds packages
 #   make clean                 remove the environment and what runs left behind
 #
 # PYTHON=python3.13            which Python makes the environment (3.11 to 3.14; default: the first that is found)
@@ -29,12 +31,14 @@ BIN     := $(VENV)/bin
 READY   := $(VENV)/ready
 LAB     := $(VENV)/ready-lab
 TESTS   := $(VENV)/ready-test
-GROUPED := $(LAB) $(VENV)/ready-trackers $(VENV)/ready-builds $(VENV)/ready-scaling $(TESTS)
+CHECKS  := $(VENV)/ready-check
+GROUPED := $(LAB) $(VENV)/ready-trackers $(VENV)/ready-builds $(VENV)/ready-scaling $(CHECKS) $(TESTS)
 SCRIPT   = $(firstword $(wildcard chapters/$(CHAPTER)*/run.py))
-CHOSEN   = $(if $(CHAPTER),--chapter $(CHAPTER))
+CHOSEN   = $(if $(CHAPTER),--chapter $(CHAPTER)) $(if $(BASE)$(CHANGED),--changed $(or $(BASE),HEAD))
+SUITE    = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder
 NOTEBOOK = $(firstword $(wildcard notebooks/$(or $(CHAPTER),01)*.ipynb))
 
-.PHONY: run lab test test-all gpu install clean help
+.PHONY: run lab check test test-all gpu install clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -57,8 +61,14 @@ lab: $(LAB)
 	@$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.app_settings_dir="$(CURDIR)/.ci/lab" \
 	    --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(ARGS)
 
+check: $(CHECKS)
+	@$(BIN)/course doctor
+	@$(SUITE) -q -m check $$(grep -rlE "mark\.check\b" tests --include="test_*.py") $(ARGS)
+	@echo "It works here: every exercise's and every build's solution, a chapter's run, a notebook, two ranks, and input that cannot be right."
+	@echo "\`make test\` adds what CI runs: comparisons with other libraries, wrong answers to every exercise, and every layout and mode."
+
 test: $(TESTS)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --no-loadscope-reorder $(CHOSEN) $(ARGS)
+	@$(SUITE) -m "not slow" $(CHOSEN) $(ARGS)
 
 test-all: $(TESTS)
 	@$(BIN)/python -m pytest --hypothesis-profile=other_examples $(ARGS)

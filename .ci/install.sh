@@ -31,6 +31,7 @@ case "$group" in
     trackers) echo "Installing TensorBoard, W&B and MLflow, to which a run can send its figures ..." ;;
     builds) echo "Installing transformers, with which the check of build 02 compares ..." ;;
     scaling) echo "Installing scipy, which fits scaling laws ..." ;;
+    check) echo "Installing what \`make check\` needs: JupyterLab, transformers, pytest ..." ;;
     test) echo "Installing what only the tests need: pytest, and the libraries that results are compared with ..." ;;
     *) echo "Installing what the course and the trainer run on (a few minutes the first time, most of it PyTorch) ..." ;;
 esac

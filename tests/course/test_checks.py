@@ -88,6 +88,7 @@ def test_every_listed_mutant_belongs_to_an_exercise():
 # The route that `course check` takes: a child process for each answer.
 
 
+@pytest.mark.check
 @by_exercise
 def test_a_written_answer_passes_and_an_untouched_stub_is_not_attempted(exercise_id, tmp_path):
     learner, exercise = Learner(tmp_path, exercise_id[:2]), EXERCISES[exercise_id]

@@ -20,6 +20,7 @@ def run(*options, cwd, **how) -> subprocess.CompletedProcess:
     return run_script(SCRIPT, *options, cwd=cwd, **how)
 
 
+@pytest.mark.check
 def test_a_run_learns_and_leaves_its_results(tmp_path, text_file):
     done = run(*SMALL, "--data", text_file, "--prompt", "the ", cwd=tmp_path, fresh=True)
     assert done.returncode == 0, done.stderr

@@ -53,6 +53,7 @@ def assert_same(mine, theirs):
         assert (weight - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
 
 
+@pytest.mark.check
 def test_two_ranks_train_the_model_of_one(runs):
     folder, _, said = runs
     assert_same(weights(folder / "run-fsdp2"), weights(folder / "run"))
