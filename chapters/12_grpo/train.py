@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from shared.course.launch import INTERRUPTED, end_quietly_on_interrupt, refuse, tell_torchrun
+from shared.course.launch import INTERRUPTED, end_quietly_on_interrupt, help_asked, print_help, refuse, tell_torchrun
 
 end_quietly_on_interrupt()  # until all is imported
 
@@ -31,11 +31,14 @@ def main(words: list[str]) -> None:
         binding.choose(implementation_asked(words))
     except CourseError as error:
         refuse(error)
-    from shared.parallel.comm.processes import from_torchrun
     from shared.trainer.config import TrainerConfig
+    from shared.trainer.settings import USAGE, parse_words
+
+    if asked := help_asked(words):
+        print_help(TrainerConfig, USAGE, asked)
+    from shared.parallel.comm.processes import from_torchrun
     from shared.trainer.elastic import layout_for_those_there
     from shared.trainer.run import train_model
-    from shared.trainer.settings import parse_words
     from shared.trainer.start import with_start
     from shared.trainer.stopwatch import process_began
 

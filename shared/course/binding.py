@@ -50,6 +50,7 @@ class Process:
     """What this process has chosen and bound so far."""
 
     choice: Choice | None = None
+    files: dict[Path, BodyFile] = field(default_factory=dict)
     bodies: dict[Path, Bodies] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)  # exercise id -> "mine", "reference" or "replaced"
 
@@ -127,18 +128,25 @@ def _source(exercise_id: str, choice: Choice) -> tuple[BodyFile, str]:
         return choice.replaced[exercise_id], "replaced"
     solution = chapter.solution_file
     if choice.implementation == "reference":
-        return BodyFile.read(solution), "reference"
+        return _read(solution), "reference"
     mine = chapter.stub_file(choice.workspace)
     if choice.implementation == "mine":
-        return require_written(BodyFile.read(mine), chapter), "mine"
+        return require_written(_read(mine), chapter), "mine"
     try:
-        file = BodyFile.read(mine)
+        file = _read(mine)
     except BrokenFile:  # holds nothing that passed on that very source
-        return BodyFile.read(solution), "reference"
+        return _read(solution), "reference"
     exercise = next(one for one in chapter.exercises if one.id == exercise_id)
     if Progress(choice.workspace).passed(exercise_id) == file.fingerprint(exercise, chapter):
         return file, "mine"
-    return BodyFile.read(solution), "reference"
+    return _read(solution), "reference"
+
+
+def _read(path: Path) -> BodyFile:
+    """A body file, read once: were it saved while the core is imported, what is judged would not be what is executed."""
+    if path not in _process.files:
+        _process.files[path] = BodyFile.read(path)
+    return _process.files[path]
 
 
 def require_written(file: BodyFile, chapter: catalogue.Chapter) -> BodyFile:

@@ -4,9 +4,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shared.course import build_check, hints, reset
+from shared.course import hints, reset
 from shared.course.builds import Build, Stage, builds, find_build, fingerprint
-from shared.course.check_command import exit_code, keep
 from shared.course.errors import BrokenFile
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 from shared.course.paths import find_workspace, shown
@@ -18,6 +17,9 @@ from shared.course.terminal import print_lines, print_python, say
 
 def check(console: Console, name: str, reference: bool) -> int:
     """Check a build, or one stage, and print each stage's outcome. Returns the exit code."""
+    from shared.course import build_check  # these start processes, which the other commands do not
+    from shared.course.check_command import exit_code, keep
+
     build, stage = find_build(name)
     progress = Progress(find_workspace())
     say(console, f"{build.id}  {build.title}", "bold")

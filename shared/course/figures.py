@@ -4,6 +4,7 @@ chapters: a pipeline's timeline, the load of experts.
 The colours are Okabe and Ito's, which stay apart for colour-blind readers (Okabe & Ito 2008, "Color Universal Design").
 """
 
+import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,13 @@ def new_figure(**settings: Any) -> "Figure":
 
     use_style()
     return Figure(**settings)
+
+
+def png(figure: "Figure") -> bytes:
+    """A figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 def sequence_colors(number: int) -> list[tuple[float, float, float, float]]:

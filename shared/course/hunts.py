@@ -13,7 +13,6 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from shared.course import build_check
 from shared.course.builds import Build, Stage, with_edits
 from shared.course.errors import BrokenFile, CourseError
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
@@ -109,6 +108,8 @@ def check(console: Console, hunt: Hunt, because: int | None) -> int:
     Args:
         because: the choice, from 1; None asks for it on a terminal.
     """
+    from shared.course import build_check  # it starts processes, which the other commands do not
+
     workspace = find_workspace()
     try:
         path = hunt.file(workspace)

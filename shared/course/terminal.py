@@ -4,12 +4,15 @@ rich decides what is a terminal (it knows NO_COLOR and dumb ones); a pipe gets t
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.syntax import Syntax
 from rich.text import Text
 
 from shared.course.report import WIDTH, Line
+
+if TYPE_CHECKING:
+    from rich.syntax import Syntax
 
 
 def open_console() -> Console:
@@ -39,5 +42,7 @@ def print_python(console: Console, source: str) -> None:
         console.print(highlighted(source))
 
 
-def highlighted(source: str) -> Syntax:
+def highlighted(source: str) -> "Syntax":
+    from rich.syntax import Syntax  # with pygments, where something is coloured
+
     return Syntax(source, "python", theme="ansi_dark", background_color="default", word_wrap=True)

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.compute
-import pyarrow.parquet
 
 from shared.corpus import Document, split
 from shared.course.errors import CourseError
@@ -66,11 +63,14 @@ class CleanShards:
             return checked(json.loads(path.read_text(encoding="utf-8")), "parts")
 
     @contextmanager
-    def undamaged(self, path: Path) -> Iterator[Path]:
-        """Says which file is damaged, and that the text can be prepared again, where a library says only what it did not expect."""
+    def undamaged(self, path: Path, *more: type[Exception]) -> Iterator[Path]:
+        """Says which file is damaged, and that the text can be prepared again, where a library says only what it did not expect.
+
+        more: errors of that library's own.
+        """
         try:
             yield path
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, *more) as error:
             cure = f"delete {self.folder.parent}, and the same command prepares the text again"
             raise CourseError(f"{path} is damaged ({first_line(error)}): {cure}.") from error
 
@@ -154,6 +154,8 @@ class CleanShards:
         held_out = [is_held_out(name, self.held_out_share) for name in names]
         if only and len(set(held_out)) < 2:
             names, texts, held_out = cut_by_end(names, texts, self.held_out_share)
+        import pyarrow.parquet  # only where text is prepared: a run that finds it prepared starts without
+
         self.folder.mkdir(parents=True, exist_ok=True)
         table = pyarrow.table({"name": names, "text": pyarrow.array(texts, pyarrow.large_string()), "held_out": held_out})
         sink = pyarrow.BufferOutputStream()
@@ -182,7 +184,11 @@ class CleanShards:
 
     def documents(self, number: int, held_out: bool, rows: int = 64) -> Iterator[tuple[list[str], list[str]]]:
         """Names and texts of one part's documents of one side, some at a time."""
-        with self.undamaged(self.path(number, ".parquet")) as path, pyarrow.parquet.ParquetFile(path) as file:
+        import pyarrow.compute
+        import pyarrow.parquet
+
+        parquet = self.undamaged(self.path(number, ".parquet"), pyarrow.ArrowException)
+        with parquet as path, pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=rows):
                 chosen = batch.filter(batch.column("held_out") if held_out else pyarrow.compute.invert(batch.column("held_out")))
                 yield chosen.column("name").to_pylist(), chosen.column("text").to_pylist()

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shared.course.errors import CourseError
-from shared.totals import Batch
 
 if TYPE_CHECKING:
     from shared.engine.engine import RuntimeEngine
+    from shared.totals import Batch  # which needs torch, as a tracker that reads a file does not
 
 Metrics = dict[str, float]  # name -> value; names like `train/loss`, grouped before the slash
 FAILURES = "trackers.log"  # in the run's folder: the tracebacks of expendable callbacks that failed
@@ -47,7 +47,7 @@ class Callback:
     def on_start(self, engine: "RuntimeEngine") -> None:
         """Before the first step of this process, after a resume. May raise to refuse the run."""
 
-    def on_batch(self, engine: "RuntimeEngine", microbatches: Sequence[Batch]) -> None:
+    def on_batch(self, engine: "RuntimeEngine", microbatches: "Sequence[Batch]") -> None:
         """A step's micro-batches, on the device, before the forward pass."""
 
     def before_optimizer(self, engine: "RuntimeEngine") -> None:

@@ -37,6 +37,11 @@ class GroupedOptimizer(Optimizer):
         ValueError: a group's rule is unknown.
     """
 
+    # What PyTorch's decorator wraps: the decorator imports its compiler, which takes as long as torch itself, to keep it out of these.
+    zero_grad = Optimizer.zero_grad.__wrapped__
+    state_dict = Optimizer.state_dict.__wrapped__
+    load_state_dict = Optimizer.load_state_dict.__wrapped__
+
     def __init__(self, groups: Iterable[dict[str, Any]]):
         super().__init__(groups, defaults={})
 
@@ -44,7 +49,7 @@ class GroupedOptimizer(Optimizer):
         if group.get("rule") not in RULES:
             raise ValueError(f"A parameter group has the rule {group.get('rule')!r}: choose {', '.join(RULES)}.")
         group.setdefault("base_lr", group["lr"])
-        super().add_param_group(group)
+        Optimizer.add_param_group.__wrapped__(self, group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

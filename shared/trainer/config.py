@@ -14,7 +14,7 @@ from shared.course.extensions import Extension
 from shared.course.typed import keys_of, unknown_key, usable_path
 from shared.data.loader import equal_microbatches
 from shared.engine.config import EngineConfig, require
-from shared.engine.metrics.peaks import measure_peak
+from shared.engine.metrics.peaks import cpu_peak
 from shared.finetune.chat.prepare import ChatConfig
 from shared.finetune.config import AdapterConfig
 from shared.finetune.instructions import MOST_TASKS
@@ -209,7 +209,7 @@ class TrainerConfig:
     def __post_init__(self):
         if isinstance(self.continue_with, str):
             self.continue_with = [name.strip() for name in self.continue_with.split(",") if name.strip()]
-        known = {*keys_of(TrainerConfig)}
+        known = {*keys_of(TrainerConfig)} if self.continue_with else set()
         for name in self.continue_with:
             require(name in known, f"continue_with: {unknown_key(name, sorted(known))}")
         require_built(self.parallel, BROUGHT)
@@ -267,4 +267,4 @@ def resolve_precision(asked: str, device: torch.device) -> Precision:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     if device.type != "cpu":
         return "float32"
-    return "bfloat16" if measure_peak(torch.bfloat16) > WORTH * measure_peak(torch.float32) else "float32"
+    return "bfloat16" if cpu_peak(torch.bfloat16) > WORTH * cpu_peak(torch.float32) else "float32"

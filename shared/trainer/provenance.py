@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from shared.course import binding
@@ -150,6 +149,8 @@ def may_change(key: str) -> bool:
 
 def code_version() -> dict[str, Any]:
     """The commit and whether files were changed since, the versions of what computes, the machine, and whose parts ran."""
+    import torch  # here and below: what reads a run's folder needs none
+
     changed = git("status", "--porcelain", "--untracked-files=no")
     return {
         "version": metadata.version("train-language-models"),
@@ -173,6 +174,8 @@ def git(*arguments: str) -> str | None:
 
 def machine() -> str:
     """The GPU's name, or the CPU's with its number of threads."""
+    import torch
+
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     model = next(

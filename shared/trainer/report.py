@@ -1,7 +1,6 @@
 """Chapter 12. The HTML report of a run: one file that holds its own plots, to be opened, kept or sent."""
 
 import base64
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from shared.output_files import write_atomically
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.elastic import Era
+from shared.trainer.records.listing import format_value
 from shared.trainer.retuning import Change
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def write_report(config: TrainerConfig, results: Results) -> None:
     folder = config.engine.output / "figures"
     pictures = {}
     for name, figure in drawn(results).items():
-        content = png(figure)
+        content = style.png(figure)
         write_atomically(folder / f"{name}.png", content)
         pictures[name] = base64.b64encode(content).decode()
     page = rendered(
@@ -160,21 +160,6 @@ def code_of(output: Path) -> dict[str, Any]:
         return dict(json.loads((output / provenance.CODE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # no reason to end a finished run without its report
         return {"version": f"unknown: {output / provenance.CODE} is damaged"}
-
-
-def format_value(name: str, value: Any) -> str:
-    """A value of the summary as a person reads it."""
-    if value is None:
-        return "not measured"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int):
-        return f"{value:,}"
-    if "difference" in name:  # first, because the rest of its name is a folder's
-        return f"{value:.1e}"
-    if any(word in name for word in ("right", "utilisation", "win rate")):
-        return f"{value:.1%}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
 def drawn(results: Results) -> dict[str, "Figure"]:
@@ -265,9 +250,3 @@ def expert_load(results: Results) -> "Figure | None":
     axes.grid(False)
     figure.colorbar(drawn, label="load (1 is equal)")
     return figure
-
-
-def png(figure: "Figure") -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

@@ -36,7 +36,8 @@ from shared.trainer.elastic import eras
 from shared.trainer.extending import parameter_count
 from shared.trainer.planner.memory import step_sizes
 from shared.trainer.initial_weights import with_adapter
-from shared.trainer.report import Results, format_value, write_report
+from shared.trainer.records.listing import format_value
+from shared.trainer.report import Results, write_report
 from shared.trainer.retuning import changes_of
 from shared.trainer.stopwatch import IN_ALL
 

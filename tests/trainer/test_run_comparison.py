@@ -14,7 +14,7 @@ from shared.trainer import provenance
 from shared.trainer.callbacks import Costs
 from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.config import TrainerConfig
-from shared.trainer.report import format_value
+from shared.trainer.records.listing import format_value
 from shared.trainer.settings import merged, parse_text
 from shared.trainer.stopwatch import Stopwatch
 

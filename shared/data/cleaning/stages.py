@@ -6,11 +6,10 @@ may depend on the documents before it and so is done in one place, in order. Eve
 Left out on purpose: a model as judge of quality (FineWeb-Edu). It is a stage like any other: a text in, a score and a reason out.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple, Protocol
-
-import ftfy
 
 
 class Measured(NamedTuple):
@@ -61,13 +60,16 @@ class FixEncoding:
         plain = line.removesuffix("\n").replace("\t", " ")
         if plain.isascii() and plain.isprintable():  # nothing to undo; ftfy would take its time to say so
             return line
-        return ftfy.fix_text(line, self.settings)
+        return self.fix(line)
 
     @cached_property
-    def settings(self) -> ftfy.TextFixerConfig:
-        return ftfy.TextFixerConfig(
+    def fix(self) -> Callable[[str], str]:
+        import ftfy
+
+        settings = ftfy.TextFixerConfig(
             unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False, normalization=None
         )
+        return partial(ftfy.fix_text, config=settings)
 
     def decide(self, value: None) -> Verdict:
         return Verdict()

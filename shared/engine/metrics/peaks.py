@@ -12,6 +12,7 @@ Left out on purpose: memory bandwidth, the other roof of the roofline.
 import re
 import time
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -70,7 +71,7 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
     if device.type == "cpu" and dtype == torch.float16:
         raise CourseError("A CPU has no fast float16 matrix products, so it has no meaningful peak: train in float32 or bfloat16 there.")
     if device.type == "cpu":
-        return measure_peak(dtype)
+        return cpu_peak(dtype)
     if device.type != "cuda":
         raise CourseError(f"No peak FLOP/s are known for a device of type {device.type}: give peak_flops from its maker's data sheet.")
     return peak_of(torch.cuda.get_device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")
@@ -97,6 +98,12 @@ def peak_for_dtype(peak: Peak, dtype: torch.dtype, tf32: bool) -> float:
     if dtype == torch.float32:
         return peak.tf32 if tf32 else peak.float32
     raise CourseError(f"There is no peak for {dtype}: choose float32, bfloat16 or float16.")
+
+
+@cache
+def cpu_peak(dtype: torch.dtype) -> float:
+    """The peak FLOP/s of this CPU, measured once in a process: what it decides, such as a precision, and MFU then agree on one value."""
+    return measure_peak(dtype)
 
 
 def measure_peak(dtype: torch.dtype, size: int = 1024, repeats: int = 7, at_least: float = 0.4, at_most: float = 0.7) -> float:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from shared.course.errors import CourseError
-from shared.finetune.chat import renderer
 from shared.model.hf.files import PretrainedError, read_json
 from shared.output_files import write_atomically
 
 FILE = "chat_template.jinja"
+RENDERER = Path(__file__).with_name("renderer.py")
 Message = dict[str, Any]  # `role` and `content`, perhaps `tool_calls`
 SPECIAL = re.compile(r"<\|[\w-]+\|>")  # how most templates spell their special tokens
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -133,7 +133,7 @@ class ChatTemplate:
         """A request to the process that renders, which is started at the first."""
         if self.process is None or self.owner != os.getpid():
             self.owner = os.getpid()
-            command = [sys.executable, "-I", renderer.__file__]
+            command = [sys.executable, "-I", str(RENDERER)]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             if reason := self.ask({"template": self.source})[0].get("error"):
                 self.close()
@@ -145,10 +145,12 @@ class ChatTemplate:
         except BrokenPipeError:
             answer = ""
         if not answer.endswith("\n"):
+            from shared.finetune.chat.renderer import MEMORY, SECONDS  # imports jinja2, which only that process needs otherwise
+
             self.close()
             raise TemplateError(
-                f"The chat template {self.name} was stopped: it computes for more than {renderer.SECONDS:g} seconds or takes more than "
-                f"{renderer.MEMORY // 2**20} MiB. Give another template."
+                f"The chat template {self.name} was stopped: it computes for more than {SECONDS:g} seconds or takes more than "
+                f"{MEMORY // 2**20} MiB. Give another template."
             )
         return json.loads(answer)
 

@@ -18,7 +18,7 @@ from shared.engine.checkpoint.folder import Checkpoints
 from shared.output_files import write_atomically
 from shared.trainer.pipeline.abilities import ALL, TITLES, Answer, read_kept
 from shared.trainer.pipeline.stages import RECORD, Pipeline, Stage
-from shared.trainer.report import by_kind, code_of, png, rendered
+from shared.trainer.report import by_kind, code_of, rendered
 from shared.trainer.stopwatch import IN_ALL
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def write_report(pipeline: Pipeline) -> Path:
     """Write the page, and the plots of abilities beside it."""
     tables, pictures = ability_tables(pipeline), {}
     for table in tables:
-        content = png(drawn(table, [stage.name for stage in pipeline.stages]))
+        content = style.png(drawn(table, [stage.name for stage in pipeline.stages]))
         write_atomically(pipeline.output / "figures" / f"{table.name}.png", content)
         pictures[table.title] = base64.b64encode(content).decode()
     summaries = [summary_of(stage) for stage in pipeline.stages]

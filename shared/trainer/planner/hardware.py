@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from shared.course.errors import SettingError
-from shared.engine.metrics.peaks import measure_peak, peak_of
+from shared.engine.metrics.peaks import cpu_peak, peak_of
 from shared.parallel.planning.costs import Link
 
 RESERVED = 1.5e9  # bytes of a GPU that CUDA, its libraries and the allocator's gaps take
@@ -110,7 +110,7 @@ class Hardware:
     def peak(self, precision: str) -> float:
         """FLOP/s of a rank's matrix products, at most."""
         if self.is_cpu:
-            return cpu_peak(precision) / self.cards
+            return cpu_peak(getattr(torch, precision)) / self.cards
         return peak_of(self.device.driver, getattr(torch, precision))
 
     def speed(self, precision: str) -> float:
@@ -124,11 +124,6 @@ class Hardware:
             return self.device.link
         together = max(self.cards // stride, 1)  # of the ring's ranks that are in one machine
         return Link(NETWORK, min(self.device.link.bandwidth, self.device.network * min(together / self.cards, 1)))
-
-
-@cache
-def cpu_peak(precision: str) -> float:
-    return measure_peak(getattr(torch, precision))
 
 
 @cache

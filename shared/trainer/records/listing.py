@@ -11,7 +11,6 @@ from rich.text import Text
 
 from shared.course import terminal
 from shared.course.errors import CourseError
-from shared.trainer.report import format_value
 from shared.trainer.records.record import RunRecord, find_runs, read_run
 
 COLUMNS = ("run", "mode", "state", "step", "loss", "measure", "tok/s", "GiB", "layout", "changed")
@@ -69,6 +68,21 @@ def row_of(run: RunRecord, folder: Path) -> dict[str, str]:
             strict=True,
         )
     )
+
+
+def format_value(name: str, value: Any) -> str:
+    """A value of the summary as a person reads it."""
+    if value is None:
+        return "not measured"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}"
+    if "difference" in name:  # first, because the rest of its name is a folder's
+        return f"{value:.1e}"
+    if any(word in name for word in ("right", "utilisation", "win rate")):
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
 def shown(name: str, value: Any) -> str:

@@ -17,7 +17,6 @@ from shared.course import terminal
 from shared.course.errors import CourseError
 from shared.engine.trackers.external import flat
 from shared.output_files import write_atomically
-from shared.trainer.report import png
 from shared.trainer.records.listing import PIPED, shown
 from shared.trainer.records.record import RunRecord, read_run
 
@@ -120,7 +119,7 @@ def plain_text(value: Any) -> str:
 
 
 def write_page(page: Path, names: Sequence[str], runs: Sequence[RunRecord]) -> None:
-    pictures = {label: base64.b64encode(png(figure)).decode() for label, figure in drawn(names, runs).items()}
+    pictures = {label: base64.b64encode(style.png(figure)).decode() for label, figure in drawn(names, runs).items()}
     template = Environment(autoescape=True).from_string(Path(__file__).with_name("side_by_side.html").read_text(encoding="utf-8"))
     text = template.render(
         title=" beside ".join(names), names=names, tables=tables(runs), pictures=pictures,
