@@ -77,6 +77,8 @@ def check_stage(build: Build, stage_id: str, file: BodyFile, seconds: float, wai
     """The work of the child process: load the file, climb the stage's cases."""
     import torch
 
+    from shared.course.judging import Judge
+
     torch.set_num_threads(1)
     stage = next(stage for stage in build.stages if stage.id == stage_id)
     try:
@@ -84,7 +86,8 @@ def check_stage(build: Build, stage_id: str, file: BodyFile, seconds: float, wai
         check = read_checks(build.checks)[stage.name]
         functions = load(file, build.adapters)
         running.limit(seconds, waiting)  # from here on the time is the answer's
-        outcome = run_stage(check, functions, {sentence: load(wrong, ()) for sentence, wrong in build.wrong().values()}, keep)
+        judge = Judge(check, {sentence: load(wrong, ()) for sentence, wrong in build.wrong().values()})
+        outcome = run_stage(judge, functions, keep)
     except CourseError as error:
         return running.failed(stage, str(error))
     used = [module for module in build.forbidden if module in sys.modules and module.startswith("shared.")]  # torch imports parts of itself
@@ -121,12 +124,8 @@ def read_module(path: Path) -> ModuleType:
     return module
 
 
-def run_stage(
-    check: Any, functions: Functions, wrong: dict[str, Functions], keep: Callable = lambda _: None, confirm: bool = True
-) -> Outcome:
-    """Climb a stage's cases in this process; `wrong` maps sentences to wrong builds, for the diagnosis; see `checking.run_check`."""
-    from shared.course import checking
-
+def run_stage(judge: "Judge", functions: Functions, keep: Callable = lambda _: None, confirm: bool = True) -> Outcome:
+    """Climb a stage's cases in this process. The mutants of its judge are wrong builds; see `Judge.judge`."""
     missing: list[str] = []
 
     def before_diagnosis(outcome: Outcome) -> None:
@@ -137,7 +136,7 @@ def run_stage(
         if not functions.missing:
             keep(outcome)
 
-    outcome = checking.run_check(check, functions, wrong, before_diagnosis, confirm)
+    outcome = judge.judge(functions, before_diagnosis, confirm)
     if any(missing):
-        return Outcome(check.exercise, NOT_ATTEMPTED, problem=missing)
+        return Outcome(judge.check.exercise, NOT_ATTEMPTED, problem=missing)
     return outcome

@@ -1,14 +1,12 @@
 """Floor 0. Checks of exercises: cases from easy to hard, each comparing what an answer does with what an oracle expects.
 
 A case makes fresh arguments, observes the function on them (its named results, or the exception that it raised) and
-compares with what its source says. The first case that differs ends the check. What the answer did there is then looked
-for among the mutants: an answer that does exactly what a known wrong answer does gets that mutant's sentence.
+compares with what its source says. How a check's cases judge an answer stands in `judging`.
 """
 
 import re
-import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shared.course.comparing import differences, flatten, form, written
-from shared.course.outcome import FAIL, PASS, Outcome
 
 SHAPE = "shape and dtype"
 RUNGS = (SHAPE, "worked example", "property", "oracle", "two ranks", "budget")
 
 LEARNERS = re.compile(r"\bchapters/\w+/(exercises|build|hunts/\w+)\.py$")  # files that a learner writes
-GUESS = "Perhaps: {} (So it is on this input. On others your answer does something else.)"
-ALSO = "{} (So it is on most inputs. On some your answer does something else as well.)"
-ENOUGH = 4  # inputs that are got wrong as a mutant gets them, and as many for each on which it is not so, where a sentence is no guess
 PROBLEMS = 6  # lines of them that are shown: came out and expected, for three results
 
 Observation = dict[str, Any]
@@ -75,38 +69,6 @@ class Check:
     spoilt: tuple[str, ...]
     forbidden: tuple[str, ...] = ()
     seconds: float = 20.0
-
-
-def run_check(
-    check: Check,
-    function: Callable,
-    mutants: Mapping[str, Callable | tuple[Callable, ...]],
-    keep: Callable[[Outcome], None] = lambda _: None,
-    confirm: bool = True,
-) -> Outcome:
-    """Climb a check's cases with `function`.
-
-    Args:
-        mutants: sentences of misconception -> a wrong answer that shows it, or several: one mistake may be written in many ways.
-        keep: is given a failed outcome before its diagnosis, in which `function` may never end.
-        confirm: see `diagnose`.
-    """
-    began = time.perf_counter()
-    outcome = Outcome(check.exercise, PASS, of=len(check.cases))
-    if not check.cases:
-        raise ValueError(f"The check of {check.exercise} has no cases: a check that cannot fail is a defect.")
-    for case in check.cases:
-        outcome.cases += 1
-        observed, error = observe(check, case, function)
-        problems = differences(expectation(case), observed, case.rtol, case.atol)
-        if problems:
-            outcome.state, outcome.rung, outcome.title = FAIL, case.rung, case.title
-            outcome.problem = describe(case, problems, error)
-            keep(outcome)
-            outcome.misconception = diagnose(check, case, function, mutants, confirm) or not_refused(case, error)
-            break
-    outcome.seconds = time.perf_counter() - began
-    return outcome
 
 
 def expectation(case: Case) -> Observation:
@@ -199,60 +161,3 @@ def describe(case: Case, problems: list[str], error: Exception | None) -> list[s
         lines.append("          Does your function call itself? The core's function of this name is yours while it is checked. And Python")
         lines.append("          nests about a thousand calls: a recursion as deep as a list is long breaks on a long one. Use a loop.")
     return lines + [f"says      {case.source}"]
-
-
-def diagnose(
-    check: Check, failing: Case, function: Callable, mutants: Mapping[str, Callable | tuple[Callable, ...]], confirm: bool = True
-) -> str:
-    """The one sentence of which a mutant does what `function` does, on the failing case and on all that come before it.
-
-    Where mutants of several sentences do, the later cases decide; where they do not either, nothing is said. Where one sentence is left and
-    a later case tells its mutants from `function`, `how_alike` decides how it is said.
-
-    Args:
-        confirm: whether one sentence that is left is compared on later cases; for `function` one of the mutants this tells nothing.
-    """
-    candidates = {said: alike if isinstance(alike, tuple) else (alike,) for said, alike in mutants.items()}
-    place = check.cases.index(failing)
-    for number, case in enumerate([failing, *check.cases[:place], *check.cases[place + 1 :]]):
-        if not candidates or number > place and len(candidates) == 1 and not confirm:
-            break
-        here = observe(check, case, function)
-        left = {said: tuple(each for each in of if same(here, observe(check, case, each), case)) for said, of in candidates.items()}
-        alike = {said: of for said, of in left.items() if of}
-        if number > place and len(candidates) == 1 and not alike:
-            ((said, of),) = candidates.items()
-            forms = {how_alike(check, function, mutant) for mutant in of}
-            return (ALSO if ALSO in forms else GUESS).format(said)
-        candidates = alike
-    return next(iter(candidates)) if len(candidates) == 1 else ""
-
-
-def how_alike(check: Check, function: Callable, mutant: Callable) -> str:
-    """The form of a sentence whose mutant differs from `function` on some case.
-
-    A mistake may look like another one on a few inputs, so it is a guess, unless many cases are got wrong in the very same way: then the
-    mistake is there, and another one beside it, or it is written in another way, which shows where numbers are drawn or do not fit.
-    """
-    agreed = differed = 0
-    for case in check.cases:
-        here, there = observe(check, case, function), observe(check, case, mutant)
-        alike = same(here, there, case)
-        agreed += alike and bool(differences(expectation(case), there[0], case.rtol, case.atol))
-        differed += not alike
-    return ALSO if agreed >= ENOUGH * max(differed, 1) else GUESS
-
-
-def not_refused(case: Case, error: Exception | None) -> str:
-    """What to say of an answer that breaks, in whichever way, where it is to refuse its arguments."""
-    asked = error is not None and expectation(case).get("raised")
-    return f"Refuse with {asked}, before the work begins." if asked == "SettingError" != type(error).__name__ else ""
-
-
-def same(left: tuple[Observation, Exception | None], right: tuple[Observation, Exception | None], case: Case) -> bool:
-    """Whether two answers did the same on a case.
-
-    Exceptions are the same where their messages are; where the contract asks to refuse, everyone words it in their own way.
-    """
-    both_refuse = left[1] is not None and right[1] is not None and "raised" in expectation(case)
-    return (both_refuse or str(left[1]) == str(right[1])) and not differences(left[0], right[0], case.rtol, case.atol)

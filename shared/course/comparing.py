@@ -53,8 +53,34 @@ def differences(expected: Mapping[str, Any], observed: Mapping[str, Any], rtol: 
     return lines
 
 
+def agree(expected: Mapping[str, Any], observed: Mapping[str, Any], rtol: float, atol: float) -> bool:
+    """Whether two observations are the same: where `differences` would have no line to say, which takes longer to find out."""
+    return expected.keys() == observed.keys() and all(equal(expected[name], observed[name], rtol, atol) for name in expected)
+
+
+def equal(expected: Any, observed: Any, rtol: float, atol: float) -> bool:
+    if isinstance(expected, Tensor) and isinstance(observed, Tensor):
+        same_form = expected.shape == observed.shape and expected.dtype == observed.dtype
+        return same_form and bool(close(expected.detach(), observed.detach(), rtol, atol).all())
+    if type(expected) is not type(observed):
+        return False
+    if isinstance(expected, float):
+        left, right = torch.tensor([expected, observed], dtype=torch.float64)
+        return bool(close(left, right, rtol, atol))
+    return bool(expected == observed)
+
+
+def close(expected: Tensor, observed: Tensor, rtol: float, atol: float) -> Tensor:
+    """Where two tensors of one shape and dtype agree."""
+    if expected.dtype.is_floating_point:
+        return torch.isclose(observed.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
+    return observed == expected
+
+
 def difference(expected: Any, observed: Any, rtol: float, atol: float) -> str | None:
     """None where two values agree; otherwise a note to print after them, which may be empty."""
+    if equal(expected, observed, rtol, atol):
+        return None
     if isinstance(expected, Tensor) and isinstance(observed, Tensor):
         return tensor_difference(expected.detach(), observed.detach(), rtol, atol)
     if type(expected) is not type(observed):
@@ -63,30 +89,32 @@ def difference(expected: Any, observed: Any, rtol: float, atol: float) -> str | 
     if isinstance(expected, float):
         left, right = torch.tensor([expected, observed], dtype=torch.float64)
         return tensor_difference(left, right, rtol, atol)
-    return None if expected == observed else ""
+    return ""
 
 
-def tensor_difference(expected: Tensor, observed: Tensor, rtol: float, atol: float) -> str | None:
+def tensor_difference(expected: Tensor, observed: Tensor, rtol: float, atol: float) -> str:
+    """Where and how two tensors differ."""
     if expected.shape != observed.shape:
         return f"(shape {list(observed.shape)}, expected {list(expected.shape)})"
     if expected.dtype != observed.dtype:
         return f"({observed.dtype}, expected {expected.dtype})"
-    if expected.dtype.is_floating_point:
-        close = torch.isclose(observed.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
-    else:
-        close = observed == expected
-    if close.all():
-        return None
-    if numbers(expected) == numbers(observed):
+    apart = ~close(expected, observed, rtol, atol)
+    if print_alike(expected[apart], observed[apart]) and print_alike(expected, observed):
         return f"(they differ by up to {(observed.double() - expected.double()).abs().max().item():.1g}, which is too much)"
     if expected.numel() <= FEW:
         return ""
-    at = tuple((~close).nonzero()[0].tolist())
+    at = tuple(apart.nonzero()[0].tolist())
     found, wanted = f"{observed[at].item():.6g}", f"{expected[at].item():.6g}"
     if found == wanted:
         gap = abs(observed[at].item() - expected[at].item())
         return f"(first at {list(at)}: they differ by {gap:.1g}, which is too much)"
     return f"(first at {list(at)}: {found}, expected {wanted})"
+
+
+def print_alike(expected: Tensor, observed: Tensor) -> bool:
+    """Whether all numbers of two tensors of one shape and dtype are printed the same."""
+    pairs = zip(expected.flatten().tolist(), observed.flatten().tolist(), strict=True)
+    return all(number(one, expected.dtype) == number(other, expected.dtype) for one, other in pairs)
 
 
 def written(value: Any) -> str:
@@ -135,5 +163,9 @@ def clipped(text: str) -> str:
 
 def numbers(tensor: Tensor) -> str:
     if tensor.dim() == 0:
-        return f"{tensor.item():.6g}" if tensor.dtype.is_floating_point else str(tensor.item())
+        return number(tensor.item(), tensor.dtype)
     return "[" + ", ".join(numbers(part) for part in tensor.detach()) + "]"
+
+
+def number(value: Any, dtype: torch.dtype) -> str:
+    return f"{value:.6g}" if dtype.is_floating_point else str(value)

@@ -62,11 +62,11 @@ def check_here(exercise: catalogue.Exercise, function: Callable) -> Outcome:
     """Climb a check in this process. A wrong signature is refused as it is in the core."""
     import importlib
 
-    from shared.course import checking, mutants
+    from shared.course import judging, mutants
 
     contract = getattr(importlib.import_module(exercise.contract.module), exercise.name)
     binding.require_same_signature(contract, function)
-    return checking.run_check(running.read_check(exercise), function, mutants.sentences(exercise.id))
+    return judging.run_check(running.read_check(exercise), function, mutants.sentences(exercise.id))
 
 
 def contract(exercise_id: str) -> None:

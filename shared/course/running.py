@@ -37,7 +37,7 @@ STARTING = 120.0  # seconds that a child may take, on a loaded machine, until it
 WAITING = 40.0  # seconds beyond its limit that an answer may spend waiting; the limit itself counts only processor time
 DIAGNOSING = 20.0  # seconds for finding out which misconception a failed answer shows; a build has more than a hundred wrong ones
 SHOWN_OUTPUT = 2000  # characters of it that are shown
-PRELOADED = ["torch", "cloudpickle", "shared.course.checking", "shared.course.running"]  # nothing of the core: it is bound in the child
+PRELOADED = ["torch", "cloudpickle", "shared.course.judging", "shared.course.running"]  # nothing of the core: it is bound in the child
 
 
 def check_files(exercises: Iterable[Exercise], workspace: Path) -> Iterator[Outcome]:
@@ -237,7 +237,7 @@ def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float, wait
     """Bind the answer in `file` into the core of this process, which must be fresh, and climb its check."""
     import torch
 
-    from shared.course import binding, catalogue, checking, mutants
+    from shared.course import binding, catalogue, judging, mutants
 
     torch.set_num_threads(1)
     exercise = catalogue.find_exercise(exercise_id)
@@ -246,7 +246,7 @@ def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float, wait
         core = importlib.import_module(exercise.contract.module)
         check = read_check(exercise)
         limit(seconds, waiting)  # from here on the time is the answer's
-        return checking.run_check(check, getattr(core, exercise.name), mutants.sentences(exercise_id), keep)
+        return judging.run_check(check, getattr(core, exercise.name), mutants.sentences(exercise_id), keep)
     except CourseError as error:
         return failed(exercise, str(error))
 
