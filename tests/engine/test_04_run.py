@@ -5,6 +5,7 @@ import re
 import subprocess
 
 import pytest
+from command_lines import run_each
 from safetensors.torch import load_file
 from scripts import refused, run_script
 
@@ -54,16 +55,23 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, text_file):
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--engine.log_every", "0"], "log_every is 0: give at least 1 step"),
-        (["--engine.trackers", "[tensorbord]"], "Did you mean 'tensorboard'"),
-        (["--engine.checkpoint.evry", "3"], "checkpoint.every"),
-        (["--seq", "256"], "seq is 256 and model.max_position_embeddings only 128"),
-    ],
-)
-def test_a_bad_option_is_one_sentence_before_any_work(tmp_path, text_file, options, said):
-    done = start("--data", text_file, *options, cwd=tmp_path)
-    assert refused(done, said)
-    assert not (tmp_path / "runs" / "04_runtime_engine" / "checkpoints").exists()
+BAD = [
+    (["--engine.log_every", "0"], "log_every is 0: give at least 1 step"),
+    (["--engine.trackers", "[tensorbord]"], "Did you mean 'tensorboard'"),
+    (["--engine.checkpoint.evry", "3"], "checkpoint.every"),
+    (["--seq", "256"], "seq is 256 and model.max_position_embeddings only 128"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory, text_file):
+    """The folder where bad options were given, and what was said to each."""
+    folder = tmp_path_factory.mktemp("refusals")
+    return folder, run_each(SCRIPT, [options for options, _ in BAD], folder, [*SMALL, "--data", text_file])
+
+
+@pytest.mark.parametrize(("options", "said"), BAD)
+def test_a_bad_option_is_one_sentence_before_any_work(refusals, options, said):
+    folder, ended = refusals
+    assert refused(ended[*options], said)
+    assert not (folder / "runs" / "04_runtime_engine" / "checkpoints").exists()

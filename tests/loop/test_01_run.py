@@ -4,6 +4,7 @@ import json
 import subprocess
 
 import pytest
+from command_lines import run_each
 from safetensors.torch import load_file
 from scripts import refused, run_script
 
@@ -20,28 +21,38 @@ def run(*options, cwd, **how) -> subprocess.CompletedProcess:
     return run_script(SCRIPT, *options, cwd=cwd, **how)
 
 
-@pytest.mark.check
-def test_a_run_learns_and_leaves_its_results(tmp_path, text_file):
-    done = run(*SMALL, "--data", text_file, "--prompt", "the ", cwd=tmp_path, fresh=True)
+def losses_in(folder) -> list[float]:
+    return [loss for _, loss in json.loads((folder / "runs/01_training_loop/figures.json").read_text())["training"]]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory, text_file):
+    """A run, and the folder where it was started."""
+    folder = tmp_path_factory.mktemp("learned")
+    done = run(*SMALL, "--data", text_file, "--prompt", "the ", cwd=folder, fresh=True)
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "runs" / "01_training_loop"
-    record = json.loads((folder / "figures.json").read_text())
-    losses = [loss for _, loss in record["training"]]
+    return folder, done.stdout
+
+
+@pytest.mark.check
+def test_a_run_learns_and_leaves_its_results(learned):
+    folder = learned[0] / "runs" / "01_training_loop"
+    losses = losses_in(learned[0])
     assert len(losses) == 30 and losses[0] > 7.0 and losses[-1] < 4.0
-    assert [step for step, _ in record["held_out"]] == [10, 20, 30]
+    assert [step for step, _ in json.loads((folder / "figures.json").read_text())["held_out"]] == [10, 20, 30]
     assert (folder / "sample.txt").read_text().startswith("the ")
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert load_file(folder / "model.safetensors")["head.weight"].shape == (256, 32)
     for said in ("held-out bits per byte", "0 of 6 parts are yours", "a sample"):
-        assert said in done.stdout
+        assert said in learned[1]
 
 
-def test_the_same_seed_gives_the_same_run_however_it_is_cut(tmp_path, text_file):
+def test_the_same_seed_gives_the_same_run_however_it_is_cut(tmp_path, text_file, learned):
     def losses(*options):
         run(*SMALL, "--data", f"[{text_file}]", *options, cwd=tmp_path)
-        return [loss for _, loss in json.loads((tmp_path / "runs/01_training_loop/figures.json").read_text())["training"]]
+        return losses_in(tmp_path)
 
-    whole = losses()
+    whole = losses_in(learned[0])
     assert losses() == whole
     assert losses("--micro_batch_size", 5) == pytest.approx(whole, rel=1e-3)
     assert losses("--seed", 1) != pytest.approx(whole, rel=1e-3)
@@ -72,35 +83,43 @@ def test_mine_names_a_missing_part_before_it_starts(tmp_path, text_file):
     assert "IMPL=mixed" in done.stderr and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--step", "3"], "Did you mean 'steps'"),
-        (["--steps", "many"], "steps is 'many': give a whole number"),
-        (["--impl", "theirs"], "theirs"),
-        (["--data", "[nowhere.txt]"], "nowhere.txt does not exist"),
-        (["--data", "[short.txt]"], "fewer than one window of 64 + 1"),
-        (["--output", "short.txt/folder"], "cannot be written"),
-        (["--prompt", ""], "prompt is empty"),
-        (["--device", "cuda"], "no CUDA device"),
-        (["--steps", "0"], "steps is 0"),
-        (["--temperature", "-1"], "temperature is -1"),
-    ],
-)
-def test_a_bad_option_is_one_sentence_before_any_work(tmp_path, options, said):
-    (tmp_path / "short.txt").write_text("short")
-    done = run(*SMALL, *options, cwd=tmp_path)
+BAD = [
+    (["--step", "3"], "Did you mean 'steps'"),
+    (["--steps", "many"], "steps is 'many': give a whole number"),
+    (["--impl", "theirs"], "theirs"),
+    (["--data", "[nowhere.txt]"], "nowhere.txt does not exist"),
+    (["--data", "[short.txt]"], "fewer than one window of 64 + 1"),
+    (["--output", "short.txt/folder"], "cannot be written"),
+    (["--prompt", ""], "prompt is empty"),
+    (["--device", "cuda"], "no CUDA device"),
+    (["--steps", "0"], "steps is 0"),
+    (["--temperature", "-1"], "temperature is -1"),
+]
+UNKNOWN_KEY = ["--config", "mine.yaml"]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The ends of the command lines that start no training."""
+    folder = tmp_path_factory.mktemp("ended")
+    (folder / "short.txt").write_text("short")
+    (folder / "mine.yaml").write_text("model:\n  windw: 8\n")
+    return run_each(SCRIPT, [*(options for options, _ in BAD), ["--help"], UNKNOWN_KEY], folder, SMALL)
+
+
+@pytest.mark.parametrize(("options", "said"), BAD)
+def test_a_bad_option_is_one_sentence_before_any_work(ended, options, said):
+    done = ended[*options]
     assert refused(done, said) and "step " not in done.stdout
 
 
-def test_an_unknown_key_in_a_yaml_file_is_named_with_the_nearest(tmp_path):
-    (tmp_path / "mine.yaml").write_text("model:\n  windw: 8\n")
-    done = run("--config", "mine.yaml", cwd=tmp_path)
+def test_an_unknown_key_in_a_yaml_file_is_named_with_the_nearest(ended):
+    done = ended[*UNKNOWN_KEY]
     assert refused(done, "windw") and "Did you mean 'model.window'" in done.stderr and done.returncode == 2
 
 
-def test_help_explains_every_option(tmp_path):
-    done = run("--help", cwd=tmp_path)
+def test_help_explains_every_option(ended):
+    done = ended["--help",]
     for said in ("--micro_batch_size", "windows in one forward and backward", "--model.window", "default: 4000"):
         assert said in done.stdout
 

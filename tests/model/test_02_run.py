@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
+from command_lines import run_each
 from scripts import refused, run_script
 from workspace import write_passed_build, write_solutions
 
@@ -18,6 +20,7 @@ from shared.model.counting import parameter_counts
 FOLDER = CHECKOUT / "chapters" / "02_transformer"
 SMALL = ["--steps", "20", "--evaluate_every", "10", "--model.hidden_size", "32", "--model.num_hidden_layers", "2", "--sample_bytes", "30"]
 QUICK = ["--steps", "3", "--seeds", "2", "--seq", "32", "--batch_size", "2", "--windows", "4"]
+POSITIONS = ["--experiment", "positions", *QUICK]
 
 
 def start(script: str, *options, cwd, **how) -> subprocess.CompletedProcess:
@@ -63,59 +66,76 @@ OTHERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def others(tmp_path_factory, text_file):
+    return run_each(FOLDER / "run.py", map(str.split, OTHERS.values()), tmp_path_factory.mktemp("others"), [*SMALL, "--data", text_file])
+
+
 @pytest.mark.parametrize("model", OTHERS.values(), ids=OTHERS)
-def test_other_models_are_an_option_away(tmp_path, text_file, model):
-    done = start("run.py", *SMALL, *model.split(), "--data", text_file, cwd=tmp_path)
+def test_other_models_are_an_option_away(others, model):
+    done = others[*model.split()]
+    assert done.returncode == 0 and "a sample" in done.stdout, done.stderr
+
+
+BAD = [
+    (["--model.num_attention_heads", "3"], "not a multiple of num_attention_heads (3)"),
+    (["--model.positon", "rope"], "Did you mean 'model.position'"),
+    (["--model.position", "rotary"], "rotary"),
+    (["--model.architecture", "encoder"], "needs a decoder"),
+    (["--model.vocab_size", "300"], "tokens are bytes here"),
+    (["--seq", "256"], "seq is 256 and model.max_position_embeddings only 128"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """The folder where bad options were given, and what was said to each."""
+    folder = tmp_path_factory.mktemp("refusals")
+    return folder, run_each(FOLDER / "run.py", [options for options, _ in BAD], folder, SMALL)
+
+
+@pytest.mark.parametrize(("options", "said"), BAD)
+def test_a_bad_option_is_one_sentence_before_any_work(refusals, options, said):
+    folder, ended = refusals
+    assert refused(ended[*options], said) and not (folder / "runs").exists()
+
+
+@pytest.fixture(scope="module")
+def positions(tmp_path_factory, text_file):
+    """The folder of an experiment, and what it printed."""
+    folder = tmp_path_factory.mktemp("positions")
+    done = start("experiments.py", *POSITIONS, "--data", text_file, cwd=folder, fresh=True)
     assert done.returncode == 0, done.stderr
+    return folder / "runs/02_experiments", done.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--model.num_attention_heads", "3"], "not a multiple of num_attention_heads (3)"),
-        (["--model.positon", "rope"], "Did you mean 'model.position'"),
-        (["--model.position", "rotary"], "rotary"),
-        (["--model.architecture", "encoder"], "needs a decoder"),
-        (["--model.vocab_size", "300"], "tokens are bytes here"),
-        (["--seq", "256"], "seq is 256 and model.max_position_embeddings only 128"),
-    ],
-)
-def test_a_bad_option_is_one_sentence_before_any_work(tmp_path, options, said):
-    done = start("run.py", *SMALL, *options, cwd=tmp_path)
-    assert refused(done, said) and not (tmp_path / "runs").exists()
-
-
-def test_an_experiment_shows_and_keeps_its_results(tmp_path, text_file):
-    done = start("experiments.py", "--experiment", "positions", *QUICK, "--data", text_file, cwd=tmp_path, fresh=True)
-    assert done.returncode == 0, done.stderr
-    folder = tmp_path / "runs/02_experiments"
+def test_an_experiment_shows_and_keeps_its_results(tmp_path, text_file, positions):
+    folder = shutil.copytree(positions[0], tmp_path / "runs/02_experiments")
     assert (folder / "positions.png").read_bytes().startswith(b"\x89PNG")
     kept = json.loads((folder / "positions.json").read_text())
     assert len(kept) == 2 * 5 and {entry["seed"] for entry in kept} == {0, 1}
     assert next(entry for entry in kept if entry["variant"] == "learned")["figures"]["at twice the length"] is None
     for said in ("positions: 3 steps, 2 seeds", "Lowest", "relative"):
-        assert said in done.stdout
+        assert said in positions[1]
 
     kept[0]["figures"]["held-out bits per byte"] = 77.0  # a result that is there is not measured again
     (folder / "positions.json").write_text(json.dumps(kept[:7]))
-    again = start("experiments.py", "--experiment", "positions", *QUICK, "--data", text_file, cwd=tmp_path)
+    again, other = run_each(FOLDER / "experiments.py", [(), ("--steps", "2")], tmp_path, [*POSITIONS, "--data", text_file]).values()
     assert again.stdout.count(", seed ") == 3 and "77.000" in again.stdout
-    other = start("experiments.py", "--experiment", "positions", *QUICK, "--steps", "2", "--data", text_file, cwd=tmp_path)
     assert other.stdout.count(", seed ") == 10, "other settings are other trials"
 
 
 def test_an_experiment_refuses_what_cannot_be(tmp_path, text_file):
-    for options, said in (
-        (["--experiment", "position"], "position"),
-        (["--experiment", "norms", "--seeds", "0"], "seeds is 0"),
-        (["--experiment", "norms", "--seq", "500"], "seq is 500"),
-    ):
-        done = start("experiments.py", *options, "--data", text_file, cwd=tmp_path)
-        assert refused(done, said)
-    (tmp_path / "runs/02_experiments").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "runs/02_experiments").mkdir(parents=True)
     (tmp_path / "runs/02_experiments/norms.json").write_text("[1]")
-    done = start("experiments.py", "--experiment", "norms", *QUICK, "--data", text_file, cwd=tmp_path)
-    assert refused(done, "is not a file of experiment results")
+    bad = {
+        ("--experiment", "position"): "position",
+        ("--experiment", "norms", "--seeds", "0"): "seeds is 0",
+        ("--experiment", "norms", "--seq", "500"): "seq is 500",
+        ("--experiment", "norms", *QUICK): "is not a file of experiment results",
+    }
+    for options, done in run_each(FOLDER / "experiments.py", bad, tmp_path, ["--data", text_file]).items():
+        assert refused(done, bad[options]), options
 
 
 def test_every_variant_is_a_model_and_rivals_are_of_one_size(chapters_experiments):
@@ -148,12 +168,11 @@ def test_a_verdict_claims_only_what_the_ranges_allow():
     assert "a" in trials.verdict(results, "loss")
 
 
-def test_the_seed_changes_weights_and_order_and_the_same_one_repeats(tmp_path, text_file):
-    options = ["--experiment", "positions", *QUICK, "--data", text_file]
+def test_the_seed_changes_weights_and_order_and_the_same_one_repeats(tmp_path, text_file, positions):
+    start("experiments.py", *POSITIONS, "--data", text_file, cwd=tmp_path)
     figures = []
-    for name in ("one", "two"):
-        start("experiments.py", *options, "--output", tmp_path / name, cwd=tmp_path)
-        kept = json.loads((tmp_path / name / "positions.json").read_text())
+    for folder in (positions[0], tmp_path / "runs/02_experiments"):
+        kept = json.loads((folder / "positions.json").read_text())
         figures.append([entry["figures"]["held-out bits per byte"] for entry in kept])
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
     assert abs(figures[0][0] - figures[0][5]) > 1e-4

@@ -4,6 +4,7 @@ import json
 import subprocess
 
 import pytest
+from command_lines import run_each
 from scripts import refused, run_script
 from workspace import write_passed_build, write_solutions
 
@@ -50,38 +51,68 @@ def test_a_build_that_passed_whole_is_the_optimizer_of_both_runs(tmp_path, text_
     assert ends["mine"] == pytest.approx(ends["reference"], abs=0.01) and ends["mine"] != ends["reference"]
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_other_optimizers_and_precisions_are_an_option_away(tmp_path, text_file, precision):
+HALVES = ["bfloat16", "float16"]
+
+
+@pytest.fixture(scope="module")
+def in_halves(tmp_path_factory, text_file):
+    """A run with another optimizer in each precision of 16 bits, and the folder that holds their folders."""
+    folder = tmp_path_factory.mktemp("in_halves")
     options = "--baseline null --optimizer.name lion --optimizer.lr 0.003 --schedule.name wsd --schedule.decay_steps 5".split()
-    done = start("run.py", *SMALL, *options, "--precision", precision, "--data", text_file, cwd=tmp_path)
+    lines = [["--precision", precision, "--output", precision] for precision in HALVES]
+    return folder, run_each(FOLDER / "run.py", lines, folder, [*SMALL, *options, "--data", text_file])
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_other_optimizers_and_precisions_are_an_option_away(in_halves, precision):
+    folder, ended = in_halves
+    done = ended["--precision", precision, "--output", precision]
     assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "runs/05_optimizers/run/figures.json").read_text())
-    assert record["held_out"][-1][1] < 6.0 and not (tmp_path / "runs/05_optimizers/baseline").exists()
+    record = json.loads((folder / precision / "run/figures.json").read_text())
+    assert record["held_out"][-1][1] < 6.0 and not (folder / precision / "baseline").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--optimizer.name", "adam"], "adam"),
-        (["--optimizer.learning_rate", "1"], "learning_rate"),
-        (["--optimizer.lr", "-1"], "positive learning rate"),
-        (["--schedule.warmup_steps", "20"], "warm-up and decay need 21 steps and the run has 20"),
-        (["--optimizer.to_adamw", "[nothing]"], "to_adamw: no trainable parameter has a name like 'nothing'"),
-        (["--max_norm", "0"], "max_norm is 0.0"),
-        (["--precision", "int8"], "int8"),
-    ],
-)
-def test_a_bad_option_is_one_sentence(tmp_path, text_file, options, said):
-    done = start("run.py", *SMALL, "--baseline", "null", *options, "--data", text_file, cwd=tmp_path)
-    assert refused(done, said)
+BAD = [
+    (["--optimizer.name", "adam"], "adam"),
+    (["--optimizer.learning_rate", "1"], "learning_rate"),
+    (["--optimizer.lr", "-1"], "positive learning rate"),
+    (["--schedule.warmup_steps", "20"], "warm-up and decay need 21 steps and the run has 20"),
+    (["--optimizer.to_adamw", "[nothing]"], "to_adamw: no trainable parameter has a name like 'nothing'"),
+    (["--max_norm", "0"], "max_norm is 0.0"),
+    (["--precision", "int8"], "int8"),
+]
 
 
-@pytest.mark.parametrize("experiment", ["optimizer", "schedule", "batch", "order"])
-def test_an_experiment_shows_and_keeps_its_results(tmp_path, text_file, experiment):
-    options = ["--experiment", experiment, *QUICK, "--data", text_file]
-    done = start("experiments.py", *options, cwd=tmp_path, fresh=experiment == "optimizer")
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory, text_file):
+    common = [*SMALL, "--baseline", "null", "--data", text_file]
+    return run_each(FOLDER / "run.py", [options for options, _ in BAD], tmp_path_factory.mktemp("refusals"), common)
+
+
+@pytest.mark.parametrize(("options", "said"), BAD)
+def test_a_bad_option_is_one_sentence(refusals, options, said):
+    assert refused(refusals[*options], said)
+
+
+EXPERIMENTS = ["optimizer", "schedule", "batch", "order"]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, text_file):
+    """The folder of all experiments, and what was printed when each was measured, and when it was asked for again."""
+    folder, common = tmp_path_factory.mktemp("measured"), [*QUICK, "--data", text_file]
+    first, *others = ([f"--experiment={name}"] for name in EXPERIMENTS)
+    done = {tuple(first): start("experiments.py", *common, *first, cwd=folder, fresh=True)}
+    done |= run_each(FOLDER / "experiments.py", others, folder, common)
+    again = run_each(FOLDER / "experiments.py", [first, *others], folder, common)
+    return folder / "runs/05_experiments", done, again
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_shows_and_keeps_its_results(measured, experiment):
+    folder, *ended = measured
+    done, again = (each[f"--experiment={experiment}",] for each in ended)
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "runs/05_experiments"
     assert (folder / f"{experiment}.png").read_bytes().startswith(b"\x89PNG")
     kept = json.loads((folder / f"{experiment}.json").read_text())
     assert {entry["seed"] for entry in kept} == {0, 1} and len({entry["variant"] for entry in kept}) * 2 == len(kept)
@@ -93,11 +124,11 @@ def test_an_experiment_shows_and_keeps_its_results(tmp_path, text_file, experime
     if experiment == "batch":
         seen = {entry["settings"]["steps"] * entry["settings"]["batch_size"] for entry in kept}
         assert max(seen) <= 2 * 32 and min(seen) >= 8, "about the same number of windows for every variant"
-    again = start("experiments.py", *options, cwd=tmp_path)
-    assert ", seed " not in again.stdout, "a result that is there is not measured again"
+    assert again.returncode == 0 and ", seed " not in again.stdout, "a result that is there is not measured again"
 
 
 def test_an_experiment_refuses_what_cannot_be(tmp_path, text_file):
-    for options, said in ((["--steps", "3"], "at least 4"), (["--seq", "500"], "seq is 500"), (["--seeds", "0"], "seeds is 0")):
-        done = start("experiments.py", "--experiment", "order", *options, "--data", text_file, cwd=tmp_path)
-        assert refused(done, said)
+    bad = {("--steps", "3"): "at least 4", ("--seq", "500"): "seq is 500", ("--seeds", "0"): "seeds is 0"}
+    common = ["--experiment", "order", "--data", text_file]
+    for options, done in run_each(FOLDER / "experiments.py", bad, tmp_path, common).items():
+        assert refused(done, bad[options]), options
