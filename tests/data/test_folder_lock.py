@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -75,6 +76,15 @@ def quick(monkeypatch):
         monkeypatch.setattr(folder_lock, name, seconds)
 
 
+@pytest.fixture
+def sleeps(monkeypatch):
+    """The seconds that a process that waits for a holder has slept. The file system's clock moves by them alone, and nothing sleeps."""
+    slept = []
+    monkeypatch.setattr(FolderLock, "clock", lambda lock: lock.path.stat().st_mtime + sum(slept))
+    monkeypatch.setattr(folder_lock, "time", SimpleNamespace(sleep=slept.append))
+    return slept
+
+
 def written(folder, **changes) -> str:
     """A lock file that somebody left."""
     record = json.dumps(myself() | {"boot": "another", "host": "far", "token": "theirs"} | changes)
@@ -113,9 +123,9 @@ def test_a_killed_holder_leaves_the_folder_at_once(tmp_path, forked):
     holder.process.kill()
     holder.process.wait()
     try:
-        began = time.monotonic()
-        with FolderLock(tmp_path):
-            assert time.monotonic() - began < folder_lock.STALE / 2
+        waited_for = []
+        with FolderLock(tmp_path, say=waited_for.append):
+            assert not waited_for
             assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
     finally:
         if forked:
@@ -156,16 +166,16 @@ def test_another_machines_old_lock_is_taken_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("carried", [True, False])
-def test_another_machines_young_lock_is_waited_for_and_taken_when_it_gives_no_sign(tmp_path, quick, monkeypatch, carried):
+def test_another_machines_young_lock_is_waited_for_and_taken_when_it_gives_no_sign(tmp_path, sleeps, monkeypatch, carried):
     """carried: whether the file system has locks. Without, that is how all locks are judged."""
     if not carried:
         monkeypatch.setattr(fcntl, "flock", no_locks)
     written(tmp_path, boot="another" if carried else folder_lock.boot())
-    said, began = [], time.monotonic()
+    said = []
     with FolderLock(tmp_path, say=said.append):
-        assert time.monotonic() - began > folder_lock.STALE / 2
+        assert sum(sleeps) == folder_lock.STALE and len(sleeps) == 60, "it looks for a sign of it every second"
     [sentence] = said
-    assert f"process {os.getpid()} on far since" in sentence and "waiting at most 3 s for a sign of it" in sentence
+    assert f"process {os.getpid()} on far since" in sentence and "waiting at most 60 s for a sign of it" in sentence
     assert f"or delete {tmp_path / 'run.lock'} if that machine is gone" in sentence
     assert not list(tmp_path.iterdir())
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -30,11 +31,19 @@ def change_a_byte(path: Path) -> None:
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
 
 
+def wait_for_a_tick(file: Path) -> None:
+    """Until the file system's clock has moved since the file was written."""
+    probe = file.with_suffix(".probe")
+    probe.touch()
+    while probe.stat().st_ctime_ns <= file.stat().st_ctime_ns:
+        time.sleep(0.001)
+        probe.touch()
+
+
 def test_a_kept_hash_spares_the_reading_and_is_not_believed_after_a_write(tmp_path, monkeypatch):
     file, kept, read = tmp_path / "text.py", tmp_path / "kept.json", []
     file.write_text("return 1")
-    monkeypatch.setattr(digests, "SETTLED", 0.0)
-    time.sleep(0.05)  # or the file would be of this very tick
+    monkeypatch.setattr(digests, "SETTLED", -math.inf)
 
     def digest() -> str:
         again = digests.Digests(kept)
@@ -46,6 +55,7 @@ def test_a_kept_hash_spares_the_reading_and_is_not_believed_after_a_write(tmp_pa
     monkeypatch.setattr(digests.hashlib, "file_digest", lambda *arguments: (read.append(1), whole(*arguments))[1])
     first = digest()
     assert digest() == first == hashlib.sha256(b"return 1").hexdigest() and len(read) == 1
+    wait_for_a_tick(file)  # or the change would leave no trace
     change_a_byte(file)
     assert digest() == hashlib.sha256(b"Return 1").hexdigest() and len(read) == 2
     for damaged in ("{", "[]", json.dumps({str(file): 1})):
@@ -64,8 +74,7 @@ def test_the_hash_of_a_file_that_was_just_written_is_not_kept(tmp_path):
 
 def test_hashes_that_cannot_be_kept_stop_nothing(tmp_path, monkeypatch):
     """As in a folder of finished text that can only be read, whose sources were copied since."""
-    monkeypatch.setattr(digests, "SETTLED", 0.0)
+    monkeypatch.setattr(digests, "SETTLED", -math.inf)
     folder, output = write_folder(tmp_path / "code"), tmp_path / "prepared"
     (output / "sources.json").mkdir(parents=True)
-    time.sleep(0.05)
     assert prepare(config_of(folder), output).folder == prepare(config_of(folder), output).folder

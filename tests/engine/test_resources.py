@@ -20,12 +20,18 @@ from shared.engine.metrics.profiling import Profile
 # Resources, profiles, early stopping
 
 
-def test_resources_are_the_operating_systems(tmp_path):
-    recorder = Recorder()
+def test_resources_are_the_operating_systems(tmp_path, monkeypatch):
+    recorder, found, inner = Recorder(), [], psutil.Process.memory_info
+
+    def memory_info(process):
+        found.append(inner(process))
+        return found[-1]
+
+    monkeypatch.setattr(psutil.Process, "memory_info", memory_info)
     make_engine(tmp_path, [Resources(), recorder]).fit(Loader(), steps=2)
     metrics = recorder.logs[2]
-    assert metrics["memory/resident_gib"] == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.2)
-    assert 0 <= metrics["cpu/utilisation"] <= 1.05  # the two clocks behind it do not tick together
+    assert metrics["memory/resident_gib"] == found[-1].rss / 2**30 > 0.05
+    assert metrics["cpu/utilisation"] > 0
     assert not [name for name in metrics if "gpu" in name]
 
 
