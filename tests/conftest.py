@@ -17,6 +17,7 @@ import torch
 from changed import Affected, changed_files
 from dependencies import Dependencies
 from hypothesis import HealthCheck, settings
+from scopes import Recorder, place, scope_of
 
 from shared.course import running
 from shared.course.paths import CHECKOUT
@@ -53,11 +54,11 @@ FOLDERS = {
     "01": "loop", "02": "model", "03": "data", "04": "engine", "05": "optim", "06": "parallel", "07": "tensor",
     "08": "pipeline", "09": "moe", "10": "finetune", "11": "preference", "12": "rl trainer",
 }  # fmt: skip
-EXECUTED = "test_every_output_is_printed_again"  # half a minute for each notebook
 
 
 def pytest_addoption(parser):
     parser.addoption("--chapter", metavar="NN", choices=FOLDERS, help="only this chapter's tests: its folder, parity, checks and notebook")
+    parser.addoption("--record-durations", action="store_true", help="write what each part of the suite took to tests/durations.json")
     parser.addoption("--changed", metavar="REV", help="only the tests that depend on a file that differs from this commit")
 
 
@@ -69,6 +70,11 @@ def is_of_chapter(item: pytest.Item, chapter: str) -> bool:
         or item.path.name.startswith(f"test_{chapter}_")
         or bool(parameters and re.search(rf"(^|-){chapter}[._]", parameters.id))
     )
+
+
+def pytest_configure(config):
+    if config.getoption("--record-durations"):
+        config.pluginmanager.register(Recorder())
 
 
 def keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
@@ -83,19 +89,19 @@ def pytest_collection_modifyitems(config, items):
         keep(config, items, lambda item: is_of_chapter(item, chapter))
     if base := config.getoption("--changed"):
         keep(config, items, Affected(Dependencies(CHECKOUT), changed_files(base, CHECKOUT)).__contains__)
-    items.sort(key=lambda item: not item.name.startswith(EXECUTED))  # first, or one worker ends with them while the others wait
+    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        items.sort(key=place)  # or one worker ends with the longest while the others wait
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Files stay together, since their tests share runs; a notebook's execution shares nothing and may go to any worker."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class ByScope(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return nodeid if EXECUTED in nodeid else nodeid.split("::", 1)[0]
+            return scope_of(nodeid)
 
-    return ByFile(config, log)
+    return ByScope(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ EXERCISES = catalogue.all_exercises()
 by_exercise = pytest.mark.parametrize("exercise_id", EXERCISES)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def known_answers():
     """`try_known_answers`, once for each exercise."""
     found = {}

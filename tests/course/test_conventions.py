@@ -2,6 +2,8 @@
 
 import ast
 import re
+from functools import cache
+from pathlib import Path
 
 import pytest
 from children import in_child
@@ -21,6 +23,12 @@ by_name = pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relati
 by_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.slug)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def floor_of(module: str) -> int | None:
     """The chapter that a module of the core belongs to, as its docstring opens; 0 for the learner's tools."""
     if module.startswith("shared.course") or module == "shared":
@@ -29,7 +37,7 @@ def floor_of(module: str) -> int | None:
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not path.exists():
         return None
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    docstring = ast.get_docstring(tree_of(path)) or ""
     opening = docstring.split(".", 1)[0].split()
     assert opening[:1] == ["Chapter"] and opening[1].isdigit(), f"{path} must open with the chapter that it belongs to"
     return int(opening[1])
@@ -54,7 +62,7 @@ def floor_or_none(module: str) -> int | None:
 @by_name
 def test_a_floor_imports_only_lower_floors(path):
     own = floor_of(catalogue.module_name(path))
-    imported = imported_modules(ast.parse(path.read_text(encoding="utf-8")))
+    imported = imported_modules(tree_of(path))
     assert not {name for name in imported if not name.startswith("shared")}
     above = {name: floor_of(name) for name in imported if (floor_of(name) or 0) > own}
     assert not above, f"{path} stands on floor {own} and imports upwards: {above}"
@@ -73,7 +81,7 @@ def test_import_circles_are_found():
 
 @pytest.mark.parametrize("path", FLOOR_0, ids=lambda path: path.name)
 def test_the_learners_tools_import_no_floor_at_module_level(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
     assert not {name for name in imported_modules(top) if not name.startswith("shared.course")}
 
@@ -95,7 +103,7 @@ def test_every_module_can_be_the_first_to_be_imported(path, first_imports):
 @by_chapter
 def test_solutions_import_no_exercise_by_name(chapter):
     """An import by name would copy the function before its hole is filled, and would pin one implementation."""
-    tree = ast.parse(chapter.solution_file.read_text(encoding="utf-8"))
+    tree = tree_of(chapter.solution_file)
     holes = {(contract.module, contract.function) for contract in catalogue.contracts().values()}
     named = {(node.module, alias.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert not named & holes
@@ -162,7 +170,7 @@ BANNED = ("let go", "whoever", "something to do meanwhile", "for ever", "anew") 
 
 @by_name
 def test_docstrings_open_with_a_sentence_and_avoid_banned_phrases(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     first = ast.get_docstring(tree).split("\n\n")[0].removeprefix(f"Chapter {floor_of(catalogue.module_name(path)):02}.").strip()
     assert len(first.split()) >= 3 and first.endswith((".", ":", "!", "?")), f"{path} opens with {first!r}"
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
@@ -199,6 +207,6 @@ def test_make_test_knows_the_chapters_folder_of_tests(chapter):
 def test_a_chapters_scripts_import_its_own_floor_and_lower_ones(chapter):
     """Whoever stands at chapter 2 has not read chapter 3. The trainer is chapter 12's."""
     for path in sorted((CHECKOUT / "chapters" / chapter.slug).glob("*.py")):
-        imported = imported_modules(ast.parse(path.read_text(encoding="utf-8")))
+        imported = imported_modules(tree_of(path))
         above = {name for name in imported if (floor_or_none(name) or 0) > int(chapter.number)}
         assert not above, f"{path.name} of chapter {chapter.number} imports {sorted(above)}"

@@ -17,7 +17,7 @@ HUNTS = hunts.hunts()
 by_hunt = pytest.mark.parametrize("hunt", HUNTS.values(), ids=lambda hunt: hunt.id)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def repairs():
     return {slug: build_check.read_checks(hunts.FOLDER / f"{slug}.py") for slug in {hunt.slug for hunt in HUNTS.values()}}
 

@@ -50,7 +50,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]  # as a script; pytest has them already
 
-from scripts import Server, exit_code_of, next_request  # noqa: E402
+from scripts import Server, exit_code_of, next_request_to_the_trainer  # noqa: E402
 
 LINES = 3  # on standard error
 WAITING = 90.0  # seconds by the clock; a row's own seconds count the processor's time
@@ -223,20 +223,11 @@ def execute(folder: Path, command: Command, environment: dict[str, str], seconds
 
 def serve() -> None:
     """The process that forks: it has imported the trainer, and each child becomes a row."""
-    from shared.course import binding, launch, paths  # noqa: F401
-
-    binding.choose("reference")
-    import shared.trainer.run  # noqa: F401
-    import shared.trainer.settings  # noqa: F401
-
-    if not (request := next_request()):
+    if not (request := next_request_to_the_trainer()):
         return
-    os.chdir(request["folder"])
-    binding._process.choice.workspace = paths.find_workspace()  # as if the choice were made in the row's folder
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     signal.setitimer(signal.ITIMER_REAL, WAITING)
     signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["function"]:
         request["command"] = [__file__, "--call", *request["function"]]
     os._exit(exit_code_of(request))

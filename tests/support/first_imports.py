@@ -1,4 +1,4 @@
-"""Import each module of the core as the first one, in its own fork of a process that has imported PyTorch and nothing of the core."""
+"""Import each module of the core as the first one, in its own fork of a process that has imported the libraries and nothing of the core."""
 
 import gc
 import importlib
@@ -6,11 +6,18 @@ import os
 import sys
 import traceback
 
+from scripts import LIBRARIES
+
+from shared.course import catalogue
+
 FINE = "every hole is filled"
 
 
 def import_each_first(holes: dict[str, list[str]]) -> dict[str, str]:
     """Module -> the exercises that it declares, to module -> `FINE`, or what went wrong. For a process that imports nothing else."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    catalogue.chapters()  # cached: each fork would read all contracts again
     gc.freeze()  # or each fork would copy what its first collection touches
     return {module: in_fork(module, functions) for module, functions in holes.items()}
 

@@ -2,7 +2,8 @@
 
 Importing PyTorch takes longer than most scripts of the tests do. `run_script` hands a script to a server (this file, as a program) that
 has imported the libraries and nothing of the course: it forks, and the child becomes the script, with its own folder, words, environment,
-output and exit code. `fresh=True` starts Python instead: one test of each script does.
+output and exit code. The trainer, where it runs with the reference, is handed to a server that has imported the trainer too, bound to the
+reference. `fresh=True` starts Python instead: one test of each script does.
 """
 
 import atexit
@@ -53,8 +54,22 @@ def run_script(
             with open(output, "w") as out, open(errors, "w") as err:
                 code = subprocess.run(words, cwd=cwd, env=os.environ | environment, stdout=out, stderr=err, timeout=TIMEOUT).returncode
         else:
-            code = Server.started().run(request)
+            words = [__file__, "--trainer"] if is_trainer_with_reference(script, words, cwd) else [__file__]
+            code = Server.started(*words).run(request)
         return subprocess.CompletedProcess(command, code, output.read_text(encoding="utf-8"), errors.read_text(encoding="utf-8"))
+
+
+def is_trainer_with_reference(script: Path, words: tuple[object, ...], cwd: Path) -> bool:
+    """Whether a script is the trainer and its words ask for the solutions' bodies: only then may the core be bound before the words are known."""
+    from shared.course.errors import CourseError
+    from shared.trainer.settings import implementation_asked
+
+    first, *others = map(str, words or [""])
+    file = first if "=" in first or first.startswith("-") or not first else str(cwd / first)
+    try:
+        return script.name == "train.py" and implementation_asked([file, *others]) == "reference"
+    except (CourseError, AttributeError):  # a file that cannot be read, or holds no mapping: the trainer's to refuse
+        return False
 
 
 def refused(done: subprocess.CompletedProcess, said: str) -> bool:
@@ -91,7 +106,7 @@ class Server:
     @staticmethod
     @cache
     def started(*program: str) -> "Server":
-        return Server(*(program or [__file__]))
+        return Server(*program)
 
     def run(self, request: dict) -> int:
         print(json.dumps(request), file=self.process.stdin, flush=True)
@@ -173,7 +188,28 @@ def exit_code_of(request: dict) -> int:
     return code
 
 
+def next_request_to_the_trainer() -> dict | None:
+    """`next_request`, in a server that has imported the trainer, bound to the reference as if that choice were made in the child's folder."""
+    from shared.course import binding, launch, paths  # noqa: F401
+
+    binding.choose("reference")
+    import shared.trainer.run  # noqa: F401
+    import shared.trainer.settings  # noqa: F401
+
+    if request := next_request():
+        os.chdir(request["folder"])
+        binding._process.choice.workspace = paths.find_workspace()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return request
+
+
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1]) if len(sys.argv) > 1 else next_request()
+    match sys.argv[1:]:
+        case []:
+            asked = next_request()
+        case ["--trainer"]:
+            asked = next_request_to_the_trainer()
+        case [request]:
+            asked = json.loads(request)
     if asked:
         os._exit(exit_code_of(asked))
