@@ -62,10 +62,10 @@ def by_heap(sizes, whole, held):
 
 
 def quickly(function, sizes, whole, held):
-    """Whether it takes less than a second of this thread's time."""
+    """Whether it takes less than a tenth of a second of this thread's time: one number at a time takes ten times as long."""
     began = time.thread_time()
     result = judged_by_ends(function(sizes, whole, held), held)
-    return result | {"less than a second for these numbers": time.thread_time() - began < 1.0}
+    return result | {"less than 0.1 s for these numbers": time.thread_time() - began < 0.1}
 
 
 def judged_by_ends(ranges, held):
@@ -78,8 +78,8 @@ def hold(*loads: int):
 
 
 def in_time(**given):
-    loads = [2_000_000] * 5 + [2_000_001] * 3
-    return {"numbers that ranks hold, by size": loads, "less than a second for these numbers": True}
+    loads = [200_000] * 5 + [200_001] * 3
+    return {"numbers that ranks hold, by size": loads, "less than 0.1 s for these numbers": True}
 
 
 def example(title, arguments, expected, source="arithmetic"):
@@ -121,6 +121,6 @@ CHECK = Check(
         oracle("on top of what they hold", shared([13, 7, 31, 2, 17, 5, 3], [1, 0, 1, 0, 1, 1, 0], [40, 3, 19, 0])),
         oracle("equal layers", shared([24, 24, 24, 24, 97, 97, 5] * 3, [1, 1, 1, 1, 1, 1, 0] * 3, [0] * 5)),
         oracle("in rising order", shared([2, 3, 5, 7, 11, 13, 17], [1, 1, 1, 1, 1, 1, 0], [0, 0, 0])),
-        Case("budget", "16 million numbers, eight ranks", cut([4_000_000, 12_000_003], [0] * 8), in_time, "16,000,003 / 8", quickly),
+        Case("budget", "1.6 million numbers, eight ranks", cut([400_000, 1_200_003], [0] * 8), in_time, "1,600,003 / 8", quickly),
     ],
 )  # fmt: skip
