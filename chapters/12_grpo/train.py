@@ -19,6 +19,7 @@ from rich.console import Console  # noqa: E402
 
 from shared.course import binding  # noqa: E402
 from shared.course.errors import CourseError  # noqa: E402
+from shared.course.importing import all_stays  # noqa: E402
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -31,16 +32,17 @@ def main(words: list[str]) -> None:
         binding.choose(implementation_asked(words))
     except CourseError as error:
         refuse(error)
-    from shared.trainer.config import TrainerConfig
-    from shared.trainer.settings import USAGE, parse_words
+    with all_stays():
+        from shared.trainer.config import TrainerConfig
+        from shared.trainer.settings import USAGE, parse_words
 
-    if asked := help_asked(words):
-        print_help(TrainerConfig, USAGE, asked)
-    from shared.parallel.comm.processes import from_torchrun
-    from shared.trainer.elastic import layout_for_those_there
-    from shared.trainer.run import train_model
-    from shared.trainer.start import with_start
-    from shared.trainer.stopwatch import process_began
+        if asked := help_asked(words):
+            print_help(TrainerConfig, USAGE, asked)
+        from shared.parallel.comm.processes import from_torchrun
+        from shared.trainer.elastic import layout_for_those_there
+        from shared.trainer.run import train_model
+        from shared.trainer.start import with_start
+        from shared.trainer.stopwatch import process_began
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     say = print if os.environ.get("RANK", "0") == "0" else lambda line: None  # torchrun's own variable

@@ -46,7 +46,7 @@ class Exercise:
 
     @property
     def contract(self) -> Contract:
-        return contracts()[self.id]
+        return contract_of(self.id)
 
     @property
     def name(self) -> str:
@@ -119,6 +119,13 @@ def contracts() -> dict[str, Contract]:
 
 
 @cache
+def contract_of(exercise_id: str) -> Contract:
+    """One exercise's contract, from the file that names it: a check parses that file, and not those of the other exercises."""
+    files = (path for path in core_files() if f'@exercise("{exercise_id}")' in path.read_text(encoding="utf-8"))
+    return next(one for path in files for one in contracts_in(path, module_name(path)) if one.exercise == exercise_id)
+
+
+@cache
 def chapters() -> dict[str, Chapter]:
     folders = sorted(require_checkout().glob("chapters/[0-9][0-9]_*"))
     return {folder.name[:2]: Chapter(folder.name[:2], folder.name) for folder in folders if (folder / "exercises.toml").exists()}
@@ -134,15 +141,17 @@ def chapter_of(exercise_id: str) -> Chapter:
 
 def find_exercise(name: str) -> Exercise:
     """The exercise called `name` ("01.cross_entropy"); an unknown name is refused with the nearest one."""
+    chapter = chapters().get(name.split(".", 1)[0])
+    for exercise in chapter.exercises if chapter else ():
+        if exercise.id == name:
+            return exercise
     known = all_exercises()
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        nearest = nearest or [full for full in known if full.split(".", 1)[1] == name]
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
-        if ".build" in name or ".hunt" in name:
-            hint = " A build or a hunt is checked whole: `course check 07.build`, `course hunt 07`."
-        raise CourseError(f"There is no exercise {name!r}.{hint} `course status` lists them all.")
-    return known[name]
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    nearest = nearest or [full for full in known if full.split(".", 1)[1] == name]
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    if ".build" in name or ".hunt" in name:
+        hint = " A build or a hunt is checked whole: `course check 07.build`, `course hunt 07`."
+    raise CourseError(f"There is no exercise {name!r}.{hint} `course status` lists them all.")
 
 
 def find_chapter(number: str) -> Chapter:
@@ -163,4 +172,5 @@ def select(names: tuple[str, ...]) -> list[Exercise]:
         for name in names
         for exercise in (find_chapter(name).exercises if re.match(r"\d+(_\w+)?$", name) else [find_exercise(name)])
     }
-    return [exercise for known, exercise in all_exercises().items() if known in wanted]
+    numbers = sorted({exercise.chapter for exercise in wanted.values()})
+    return [exercise for number in numbers for exercise in chapters()[number].exercises if exercise.id in wanted]

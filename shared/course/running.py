@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +38,7 @@ STARTING = 120.0  # seconds that a child may take, on a loaded machine, until it
 WAITING = 40.0  # seconds beyond its limit that an answer may spend waiting; the limit itself counts only processor time
 DIAGNOSING = 20.0  # seconds for finding out which misconception a failed answer shows; a build has more than a hundred wrong ones
 SHOWN_OUTPUT = 2000  # characters of it that are shown
-PRELOADED = ["torch", "cloudpickle", "shared.course.judging", "shared.course.running"]  # nothing of the core: it is bound in the child
+PRELOADED = ["shared.course.preloaded"]
 
 
 def check_files(exercises: Iterable[Exercise], workspace: Path) -> Iterator[Outcome]:
@@ -128,7 +129,8 @@ def run_apart(exercise: Exercise, file: BodyFile, seconds: float, waiting: float
         result, output = Path(folder, "result.json"), Path(folder, "output.txt")
         output.touch()
         child = context.Process(target=child_main, args=(exercise.id, file, folder, seconds, waiting, work), daemon=True)
-        child.start()
+        with without_main_module():
+            child.start()
         try:
             over = watch(child, output, seconds, waiting)
         finally:
@@ -140,6 +142,18 @@ def run_apart(exercise: Exercise, file: BodyFile, seconds: float, waiting: float
         if not result.exists():
             return failed(exercise, f"Your code ended the process (exit code {child.exitcode}) before the check was through.", printed)
         return Outcome(**json.loads(result.read_text(encoding="utf-8")) | {"printed": printed})
+
+
+@contextmanager
+def without_main_module() -> Iterator[None]:
+    """Start a child that does not run this program's main module, as multiprocessing has children do: all commands of `course` would be
+    imported again for each check, or Jupyter's kernel."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def watch(child: multiprocessing.Process, output: Path, seconds: float, waiting: float) -> str:
