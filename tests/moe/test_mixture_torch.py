@@ -43,21 +43,6 @@ def layout_of(word: str, more: dict):
     return replace(parse_layout(word), backend="torch", **more)
 
 
-def require_each(cases, ranks: int) -> None:
-    found = run_processes(trained, ranks, cases, timeout=600)
-    for (_, optimizer, _), *of_ranks in zip(cases, *found, strict=True):
-        require_same(of_ranks, alone(optimizer))
-
-
-def test_two_ranks_train_like_one_process():
-    require_each(TWO, 2)
-
-
-@pytest.mark.slow
-def test_four_ranks_train_like_one_process():
-    require_each(FOUR, 4)
-
-
 def gathered(world):
     """A router's and an expert's weights as a block in bfloat16 computes with them, and the bytes of all weights, counted and by name."""
     run = MixtureRun(world, layout_of("fsdp2", {}), config=MODEL, computed_in=torch.bfloat16, dtype=torch.float32)
@@ -72,5 +57,24 @@ def gathered(world):
     return torch.equal(seen["router"], whole), seen["experts"], run.parallel.whole_bytes - expected
 
 
-def test_fully_sharded_routers_are_gathered_in_their_own_precision():
-    assert run_processes(gathered, 2, timeout=300) == [(True, torch.bfloat16, 0)] * 2
+def require_each(cases, found) -> None:
+    for (_, optimizer, _), *of_ranks in zip(cases, *found, strict=True):
+        require_same(of_ranks, alone(optimizer))
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return run_processes(lambda world: (trained(world, TWO), gathered(world)), 2, timeout=600)
+
+
+def test_two_ranks_train_like_one_process(on_two):
+    require_each(TWO, [runs for runs, _ in on_two])
+
+
+@pytest.mark.slow
+def test_four_ranks_train_like_one_process():
+    require_each(FOUR, run_processes(trained, 4, FOUR, timeout=600))
+
+
+def test_fully_sharded_routers_are_gathered_in_their_own_precision(on_two):
+    assert [weights for _, weights in on_two] == [(True, torch.bfloat16, 0)] * 2

@@ -110,13 +110,24 @@ def refusals(world, folder):
     return started, saved
 
 
-def test_a_script_whose_ranks_differ_is_refused_before_its_first_step_and_before_it_saves(tmp_path):
-    (started, saved), others = run_processes(refusals, 2, tmp_path)
+def on_two(world, folder):
+    return refusals(world, folder / "refused"), apart(world, folder / "two_machines")
+
+
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory):
+    """The folder of all runs of two ranks, and what each rank says of them."""
+    folder = tmp_path_factory.mktemp("by_two")
+    return folder, run_processes(on_two, 2, folder, timeout=600)
+
+
+def test_a_script_whose_ranks_differ_is_refused_before_its_first_step_and_before_it_saves(by_two):
+    folder, ((started, saved), others) = by_two[0] / "refused", (refused for refused, _ in by_two[1])
     assert others == (started, saved), "all ranks say the same"
     for what, (_, words) in RUNS.items():
         assert words in started[what] and bool(words) == bool(started[what]), (what, started[what])
     for what, (_, words) in NUDGES.items():
-        assert words in saved[what] and not list(tmp_path.glob(f"{what}/checkpoints/step-*")), (what, saved[what])
+        assert words in saved[what] and not list(folder.glob(f"{what}/checkpoints/step-*")), (what, saved[what])
 
 
 # Machines that share no folder.
@@ -143,17 +154,17 @@ def apart(world, folder):
     return told
 
 
-def test_without_a_shared_folder_each_machine_keeps_all_and_a_run_resumes_from_the_newest_common_step(tmp_path):
-    told, others = run_processes(apart, 2, tmp_path)
+def test_without_a_shared_folder_each_machine_keeps_all_and_a_run_resumes_from_the_newest_common_step(by_two):
+    folder, (told, others) = by_two[0] / "two_machines", (runs for _, runs in by_two[1])
     for name, weight in told["whole"].items():
         assert torch.equal(weight, told["resumed"][name]) and torch.equal(weight, others["resumed"][name]), name
-    alone = fit(SingleRankCommunicator(), tmp_path / "apart" / "disk-0", "one", steps=6)
+    alone = fit(SingleRankCommunicator(), folder / "apart" / "disk-0", "one", steps=6)
     assert all(torch.equal(weight, alone[name]) for name, weight in told["whole"].items()), "one machine's folder is a checkpoint by itself"
     assert "rank 0 has 2, 4, 6; rank 1 has none" in told["lost"] and "copy the checkpoints" in told["lost"]
     assert "no step is the same" in told["other"] and "rank 1 has 2, 4" in told["other"]
     for layout in ("fsdp2", "dp2_zero1"):
         assert "no machine holds the whole" in told[layout] and "parallel.data_parallel=2 parallel.fully_sharded=1" in told[layout]
-        assert not list(tmp_path.glob(f"{layout}/*/checkpoints"))
+        assert not list(folder.glob(f"{layout}/*/checkpoints"))
     for what in ("lost", "other", "fsdp2", "dp2_zero1"):
         assert others[what].replace("disk-1", "disk-0") == told[what]
 

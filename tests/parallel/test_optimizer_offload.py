@@ -78,15 +78,23 @@ def test_optimizer_offload_takes_the_same_steps(layout, optimizer):
     require_equal(*(run_threads(trained, layout.ranks, layout, optimizer, elsewhere) for elsewhere in (False, True)))
 
 
-def on_torchs_engine(world, optimizer):
-    """Each layout here, then each elsewhere."""
+def on_torchs_engine(world):
+    """With each optimizer, each layout here, then each elsewhere."""
     layouts = [parse_layout(word, ParallelConfig(backend="torch")) for word in ("dp2", "dp2_zero1", "fsdp2")]
-    return [[trained(world, layout, optimizer, elsewhere) for layout in layouts] for elsewhere in (False, True)]
+    return {
+        optimizer.name: [[trained(world, layout, optimizer, elsewhere) for layout in layouts] for elsewhere in (False, True)]
+        for optimizer in (ADAMW, MUON)
+    }
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_optimizer_offload_on_torchs_engine_takes_the_same_steps(optimizer):
-    for here, there in run_processes(on_torchs_engine, 2, optimizer, timeout=300):
+@pytest.fixture(scope="module")
+def by_torch():
+    return run_processes(on_torchs_engine, 2, timeout=300)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_optimizer_offload_on_torchs_engine_takes_the_same_steps(by_torch, optimizer):
+    for here, there in (found[optimizer] for found in by_torch):
         require_equal(here, there)
 
 

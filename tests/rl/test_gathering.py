@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -116,7 +115,16 @@ def by_torch(world, reshards: bool) -> list:
     return [*found, sum(each.numel() for block in blocks for each in block.parameters()), run.parallel.whole_bytes, left]
 
 
+def by_torch_both(world) -> dict[bool, list]:
+    return {reshards: by_torch(world, reshards) for reshards in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return run_processes(by_torch_both, 2, timeout=300)
+
+
 @pytest.mark.parametrize("reshards", [True, False])
-def test_pytorchs_engine_does_both(reshards):
-    for (kept, logits), (freed, same), numbers, whole, left in run_processes(partial(by_torch, reshards=reshards), 2):
+def test_pytorchs_engine_does_both(on_two, reshards):
+    for (kept, logits), (freed, same), numbers, whole, left in (found[reshards] for found in on_two):
         assert kept == numbers and freed == 0 and logits == same and not left and whole > 8 * numbers

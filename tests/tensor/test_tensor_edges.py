@@ -114,51 +114,59 @@ def test_sequence_operators_undo_each_other(whole_first, forward, back):
 # Dropout.
 
 
-def in_processes(work, ranks):
-    """Threads share one generator, so these ranks are processes."""
+def trained_with_dropout(world, layout: str) -> tuple:
+    plain, state, named = with_dropout(world, layout)
+    again, _, _ = with_dropout(world, layout, "full")
+    replicated = {name: tensor.detach() for name, tensor in named.items() if not hasattr(tensor, "sharding")}
+    return plain, again, state, replicated
+
+
+def masks_of_a_cut_activation(world) -> tuple:
+    layer = ShardDropout(0.5)
+    layer.group = world
+    torch.manual_seed(1)
+    masks = [layer(torch.ones(200)) for _ in range(2)]
+    layer.eval()
+    return masks, layer(torch.ones(3)), torch.rand(3)
+
+
+def masks_of_a_cut_model(world, by_sequence: bool) -> tuple:
+    model = TransformerModel(replace(config_of("gpt2"), hidden_dropout=0.5, attention_dropout=0.5))
+    TensorParallel().shape(model, Mesh(ParallelConfig(tensor_parallel=2, sequence_parallel=by_sequence), world))
+    return drawn(model)
+
+
+def everything(world) -> dict:
+    found = {layout: trained_with_dropout(world, layout) for layout in ("tp2", "tp2_sp")}
+    return found | {"masks": masks_of_a_cut_activation(world)} | {cut: masks_of_a_cut_model(world, cut) for cut in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def by_two():
+    """What each of two ranks draws. Threads share one generator, so they are processes."""
     from shared.parallel.comm.launch import run_processes
 
-    return run_processes(work, ranks, timeout=300)
+    return run_processes(everything, 2, timeout=300)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
-def test_dropout_leaves_the_ranks_generators_and_replicated_weights_equal(layout):
-    def work(world):
-        plain, state, named = with_dropout(world, layout)
-        again, _, _ = with_dropout(world, layout, "full")
-        replicated = {name: tensor.detach() for name, tensor in named.items() if not hasattr(tensor, "sharding")}
-        return plain, again, state, replicated
-
-    first, second = in_processes(work, 2)
+def test_dropout_leaves_the_ranks_generators_and_replicated_weights_equal(by_two, layout):
+    first, second = (found[layout] for found in by_two)
     assert torch.equal(first[2], second[2]), "what is drawn next is the same on both"
     assert first[3] and all(torch.equal(first[3][name], second[3][name]) for name in first[3])
     assert largest_difference(without_noise(first[0]), without_noise(first[1])) < 1e-12, "a block that is run again draws the same masks"
 
 
-def test_ranks_draw_masks_of_their_own_where_activations_are_cut():
-    def work(world):
-        layer = ShardDropout(0.5)
-        layer.group = world
-        torch.manual_seed(1)
-        masks = [layer(torch.ones(200)) for _ in range(2)]
-        layer.eval()
-        return masks, layer(torch.ones(3)), torch.rand(3)
-
-    (first, kept, after), (second, _, after_too) = in_processes(work, 2)
+def test_ranks_draw_masks_of_their_own_where_activations_are_cut(by_two):
+    (first, kept, after), (second, _, after_too) = (found["masks"] for found in by_two)
     assert not torch.equal(first[0], second[0]) and not torch.equal(first[0], first[1])
     assert set(first[0].tolist()) == {0.0, 2.0} and torch.equal(kept, torch.ones(3)) and torch.equal(after, after_too)
 
 
 @pytest.mark.parametrize("by_sequence", [False, True])
-def test_a_cut_models_layers_draw_masks_of_their_own_where_ranks_have_other_numbers(by_sequence):
+def test_a_cut_models_layers_draw_masks_of_their_own_where_ranks_have_other_numbers(by_two, by_sequence):
     """Attention always, since each rank has other heads; the stream where it is cut, and else all ranks must draw the same."""
-
-    def work(world):
-        model = TransformerModel(replace(config_of("gpt2"), hidden_dropout=0.5, attention_dropout=0.5))
-        TensorParallel().shape(model, Mesh(ParallelConfig(tensor_parallel=2, sequence_parallel=by_sequence), world))
-        return drawn(model)
-
-    (stream, mixed, after), (other_stream, other_mixed, other_after) = in_processes(work, 2)
+    (stream, mixed, after), (other_stream, other_mixed, other_after) = (found[by_sequence] for found in by_two)
     assert torch.equal(stream, other_stream) is not by_sequence and not torch.equal(mixed, other_mixed) and torch.equal(after, other_after)
 
 
