@@ -4,6 +4,7 @@ import json
 import subprocess
 
 import pytest
+from command_lines import run_each
 from scripts import refused, run_script
 
 from shared.course.paths import CHECKOUT
@@ -29,14 +30,19 @@ def test_two_ranks_train_like_one_and_say_what_they_sent_and_held(tmp_path):
     assert (tmp_path / "runs/06_data_parallel/figures.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--layout", "dp2_zeroo1"], "not understood at 'zeroo1'"),
-        (["--layout", "tp2"], "comes with chapter 07"),
-        (["--micro_batch_size", "3"], "cannot share it out"),
-    ],
-)
-def test_a_wrong_option_is_one_sentence_before_anything_starts(tmp_path, options, said):
-    done = start(*options, cwd=tmp_path)
+WRONG = [
+    (["--layout", "dp2_zeroo1"], "not understood at 'zeroo1'"),
+    (["--layout", "tp2"], "comes with chapter 07"),
+    (["--micro_batch_size", "3"], "cannot share it out"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return run_each(SCRIPT, [options for options, _ in WRONG], tmp_path_factory.mktemp("refusals"), SMALL)
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG)
+def test_a_wrong_option_is_one_sentence_before_anything_starts(refusals, options, said):
+    done = refusals[*options]
     assert refused(done, said) and done.returncode == 1
