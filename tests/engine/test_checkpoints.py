@@ -162,25 +162,35 @@ def test_a_real_limit_on_file_sizes_is_a_sentence(tmp_path):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def kill_at_random(folder, steps: int, generator: random.Random, longest: float) -> bool:
-    """Start the run, kill it with SIGKILL after a random time in training. Returns whether it was killed before its end."""
+def after_some_steps(child: subprocess.Popen, generator: random.Random) -> None:
+    for _ in range(generator.randrange(30)):
+        child.stdout.readline()
+
+
+def after_some_time(child: subprocess.Popen, generator: random.Random) -> None:
+    """In the middle of a step or of a save."""
+    time.sleep(generator.uniform(0, 0.35))
+
+
+def kill_at_random(folder, steps: int, generator: random.Random, wait) -> bool:
+    """Start the run, kill it with SIGKILL at a random moment of training. Returns whether it was killed before its end."""
     mode = generator.choice(["asynchronous", "synchronous"])
     child = subprocess.Popen([sys.executable, SCRIPT, folder, str(steps), mode], stdout=subprocess.PIPE, text=True)
     child.stdout.readline()  # training has begun
-    time.sleep(generator.uniform(0, longest))
+    wait(child, generator)
     child.send_signal(signal.SIGKILL)
     child.stdout.close()
     return child.wait() == -signal.SIGKILL
 
 
-def killed_and_resumed(tmp_path, kills: int, steps: int, seed: int) -> tuple[int, int]:
+def killed_and_resumed(tmp_path, kills: int, steps: int, seed: int, wait) -> tuple[int, int]:
     """Kill a run again and again, let it end, and compare with one that was never killed. Returns kills and leftovers of saves.
 
     Until then it has more steps to do than any machine does between two kills; it ends `steps` after the last one that was saved.
     """
     generator, landed, leftovers = random.Random(seed), 0, 0
     for _ in range(kills):
-        landed += kill_at_random(tmp_path / "killed", 10**7, generator, longest=0.35)
+        landed += kill_at_random(tmp_path / "killed", 10**7, generator, wait)
         leftovers += any((tmp_path / "killed" / "checkpoints").glob("*.partial"))
     steps += max(Checkpoints(tmp_path / "killed" / "checkpoints").steps(), default=0)
     run = subprocess.run([sys.executable, SCRIPT, tmp_path / "killed", str(steps)], capture_output=True, text=True)
@@ -192,12 +202,12 @@ def killed_and_resumed(tmp_path, kills: int, steps: int, seed: int) -> tuple[int
 
 
 def test_a_run_killed_three_times_ends_with_the_same_weights(tmp_path):
-    landed, _ = killed_and_resumed(tmp_path, kills=3, steps=40, seed=0)
+    landed, _ = killed_and_resumed(tmp_path, kills=3, steps=40, seed=0, wait=after_some_steps)
     assert landed == 3
 
 
 @pytest.mark.slow
 def test_a_run_killed_fifty_times_ends_with_the_same_weights(tmp_path):
-    landed, leftovers = killed_and_resumed(tmp_path, kills=50, steps=40, seed=1)
+    landed, leftovers = killed_and_resumed(tmp_path, kills=50, steps=40, seed=1, wait=after_some_time)
     print(f"{landed} kills, {leftovers} of them during a save")
     assert landed == 50 and leftovers >= 1

@@ -199,6 +199,7 @@ def test_deadlocks_and_mismatches_of_processes_are_reported(function, sentence):
         run_processes(function, 2, timeout=300, timeouts=LONG_TIMEOUTS)
 
 
+@pytest.mark.slow  # waits by the clock; `test_heartbeat.py` has its sentence on a clock of its own
 def test_a_process_that_hangs_is_named_with_what_it_did_last():
     """It beats twice and stops, so it has no time to miss the other one's beats, however slow the machine is.
     Six seconds, because a busy machine has kept the store silent for two."""
@@ -228,6 +229,7 @@ def asleep(world):
     world.barrier()
 
 
+@pytest.mark.slow  # as above
 def test_a_hanging_rank_is_named_with_its_line():
     where = r"it has not started any operation, now in asleep \(test_faults.py, line \d+\)"
     sentence = r"rank 0 has waited \d+ s in barrier #1 of world: rank 1 is alive and has not joined: " + where

@@ -52,6 +52,30 @@ def test_a_watcher_that_was_suspended_reports_no_lost_heartbeat(monkeypatch):
     assert str(waits.problem).startswith("rank 1 has sent no heartbeat for 2 s")
 
 
+def test_a_silent_rank_is_named_with_what_it_did_last(monkeypatch):
+    clock, waits, hangs = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=6.0, collective_timeout=600.0, heartbeat_interval=0.5))
+    hangs.trace.record("barrier", SingleRankCommunicator(trace=hangs.trace), 0, None, is_traffic=True)
+    hangs.send(), waits.check()
+    while clock.now < 6.0:
+        assert waits.problem is None
+        clock.now += 0.5
+        waits.check()
+    sentence = "rank 1 has sent no heartbeat for 6 s: it died, hangs or cannot be reached; its last operation was barrier #0 of world"
+    assert str(waits.problem) == sentence
+
+
+def test_a_rank_that_lives_and_does_not_join_is_named_with_its_line(monkeypatch):
+    monkeypatch.setattr(heartbeat, "code_location", lambda thread: "now in asleep (script.py, line 7)")
+    clock, waits, sleeps = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=120.0, collective_timeout=2.0, heartbeat_interval=0.5))
+    waits.send(), waits.check()
+    for _ in range(4):
+        assert waits.problem is None
+        clock.now += 0.5
+        waits.send(), sleeps.send(), waits.check()
+    place = "it has not started any operation, now in asleep (script.py, line 7)"
+    assert str(waits.problem) == f"rank 0 has waited 2 s in barrier #0 of world: rank 1 is alive and has not joined: {place}"
+
+
 def test_the_last_message_of_a_rank_outlives_its_heartbeat_and_the_interpreters_exit(monkeypatch):
     """A rank that stopped says with what, and its interpreter ends soon after: the others must still find the cause."""
     _, waits, works = two_hearts(monkeypatch, Timeouts())

@@ -21,7 +21,7 @@ from shared.rl.sandbox.isolation import Limits
 from shared.rl.sandbox.pool import Call
 
 TABLE = Path(__file__).with_name("hostile_programs.toml")
-LIMITS = Limits(cpu_seconds=0.2, wall_seconds=10.0)  # on a busy machine too, what computes is to end by its CPU time
+LIMITS = Limits(cpu_seconds=0.2, wall_seconds=60.0)  # on a busy machine too, what computes is to end by its CPU time
 WAITING = Limits(wall_seconds=1.0)  # for programs that wait
 TASK = CodeTask("solve", (((2, 3), 5), ((1_000_000_007, 5), 1_000_000_012)))
 HONEST = "def solve(a, b):\n    return a + b\n"

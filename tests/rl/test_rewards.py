@@ -4,18 +4,22 @@ import importlib.util
 import json
 import math
 import re
+import select
 import subprocess
 import sys
 from contextlib import closing
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
 from shared.preference.answer_rows import Sample
 from shared.preference.sampler import Completion
-from shared.rl import reward_worker
+from shared.rl import reward_process, reward_worker
 from shared.rl.code_reward import CodeReward
+from shared.rl.reward_process import RewardProcess
 from shared.rl.rewards import RewardPart, RewardSet
 from shared.rl.tasks import MadeTasks, TasksConfig, open_tasks
 
@@ -148,12 +152,33 @@ def test_a_reward_model_that_gives_no_number_counts_as_what_was_chosen_too(tmp_p
 FAILURES = {
     "known": "KeyError: 'Say yes.yes'", "nothing": "it returned None", "text": "could not convert string to float", "nan": "it gave nan",
     "leaves": "SystemExit: 0", "ends": "it ended the process",
-    "hangs": "it took more than 0.5 seconds", "power": "it took more than 0.5 seconds",
+    "hangs": "it took more than 60 seconds", "power": "it took more than 60 seconds",
 }  # fmt: skip
 
 
-def test_rewards_that_fail_count_as_what_was_chosen_or_end_the_run(own):
-    made = rewards("number", *map(own, FAILURES), seconds=0.5, failed=-1.0)
+@pytest.fixture
+def minute(monkeypatch):
+    """A minute of waiting for a reward is over once its process has computed for half a second: one that hangs costs no more, and one
+    that answers is in time on a machine that does much else."""
+
+    asked = []
+
+    def receive(process, seconds, inner=RewardProcess.receive):
+        asked[:] = [psutil.Process(process.process.pid), 0.5 if seconds <= 60 else seconds]  # its start is given longer
+        return inner(process, seconds)
+
+    def wait(read, written, failed, seconds, inner=select.select):
+        computing, limit = asked[0].cpu_times, sum(asked[0].cpu_times()[:2]) + asked[1]
+        while not (ready := inner(read, written, failed, 0.05))[0] and sum(computing()[:2]) < limit:
+            pass
+        return ready
+
+    monkeypatch.setattr(RewardProcess, "receive", receive)
+    monkeypatch.setattr(reward_process, "select", SimpleNamespace(select=wait))
+
+
+def test_rewards_that_fail_count_as_what_was_chosen_or_end_the_run(own, minute):
+    made = rewards("number", *map(own, FAILURES), seconds=60.0, failed=-1.0)
     with pytest.warns(UserWarning, match="counts as -1.0, and so do later ones") as warned:
         assert made([sample(1, "hang"), sample(0, "7")])[0] == -1.0 * len(FAILURES)
     for name, said in FAILURES.items():

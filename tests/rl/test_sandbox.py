@@ -27,7 +27,7 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 @pytest.fixture(scope="module")
 def pool(request):
     """A pool with namespaces, where this machine has them, or without."""
-    with closing(Pool(Limits(cpu_seconds=1, wall_seconds=5), workers=1, namespaces=request.param)) as pool:
+    with closing(Pool(Limits(cpu_seconds=1, wall_seconds=60), workers=1, namespaces=request.param)) as pool:
         yield pool
 
 
@@ -248,7 +248,7 @@ def test_an_interrupted_run_leaves_no_answer_behind(monkeypatch):
 
 def test_nothing_outlives_a_pool():
     """Neither one that is closed while a program runs, nor one whose trainer is killed."""
-    script = "import os, signal, sys; from shared.rl.sandbox.pool import *; p = Pool(Limits(wall_seconds=1), workers=1); p.describe()\n"
+    script = "import os, signal, sys; from shared.rl.sandbox.pool import *; p = Pool(workers=1); p.describe()\n"
     script += (
         "print(p.workers[0].process.pid, flush=True); p.workers[0].send(0, Call('import time\\ndef f(): time.sleep(99)', 'f', [()]))\n"
     )

@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import save_file
 from trainer_runs import TINY
 
-from shared.trainer import provenance
+from shared.trainer import provenance, stopwatch
 from shared.trainer.callbacks import Costs
 from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.config import TrainerConfig
@@ -97,13 +97,17 @@ def test_what_rank_0_saved_is_no_measure_of_this_process(monkeypatch):
     assert (costs.peak_memory, costs.peak_here) == (9000, 500)
 
 
-def test_seconds_of_earlier_starts_are_added_to_those_of_the_last_one():
+def test_seconds_of_earlier_starts_are_added_to_those_of_the_last_one(monkeypatch):
+    clock = SimpleNamespace(now=7.0)
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     watch = Stopwatch()
+    clock.now += 0.5
     watch.lap("seconds to prepare the text")
     costs = Costs(watch)
     start = {"starts": 2, "start": {"seconds to prepare the text": 80.0}}
     costs.load_state_dict({"training": 300.0, "overhead": 20.0, "peak_memory": 1} | start)
-    assert costs.starts == 3 and 80 < watch.seconds["seconds to prepare the text"] < 81 and 400 < watch.total() < 401
+    clock.now += 0.25
+    assert costs.starts == 3 and watch.seconds["seconds to prepare the text"] == 80.5 and watch.total() == 400.75
     saved = costs.state_dict()
     assert (saved["starts"], saved["start"]) == (3, watch.seconds) and saved["training"] == 300
 
