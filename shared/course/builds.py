@@ -112,9 +112,12 @@ class Build:
 
     def wrong(self) -> dict[str, tuple[str, BodyFile]]:
         """Name -> the sentence of a wrong build, and the solution with its edits."""
-        source, path, entries = self.solution_file.read_text(encoding="utf-8"), str(self.solution_file), self.wrong_builds()
-        edited = {name: with_edits(source, entry.edits, f"{self.id}, {name}") for name, entry in entries.items()}
-        return {name: (entry.says, BodyFile.parsed(Path(f"{path}#{name}"), edited[name])) for name, entry in entries.items()}
+        return {name: (entry.says, self.edited(entry)) for name, entry in self.wrong_builds().items()}
+
+    def edited(self, wrong: WrongBuild) -> BodyFile:
+        """The solution with the edits of a wrong build, under a path of its own."""
+        source = with_edits(self.solution_file.read_text(encoding="utf-8"), wrong.edits, f"{self.id}, {wrong.name}")
+        return BodyFile.parsed(Path(f"{self.solution_file}#{wrong.name}"), source)
 
     def wrong_builds(self) -> dict[str, WrongBuild]:
         """The entries of `wrong.toml`, by their names."""

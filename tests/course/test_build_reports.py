@@ -10,6 +10,7 @@ from workspace import Learner
 from shared.course import build_check, build_command, builds
 from shared.course.checking import Case, Check
 from shared.course.errors import CourseError
+from shared.course.judging import Judge
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 from shared.course.progress import ALL_HINTS, Progress
 from shared.course.report import plain
@@ -175,10 +176,10 @@ def test_a_wrong_function_is_reported_though_the_next_one_is_not_written_yet():
     mistake = build_check.Functions(SimpleNamespace(first=lambda: 2, second=lambda: 1))
     kept = []
     answer = build_check.Functions(SimpleNamespace(first=lambda: 2, second=unwritten))
-    outcome = build_check.run_stage(check, answer, {"first counts from 1.": mistake}, kept.append)
+    outcome = build_check.run_stage(Judge(check, {"first counts from 1.": mistake}), answer, kept.append)
     assert (outcome.state, outcome.title) == (FAIL, "first") and kept == [outcome]
     alone = build_check.Functions(SimpleNamespace(first=lambda: 1, second=unwritten))
-    assert build_check.run_stage(check, alone, {}).state == NOT_ATTEMPTED
+    assert build_check.run_stage(Judge(check, {}), alone).state == NOT_ATTEMPTED
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_a_result_that_the_check_cannot_read_is_said_to_be_the_learners(result, 
     pairs = lambda functions: {"pairs": dict(functions.read_pairs())}  # noqa: E731
     check = Check("07.build.weights", ("pairs",), [Case("property", "pairs", dict, lambda: {"pairs": {}}, "arithmetic", pairs)], ())
     answer = build_check.Functions(SimpleNamespace(read_pairs=lambda: result))
-    problem = build_check.run_stage(check, answer, {}).problem
+    problem = build_check.run_stage(Judge(check, {}), answer).problem
     place = next(number for number, line in enumerate(problem) if line.startswith("raised    TypeError"))
     assert problem[place + 1].strip() == f"in the check, after your read_pairs {said}"
 
@@ -201,4 +202,4 @@ def test_an_error_within_a_function_is_not_put_down_to_an_earlier_result():
     both = lambda functions: {"y": functions.first() and functions.second()}  # noqa: E731
     check = Check("07.build.weights", ("y",), [Case("property", "both", dict, lambda: {"y": 1}, "arithmetic", both)], ())
     answer = build_check.Functions(SimpleNamespace(first=lambda: 1, second=second))
-    assert not any("in the check" in line for line in build_check.run_stage(check, answer, {}).problem)
+    assert not any("in the check" in line for line in build_check.run_stage(Judge(check, {}), answer).problem)

@@ -4,13 +4,12 @@ import re
 from functools import cache
 
 import pytest
-from reached import Known, changed_lines
+from known_builds import Known
+from reached import Original
 from workspace import Learner
 
 from shared.course import build_check, build_command, builds, hunts, maintainer_commands
 from shared.course.builds import with_edits
-from shared.course.checking import observe
-from shared.course.comparing import differences
 from shared.course.errors import BrokenFile
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.paths import CHECKOUT
@@ -25,27 +24,16 @@ by_build = pytest.mark.parametrize("build", BUILDS.values(), ids=lambda build: b
 
 
 @pytest.fixture(scope="module")
-def stages():
-    return {build.id: build_check.read_checks(build.checks) for build in BUILDS.values()}
-
-
-@pytest.fixture(scope="module")
 def known():
-    """The wrong builds of one, by their sentences."""
-
-    @cache
-    def of(build_id: str) -> dict:
-        build = BUILDS[build_id]
-        return {sentence: build_check.load(file, build.adapters) for sentence, file in build.wrong().values()}
-
-    return of
+    """What is known of each build, found out once."""
+    return cache(lambda build_id: Known(BUILDS[build_id]))
 
 
-def climb(build, checks, file: BodyFile, wrong=None, only: str | None = None):
-    """Outcomes of all stages, up to the first that fails, or of one."""
-    functions, outcomes = build_check.load(file, build.adapters), []
-    for stage in (stage for stage in build.stages if only in (None, stage.name)):
-        outcomes.append(build_check.run_stage(checks[stage.name], functions, wrong or {}, confirm=False))
+def climb(build, functions, judge_of):
+    """Outcomes of all stages, up to the first that fails."""
+    outcomes = []
+    for stage in build.stages:
+        outcomes.append(build_check.run_stage(judge_of(stage.name), functions))
         if outcomes[-1].state != PASS:
             break
     return outcomes
@@ -53,43 +41,44 @@ def climb(build, checks, file: BodyFile, wrong=None, only: str | None = None):
 
 @pytest.mark.check
 @by_build
-def test_the_solution_passes_every_stage(build, stages):
-    assert [stage.name for stage in build.stages] == list(stages[build.id])
-    outcomes = climb(build, stages[build.id], BodyFile.read(build.solution_file))
+def test_the_solution_passes_every_stage(build, known):
+    assert [stage.name for stage in build.stages] == list(known(build.id).checks)
+    outcomes = climb(build, known(build.id).functions, known(build.id).solution_judge)
     assert [outcome.state for outcome in outcomes] == [PASS] * len(build.stages), outcomes[-1]
 
 
 @pytest.mark.parametrize("path", sorted(RIGHT.glob("*/right_*.py")), ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_right_builds_that_are_not_the_solution_pass(path, stages):
+def test_right_builds_that_are_not_the_solution_pass(path, known):
     build = next(build for build in BUILDS.values() if build.slug == path.parent.name)
     file = BodyFile.read(path)
     assert not build_check.forbidden_import(file, build)
-    outcomes = climb(build, stages[build.id], file)
+    outcomes = climb(build, build_check.load(file, build.adapters), known(build.id).right_judge)
     assert [outcome.state for outcome in outcomes] == [PASS] * len(build.stages), outcomes[-1]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if entry.slow else ()) for name, (_, entry) in WRONG.items()]
-)
-def test_each_wrong_build_fails_at_its_stage_with_its_own_sentence(name, stages, known):
+@pytest.mark.parametrize("name", [name for name, (_, entry) in WRONG.items() if not entry.slow])
+def test_each_wrong_build_fails_at_its_stage_with_its_own_sentence(name, known):
+    """Compared with the wrong builds of its stage and before, on the cases that their edits reach."""
     build, entry = WRONG[name]
-    _, file = build.wrong()[entry.name]
-    [outcome] = climb(build, stages[build.id], file, known(build.id), only=entry.stage)
+    of_build = known(build.id)
+    outcome = build_check.run_stage(of_build.stage_judge(entry.stage), of_build.again(entry.name), confirm=False)
     assert (outcome.state, outcome.misconception) == (FAIL, entry.says), outcome
-
-
-@pytest.fixture(scope="module")
-def solutions_known(stages):
-    """What is known of each build from its solution, once for each."""
-    return cache(lambda build_id: Known(BUILDS[build_id], stages[build_id]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
-def test_each_wrong_build_passes_the_stages_before_its_own(name, solutions_known):
+def test_each_wrong_build_is_told_from_those_of_all_stages(name, known):
     build, entry = WRONG[name]
-    _, file = build.wrong()[entry.name]
-    assert list(solutions_known(build.id).rejecting(file, before=entry.stage)) == []
+    of_build = known(build.id)
+    outcome = build_check.run_stage(of_build.whole_judge(entry.stage), of_build.again(entry.name), confirm=False)
+    assert (outcome.state, outcome.misconception) == (FAIL, entry.says), outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+def test_each_wrong_build_passes_the_stages_before_its_own(name, known):
+    build, entry = WRONG[name]
+    assert list(known(build.id).rejecting(entry.name)) == []
 
 
 SOURCE = """import math
@@ -127,21 +116,19 @@ class Third:
     ],
 )
 def test_an_edit_concerns_the_lines_that_can_run_otherwise(edit, changed):
-    found = changed_lines(SOURCE, with_edits(SOURCE, [edit], "SOURCE"))
+    found = Original(SOURCE).changed_by(with_edits(SOURCE, [edit], "SOURCE"))
     near = {line + beside for line in changed or () for beside in (-1, 0, 1)}
     assert found is changed is None or changed <= found <= near
 
 
-def test_cases_that_an_edit_does_not_reach_are_judged_as_the_solution_is(solutions_known):
+def test_cases_that_an_edit_does_not_reach_are_judged_as_the_solution_is(known):
     """A sample of chapter 01's wrong builds on the cases that are left out for them: each passes there, as the solution does."""
-    known = solutions_known("01.build")
-    wrong = list(known.build.wrong().values())[::12]
-    for _, file in wrong:
-        functions, changed = build_check.load(file, known.build.adapters), changed_lines(known.solution.source, file.source)
-        for check in known.checks.values():
-            for case in (case for case in check.cases[::5] if not known.can_tell(case, changed)):
-                observed, _ = observe(check, case, functions)
-                assert differences(known.expected[id(case)], observed, case.rtol, case.atol) == [], (file.path.name, case.title)
+    of_build = known("01.build")
+    for name, wrong in [*of_build.wrong.items()][::12]:
+        for stage, check in of_build.checks.items():
+            judge = of_build.whole_judge(stage)
+            for case in (case for case in check.cases[::5] if not of_build.can_tell(stage, case, wrong.changed)):
+                assert not judge.rejects(case, judge.answer(wrong)), (name, case.title)
 
 
 @by_build

@@ -11,8 +11,9 @@ from known_answers import try_known_answers
 from workspace import Learner
 
 from shared.course import catalogue, mutants, running
-from shared.course.checking import ALSO, ENOUGH, GUESS, RUNGS, Case, Check, run_check
+from shared.course.checking import RUNGS, Case, Check
 from shared.course.counting import Used
+from shared.course.judging import ALSO, ENOUGH, GUESS, run_check
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.report import outcome_text
 from shared.course.stubs import BodyFile

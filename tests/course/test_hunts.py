@@ -9,6 +9,7 @@ from workspace import Learner
 
 from shared.course import build_check, hunts
 from shared.course.builds import with_edits
+from shared.course.judging import Judge
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.paths import CHECKOUT
 from shared.course.stubs import BodyFile
@@ -19,12 +20,14 @@ by_hunt = pytest.mark.parametrize("hunt", HUNTS.values(), ids=lambda hunt: hunt.
 
 @pytest.fixture(scope="session")
 def repairs():
-    return {slug: build_check.read_checks(hunts.FOLDER / f"{slug}.py") for slug in {hunt.slug for hunt in HUNTS.values()}}
+    """What judges each repair, by folder and letter."""
+    checks = {slug: build_check.read_checks(hunts.FOLDER / f"{slug}.py") for slug in {hunt.slug for hunt in HUNTS.values()}}
+    return {slug: {letter: Judge(check, {}) for letter, check in of.items()} for slug, of in checks.items()}
 
 
 def outcome_of(hunt, repairs, source: str):
     file = BodyFile.parsed(hunt.solution_file.with_name(f"{hunt.letter}.py#mended"), source)
-    return build_check.run_stage(repairs[hunt.slug][hunt.letter], build_check.load(file, ()), {})
+    return build_check.run_stage(repairs[hunt.slug][hunt.letter], build_check.load(file, ()))
 
 
 @by_hunt

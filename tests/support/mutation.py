@@ -21,8 +21,8 @@ from children import EndedItsProcess, in_child
 from edits import Edit, edits_of
 
 from shared.course import binding, catalogue, running
-from shared.course.checking import run_check
 from shared.course.errors import BrokenFile
+from shared.course.judging import Judge
 from shared.course.outcome import PASS
 from shared.course.paths import CHECKOUT
 from shared.course.stubs import BodyFile
@@ -97,19 +97,19 @@ def try_edits(exercise_id: str, edits: list[Edit]) -> list[Verdict]:
     binding.choose("reference")
     exercise = catalogue.find_exercise(exercise_id)
     core = importlib.import_module(exercise.contract.module)
-    check = running.read_check(exercise)
-    run_check(check, getattr(core, exercise.name), {})  # what a first run imports and keeps must not be the first edit's time
+    judge = Judge(running.read_check(exercise), {})
+    judge.judge(getattr(core, exercise.name))  # what a first run imports and keeps must not be the first edit's time
     verdicts: list[Verdict] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # `is` with a number is an edit like any other
         for edit in edits:
-            verdicts.append(try_edit(check, exercise, edit))
+            verdicts.append(try_edit(judge, exercise, edit))
             if verdicts[-1].state == STUCK:
                 break
     return verdicts
 
 
-def try_edit(check, exercise, edit: Edit) -> Verdict:
+def try_edit(judge: Judge, exercise, edit: Edit) -> Verdict:
     computed, began = time.process_time(), time.monotonic()
 
     def look(number, frame) -> None:
@@ -121,7 +121,7 @@ def try_edit(check, exercise, edit: Edit) -> Verdict:
     try:
         module = ModuleType("course_edited")
         binding.execute(BodyFile.parsed(catalogue.chapter_of(exercise.id).solution_file, edit.source), module)
-        outcome = run_check(check, getattr(module, exercise.name), {})
+        outcome = judge.judge(getattr(module, exercise.name))
     except BrokenFile:
         return Verdict(edit, NOTICED, "the file cannot be loaded")
     except TookTooLong:

@@ -4,19 +4,11 @@ A case that runs none of them does what it does with the solution, and that it p
 """
 
 import ast
-import os
 import sys
 import threading
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from types import CodeType, FrameType
-from unittest.mock import patch
-
-from shared.course.build_check import Functions, load
-from shared.course.builds import Build
-from shared.course.checking import Case, Check, expectation, observe
-from shared.course.comparing import differences
-from shared.course.stubs import BodyFile
 
 
 class Lines:
@@ -41,65 +33,36 @@ class Lines:
         return self.trace
 
 
-class Known:
-    """What is known of a build from its solution: what each case expects, and which lines of the solution it runs; None for any."""
+class Original:
+    """A source, and which of its lines an edit can change."""
 
-    def __init__(self, build: Build, checks: dict[str, Check]):
-        self.build, self.checks = build, checks
-        self.solution = BodyFile.read(build.solution_file)
-        functions = load(self.solution, build.adapters)
-        self.expected = {id(case): expectation(case) for check in checks.values() for case in check.cases}
-        cases = [(check, case) for check in checks.values() for case in check.cases]
-        self.lines = {id(case): lines_of(check, case, functions, str(self.solution.path)) for check, case in cases}
+    def __init__(self, source: str):
+        self.lines, self.tree = source.splitlines(), ast.parse(source)
+        self.outside, self.functions = without_bodies(self.tree), dict(functions_of(self.tree))
+        self.statements = list(statements_of(self.tree))
 
-    def rejecting(self, wrong: BodyFile, before: str) -> Iterator[str]:
-        """The cases of the stages before one that reject a wrong build, as "stage: title"."""
-        changed, functions = changed_lines(self.solution.source, wrong.source), load(wrong, self.build.adapters)
-        for name, check in self.checks.items():
-            if name == before:
-                return
-            for case in check.cases:
-                if self.can_tell(case, changed):
-                    observed, _ = observe(check, case, functions)
-                    if differences(self.expected[id(case)], observed, case.rtol, case.atol):
-                        yield f"{name}: {case.title}"
+    def changed_by(self, after: str) -> set[int] | None:
+        """The lines of this source whose running an edit can change; None for any line.
 
-    def can_tell(self, case: Case, changed: set[int] | None) -> bool:
-        lines = self.lines[id(case)]
-        return lines is None or changed is None or not lines.isdisjoint(changed)
-
-
-def lines_of(check: Check, case: Case, functions: Functions, path: str) -> set[int] | None:
-    """The lines of a build that a case runs; None for any where it forks, since nobody sees what the child runs."""
-    with Lines(path) as lines, patch.object(os, "fork", wraps=os.fork) as forked:
-        observe(check, case, functions)
-    return None if forked.called else lines.seen
-
-
-def changed_lines(before: str, after: str) -> set[int] | None:
-    """The lines of a file whose running an edit can change; None for any line.
-
-    That is every line of a statement that differs, and its neighbours, between which one may have been added; of a function whose head,
-    local names or indentation differ, all. New functions and imports change nothing by themselves, and what else stands outside of
-    functions may change everything.
-    """
-    old, new = ast.parse(before), ast.parse(after)
-    if without_bodies(old) != without_bodies(new):
-        return None
-    functions, functions_after = dict(functions_of(old)), dict(functions_of(new))
-    if functions.keys() - functions_after.keys():
-        return None
-    changed: set[int] = set()
-    lines, lines_after = before.splitlines(), after.splitlines()
-    for kind, start, stop, start_after, stop_after in SequenceMatcher(None, lines, lines_after, autojunk=False).get_opcodes():
-        if kind != "equal":
-            place = set(range(max(start, 1), stop + 2))  # numbers of lines count from 1
-            deeper = indents(lines[start:stop]) != indents(lines_after[start_after:stop_after]) and kind == "replace"
-            changed |= place.union(*(lines_in(node) for node in functions.values() if deeper and not place.isdisjoint(lines_in(node))))
-    for name, node in functions.items():
-        if scope(node) != scope(functions_after[name]):
-            changed |= lines_in(node)
-    return changed.union(*(statement for statement in statements_of(old) if not changed.isdisjoint(statement)))
+        That is every line of a statement that differs, and its neighbours, between which one may have been added; of a function whose
+        head, local names or indentation differ, all. New functions and imports change nothing by themselves, and what else stands outside
+        of functions may change everything.
+        """
+        tree, lines_after = ast.parse(after), after.splitlines()
+        functions_after = dict(functions_of(tree))
+        if self.outside != without_bodies(tree) or self.functions.keys() - functions_after.keys():
+            return None
+        changed: set[int] = set()
+        for kind, start, stop, start_after, stop_after in SequenceMatcher(None, self.lines, lines_after, autojunk=False).get_opcodes():
+            if kind != "equal":
+                place = set(range(max(start, 1), stop + 2))  # numbers of lines count from 1
+                deeper = indents(self.lines[start:stop]) != indents(lines_after[start_after:stop_after]) and kind == "replace"
+                own = self.functions.values()
+                changed |= place.union(*(lines_in(node) for node in own if deeper and not place.isdisjoint(lines_in(node))))
+        for name, node in self.functions.items():
+            if text(self.lines, node) != text(lines_after, functions_after[name]) and scope(node) != scope(functions_after[name]):
+                changed |= lines_in(node)
+        return changed.union(*(statement for statement in self.statements if not changed.isdisjoint(statement)))
 
 
 def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -127,6 +90,12 @@ def without_bodies(tree: ast.Module) -> list[str]:
 
 def lines_in(node: ast.stmt) -> set[int]:
     return set(range(node.lineno, node.end_lineno + 1))
+
+
+def text(lines: list[str], function: ast.FunctionDef) -> list[str]:
+    """A function's own lines, with its decorators."""
+    first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+    return lines[first - 1 : function.end_lineno]
 
 
 def indents(lines: list[str]) -> list[int]:
