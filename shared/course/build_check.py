@@ -115,9 +115,10 @@ def read_checks(path: Path) -> dict[str, Any]:
 
 
 def read_module(path: Path) -> ModuleType:
-    """Execute a file of a build's folder. It may import modules of its folder: `from .pieces import ...`."""
+    """Execute a file of a build's folder. It may import modules of its folder, and of the folder above, which builds share: `from .pieces
+    import ...`, `from .common import ...`."""
     package = ModuleType(f"course_stages_{path.parent.name}")
-    package.__path__ = [str(path.parent)]
+    package.__path__ = [str(path.parent), str(path.parent.parent)]
     sys.modules[package.__name__] = package
     module = ModuleType(f"{package.__name__}.{path.stem}")
     binding.execute(BodyFile.read(path), module)

@@ -205,9 +205,9 @@ def logits(model, ids):
     return model.head(model.hidden(ids))
 
 
-def frequencies(s):
-    scaling, size = s["rope_scaling"], s["head_dim"]
-    found = 1.0 / s["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+def frequencies(settings):
+    scaling, size = settings["rope_scaling"], settings["head_dim"]
+    found = 1.0 / settings["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
     if scaling is None:
         return found
     if scaling["rope_type"] == "linear":  # Chen et al. 2023

@@ -10,6 +10,12 @@ from shared.course import catalogue
 
 CONTRACTS = catalogue.contracts()
 WITHOUT = {"01.train_step", "04.restore"}  # which take a whole run to show
+QUANTIZATION = ("quantization.nf4", "quantization.gptq", "quantization.awq")
+MODULES = {  # whose other functions and classes have examples too
+    "10": [f"finetune.{name}" for name in ("chat.masking", "lora", "lora_parallel", *QUANTIZATION)],
+    "11": [f"preference.{name}" for name in ("log_probs", "bradley_terry", "dpo", "gae", "ppo")],
+    "12": [f"rl.{name}" for name in ("cached_attention", "sampling", "number_reward", "advantages", "policy_loss")],
+}
 
 
 @pytest.fixture
@@ -34,3 +40,12 @@ def test_the_examples_of_a_contract_come_out_as_printed(exercise_id, printed_as_
     said = []
     doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(examples, out=said.append)
     assert not said, "".join(said)
+
+
+@pytest.mark.parametrize("name", [f"{chapter}.{name}" for chapter, names in MODULES.items() for name in names])
+def test_the_examples_of_a_module_hold(name):
+    module = importlib.import_module(f"shared.{name.partition('.')[2]}")
+    found = [each for value in vars(module).values() if hasattr(value, "__doc__") and getattr(value, "__module__", "") == module.__name__
+             for each in doctest.DocTestFinder(recurse=False).find(value, globs=vars(module) | {"torch": torch})]  # fmt: skip
+    results = [doctest.DocTestRunner().run(each) for each in found if each.examples]
+    assert results and not sum(result.failed for result in results)

@@ -3,9 +3,8 @@
 Tolerance: batches of other sizes add float64 numbers up in another order, which moves a sum by some 1e-15 of its largest summand.
 """
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shared.course.checking import Case, Check
 from shared.course.comparing import Said
 
 TEXT = "the text of build.py: stage {}"
@@ -151,16 +149,3 @@ def budget(value: float, limit: float, unit: str) -> str:
 
 
 # Stages
-
-
-def stage(name: str, functions: tuple[str, ...], *cases: Case) -> Check:
-    """A stage with functions of its own. While one of them is unwritten it is NOT ATTEMPTED, whatever the earlier functions do."""
-
-    def observe(adapters: Any, **given: Any) -> Results:
-        for function in functions:
-            written = getattr(adapters.module, function)
-            if written.__code__.co_names == ("NotImplementedError",):  # nothing but raising it
-                getattr(adapters, function)(*[None] * len(inspect.signature(written).parameters))
-        return cases[0].observe(adapters, **given)
-
-    return Check(f"01.build.{name}", (), (replace(cases[0], observe=observe), *cases[1:]), ())

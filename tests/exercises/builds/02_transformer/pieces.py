@@ -7,13 +7,11 @@ and from any mistake, of which the smallest here moves them by more than 1e-2.
 import contextlib
 import copy
 import functools
-import inspect
 import io
 import json
 import logging
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shared.course.checking import Case, Check
 from shared.course.optional import require
 
 TEXT = "the text of build.py: stage {}"
@@ -182,16 +179,3 @@ def generator_state(act: Callable[[], Any]) -> tuple[Any, str]:
 
 
 # Stages
-
-
-def stage(name: str, functions: tuple[str, ...], *cases: Case) -> Check:
-    """A stage with functions of its own. While one of them is unwritten it is NOT ATTEMPTED, whatever the earlier functions do."""
-
-    def observe(adapters: Any, **given: Any) -> Results:
-        for function in functions:
-            there = getattr(adapters.module, function)
-            if there.__code__.co_names == ("NotImplementedError",):  # nothing but raising it
-                getattr(adapters, function)(*[None] * len(inspect.signature(there).parameters))
-        return cases[0].observe(adapters, **given)
-
-    return Check(f"02.build.{name}", (), (replace(cases[0], observe=observe), *cases[1:]), ())

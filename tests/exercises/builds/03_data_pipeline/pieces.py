@@ -3,11 +3,9 @@
 Ids, bytes and counts are compared exactly.
 """
 
-import inspect
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from shared.course.checking import Case, Check
 
 TEXT = "the text of build.py: stage {}"
 LIBRARY = "Hugging Face's tokenizers"
@@ -124,16 +121,3 @@ def within(prepare: Callable[[], Any], work: Callable[[Any], Any], steps: int) -
 
 
 # Stages
-
-
-def stage(name: str, functions: tuple[str, ...], *cases: Case) -> Check:
-    """A stage with functions of its own. While one of them is unwritten it is NOT ATTEMPTED, whatever the earlier functions do."""
-
-    def observe(adapters: Any, **given: Any) -> Results:
-        for function in functions:
-            written = getattr(adapters.module, function)
-            if written.__code__.co_names == ("NotImplementedError",):  # nothing but raising it
-                getattr(adapters, function)(*[None] * len(inspect.signature(written).parameters))
-        return cases[0].observe(adapters, **given)
-
-    return Check(f"03.build.{name}", (), (replace(cases[0], observe=observe), *cases[1:]), ())

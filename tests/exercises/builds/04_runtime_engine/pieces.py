@@ -4,7 +4,6 @@ The oracle of steps and figures is a plain loop of PyTorch, in float64 to 1e-9: 
 is compared with a run of the same engine that nobody interrupted, bit for bit.
 """
 
-import inspect
 import random
 import signal
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.course.builds import builds
-from shared.course.checking import Case, Check
+from shared.course.checking import Case
 from shared.course.comparing import Said
 
 TEXT = "the text of build.py: stage {}"
@@ -275,15 +274,5 @@ def remembered(case: Case, name: str) -> Case:
     return replace(case, observe=observe)
 
 
-def stage(name: str, functions: tuple[str, ...], *cases: Case) -> Check:
-    """A stage with functions of its own. While one of them is unwritten it is NOT ATTEMPTED, whatever the earlier functions do."""
-    cases = tuple(remembered(case, name) for case in cases)
-
-    def observe(adapters: Any, **given: Any) -> Results:
-        for function in functions:
-            written = getattr(adapters.module, function)
-            if written.__code__.co_names == ("NotImplementedError",):  # nothing but raising it
-                getattr(adapters, function)(*[None] * len(inspect.signature(written).parameters))
-        return cases[0].observe(adapters, **given)
-
-    return Check(f"04.build.{name}", (), (replace(cases[0], observe=observe), *cases[1:]), ())
+def remembering(name: str, cases: tuple[Case, ...]) -> list[Case]:
+    return [remembered(case, name) for case in cases]

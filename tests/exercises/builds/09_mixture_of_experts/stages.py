@@ -5,9 +5,8 @@ Ranks are threads. Every stage climbs from the smallest case on which a mistake 
 
 import torch
 
-from shared.course.checking import Check
-
 from .calls import calls_case, exchange_case, half_case, held_case
+from .common import stages
 from .functions import DISPATCH, LOSSES, ROUTE, RUN_EXPERTS
 from .limits import BUDGETS
 from .refusals import BAD_INPUT
@@ -16,7 +15,7 @@ from .steps import digits_case, step_case
 ONE, UNEVEN, IDLE = [[(2, 3)]], [[(2, 3), (1, 4)], [(1, 2), (3, 3)]], [[(2, 3)], [(0, 3)]]
 GRID = [[(2, 3), (1, 2)], [(1, 4), (2, 2)], [(1, 1), (1, 3)], [(0, 2), (2, 4)]]
 TO_FIRST = [9.0, 9.0, 0.0, 0.0]  # everyone chooses experts 0 and 1
-STAGES = {
+CASES = {
     "route": ROUTE,
     "dispatch": DISPATCH,
     "experts": RUN_EXPERTS,
@@ -84,4 +83,14 @@ STAGES = {
     "budgets": BUDGETS,
     "bad_input": BAD_INPUT,
 }  # fmt: skip
-STAGES = {name: Check(f"09.build.{name}", (), cases, ()) for name, cases in STAGES.items()}
+NEEDS = {
+    "route": ("route",),
+    "dispatch": ("dispatch",),
+    "experts": ("run_experts",),
+    "layer": ("make_layer", "state", "forward"),
+    "losses": ("auxiliary_losses",),
+    "exchange": ("exchange",),
+    "gradients": ("step", "gradients", "gradient_norm"),
+    "balance": ("update_bias",),
+}
+STAGES = stages("09.build", **{name: (NEEDS.get(name, ()), cases) for name, cases in CASES.items()})

@@ -4,9 +4,7 @@ Gradients of the factors are taken through the dense weight, so the oracle has n
 against peft. Tolerance: (x A^T) B^T and x (B A)^T round differently, which moves float64 by some 1e-15 of the largest summand.
 """
 
-import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shared.course.checking import Case, Check
 from shared.course.comparing import Said
 
 TEXT = "the text of build.py: stage {}"
@@ -244,18 +241,3 @@ class Watch(TorchDispatchMode):
 
 
 # Stages
-
-
-def stage(name: str, functions: tuple[str, ...], *cases: Case) -> Check:
-    """A stage with functions of its own. While one of them is unwritten it is NOT ATTEMPTED, whatever the earlier functions do."""
-
-    def observe(adapters: Any, **given: Any) -> Results:
-        for function in functions:
-            written = getattr(adapters.module, function)
-            if written.__code__.co_names == ("NotImplementedError",):  # nothing but raising it
-                getattr(adapters, function)(*[None] * len(inspect.signature(written).parameters))
-        return cases[0].observe(adapters, **given)
-
-    return Check(f"10.build.{name}", (), (replace(cases[0], observe=observe), *cases[1:]), ())
-
-

@@ -3,10 +3,9 @@
 Tolerance: a cache and other batches add up in another order, which moves float64 by some 1e-15 of the largest summand.
 """
 
-import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shared.course.checking import Case, Check
+from shared.course.checking import Case
 from shared.course.comparing import Said
 
 TEXT = "the text of build.py: stage {}"
@@ -237,16 +236,3 @@ def case(
     rung = more.pop("rung", "oracle")
     says = TEXT.format(source) if isinstance(source, int) else source
     return Case(rung, title, lambda: given, lambda **_: expected(), says, lambda adapters, **_: observe(adapters), **NEAR | more)
-
-
-def stage(name: str, functions: tuple[str, ...], *cases: Case) -> Check:
-    """A stage with functions of its own. While one of them is unwritten it is NOT ATTEMPTED, whatever the earlier functions do."""
-
-    def observe(adapters: Any, **given: Any) -> Results:
-        for function in functions:
-            written = getattr(adapters.module, function)
-            if written.__code__.co_names == ("NotImplementedError",):  # nothing but raising it
-                getattr(adapters, function)(*[None] * len(inspect.signature(written).parameters))
-        return cases[0].observe(adapters, **given)
-
-    return Check(f"12.build.{name}", (), (replace(cases[0], observe=observe), *cases[1:]), ())
