@@ -53,7 +53,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support")]  # as a script; pytest 
 from scripts import Server, exit_code_of, next_request_to_the_trainer  # noqa: E402
 
 LINES = 3  # on standard error
-WAITING = 90.0  # seconds by the clock; a row's own seconds count the processor's time
+WAITING = 90.0  # seconds by the clock, of a machine that does nothing else; a row's own seconds count the processor's time
 MEMORY = 8 * 2**30  # bytes of data that a row may allocate
 SHOWN = 300  # characters of a sentence in the table
 
@@ -183,7 +183,7 @@ def run(row: Row, folder: Path) -> Ended:
 def problems(row: Row, code: int, output: str, errors: str, seconds: float, kept: dict[str, str], folder: Path) -> Iterator[str]:
     """What a row promises and did not keep."""
     if code in (-signal.SIGALRM, -signal.SIGPROF):
-        yield f"it did not end within {row.seconds:g} s of computing and {WAITING:g} s by the clock"
+        yield f"it did not end within {row.seconds:g} s of computing, or {WAITING:g} s by the clock of an idle machine"
     elif code != row.code:
         yield f"its exit code is {code} and not {row.code}"
     said = " ".join((output + errors).split())
@@ -226,7 +226,7 @@ def serve() -> None:
     if not (request := next_request_to_the_trainer()):
         return
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    signal.setitimer(signal.ITIMER_REAL, WAITING)
+    signal.setitimer(signal.ITIMER_REAL, WAITING * max(1.0, os.getloadavg()[0] / os.cpu_count()))
     signal.setitimer(signal.ITIMER_PROF, request["seconds"])
     if request["function"]:
         request["command"] = [__file__, "--call", *request["function"]]
