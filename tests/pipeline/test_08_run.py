@@ -4,6 +4,7 @@ import re
 import subprocess
 
 import pytest
+from command_lines import run_each
 from scripts import refused, run_script, told_by
 from workspace import write_solutions
 
@@ -63,17 +64,22 @@ def test_pytorchs_pipeline_trains_like_one_process_and_says_nothing_of_its_actio
     assert "actions" not in told_by(done, tmp_path)["pipeline"]["ranks"][0] and "measured in" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--layout", "pp5"], "with 4 layers: 5 stages need at least one each"),
-        ([SCHEDULE, "interleaved", CHUNKS, "2", "--batch_size", "6"], "groups of 2, as many as there are ranks, and a step has 3"),
-        (["--layout", "pp2_tp3"], "does not divide num_attention_heads 4"),
-        (["--layout", "pp2_qp2"], "not understood at 'qp2'"),
-    ],
-)
-def test_a_wrong_option_is_one_sentence_before_anything_starts(tmp_path, options, said):
-    done = start(*options, cwd=tmp_path)
+WRONG = [
+    (["--layout", "pp5"], "with 4 layers: 5 stages need at least one each"),
+    ([SCHEDULE, "interleaved", CHUNKS, "2", "--batch_size", "6"], "groups of 2, as many as there are ranks, and a step has 3"),
+    (["--layout", "pp2_tp3"], "does not divide num_attention_heads 4"),
+    (["--layout", "pp2_qp2"], "not understood at 'qp2'"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return run_each(SCRIPT, [options for options, _ in WRONG], tmp_path_factory.mktemp("refusals"), SMALL)
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG)
+def test_a_wrong_option_is_one_sentence_before_anything_starts(refusals, options, said):
+    done = refusals[*options]
     assert refused(done, said) and done.returncode == 1
 
 

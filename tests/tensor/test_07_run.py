@@ -5,6 +5,7 @@ import re
 import subprocess
 
 import pytest
+from command_lines import run_each
 from scripts import refused, run_script, told_by
 from workspace import write_solutions
 
@@ -37,17 +38,22 @@ def test_sequences_shared_out_train_like_one_process(options, operations, tmp_pa
     assert operations <= told["traffic of rank 0"].keys()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--layout", "tp3"], "does not divide num_attention_heads 4"),
-        (["--layout", "tp2_sq"], "not understood at 'sq'"),
-        (["--layout", "cp3"], "seq has 32 positions"),
-        (["--seq", "31", "--layout", "tp2_sp"], "31 positions do not divide"),
-    ],
-)
-def test_a_wrong_option_is_one_sentence_before_anything_starts(tmp_path, options, said):
-    done = start(*options, cwd=tmp_path)
+WRONG = [
+    (["--layout", "tp3"], "does not divide num_attention_heads 4"),
+    (["--layout", "tp2_sq"], "not understood at 'sq'"),
+    (["--layout", "cp3"], "seq has 32 positions"),
+    (["--seq", "31", "--layout", "tp2_sp"], "31 positions do not divide"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return run_each(SCRIPT, [options for options, _ in WRONG], tmp_path_factory.mktemp("refusals"), SMALL)
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG)
+def test_a_wrong_option_is_one_sentence_before_anything_starts(refusals, options, said):
+    done = refusals[*options]
     assert refused(done, said) and done.returncode == 1
 
 
