@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 import torch
+from command_lines import run_each
 from scripts import refused, run_script, told_by
 from workspace import write_solutions
 
@@ -61,18 +62,23 @@ def test_loads_are_added_by_block_over_ranks_that_saw_other_tokens():
     assert exchanging_ranks(layout, 4) == [0, 2]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--layout", "dp3_ep3", "--batch_size", "6"], "does not divide model.experts.num_experts 8"),
-        (["--layout", "tp3"], "does not divide num_attention_heads 4"),
-        (["--model.experts.first_k_dense", "3"], "model.experts.first_k_dense is 3 of 3 blocks, so none has experts"),
-        (["--model.experts.bias_update_rate", "0.01"], "here nothing moves the bias"),
-        (["--layout", "dp2_xp2"], "not understood at 'xp2'"),
-    ],
-)
-def test_a_wrong_option_is_one_sentence_before_anything_starts(tmp_path, options, said):
-    done = start(*options, cwd=tmp_path)
+WRONG = [
+    (["--layout", "dp3_ep3", "--batch_size", "6"], "does not divide model.experts.num_experts 8"),
+    (["--layout", "tp3"], "does not divide num_attention_heads 4"),
+    (["--model.experts.first_k_dense", "3"], "model.experts.first_k_dense is 3 of 3 blocks, so none has experts"),
+    (["--model.experts.bias_update_rate", "0.01"], "here nothing moves the bias"),
+    (["--layout", "dp2_xp2"], "not understood at 'xp2'"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return run_each(SCRIPT, [options for options, _ in WRONG], tmp_path_factory.mktemp("refusals"), SMALL)
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG)
+def test_a_wrong_option_is_one_sentence_before_anything_starts(refusals, options, said):
+    done = refusals[*options]
     assert refused(done, said) and done.returncode == 1 and "processes" not in done.stdout
 
 
