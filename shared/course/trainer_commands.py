@@ -10,6 +10,7 @@ import click
 from shared.course import terminal
 from shared.course.click_group import TRAINER, CourseCommand, examples
 from shared.course.errors import CourseError
+from shared.course.importing import all_stays
 
 
 def add_to(group: click.Group) -> None:
@@ -47,12 +48,14 @@ def plan(
     if search or budget:
         if layout or (search and budget):
             raise click.UsageError("--search and --budget choose the layout: give one of the three, --layout, --search or --budget.")
-        from shared.trainer.planner import choosing
+        with all_stays():
+            from shared.trainer.planner import choosing
 
         if budget:
             sys.exit(choosing.run_budget(terminal.open_console(), config, words, hardware, budget, as_json))
         sys.exit(choosing.run_search(terminal.open_console(), config, words, hardware, model, as_json))
-    from shared.trainer.planner import command
+    with all_stays():
+        from shared.trainer.planner import command
 
     sys.exit(command.run(terminal.open_console(), config, words, layout, hardware, model, as_json))
 
@@ -101,7 +104,8 @@ def evaluate(
 
     Without --task or --data it takes the built-in tasks, which need no download: held-out Python, its next line, and made instructions.
     """
-    from shared.trainer.evaluation import command
+    with all_stays():
+        from shared.trainer.evaluation import command
 
     console, path = terminal.open_console(), Path(run).expanduser()
     place = Path(output).expanduser() if output else None
@@ -205,7 +209,8 @@ def chat(run: str, system: str | None, web: bool, port: int, **drawn: Any) -> No
 
     /reset forgets what was said. Ctrl-D or Ctrl-C ends the conversation.
     """
-    from shared.trainer import chat as talking
+    with all_stays():
+        from shared.trainer import chat as talking
 
     settings = answer_settings(drawn)
     if web:
@@ -227,7 +232,8 @@ def chat(run: str, system: str | None, web: bool, port: int, **drawn: Any) -> No
 @answer_options
 def sample(run: str, prompt: str, number: int, system: str | None, **drawn: Any) -> None:
     """Print what a run's model answers to one PROMPT, token by token, and nothing else. The prompt - is read from standard input."""
-    from shared.trainer import chat as talking
+    with all_stays():
+        from shared.trainer import chat as talking
 
     settings = answer_settings(drawn)
     talking.sample(run, sys.stdin.read() if prompt == "-" else prompt, number, system, settings)

@@ -9,8 +9,6 @@ from statistics import fmean as mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
-from jinja2 import Environment
-from markupsafe import Markup
 
 from shared.course import figures as style
 from shared.data.completion import Gap
@@ -150,6 +148,9 @@ def write_report(config: TrainerConfig, results: Results) -> None:
 
 def rendered(template: Path, **values: Any) -> bytes:
     """An HTML page from a Jinja template, in the style of all reports. Every value is escaped."""
+    from jinja2 import Environment  # after the last step, for which no first one should wait
+    from markupsafe import Markup
+
     style = Markup(Path(__file__).with_name("report.css").read_text(encoding="utf-8"))
     return Environment(autoescape=True).from_string(template.read_text(encoding="utf-8")).render(style=style, **values).encode()
 
