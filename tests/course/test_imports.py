@@ -1,5 +1,5 @@
-"""What a command imports: each only what it uses, in a process of its own. Importing torch takes longer than most commands, and its compiler,
-tables, templates, figures and symbols as long again."""
+"""What a command imports: each only what it uses, in a process of its own. Importing torch takes longer than most commands, and its
+compiler, tables, templates, figures and symbols as long again."""
 
 import gc
 import subprocess
@@ -52,8 +52,11 @@ def imported_by(*words: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "words",
-    ["", "--help", "next", "status", "hint 01.cross_entropy --rung 1", "map 01", "read shared.loss", "hunt 07", "stubs --check", "check --help"],
-)
+    [
+        "", "--help", "next", "status", "hint 01.cross_entropy --rung 1", "map 01", "read shared.loss", "hunt 07", "stubs --check",
+        "check --help",
+    ],
+)  # fmt: skip
 def test_a_command_that_needs_no_torch_imports_neither_it_nor_what_starts_processes(words, tmp_path, monkeypatch):
     Learner(tmp_path).progress.record_hint("01.cross_entropy", 1)
     monkeypatch.chdir(tmp_path)
