@@ -1,19 +1,17 @@
 """The checks themselves: right answers pass, every known wrong one fails with its reason, and nothing passes by doing nothing."""
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
 import torch
 from answer_perturbation import spoilt_answers
 from children import in_child
 from known_answers import try_known_answers
+from test_judging import constant_case
 from workspace import Learner
 
 from shared.course import catalogue, mutants, running
-from shared.course.checking import RUNGS, Case, Check
+from shared.course.checking import RUNGS, Check
 from shared.course.counting import Used
-from shared.course.judging import ALSO, ENOUGH, GUESS, run_check
+from shared.course.judging import run_check
 from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.report import outcome_text
 from shared.course.stubs import BodyFile
@@ -188,69 +186,9 @@ def test_a_slow_machine_fails_no_answer(tmp_path):
 # Checks that are no checks.
 
 
-def constant_case(**changes) -> Case:
-    case = Case("worked example", "one", lambda: {"x": torch.ones(2)}, lambda x: {"y": x + 1}, "arithmetic")
-    return replace(case, **changes)
-
-
 def test_a_check_without_cases_is_an_error():
     with pytest.raises(ValueError, match="a check that cannot fail is a defect"):
         run_check(Check("01.cross_entropy", ("y",), [], ("y",)), lambda x: x, {})
-
-
-def test_a_right_answer_with_two_mutants_that_do_the_same_gets_no_sentence():
-    """The negative control of the mutants' test: sentences that cannot be told apart are not guessed."""
-    check = Check("01.cross_entropy", ("y",), [constant_case()], ("y",))
-    one, other = {"one": lambda x: x}, {"other": lambda x: x * 1}
-    assert run_check(check, lambda x: x, one).misconception == "one"
-    assert run_check(check, lambda x: x, one | other).misconception == ""
-    assert run_check(check, lambda x: x + 1, one | other).state == PASS
-
-
-def test_an_answer_that_differs_from_the_mutant_on_a_later_case_gets_a_guess():
-    """Two mistakes may look alike on a few inputs: here the other one shows at -1 only."""
-    cases = [constant_case(), constant_case(given=lambda: {"x": -torch.ones(2)}), constant_case(given=lambda: {"x": torch.full((2,), 3.0)})]
-    check = Check("01.cross_entropy", ("y",), cases, ("y",))
-    nothing_added = {"Nothing is added.": lambda x: x}
-    assert run_check(check, lambda x: x * 1, nothing_added).misconception == "Nothing is added."
-    assert run_check(check, lambda x: x.abs(), nothing_added).misconception == GUESS.format("Nothing is added.")
-    assert run_check(check, lambda x: x.abs(), nothing_added, confirm=False).misconception == "Nothing is added."
-
-
-@pytest.mark.parametrize(("alike", "form"), [(ENOUGH - 1, GUESS), (ENOUGH, ALSO)])
-def test_many_inputs_on_which_an_answer_is_wrong_in_the_same_way_make_a_guess_certain(alike, form):
-    """And what is right on an input says nothing: an answer and a mutant may both be right there, as any two are."""
-    given = [torch.full((2,), float(number)) for number in range(1, alike + 1)] + [-torch.ones(2)] + [torch.zeros(2)] * 9
-    cases = [constant_case(given=lambda x=x: {"x": x}, expected=lambda x: {"y": x + x.abs().sign()}) for x in given]
-    check = Check("01.cross_entropy", ("y",), cases, ("y",))
-    nothing_added = {"Nothing is added.": lambda x: x}
-    assert run_check(check, lambda x: x.abs(), nothing_added).misconception == form.format("Nothing is added.")
-
-
-def test_one_mistake_may_be_written_in_several_ways():
-    """Each of its mutants gives the sentence, and both of them, which agree here, are no ambiguity."""
-    cases = [constant_case(), constant_case(given=lambda: {"x": torch.tensor([-1.0, 3.0])})]
-    check = Check("01.cross_entropy", ("y",), cases, ("y",))
-    written = {"Nothing is added.": (lambda x: x, lambda x: x.abs()), "Two is added.": lambda x: x + 2}
-    for answer in (lambda x: x * 1, lambda x: x.abs() * 1):
-        assert run_check(check, answer, written).misconception == "Nothing is added."
-    assert run_check(check, lambda x: x.abs() * 1, {"Nothing is added.": lambda x: x}).misconception == GUESS.format("Nothing is added.")
-
-
-def test_a_refusal_in_other_words_hides_no_misconception():
-    """Everyone words a refusal in their own way: a case that asks for one tells no two answers apart."""
-
-    def of(message: str) -> Callable:
-        def answer(x):
-            if x.numel() == 1:
-                raise ValueError(message)
-            return x
-
-        return answer
-
-    refused = constant_case(given=lambda: {"x": torch.zeros(1)}, expected=lambda x: {"raised": "ValueError"})
-    check = Check("01.cross_entropy", ("y",), [refused, constant_case()], ("y",))
-    assert run_check(check, of("too short"), {"one": of("give two")}).misconception == "one"
 
 
 def test_a_spoilt_answer_that_a_check_misses_is_noticed():

@@ -20,7 +20,7 @@ from known_answers import try_known_answers  # noqa: E402
 from shared.course import catalogue  # noqa: E402
 from shared.course.outcome import Outcome  # noqa: E402
 
-SECONDS = 1800.0  # by the clock, for one exercise
+SECONDS = 1800.0  # of processor time, for one exercise
 
 
 def verdicts(exercise_id: str) -> dict:
