@@ -266,10 +266,11 @@ def check_in_this_process(exercise_id: str, file: BodyFile, seconds: float, wait
 
 
 def read_check(exercise: Exercise) -> "Check":
-    """The `CHECK` that a check file defines. The file may import modules of its folder: `from .pieces import ...`."""
+    """The `CHECK` that a check file defines. The file may import modules of its folder, and of the folder above, which chapters share:
+    `from .pieces import ...`, `from .common import ...`."""
     path = check_path(exercise)
     package = ModuleType(f"course_checks_{exercise.chapter}")
-    package.__path__ = [str(path.parent)]
+    package.__path__ = [str(path.parent), str(path.parent.parent)]
     sys.modules[package.__name__] = package
     module = ModuleType(f"{package.__name__}.{exercise.name}")
     execute(BodyFile.read(path), module)

@@ -8,7 +8,7 @@ from torch import nn
 
 from shared.course.checking import Case, Check
 
-from .pieces import randn
+from .common import randn
 
 CONTRACT = "the contract"
 ORACLE = "torch.nn.TransformerEncoderLayer"

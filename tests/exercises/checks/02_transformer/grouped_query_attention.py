@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shared.course.checking import Case, Check
 
-from .pieces import expecting, observing, randn
+from .common import randn
+from .pieces import expecting, observing
 
 CONTRACT = "the contract"
 ORACLE = "torch.nn.functional.scaled_dot_product_attention(..., enable_gqa=True)"

@@ -5,13 +5,9 @@ Gradients are taken for a random cotangent: behind a bare sum, softmax and the n
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-
-def randn(*shape: int, seed: int, dtype=torch.float64, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+from .common import randn
 
 
 def with_gradients(function: Callable, leaves: tuple[str, ...], given: dict) -> dict[str, Tensor]:

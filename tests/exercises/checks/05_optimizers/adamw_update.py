@@ -9,7 +9,8 @@ import torch
 
 from shared.course.checking import Case, Check
 
-from .pieces import after, leaves, randn, tensors, where_it_lies
+from .common import randn
+from .pieces import after, leaves, tensors, where_it_lies
 
 CONTRACT = "the contract"
 ORACLE = "torch.optim.AdamW(foreach=False)"

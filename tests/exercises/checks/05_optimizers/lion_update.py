@@ -10,7 +10,8 @@ import torch
 
 from shared.course.checking import Case, Check
 
-from .pieces import after, leaves, randn, tensors, where_it_lies
+from .common import randn
+from .pieces import after, leaves, tensors, where_it_lies
 
 CONTRACT = "the contract"
 ORACLE = "torch.optim.SGD with weight decay, fed with the sign of torch.optim.SGD's own momentum (dampened)"

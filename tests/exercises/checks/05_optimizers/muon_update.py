@@ -10,7 +10,8 @@ import torch
 from shared.course.checking import Case, Check
 from shared.optim.muon import newton_schulz
 
-from .pieces import randn, tensors
+from .common import randn
+from .pieces import tensors
 
 CONTRACT = "the contract"
 NAN, INF = float("nan"), float("inf")

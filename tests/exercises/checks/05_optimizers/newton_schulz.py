@@ -9,7 +9,7 @@ import torch
 
 from shared.course.checking import Case, Check
 
-from .pieces import randn
+from .common import randn
 
 CONTRACT = "the contract"
 ORACLE = "torch.linalg.svd, and a s + b s^3 + c s^5 on the singular values"

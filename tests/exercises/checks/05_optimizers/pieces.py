@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 
-def randn(*shape: int, seed: int, dtype=torch.float64, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
-
-
 def tensors(dtype=torch.float64, **lists: list[float]) -> dict[str, Tensor]:
     return {name: torch.tensor(values, dtype=dtype) for name, values in lists.items()}
 

@@ -10,7 +10,7 @@ from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 from shared.parallel.comm.threads import run_threads
 
-from .pieces import CONTRACT, gradients, randn
+from .common import CONTRACT, cases_of, gradients, randn
 
 BY_HAND = "a loop over rows and tokens, by the contract's equation"
 TWO = "arithmetic: n f is how often each expert was chosen, n P the sum of its probabilities; their product is divided by n"
@@ -156,8 +156,7 @@ def given_sizes(function):
     return cost(function, 3.3, 2 * 24 * 64 * 4, sizes)
 
 
-def case(rung, title, given, expected=by_hand, source=BY_HAND, observe=loss, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+case = cases_of(by_hand, BY_HAND, loss)
 
 
 def example(title, given, number, source=TWO):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, gradients, randn
+from .common import CONTRACT, cases_of, gradients, randn
 
 BAG = "torch.nn.functional.embedding_bag, with weights"
 
@@ -79,8 +79,7 @@ def given_sizes(function):
     return cost(function, 3.5, 240 * 4 * 24 * 4, sizes)
 
 
-def case(rung, title, given, expected=by_bag, source=BAG, observe=combined, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+case = cases_of(by_bag, BAG, combined)
 
 
 def example(title, given, tokens, source="arithmetic"):

@@ -11,7 +11,8 @@ import torch
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, TiesReversed
+from .common import CONTRACT
+from .pieces import TiesReversed
 
 SORTED = "Python's sorted and numpy's bincount"
 

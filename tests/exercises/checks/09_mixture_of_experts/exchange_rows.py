@@ -11,10 +11,11 @@ import weakref
 
 import torch
 
-from shared.course.checking import Case, Check
+from shared.course.checking import Check
 from shared.parallel.comm.threads import run_threads
 
-from .pieces import CONTRACT, randn, unchanged
+from .common import CONTRACT, cases_of, randn
+from .pieces import unchanged
 
 ONE_PROCESS = "torch's autograd in one process"
 ROWS = "arithmetic: row j from rank r to rank s is 100 r + 10 s + j"
@@ -258,9 +259,7 @@ def moved_once(rows, sent, received, gradient):
     return told
 
 
-def case(rung, title, given, expected=at_once, source=ONE_PROCESS, observe=exchanged, tolerance=0.0):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
-
+case = cases_of(at_once, ONE_PROCESS, exchanged, 0.0)
 
 CHECK = Check(
     exercise="09.exchange_rows",

@@ -24,7 +24,7 @@ from shared.parallel.expert.axis import ExpertParallel
 from shared.parallel.mesh import Mesh
 from shared.parallel.sharding import sharding_of
 
-from .pieces import CONTRACT
+from .common import CONTRACT
 
 GRID = "torch.arange in the shape of the grid: a group is a slice of it"
 ONE_PROCESS = "each gradient of the same model in one process"

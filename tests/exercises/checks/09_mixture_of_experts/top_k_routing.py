@@ -9,9 +9,8 @@ import torch
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, gradients, randn
+from .common import ANY, CONTRACT, cases_of, gradients, randn
 
-ANY = 1e9  # bytes
 SORTED = "Python's sorted, token by token"
 DEFAULTS = {"scaling": 1.0, "bias": None, "groups": 1, "best_groups": 1}
 
@@ -137,8 +136,7 @@ def more_tokens(**settings):
     return lambda: {key: value for key, value in of(torch.empty(0), **settings)().items() if key != "scores"}
 
 
-def case(rung, title, given, expected=one_by_one, source=SORTED, observe=routed, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+case = cases_of(one_by_one, SORTED, routed)
 
 
 def example(title, given, weights, experts, source="arithmetic"):

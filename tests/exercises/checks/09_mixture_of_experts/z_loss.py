@@ -9,10 +9,9 @@ import torch
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, gradients, randn
+from .common import ANY, CONTRACT, cases_of, gradients, randn
 
 BY_HAND = "log(sum(exp(logits))) ** 2, token by token"
-ANY = 1e9  # bytes
 
 
 def of(*shape, lengths=None, scale=1.0, shift=0.0, dtype=torch.float64):
@@ -75,8 +74,7 @@ def given_sizes(function):
     return cost(function, ANY, 1, sizes)
 
 
-def case(rung, title, given, expected=by_hand, source=BY_HAND, observe=loss, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+case = cases_of(by_hand, BY_HAND, loss)
 
 
 def example(title, given, *sums, source="arithmetic"):

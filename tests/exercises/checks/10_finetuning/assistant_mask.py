@@ -9,11 +9,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from shared.course.checking import Case, Check
 
-from .pieces import CONTRACT
+from .common import ARITHMETIC, CONTRACT
 
 SETS = "sets: the characters of a token, and those of an answer"
 TOKENIZERS = "tokenizers: Encoding.char_to_token, of each character of an answer"
-ARITHMETIC = "arithmetic"
 CHAT = (
     ("system", "You add numbers."), ("user", "What are 17 and 4?"), ("assistant", "17 + 4 = 21."),
     ("user", "And 21 and 4?"), ("assistant", ""), ("tool", "25"), ("assistant", "21 + 4 = 25, says the tool."),

@@ -10,7 +10,7 @@ import torch
 
 from shared.course.checking import Case, Check
 
-from .pieces import CONTRACT, randn
+from .common import CONTRACT, randn, refused
 
 NUMPY = "numpy in float64, all ratios at once"
 BRUTE = "brute force: the smallest error of a layer whose weights are rounded to 7 levels"
@@ -66,10 +66,6 @@ def only_scales(function, means, losses, ratios):
 
 def answer(scales):
     return lambda means, **_: {"scales": torch.tensor(scales, dtype=means.dtype)}
-
-
-def refused(**_):
-    return {"raised": "ValueError"}
 
 
 def layer(seed, loud):

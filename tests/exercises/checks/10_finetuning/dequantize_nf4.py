@@ -10,8 +10,8 @@ import torch
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
+from .common import CONTRACT, randn
 from .nf4_data import CODES, NF4, SCALES, SHAPES
-from .pieces import CONTRACT, randn
 
 ONE_BY_ONE = "numpy's float32, number by number"
 BITSANDBYTES = "codes of bitsandbytes 0.50.2, each looked up and multiplied in numpy's float32"

@@ -10,7 +10,7 @@ import torch
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, randn
+from .common import CONTRACT, randn
 
 HAND = "the contract's two equations, number by number"
 SOLVED = "least squares: torch.linalg.solve with the Hessian of the columns that are left"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from shared.course.checking import Case, Check
 from shared.course.counting import Used
 
-from .pieces import CONTRACT, gradients, randn
+from .common import CONTRACT, cases_of, gradients, randn
 
 MERGED = "one product with W + scaling * B A"
 DROPPED = "torch.nn.functional.dropout: one call on x"
@@ -145,8 +145,7 @@ def small(**_):
     return {"a matrix [out, in] is made": False, "largest tensors that are made at a time": "few"}
 
 
-def case(rung, title, given, expected=merged, source=MERGED, observe=applied, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+case = cases_of(merged, MERGED, applied)
 
 
 def example(title, given, y, source="arithmetic"):

@@ -16,7 +16,7 @@ from shared.course.comparing import Said
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.tensor.operators import f_and_g
 
-from .pieces import CONTRACT, randn
+from .common import CONTRACT, randn
 
 ONE_PROCESS = "the same layer in one process"
 NAMES = ("A", "B")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, randn
+from .common import CONTRACT, cases_of, randn
 
 NUMPY = "numpy in float64, rounded once"
 
@@ -101,8 +101,7 @@ def given_sizes(function):
     return cost(function, 3.3, 2 * 37 * 41 * 4, sizes)
 
 
-def case(rung, title, given, expected=by_numpy, source=NUMPY, observe=None, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+case = cases_of(by_numpy, NUMPY)
 
 
 def example(title, given, merged, source="arithmetic"):

@@ -12,8 +12,8 @@ import torch
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
+from .common import CONTRACT, randn
 from .nf4_data import CODES, NF4, SCALES, SHAPES, weights_of
-from .pieces import CONTRACT, randn
 
 BITSANDBYTES = "bitsandbytes 0.50.2: quantize_4bit(weight, quant_type='nf4', compress_statistics=False)"
 ONE_BY_ONE = "numpy's float32, number by number"

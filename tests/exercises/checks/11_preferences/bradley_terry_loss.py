@@ -10,13 +10,12 @@ import numpy
 import torch
 import torch.nn.functional as F
 
-from shared.course.checking import Case, Check
-from shared.course.counting import cost, within
+from shared.course.checking import Check
 
-from .pieces import ANY, CONTRACT, as_leaves, narrowed, randn, with_gradients
+from .common import ARITHMETIC, CONTRACT, as_leaves, broken, cases_of, randn, strided, with_gradients
+from .row_loss import RowLoss
 
 TORCH = "torch: cross_entropy of [chosen - margin, rejected], class 0, and mse_loss of chosen and -rejected"
-ARITHMETIC = "arithmetic"
 ZERMELO = "Zermelo's iteration: at the likeliest strengths of these games, the gradient of their losses' sum is 0"
 
 
@@ -39,11 +38,6 @@ def drawn(pairs, margin=True, centering=0.3, scale=1.0, dtype=torch.float64, mar
     return given
 
 
-def loss(function, **given):
-    leaves = as_leaves(given, "chosen", "rejected")
-    return with_gradients(function(**given | leaves), leaves)
-
-
 def by_torch(chosen, rejected, margin=None, centering=0.0):
     leaves = as_leaves({"chosen": chosen, "rejected": rejected}, "chosen", "rejected")
     wide = [leaf.to(torch.promote_types(chosen.dtype, torch.float32)) for leaf in leaves.values()]
@@ -55,21 +49,8 @@ def by_torch(chosen, rejected, margin=None, centering=0.0):
 def in_float64(chosen, rejected, margin=None, centering=0.0):
     """What rewards of 16 or 32 bits are worth, computed in float64 from the same numbers."""
     margin = None if margin is None else margin.double()
-    found = narrowed(by_torch(chosen.double(), rejected.double(), margin, centering), torch.float32)
-    return {name: value.to(torch.float32 if name == "loss" else chosen.dtype) for name, value in found.items()}
-
-
-def only(expected):
-    """The losses without their gradients."""
-    return lambda **given: {"loss": expected(**given)["loss"]}
-
-
-def value(function, **given):
-    return {"loss": function(**given)}
-
-
-def answer(*losses):
-    return lambda chosen, **_: {"loss": torch.tensor(losses, dtype=chosen.dtype)}
+    found = by_torch(chosen.double(), rejected.double(), margin, centering)
+    return {name: value.detach().float().to(torch.float32 if name == "loss" else chosen.dtype) for name, value in found.items()}
 
 
 def both(function, rewards, **more):
@@ -90,29 +71,7 @@ def drifted(function, chosen, rejected, margin, drift):
 
 
 def not_drifted(chosen, rejected, margin, drift):
-    return only(by_torch)(chosen=chosen, rejected=rejected, margin=margin)
-
-
-def in_halves(function, cut, **given):
-    """Two ranks with a part of the pairs each."""
-    parts = [{name: value[own] if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-             for own in (slice(cut), slice(cut, None))]  # fmt: skip
-    return {"loss": torch.cat([function(**part) for part in parts])}
-
-
-def whole(cut, **given):
-    return only(by_torch)(**given)
-
-
-def apart():
-    made = drawn(5)()
-    return {name: torch.stack([value, value], dim=1)[:, 0] if isinstance(value, torch.Tensor) else value for name, value in made.items()}
-
-
-def broken_pair():
-    made = drawn(4)()
-    made["chosen"][2] = torch.nan
-    return made
+    return LOSS.only(by_torch)(chosen=chosen, rejected=rejected, margin=margin)
 
 
 def games(function, wins):
@@ -134,19 +93,8 @@ def at_rest(wins):
     return {"gradient of the rewards": torch.zeros(len(wins)).double()}
 
 
-def given_sizes(function):
-    sizes = {f"{pairs} pairs": drawn(pairs, dtype=torch.float32)() for pairs in (10, 60)}
-    return cost(function, ANY, 1, sizes)
-
-
-def case(rung, title, given, expected=by_torch, source=TORCH, observe=loss, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
-
-
-def example(title, given, *losses, source=ARITHMETIC):
-    return Case("worked example", title, given, answer(*losses), source, rtol=1e-5)
-
-
+LOSS = RowLoss(("chosen", "rejected"), by_torch)
+case, example, only = cases_of(by_torch, TORCH, LOSS.observed), LOSS.example, LOSS.only
 HALF = torch.bfloat16
 
 CHECK = Check(
@@ -185,20 +133,21 @@ CHECK = Check(
              not_drifted, CONTRACT, drifted, 1e-11),
         case("property", "one tensor as both rewards", lambda: {"rewards": randn(5, seed=3), "centering": 0.5}, both_by_torch, ARITHMETIC,
              both),
-        case("property", "a reward that is NaN is seen, in its pair alone", broken_pair, only(by_torch), CONTRACT, value),
-        case("property", "tensors that are not contiguous", apart),
-        case("property", "bfloat16 rewards, computed in float32", drawn(7, dtype=HALF, scale=3.0), only(in_float64), observe=value,
+        case("property", "a reward that is NaN is seen, in its pair alone", lambda: broken(drawn(4)(), "chosen"), only(by_torch),
+             CONTRACT, LOSS.value),
+        case("property", "tensors that are not contiguous", lambda: strided(drawn(5)())),
+        case("property", "bfloat16 rewards, computed in float32", drawn(7, dtype=HALF, scale=3.0), only(in_float64), observe=LOSS.value,
              tolerance=1e-6),
         case("property", "float16, whose largest number is 65,504: a sum of 500, centered", of([250.0, 3.0], [250.0, 1.0], torch.float16,
-             centering=1.0), only(in_float64), observe=value, tolerance=1e-6),
+             centering=1.0), only(in_float64), observe=LOSS.value, tolerance=1e-6),
         case("property", "bfloat16 rewards and a margin in float32, which keeps its digits", drawn(7, dtype=HALF, margins=torch.float32),
-             only(in_float64), observe=value, tolerance=1e-6),
+             only(in_float64), observe=LOSS.value, tolerance=1e-6),
         case("property", "float64 rewards and a margin in float32", drawn(7, margins=torch.float32)),
         case("oracle", "61 pairs", drawn(61, scale=3.0), tolerance=1e-11),
         case("oracle", "61 pairs in float32", drawn(61, scale=3.0, dtype=torch.float32), in_float64, tolerance=2e-5),
         case("oracle", "answers that have played each other", lambda: {"wins": [[0, 3, 1, 0], [1, 0, 2, 2], [1, 1, 0, 3], [2, 0, 1, 0]]},
              at_rest, ZERMELO, games, 1e-9),
-        case("two ranks", "3 and 4 of 7 pairs", lambda: drawn(7)() | {"cut": 3}, whole, CONTRACT, in_halves),
-        case("budget", "six times as many pairs", dict, lambda: within(ANY), CONTRACT, given_sizes),
+        LOSS.halves("3 and 4 of 7 pairs", lambda: drawn(7)() | {"cut": 3}),
+        LOSS.budget("pairs", drawn),
     ],
 )  # fmt: skip

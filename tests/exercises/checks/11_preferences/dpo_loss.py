@@ -10,13 +10,12 @@ import math
 import torch
 import torch.nn.functional as F
 
-from shared.course.checking import Case, Check
-from shared.course.counting import cost, within
+from shared.course.checking import Check
 
-from .pieces import ANY, CONTRACT, as_leaves, randn, with_gradients
+from .common import ARITHMETIC, CONTRACT, as_leaves, broken, cases_of, randn, strided, with_gradients
+from .row_loss import RowLoss
 
 TORCH = "torch: cross_entropy of the two implicit rewards, with the classes [1 - label_smoothing, label_smoothing]"
-ARITHMETIC = "arithmetic"
 THEOREM = "Rafailov et al. 2023, equations 4 to 6: for preferences drawn from the reward r, ref * exp(r / beta) / Z has the least loss"
 NAMES = "chosen", "rejected", "reference_chosen", "reference_rejected"
 
@@ -34,12 +33,6 @@ def drawn(pairs, beta=0.3, label_smoothing=0.1, scale=1.0, dtype=torch.float64, 
     return given
 
 
-def loss(function, **given):
-    """The loss, and what flows back to all four: to the reference nothing does."""
-    leaves = as_leaves(given, *NAMES)
-    return with_gradients(function(**given | leaves), leaves)
-
-
 def by_torch(chosen, rejected, reference_chosen, reference_rejected, beta, label_smoothing=0.0):
     leaves = as_leaves(dict(zip(NAMES, (chosen, rejected, reference_chosen, reference_rejected), strict=True)), *NAMES)
     policy, frozen = torch.stack([*leaves.values()][:2], dim=1), torch.stack([reference_chosen, reference_rejected], dim=1)
@@ -51,18 +44,6 @@ def in_float64(**given):
     dtype = given["chosen"].dtype
     found = by_torch(**{name: value.double() if isinstance(value, torch.Tensor) else value for name, value in given.items()})
     return {name: value.to(dtype) for name, value in found.items()}
-
-
-def only(expected):
-    return lambda **given: {"loss": expected(**given)["loss"]}
-
-
-def value(function, **given):
-    return {"loss": function(**given)}
-
-
-def answer(*losses):
-    return lambda chosen, **_: {"loss": torch.tensor(losses, dtype=chosen.dtype)}
 
 
 def as_its_own_reference(function, chosen, rejected, beta, label_smoothing):
@@ -85,31 +66,6 @@ def with_prompts(function, prompt, frozen_prompt, **given):
     """The log-probabilities of prompt and answer together: what the prompt adds is the same for both answers."""
     moved = {name: given[name] + (frozen_prompt if "reference" in name else prompt) for name in NAMES}
     return {"loss": function(**given | moved)}
-
-
-def without_prompts(prompt, frozen_prompt, **given):
-    return only(by_torch)(**given)
-
-
-def in_halves(function, cut, **given):
-    parts = [{name: value[own] if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-             for own in (slice(cut), slice(cut, None))]  # fmt: skip
-    return {"loss": torch.cat([function(**part) for part in parts])}
-
-
-def whole(cut, **given):
-    return only(by_torch)(**given)
-
-
-def apart():
-    made = drawn(5)()
-    return {name: torch.stack([value, value], dim=1)[:, 0] if isinstance(value, torch.Tensor) else value for name, value in made.items()}
-
-
-def broken_pair():
-    made = drawn(4)()
-    made["rejected"][2] = torch.nan
-    return made
 
 
 def smoothest(function, label_smoothing, beta):
@@ -148,18 +104,8 @@ def least(beta, tokens, length):
     return {"gradient of the policy's logits": torch.zeros_like(strengths), "how likely each answer is preferred to each": likely}
 
 
-def given_sizes(function):
-    sizes = {f"{pairs} pairs": drawn(pairs, dtype=torch.float32)() for pairs in (10, 60)}
-    return cost(function, ANY, 1, sizes)
-
-
-def case(rung, title, given, expected=by_torch, source=TORCH, observe=loss, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
-
-
-def example(title, given, *losses, source=ARITHMETIC):
-    return Case("worked example", title, given, answer(*losses), source, rtol=1e-5)
-
+LOSS = RowLoss(NAMES, by_torch)
+case, example, only = cases_of(by_torch, TORCH, LOSS.observed), LOSS.example, LOSS.only
 
 CHECK = Check(
     exercise="11.dpo_loss",
@@ -198,16 +144,18 @@ CHECK = Check(
         case("property", "a difference of 100, either way, in float32", of([-9.0, -109.0], [-109.0, -9.0], [-9.0] * 2, [-9.0] * 2, 1.0,
              torch.float32), tolerance=1e-6),
         case("property", "prompts that are counted as well cancel", lambda: drawn(7)() | {
-            "prompt": randn(7, seed=11), "frozen_prompt": randn(7, seed=12)}, without_prompts, CONTRACT, with_prompts),
-        case("property", "a log-probability that is NaN is seen, in its pair alone", broken_pair, only(by_torch), CONTRACT, value),
-        case("property", "tensors that are not contiguous", apart),
+            "prompt": randn(7, seed=11), "frozen_prompt": randn(7, seed=12)},
+            lambda prompt, frozen_prompt, **given: only(by_torch)(**given), CONTRACT, with_prompts),
+        case("property", "a log-probability that is NaN is seen, in its pair alone", lambda: broken(drawn(4)(), "rejected"),
+             only(by_torch), CONTRACT, LOSS.value),
+        case("property", "tensors that are not contiguous", lambda: strided(drawn(5)())),
         case("oracle", "61 pairs", drawn(61, scale=9.0), tolerance=1e-11),
         case("oracle", "61 pairs in float32", drawn(61, scale=9.0, dtype=torch.float32), in_float64, tolerance=1e-5),
         case("oracle", "smoothed labels are content where the odds are theirs", lambda: {"label_smoothing": 0.2, "beta": 0.5}, content,
              "Mitchell 2023: the least loss is the labels' entropy, at d = log((1 - label_smoothing) / label_smoothing)", smoothest),
         case("oracle", "all pairs of all 27 answers of 3 tokens: the best policy is at rest", lambda: {
             "beta": 0.4, "tokens": 3, "length": 3}, least, THEOREM, enumerated, 1e-10),
-        case("two ranks", "3 and 4 of 7 pairs", lambda: drawn(7)() | {"cut": 3}, whole, CONTRACT, in_halves),
-        case("budget", "six times as many pairs", dict, lambda: within(ANY), CONTRACT, given_sizes),
+        LOSS.halves("3 and 4 of 7 pairs", lambda: drawn(7)() | {"cut": 3}),
+        LOSS.budget("pairs", drawn),
     ],
 )  # fmt: skip

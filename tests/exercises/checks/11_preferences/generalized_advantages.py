@@ -11,11 +11,10 @@ from torch import Tensor
 from shared.course.checking import Case, Check
 from shared.course.counting import Used, cost, within
 
-from .pieces import CONTRACT, randn
+from .common import ARITHMETIC, CONTRACT, cases_of, randn
 
 STEPS = "Schulman et al. 2016, equations 11 to 16: the mean of the advantages of 1, 2, ... steps, the k-th with weight lam^(k-1)"
 SOLVED = "numpy.linalg.solve: each advantage less gamma * lam times the one after it is its delta"
-ARITHMETIC = "arithmetic"
 TENSORS = "rewards", "values", "lengths", "last_values"
 
 
@@ -189,8 +188,7 @@ def small():
     return within(14.0) | {"three times as many tokens take": "three times the operations"}
 
 
-def case(rung, title, given, expected=by_steps, source=STEPS, observe=None, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+case = cases_of(by_steps, STEPS)
 
 
 def example(title, given, *rows, source=ARITHMETIC):

@@ -8,16 +8,14 @@ import itertools
 import math
 
 import torch
-from torch import Tensor
 
-from shared.course.checking import Case, Check
-from shared.course.counting import cost, within
+from shared.course.checking import Check
 
-from .pieces import ANY, CONTRACT, as_leaves, randn, with_gradients
+from .common import CONTRACT, broken, cases_of, gradients, randn, strided, with_gradients
+from .row_loss import RowLoss
 
 ONE_SIDE = "token by token: the ratio has an upper edge where A is positive, a lower one where it is negative, none on the other side"
 EXPECTED = "the gradient of minus the expected advantage, over all answers of the policy"
-ARITHMETIC = "arithmetic"
 NAMES = "log_probs", "old_log_probs", "advantages"
 
 
@@ -43,12 +41,6 @@ def drawn(*shape, spread=0.4, scale=1.0, dtype=torch.float64, seed=1, **more):
     return given
 
 
-def loss(function, **given):
-    """The loss, and what flows back to all three: nothing to the old policy and to the advantages."""
-    leaves = as_leaves(given, *NAMES)
-    return with_gradients(function(**given | leaves), leaves)
-
-
 def one_sided(log_probs, old_log_probs, advantages, clip=0.2):
     found, back = [], []
     flat = [tensor.flatten().tolist() for tensor in (log_probs, old_log_probs, advantages)]
@@ -63,18 +55,6 @@ def one_sided(log_probs, old_log_probs, advantages, clip=0.2):
     none = torch.zeros_like(gradient)
     results = {"loss": shaped[0], "gradient of log_probs": gradient, "gradient of old_log_probs": none, "gradient of advantages": none}
     return {name: value.to(log_probs.dtype) for name, value in results.items()}
-
-
-def only(expected):
-    return lambda **given: {"loss": expected(**given)["loss"]}
-
-
-def value(function, **given):
-    return {"loss": function(**given)}
-
-
-def answer(*losses):
-    return lambda log_probs, **_: {"loss": torch.tensor(losses, dtype=log_probs.dtype)}
 
 
 def moved(losses, gradients):
@@ -134,38 +114,8 @@ def new_advantage(now, old):
     return {"the expected loss": -torch.dot(now.softmax(0), randn(len(now), seed=4))}
 
 
-def in_halves(function, cut, **given):
-    parts = [{name: value[own] if isinstance(value, Tensor) else value for name, value in given.items()}
-             for own in (slice(cut), slice(cut, None))]  # fmt: skip
-    return {"loss": torch.cat([function(**part) for part in parts])}
-
-
-def whole(cut, **given):
-    return only(one_sided)(**given)
-
-
-def broken_token():
-    made = drawn(5)()
-    made["advantages"][2] = torch.nan
-    return made
-
-
-def strided():
-    return {name: value.T.contiguous().T for name, value in drawn(4, 5)().items()}
-
-
-def given_sizes(function):
-    sizes = {f"{tokens} tokens": drawn(tokens, dtype=torch.float32)() for tokens in (10, 60)}
-    return cost(function, ANY, 1, sizes)
-
-
-def case(rung, title, given, expected=one_sided, source=ONE_SIDE, observe=loss, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
-
-
-def example(title, given, *losses, source=ARITHMETIC):
-    return Case("worked example", title, given, answer(*losses), source, rtol=1e-6)
-
+LOSS = RowLoss(NAMES, one_sided, near=1e-6)
+case, example = cases_of(one_sided, ONE_SIDE, LOSS.observed), LOSS.example
 
 CHECK = Check(
     exercise="11.ppo_policy_loss",
@@ -207,15 +157,16 @@ CHECK = Check(
                       "old_log_probs": torch.tensor([-31.0, -31.0, -1.0, -1.0]).double()}),
         case("property", "log-probabilities far below 0, whose exponentials are 0", lambda: {
             name: value - 1000 if "log" in name else value for name, value in drawn(7)().items()}, tolerance=1e-9),
-        case("property", "an advantage that is NaN is seen, at its token alone", broken_token, only(one_sided), CONTRACT, value),
-        case("property", "tensors that are not contiguous", strided),
+        case("property", "an advantage that is NaN is seen, at its token alone", lambda: broken(drawn(5)(), "advantages"),
+             LOSS.only(one_sided), CONTRACT, LOSS.value),
+        case("property", "tensors that are not contiguous", lambda: strided(drawn(4, 5)())),
         case("property", "float32", drawn(17, dtype=torch.float32), tolerance=1e-5),
         case("oracle", "211 tokens", drawn(211, spread=0.6, clip=0.3)),
         case("oracle", "on-policy: all 27 answers of 3 tokens", lambda: {"table": randn(4, 3, seed=9), "length": 3, "clip": 0.2},
              expected_advantage, EXPECTED, enumerated),
         case("oracle", "another policy than the one that drew, and no edge", lambda: {"now": randn(5, seed=6), "old": randn(5, seed=7)},
              new_advantage, "importance sampling: the mean of ratio * A under the old policy is the mean of A under the new one", far_away),
-        case("two ranks", "3 and 4 of 7 tokens", lambda: drawn(7)() | {"cut": 3}, whole, CONTRACT, in_halves),
-        case("budget", "six times as many tokens", dict, lambda: within(ANY), CONTRACT, given_sizes),
+        LOSS.halves("3 and 4 of 7 tokens", lambda: drawn(7)() | {"cut": 3}),
+        LOSS.budget("tokens", drawn),
     ],
 )  # fmt: skip

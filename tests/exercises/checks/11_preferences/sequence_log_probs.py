@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import CONTRACT, as_leaves, randn, with_gradients
+from .common import ARITHMETIC, CONTRACT, as_leaves, cases_of, randn, with_gradients
 
 NUMPY = "numpy.add.at: one number after the other, to the place that its document says"
 TORCH = "torch: cross_entropy of each answer's tokens, summed, times -1"
 PRODUCTS = "torch: the probabilities of an answer's tokens, multiplied; over all answers they add up to 1"
-ARITHMETIC = "arithmetic"
 F_, T_ = False, True
 
 
@@ -184,8 +183,7 @@ def given_sizes(function):
     return cost(function, 12.0, 5 * 96 * 4, sizes)
 
 
-def case(rung, title, given, expected=by_numpy, source=NUMPY, observe=summed, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+case = cases_of(by_numpy, NUMPY, summed)
 
 
 def example(title, given, *rows, source=ARITHMETIC):

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import ARITHMETIC, CONTRACT, left_behind, nothing, randn, refused
+from .common import ARITHMETIC, CONTRACT, randn, refused
+from .pieces import left_behind, nothing
 
 TORCH = "torch's scaled_dot_product_attention, of each row alone, over its own keys and values"
 CACHES = ("cached_keys", "cached_values")

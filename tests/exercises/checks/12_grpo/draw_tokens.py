@@ -14,7 +14,8 @@ import torch
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import ARITHMETIC, CONTRACT, left_behind, nothing, randn
+from .common import ARITHMETIC, CONTRACT, cases_of, randn
+from .pieces import left_behind, nothing
 
 EXPONENTIALS = "Python's own exponentials, cut by top-k and then by top-p, over their sum"
 FRACTIONS = "exact fractions, laid side by side"
@@ -127,8 +128,7 @@ def more_of_top_p(function):
     return cost(function, 1e9, 1, sizes)
 
 
-def case(rung, title, given, expected=by_exponentials, source=EXPONENTIALS, observe=None, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+case = cases_of(by_exponentials, EXPONENTIALS)
 
 
 def example(title, given, tokens, probabilities, source=ARITHMETIC):

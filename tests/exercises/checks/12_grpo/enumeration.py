@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from .pieces import randn
+from .common import randn
 
 EXPECTED = "the gradient of minus the expected advantage, over all answers of the policy"
 SAMPLED = "importance sampling: the mean of ratio * A under the old policy is the mean of A under the new one"

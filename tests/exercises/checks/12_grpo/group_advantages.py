@@ -13,7 +13,8 @@ import torch
 from shared.course.checking import Case, Check
 from shared.course.counting import cost, within
 
-from .pieces import ARITHMETIC, CONTRACT, left_behind, nothing, randn, refused
+from .common import ARITHMETIC, CONTRACT, cases_of, randn, refused
+from .pieces import left_behind, nothing
 
 EXACT = "Python's statistics: mean and stdev of the rewards as fractions"
 EXPECTED = "the gradient of the expected reward, times 1 - 1 / group: each answer is part of the mean that it is compared with"
@@ -112,8 +113,7 @@ def given_sizes(function):
     return cost(function, 12.0, 24 * 5 * 4, sizes)
 
 
-def case(rung, title, given, expected=by_statistics, source=EXACT, observe=None, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+case = cases_of(by_statistics, EXACT)
 
 
 def example(title, given, *advantages, source=ARITHMETIC):

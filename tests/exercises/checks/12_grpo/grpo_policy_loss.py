@@ -11,20 +11,16 @@ import math
 import torch
 from torch import Tensor
 
-from shared.course.checking import Case, Check
+from shared.course.checking import Check
 from shared.course.counting import cost, within
 
+from .common import ARITHMETIC, CONTRACT, cases_of, gradients, randn, refused, strided, with_gradients
 from .enumeration import EXPECTED, SAMPLED, enumerated, expected_advantage, far_away, new_advantage
 from .packed import NAMES, changed, drawn, far_apart, mixed, of, same_tensor
-from .pieces import ARITHMETIC, CONTRACT, as_leaves, left_behind, nothing, randn, refused, with_gradients
+from .pieces import left_behind, nothing
+from .row_loss import RowLoss
 
 ONE_SIDE = "answer by answer: the ratio has an upper edge where A is positive, a lower one where it is negative, none on the other side"
-
-
-def loss(function, **given):
-    """The losses, and what flows back to all three: nothing to the old policy and to the advantages."""
-    leaves = as_leaves(given, *NAMES)
-    return with_gradients(function(**given | leaves), leaves, "loss")
 
 
 def one_sided(log_probs, old_log_probs, advantages, answers, clip_low=0.2, clip_high=0.28, level="token"):
@@ -45,18 +41,6 @@ def one_sided(log_probs, old_log_probs, advantages, answers, clip_low=0.2, clip_
     none = torch.zeros_like(back)
     results = {"loss": found, "gradient of log_probs": back, "gradient of old_log_probs": none, "gradient of advantages": none}
     return {name: value.to(log_probs.dtype) for name, value in results.items()}
-
-
-def only(expected):
-    return lambda **given: {"loss": expected(**given)["loss"]}
-
-
-def value(function, **given):
-    return {"loss": function(**given)}
-
-
-def answer(*losses):
-    return lambda log_probs, **_: {"loss": torch.tensor([losses], dtype=torch.float64).to(log_probs.dtype)}
 
 
 def moved(losses, gradients):
@@ -86,28 +70,10 @@ def policy_gradient(log_probs, advantages, answers, **_):
     return {"loss": -inside, "gradient of log_probs": -inside * flow, "log_probs still ask for gradients": True}
 
 
-def in_halves(function, cut, **given):
-    parts = [{name: value[own] if isinstance(value, Tensor) else value for name, value in given.items()}
-             for own in (slice(cut), slice(cut, None))]  # fmt: skip
-    return {"loss": torch.cat([function(**part) for part in parts])}
-
-
-def whole(cut, **given):
-    return only(one_sided)(**given)
-
-
 def turned(function, order, **given):
     """The tokens of every row in another order."""
     moved = {name: value[:, order] if isinstance(value, Tensor) else value for name, value in given.items()}
     return {"loss": function(**moved)[:, torch.tensor(order).argsort()]}
-
-
-def unmoved(order, **given):
-    return only(one_sided)(**given)
-
-
-def strided():
-    return {name: value.T.contiguous().T if isinstance(value, Tensor) else value for name, value in drawn(ROWS, level="sequence")().items()}
 
 
 def given_sizes(function):
@@ -127,12 +93,12 @@ def small(**_):
     return {"token": within(20.0), "sequence": within(20.0)}
 
 
-def case(rung, title, given, expected=one_sided, source=ONE_SIDE, observe=loss, tolerance=1e-12):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance)
+LOSS = RowLoss(NAMES, one_sided, near=1e-6)
+case, only, value = cases_of(one_sided, ONE_SIDE, LOSS.observed), LOSS.only, LOSS.value
 
 
 def example(title, given, *losses, source=ARITHMETIC):
-    return Case("worked example", title, given, answer(*losses), source, rtol=1e-6)
+    return LOSS.example(title, given, losses, source=source)  # of one row
 
 
 ROWS = [[3, 2, 4], [5, 4], [1], [9]]
@@ -225,10 +191,11 @@ CHECK = Check(
         case("property", "a log-probability that is NaN is seen, in its answer alone", changed(
             drawn(ROWS, **SEQUENCE), ("log_probs", 0, 5, NAN)), only(one_sided), CONTRACT, value),
         case("property", "the tokens of an answer do not stand together", drawn([[4, 4, 4], [6, 5, 1]], prompt=0, **SEQUENCE,
-             order=[0, 8, 4, 1, 9, 5, 2, 10, 6, 3, 11, 7]), unmoved, CONTRACT, turned),
+             order=[0, 8, 4, 1, 9, 5, 2, 10, 6, 3, 11, 7]), lambda order, **given: only(one_sided)(**given),
+             CONTRACT, turned),
         case("property", "answers numbered backwards, with a gap, up to seq - 1", lambda: drawn([[3, 2, 4]], **SEQUENCE)() | {
             "answers": torch.tensor([[-1, 11, 11, 11, -1, 4, 4, -1, 0, 0, 0, 0]])}),
-        case("property", "tensors that are not contiguous", strided),
+        case("property", "tensors that are not contiguous", lambda: strided(drawn(ROWS, level="sequence")())),
         case("property", "float32", drawn([[17, 9], [20]], dtype=FP32), tolerance=1e-5),
         case("property", "float32, ratios of answers", drawn([[17, 9], [20]], dtype=FP32, **SEQUENCE), tolerance=1e-5),
         case("property", "bfloat16, computed in float32", drawn([[17, 9], [20]], dtype=BF16), only(one_sided), ONE_SIDE, value, 0.0),
@@ -256,7 +223,7 @@ CHECK = Check(
              expected_advantage, EXPECTED, enumerated),
         case("oracle", "another policy than the one that drew, and no edges", lambda: {"now": randn(5, seed=6), "old": randn(5, seed=7),
              "level": "token"}, new_advantage, SAMPLED, far_away),
-        case("two ranks", "rows 0 to 2, and the others", drawn(ROWS, cut=3, **SEQUENCE), whole, CONTRACT, in_halves),
+        LOSS.halves("rows 0 to 2, and the others", drawn(ROWS, cut=3, **SEQUENCE)),
         case("budget", "more rows, tokens and answers, and memory, in tensors like `log_probs`", dict, small, CONTRACT, given_sizes),
     ],
 )  # fmt: skip

@@ -8,13 +8,14 @@ and float16: exactly, for numbers that one rounding at the end gives.
 from decimal import Decimal, localcontext
 
 import torch
-from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from shared.course.checking import Case, Check
+from shared.course.checking import Check
 from shared.course.counting import cost, within
 
-from .pieces import ARITHMETIC, CONTRACT, as_leaves, left_behind, nothing, randn, refused, with_gradients
+from .common import CONTRACT, cases_of, randn, refused, strided, with_gradients
+from .pieces import left_behind, nothing
+from .row_loss import RowLoss
 
 DIGITS = "Python's decimal, with 60 digits"
 AVERAGE = "torch's kl_divergence of the two distributions"
@@ -40,12 +41,6 @@ def drawn(*shape, spread=0.7, dtype=torch.float64, seed=1, **more):
     return given
 
 
-def estimates(function, **given):
-    """The estimates, and what flows back to both: nothing to the reference."""
-    leaves = as_leaves(given, *NAMES)
-    return with_gradients(function(**given | leaves), leaves, "estimates")
-
-
 def by_decimal(log_probs, reference, estimator="k3"):
     """The estimates, and the gradient of each, which is -1, -d, or 1 - e^d."""
     found, back = [], []
@@ -61,18 +56,6 @@ def by_decimal(log_probs, reference, estimator="k3"):
     flow = randn(*log_probs.shape, seed=17, dtype=log_probs.dtype).double()
     results = {"estimates": numbers, "gradient of log_probs": slopes * flow, "gradient of reference": torch.zeros_like(flow)}
     return {name: value.to(log_probs.dtype) for name, value in results.items()}
-
-
-def only(expected):
-    return lambda **given: {"estimates": expected(**given)["estimates"]}
-
-
-def value(function, **given):
-    return {"estimates": function(**given)}
-
-
-def answer(*numbers):
-    return lambda log_probs, **_: {"estimates": torch.tensor(numbers, dtype=torch.float64).to(log_probs.dtype)}
 
 
 def mixed(dtype, reference_dtype, estimator):
@@ -135,19 +118,6 @@ def at_rest(log_probs, estimator):
             "log_probs still ask for gradients": True}  # fmt: skip
 
 
-def in_halves(function, cut, estimator, **given):
-    parts = [[tensor[own] for tensor in given.values()] for own in (slice(cut), slice(cut, None))]
-    return {"estimates": torch.cat([function(*part, estimator) for part in parts])}
-
-
-def whole(cut, **given):
-    return only(by_decimal)(**given)
-
-
-def strided():
-    return {name: value.T.contiguous().T if isinstance(value, Tensor) else value for name, value in drawn(4, 5, estimator="k3")().items()}
-
-
 def given_sizes(function):
     found = {}
     for estimator in ("k1", "k2", "k3"):
@@ -160,12 +130,9 @@ def small(**_):
     return {estimator: within(12.0) for estimator in ("k1", "k2", "k3")}
 
 
-def case(rung, title, given, expected=by_decimal, source=DIGITS, observe=estimates, tolerance=1e-12, least=None):
-    return Case(rung, title, given, expected, source, observe, rtol=tolerance, atol=tolerance if least is None else least)
-
-
-def example(title, given, *numbers, source=ARITHMETIC):
-    return Case("worked example", title, given, answer(*numbers), source, rtol=1e-5)
+ESTIMATES = RowLoss(NAMES, by_decimal, "estimates")
+case, example = cases_of(by_decimal, DIGITS, ESTIMATES.observed), ESTIMATES.example
+answer, only, value = ESTIMATES.answer, ESTIMATES.only, ESTIMATES.value
 
 
 def average(estimator, expected, observe=mean_and_gradient):
@@ -235,7 +202,7 @@ CHECK = Check(
              answer(INF, NAN, 0.5), CONTRACT, value),
         case("property", "k3 of tokens that the reference calls impossible, or that are NaN", of([-INF, NAN, 0.0], "k3"),
              answer(INF, NAN, 0.0), CONTRACT, value),
-        case("property", "tensors that are not contiguous", strided),
+        case("property", "tensors that are not contiguous", lambda: strided(drawn(4, 5, estimator="k3")())),
         case("property", "float32, k3", drawn(40, dtype=FP32, **K3), tolerance=1e-5),
         case("property", "float32, k2", drawn(40, dtype=FP32, **K2), tolerance=1e-5),
         case("property", "bfloat16, k1, computed in float32", drawn(40, dtype=BF16, **K1), only(by_decimal), DIGITS, value, 0.0),
@@ -256,7 +223,7 @@ CHECK = Check(
         average("k2", gradient_of_kl, k2_on_average),
         average("k3", k3_on_average),
         case("oracle", "211 tokens, k3", drawn(211, spread=3.0, **K3), tolerance=1e-11),
-        case("two ranks", "3 and 4 of 7 tokens", drawn(7, cut=3, **K3), whole, CONTRACT, in_halves),
+        ESTIMATES.halves("3 and 4 of 7 tokens", drawn(7, cut=3, **K3)),
         case("budget", "ten times as many tokens, and memory, in tensors like `log_probs`", dict, small, CONTRACT, given_sizes),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from shared.course.checking import Case, Check
 
-from .pieces import ARITHMETIC, CONTRACT
+from .common import ARITHMETIC, CONTRACT
 
 TABLE = "read by a person"
 FRACTIONS = "Python's fractions: a number, written down in every form"

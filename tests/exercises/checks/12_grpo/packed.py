@@ -2,7 +2,7 @@
 
 import torch
 
-from .pieces import randn
+from .common import randn
 
 NAMES = "log_probs", "old_log_probs", "advantages"
 
