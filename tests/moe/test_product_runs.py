@@ -35,7 +35,7 @@ def alone(tmp_path_factory):
 def started(layout: str, *words, restarts: int = 0) -> subprocess.Popen:
     command, _ = start.command_of(layout, [str(word) for word in words])
     if restarts:
-        command[command.index("--standalone")] = f"--max-restarts={restarts}"
+        command.insert(command.index("--standalone"), f"--max-restarts={restarts}")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
 

@@ -1,7 +1,6 @@
 """Gloo's threads end before the interpreter does: one that releases a tensor after that aborts its process, with exit code -6."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
+from ports import reserved_port
 
 from shared.parallel.comm import gloo_routes
 from shared.parallel.comm.launch import run_processes
@@ -51,12 +51,11 @@ sys.exit(7)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc")
 def test_a_rank_of_torchrun_ends_gloos_threads_when_it_ends():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | place | path
-    ranks = [subprocess.Popen([sys.executable, "-c", LAST], env=environment | {"RANK": str(rank)}, **pipes) for rank in (0, 1)]
-    said = [rank.communicate(timeout=120) for rank in ranks]
+    with reserved_port() as port:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        environment = os.environ | place | path
+        ranks = [subprocess.Popen([sys.executable, "-c", LAST], env=environment | {"RANK": str(rank)}, **pipes) for rank in (0, 1)]
+        said = [rank.communicate(timeout=600) for rank in ranks]
     assert [(rank.returncode, out) for rank, (out, _) in zip(ranks, said, strict=True)] == [(7, "has True\nin the end: []\n")] * 2, said

@@ -85,7 +85,7 @@ if os.environ.get("PAUSE") == "1":
         time.sleep(5)
         connect(*words, **named)
     dist.init_process_group = init_process_group
-world, _ = from_torchrun(3.0, "cpu", init_timeout=float(os.environ.get("INIT", 60)))
+world, _ = from_torchrun(10.0, "cpu", init_timeout=float(os.environ.get("INIT", 60)))
 print("connected over", os.environ["GLOO_SOCKET_IFNAME"])
 while True:
     world.all_reduce(torch.ones(1))
@@ -111,8 +111,8 @@ def test_ranks_connect_where_names_mislead_and_all_of_them_speak_after_a_cut(tmp
         cut = time.monotonic()
         b.cut()
         assert [job.wait(TIMEOUT) for job in jobs] == [EXIT_CODE] * 2
-        assert "rank 1 has sent no heartbeat for 3 s: it died, hangs or cannot be reached" in jobs[0].output
-        assert "rank 1 has had no answer from the machine of rank 0 for 3 s" in jobs[1].output
+        assert re.search("rank 1 has sent no heartbeat for 1[0-2] s: it died, hangs or cannot be reached", jobs[0].output)
+        assert re.search("rank 1 has had no answer from the machine of rank 0 for 1[0-2] s", jobs[1].output)
         assert all(job.ended - cut < 60 for job in jobs)  # the kernel gives up a connection after 15 minutes
 
 

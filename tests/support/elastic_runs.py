@@ -2,16 +2,17 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
 import psutil
+from ports import reserved_port
+
 from shared.course.paths import CHECKOUT
 from shared.trainer.elastic import events_of
 
@@ -32,8 +33,8 @@ class ElasticRun:
 
     def __init__(self, output: Path, words: list[str], ranks: int = 1, agents: int = 2):
         self.output, self.ranks = output, ranks
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.reserved = ExitStack()
+        self.port = self.reserved.enter_context(reserved_port())
         places = ["--nnodes", f"1:{agents}", "--nproc-per-node", str(ranks), "--max-restarts", "1000", "--monitor-interval", "0.1"]
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "elastic", "--rdzv-conf", SOON]
         self.command = [sys.executable, "-m", "torch.distributed.run", *places, *meeting, "--local-addr", "127.0.0.1", str(SCRIPT)]
@@ -51,6 +52,7 @@ class ElasticRun:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for agent in self.started:
             self.kill(agent)
+        self.reserved.close()
         self.printed.close()
 
     def start(self, command: list[str] | None = None) -> subprocess.Popen:

@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from ports import reserved_port
 from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
@@ -80,15 +80,12 @@ def equal(one: Path, other: Path) -> bool:
 
 def start(options: list[str], folder: Path, words: str, nodes: int) -> tuple[list[int], str]:
     """Two ranks, on one machine or on what take themselves for two. Returns torchrun's exit codes and all that was printed."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     places = ["--nproc-per-node", str(2 // nodes), "--nnodes", str(nodes)]
-    places += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "faults", "--local-addr", "localhost"]
-    command = [*COMMAND, *places, *options, *SCRIPT, str(folder), *words.split()]
+    places += ["--rdzv-backend", "c10d", "--rdzv-id", "faults", "--local-addr", "localhost"]
+    command = [*places, *options, *SCRIPT, str(folder), *words.split()]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryFile("w+") as output:
-        started = []
+    with tempfile.TemporaryFile("w+") as output, reserved_port() as port:
+        started, command = [], [*COMMAND, "--rdzv-endpoint", f"localhost:{port}", *command]
         try:
             started = [subprocess.Popen(command, stdout=output, stderr=output, env=environment) for _ in range(nodes)]
             codes = [each.wait(timeout=240) for each in started]

@@ -26,7 +26,8 @@ LAPTOP = TRAIN.with_name("laptop.yaml")
 
 def test_the_last_thing_that_torchrun_prints_of_a_refused_run_is_the_sentence(tmp_path):
     words = ["data.prepare.sources=[{path: nowhere.txt}]", "parallel.data_parallel=2"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(TRAIN), str(settings_file(tmp_path, tmp_path))]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    command = [*torchrun, str(TRAIN), str(settings_file(tmp_path, tmp_path))]
     done = subprocess.run([*command, *words], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     sentence = "nowhere.txt does not exist: give an existing file or folder, or the name of a hub dataset."
     assert done.returncode == 1 and f"traceback : {sentence}" in done.stderr.split("Root Cause")[1]

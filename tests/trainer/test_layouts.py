@@ -155,7 +155,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_proces
     folder, file, _ = runs
     words = [str(file), f"engine.output={folder / 'killed'}", "engine.log_every=1", "parallel.heartbeat_timeout=5"]
     command, _ = start.command_of("dp2", words)
-    command[command.index("--standalone")] = "--max-restarts=1"
+    command.insert(command.index("--standalone"), "--max-restarts=1")
     rest = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
     run = subprocess.Popen(command, **rest)
     saved = folder / "killed" / "checkpoints" / "step-00000002"
