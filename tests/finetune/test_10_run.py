@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+from command_lines import run_each
 from scripts import refused, run_script, told_by
 
 from shared.course.paths import CHECKOUT
@@ -34,13 +35,18 @@ def test_layouts_train_like_one_process(options, tmp_path):
     told_by(start(*options, cwd=tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--adapter.kind", "prompt"], "have no place for virtual tokens"),
-        (["--adapter.rank", "0"], "adapter.rank is 0: give at least 1"),
-        (["--base_steps", "0"], "base_steps is 0: give at least 1"),
-    ],
-)
-def test_bad_options_are_refused_in_a_sentence(options, words, tmp_path):
-    assert refused(start(*options, cwd=tmp_path), words)
+BAD = [
+    (["--adapter.kind", "prompt"], "have no place for virtual tokens"),
+    (["--adapter.rank", "0"], "adapter.rank is 0: give at least 1"),
+    (["--base_steps", "0"], "base_steps is 0: give at least 1"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return run_each(SCRIPT, [options for options, _ in BAD], tmp_path_factory.mktemp("refusals"), SMALL)
+
+
+@pytest.mark.parametrize(("options", "words"), BAD)
+def test_bad_options_are_refused_in_a_sentence(refusals, options, words):
+    assert refused(refusals[*options], words)

@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+from command_lines import run_each
 from scripts import refused, run_script, told_by
 
 from shared.course.paths import CHECKOUT
@@ -31,14 +32,19 @@ def test_layouts_and_losses_train_like_one_process(options, tmp_path):
     told_by(start(*options, cwd=tmp_path), tmp_path, learned=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--dpo.loss", "kto", "--dpo.reference", "beside"], "kto learns from single answers"),
-        (["--seq", "15"], "seq is 15, and a row holds two windows"),
-        (["--layout", "cp2"], "context parallelism has no preference loss"),
-        (["--base_steps", "0"], "base_steps is 0: give at least 1"),
-    ],
-)
-def test_bad_options_are_refused_in_a_sentence(options, words, tmp_path):
-    assert refused(start(*options, cwd=tmp_path), words)
+BAD = [
+    (["--dpo.loss", "kto", "--dpo.reference", "beside"], "kto learns from single answers"),
+    (["--seq", "15"], "seq is 15, and a row holds two windows"),
+    (["--layout", "cp2"], "context parallelism has no preference loss"),
+    (["--base_steps", "0"], "base_steps is 0: give at least 1"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return run_each(SCRIPT, [options for options, _ in BAD], tmp_path_factory.mktemp("refusals"), SMALL)
+
+
+@pytest.mark.parametrize(("options", "words"), BAD)
+def test_bad_options_are_refused_in_a_sentence(refusals, options, words):
+    assert refused(refusals[*options], words)

@@ -6,6 +6,7 @@ import subprocess
 from itertools import islice
 
 import pytest
+from command_lines import run_each
 from scripts import refused, run_script
 
 from chapters.checked_tasks import END, Sums, ids_of, reward_of, tasks_of, text_of
@@ -32,17 +33,22 @@ def test_a_run_leaves_figures_and_begins_again_from_its_start(tmp_path):
     assert (tmp_path / "runs/12_grpo/figures.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--digits", "7"], "digits is 7: give 1 to 6"),
-        (["--answers", "1"], "answers is 1"),
-        (["--learning_rate", "0"], "learning_rate is 0"),
-        (["--start_accuracy", "0.999", "--most_start_steps", "20"], "give fewer digits, a smaller start_accuracy or more most_start_steps"),
-    ],
-)
-def test_bad_options_are_refused_in_a_sentence(options, words, tmp_path):
-    assert refused(start(*options, cwd=tmp_path), words)
+BAD = [
+    (["--digits", "7"], "digits is 7: give 1 to 6"),
+    (["--answers", "1"], "answers is 1"),
+    (["--learning_rate", "0"], "learning_rate is 0"),
+    (["--start_accuracy", "0.999", "--most_start_steps", "20"], "give fewer digits, a smaller start_accuracy or more most_start_steps"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return run_each(SCRIPT, [options for options, _ in BAD], tmp_path_factory.mktemp("refusals"), SMALL)
+
+
+@pytest.mark.parametrize(("options", "words"), BAD)
+def test_bad_options_are_refused_in_a_sentence(refusals, options, words):
+    assert refused(refusals[*options], words)
 
 
 @pytest.mark.parametrize("task", ["sums", "counts", "functions"])
