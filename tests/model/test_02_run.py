@@ -50,11 +50,11 @@ def test_a_run_learns_and_leaves_its_results(tmp_path, text_file):
 def test_a_build_that_passed_whole_is_trained_in_place_of_the_core(tmp_path, text_file):
     write_solutions(tmp_path)
     write_passed_build(tmp_path, "02")
-    done = start("run.py", *SMALL, "--impl", "mine", "--data", text_file, cwd=tmp_path)
+    lines = [(), ("--steps", "2", "--model.position", "alibi", "--output", "other")]
+    done, other = run_each(FOLDER / "run.py", lines, tmp_path, [*SMALL, "--impl", "mine", "--data", text_file]).values()
     assert done.returncode == 0 and "02.build runs" in done.stdout and "BuiltModel" in done.stdout, done.stderr
     losses = [loss for _, loss in json.loads((tmp_path / "runs/02_transformer/figures.json").read_text())["training"]]
     assert losses[0] > 7.5 and losses[-1] < 5.0
-    other = start("run.py", *SMALL, "--impl", "mine", "--steps", "2", "--model.position", "alibi", "--data", text_file, cwd=tmp_path)
     assert other.returncode == 0 and "02.build is not used: this model is no LLaMA" in other.stdout and "TransformerModel" in other.stdout
 
 

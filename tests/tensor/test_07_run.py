@@ -29,13 +29,20 @@ def test_two_ranks_with_half_of_the_matrices_each_train_like_one(tmp_path):
     assert (tmp_path / "runs/07_tensor_parallel/figures.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("options, operations", [
-    (["--layout", "tp2_sp"], {"all_gather tp", "reduce_scatter tp"}),
-    (["--layout", "cp2"], {"send cp", "receive cp"}),
-])  # fmt: skip
-def test_sequences_shared_out_train_like_one_process(options, operations, tmp_path):
-    told = told_by(start(*options, cwd=tmp_path), tmp_path)
-    assert operations <= told["traffic of rank 0"].keys()
+SHARED_OUT = {"tp2_sp": {"all_gather tp", "reduce_scatter tp"}, "cp2": {"send cp", "receive cp"}}
+
+
+@pytest.fixture(scope="module")
+def shared_out(tmp_path_factory):
+    """The figures of a run in each layout that shares sequences out."""
+    folder = tmp_path_factory.mktemp("shared_out")
+    lines = [["--layout", layout, "--output", f"{layout}/runs/{SCRIPT.parent.name}"] for layout in SHARED_OUT]
+    return {line[1]: told_by(done, folder / line[1]) for line, done in run_each(SCRIPT, lines, folder, SMALL).items()}
+
+
+@pytest.mark.parametrize("layout", SHARED_OUT)
+def test_sequences_shared_out_train_like_one_process(shared_out, layout):
+    assert SHARED_OUT[layout] <= shared_out[layout]["traffic of rank 0"].keys()
 
 
 WRONG = [
