@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -29,13 +30,11 @@ VARIANTS = {
 }
 
 
-# nbval, with a kernel that is reached through files and not through ports of the machine: a port is found free, closed and opened again
-# by the kernel, and another program may take it in between. The name of such a file must be short, and is not on every machine.
 NBVAL = """
-import functools, os, sys
-import nbval.kernel, pytest
-if len(os.environ["JUPYTER_RUNTIME_DIR"]) < 50:
-    nbval.kernel.KernelManager = functools.partial(nbval.kernel.KernelManager, transport="ipc")
+import sys
+import pytest
+from shared.course.refresh import reach_kernels_by_files
+reach_kernels_by_files()
 sys.exit(pytest.main(sys.argv[1:]))
 """
 
@@ -62,14 +61,35 @@ def workspace(notebook: nbformat.NotebookNode, name: str) -> Iterator[Path]:
 
 def verify(notebook: nbformat.NotebookNode, name: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
     """Run a notebook under nbval with `environment` on top of this process's, comparing every stored output."""
-    import matplotlib.font_manager  # noqa: F401  (the first import lists the fonts, which a slow machine would report in a cell's output)
-
+    list_fonts()
     with workspace(notebook, name) as path:
-        options = ["--nbval", "--nbval-kernel-startup-timeout=600", "-p", "no:cacheprovider"]
-        options += ["--rootdir", str(path.parent), "-c", os.devnull]
-        environment = os.environ | {"JUPYTER_RUNTIME_DIR": str(path.parents[1] / "kernel")} | environment
-        command = [sys.executable, "-c", NBVAL, *options, path.name]
+        environment = os.environ | nbval_environment(path) | environment
+        command = [sys.executable, "-c", NBVAL, *nbval_words(path)]
         return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True)
+
+
+def list_fonts() -> None:
+    """matplotlib's first import lists the fonts, which a slow machine would report in a cell's output: it does so here."""
+    import matplotlib.font_manager  # noqa: F401
+
+
+def nbval_words(path: Path) -> list[str]:
+    """pytest's command line for one notebook."""
+    options = ["--nbval", "--nbval-kernel-startup-timeout=600", "-p", "no:cacheprovider"]
+    return [*options, "--rootdir", str(path.parent), "-c", os.devnull, path.name]
+
+
+def nbval_environment(path: Path) -> dict[str, str]:
+    return {"JUPYTER_RUNTIME_DIR": str(path.parents[1] / "kernel")}
+
+
+def reach_kernels_by_files() -> None:
+    """Let nbval reach its kernel through files and not through ports of the machine: a port is found free, closed and opened again by the
+    kernel, and another program may take it in between. The name of such a file must be short, and is not on every machine."""
+    import nbval.kernel
+
+    if len(os.environ["JUPYTER_RUNTIME_DIR"]) < 50:
+        nbval.kernel.KernelManager = partial(nbval.kernel.KernelManager, transport="ipc")
 
 
 def executed(notebook: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode:

@@ -2,9 +2,11 @@
 
 import base64
 import re
+import subprocess
 
 import nbformat
 import pytest
+from notebook_runs import verified
 
 from shared.course import catalogue, refresh
 from shared.course.paths import CHECKOUT
@@ -25,8 +27,7 @@ def outputs(chapter) -> list[nbformat.NotebookNode]:
     return [output for cell in code_cells(chapter) for output in cell.outputs]
 
 
-def assert_all_cells_pass(chapter, environment) -> None:
-    done = refresh.verify(read(chapter), chapter.notebook.name, environment)
+def assert_all_cells_pass(chapter, done: subprocess.CompletedProcess) -> None:
     assert done.returncode == 0, done.stdout[-6000:]
     assert re.search(rf"\b{len(code_cells(chapter))} passed", done.stdout), done.stdout[-500:]
 
@@ -35,21 +36,22 @@ def assert_all_cells_pass(chapter, environment) -> None:
     "chapter", [pytest.param(each, id=each.slug, marks=[pytest.mark.check] if each.number == "01" else ()) for each in CHAPTERS]
 )
 def test_every_output_is_printed_again(chapter):
-    assert_all_cells_pass(chapter, {})
+    assert_all_cells_pass(chapter, verified(read(chapter), chapter.notebook.name))
 
 
 @pytest.mark.slow
 @by_chapter
 @pytest.mark.parametrize("variant", refresh.VARIANTS)
 def test_every_output_is_printed_again_on_other_machines(chapter, variant):
-    assert_all_cells_pass(chapter, refresh.VARIANTS[variant])
+    assert_all_cells_pass(chapter, refresh.verify(read(chapter), chapter.notebook.name, refresh.VARIANTS[variant]))
 
 
-def test_a_changed_output_is_noticed():
+@pytest.mark.parametrize("run", [verified, lambda notebook, name: refresh.verify(notebook, name, {})], ids=["forked", "fresh"])
+def test_a_changed_output_is_noticed(run):
     """The negative control of the tests above."""
     cell = nbformat.v4.new_code_cell("print(1 + 1)", outputs=[nbformat.v4.new_output("stream", name="stdout", text="3\n")])
     cell.execution_count = 1
-    done = refresh.verify(nbformat.v4.new_notebook(cells=[cell]), "wrong.ipynb", {})
+    done = run(nbformat.v4.new_notebook(cells=[cell]), "wrong.ipynb")
     assert done.returncode == 1 and "1 failed" in done.stdout
 
 

@@ -27,7 +27,7 @@ from typing import TextIO
 LIBRARIES = (
     "torch", "torch._dynamo", "numpy", "matplotlib.figure", "matplotlib.backends.backend_agg", "jsonargparse", "rich.console", "rich.table",
     "rich.progress", "safetensors.torch", "psutil", "yaml", "jinja2", "cloudpickle", "tokenizers", "pyarrow.parquet", "pyarrow.compute",
-    "ftfy", "multiprocessing.connection",
+    "ftfy", "multiprocessing.connection", "nbformat",
 )  # fmt: skip
 TIMEOUT = 600.0  # seconds, of a machine that does much else
 
