@@ -1,4 +1,4 @@
-"""A slice of the table of kills (`tests/support/kill_table.py`): killed runs end with the weights of one that is not killed."""
+"""A slice of the table of kills (`tests/tables/kill_table.py`): killed runs end with the weights of one that is not killed."""
 
 import pytest
 from kill_table import compared

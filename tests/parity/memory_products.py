@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("..", "support", "moe", "parity")]
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("..", "support", "tables", "moe", "parity")]
 
 import torch  # noqa: E402
 import torch.utils.checkpoint as recomputing  # noqa: E402

@@ -1,6 +1,6 @@
 """Runs that are killed at random moments and resumed until they end, and the table of what followed.
 
-`python tests/support/kill_table.py [--kills 24] [--torchrun-kills 17] [--seed 0] [ROW ...]`, with rows such as fsdp2/course. Each run is
+`python tests/tables/kill_table.py [--kills 24] [--torchrun-kills 17] [--seed 0] [ROW ...]`, with rows such as fsdp2/course. Each run is
 compared, bit for bit, with one of the same layout and as many steps that nobody killed.
 """
 
@@ -23,13 +23,15 @@ from io import StringIO
 from multiprocessing import forkserver
 from pathlib import Path
 
-from kill_run import train
-from shared.course.running import PRELOADED
-from shared.parallel.comm.communicator import CommunicationError
-from shared.parallel.comm.launch import run_processes
-from shared.parallel.config import ParallelConfig, parse_layout
+SUPPORT = Path(__file__).parents[1] / "support"
+sys.path[:0] = [str(SUPPORT)]
 
-HERE = Path(__file__).parent
+from kill_run import train  # noqa: E402
+from shared.course.running import PRELOADED  # noqa: E402
+from shared.parallel.comm.communicator import CommunicationError  # noqa: E402
+from shared.parallel.comm.launch import run_processes  # noqa: E402
+from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--monitor-interval", "0.1"]
 RANKS_OF = {"one": 1, "dp2": 2, "fsdp2": 2, "dp2_zero1": 2, "dp2_fsdp2": 4}
 ROWS = [f"{layout}/{backend}" for layout in RANKS_OF for backend in ("course", "torch")[: RANKS_OF[layout]]]
@@ -138,8 +140,8 @@ def under_torchrun(folder: Path, row: str, kills: int, generator: random.Random)
     found = Found()
     killer = Killer(folder, RANKS_OF[layout], generator, found, one_rank=True)
     places = ["--nproc-per-node", str(RANKS_OF[layout]), "--max-restarts", str(kills + 2)]
-    command = [*TORCHRUN, *places, str(HERE / "kill_run.py"), str(folder), layout, backend]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [*TORCHRUN, *places, str(SUPPORT / "kill_run.py"), str(folder), layout, backend]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT.parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryFile("w+") as output:
         started = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         killer.ended = lambda: started.poll() is not None

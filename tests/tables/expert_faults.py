@@ -1,6 +1,6 @@
 """Runs over processes in which a rank dies around an exchange of rows, is slow, or calls more of them than the others, and what follows.
 
-python tests/support/expert_faults.py         prints the tables
+python tests/tables/expert_faults.py         prints the tables
 
 A step has two micro-batches and three layers with experts. Each layer calls three all-to-alls forward (numbers, rows, rows back) and two
 backward. The fault happens in step 4 of 5; two steps lie between two saves.
@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "moe"), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "moe"), str(HERE.parents[1])]
 
 import cloudpickle  # noqa: E402
 import torch  # noqa: E402

@@ -1,7 +1,7 @@
 """What each stage of a pipeline holds and sends in a training step, measured on thread ranks beside the formulas.
 
-python tests/support/pipeline_cost_table.py         the tables of chapter 08's page
-python tests/support/pipeline_cost_table.py cpu     the CPU seconds of a step in processes, which other programs change little
+python tests/tables/pipeline_cost_table.py         the tables of chapter 08's page
+python tests/tables/pipeline_cost_table.py cpu     the CPU seconds of a step in processes, which other programs change little
 """
 
 import sys
@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 
 import torch  # noqa: E402
 from memory_table import ADAMW, KINDS, RECOMPUTE, ROWS, SMALL, batch, cell, memory_measured  # noqa: E402

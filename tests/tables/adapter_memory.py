@@ -1,6 +1,6 @@
 """Bytes that a rank holds while adapters are trained, measured beside the formulas; and the tables of chapter 10's MEMORY.md.
 
-python tests/support/adapter_memory.py
+python tests/tables/adapter_memory.py
 """
 
 import sys
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 
 import torch  # noqa: E402
 from memory_table import ADAMW, cell, memory_measured  # noqa: E402

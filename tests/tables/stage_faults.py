@@ -1,4 +1,4 @@
-"""Runs over processes in which one rank of a layout is killed, and what follows: `python tests/support/stage_faults.py` prints the table.
+"""Runs over processes in which one rank of a layout is killed, and what follows: `python tests/tables/stage_faults.py` prints the table.
 
 A rank is killed in step 4 of 5: in its forward pass, its backward pass, or as it writes its part of a checkpoint. Two steps lie between
 two saves.
@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parents[1])]
 
 import cloudpickle  # noqa: E402
 import torch  # noqa: E402

@@ -1,13 +1,13 @@
 """How far logits of adapters and soft prompts are from peft's: the distances that chapter 10's tests compare with their limits.
 
-python tests/support/adapter_differences.py         the table of chapter 10's README
+python tests/tables/adapter_differences.py         the table of chapter 10's README
 """
 
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "finetune")]
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("..", "support", "finetune")]
 
 import test_peft_experts as of_experts  # noqa: E402
 import test_peft_format as formats  # noqa: E402

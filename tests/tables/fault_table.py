@@ -1,4 +1,4 @@
-"""Runs under torchrun in which something goes wrong, and the table of what followed: `python tests/support/fault_table.py [NAME ...]`."""
+"""Runs under torchrun in which something goes wrong, and the table of what followed: `python tests/tables/fault_table.py [NAME ...]`."""
 
 import argparse
 import os
@@ -15,9 +15,9 @@ import torch
 from ports import reserved_port
 from safetensors.torch import load_file
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 COMMAND = [sys.executable, "-m", "torch.distributed.run"]
-SCRIPT = [str(HERE / "parallel_script.py")]
+SCRIPT = [str(SUPPORT / "parallel_script.py")]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def start(options: list[str], folder: Path, words: str, nodes: int) -> tuple[lis
     places = ["--nproc-per-node", str(2 // nodes), "--nnodes", str(nodes)]
     places += ["--rdzv-backend", "c10d", "--rdzv-id", "faults", "--local-addr", "localhost"]
     command = [*places, *options, *SCRIPT, str(folder), *words.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT.parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryFile("w+") as output, reserved_port() as port:
         started, command = [], [*COMMAND, "--rdzv-endpoint", f"localhost:{port}", *command]
         try:

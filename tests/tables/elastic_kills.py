@@ -1,6 +1,6 @@
 """Elastic runs whose ranks are killed at random moments, on four "machines" of one rank each, and the table of what followed.
 
-`python tests/support/elastic_kills.py [--kills 15] [--of-each-run 5] [--seed 0] [--backend course torch]`. A rank alone is killed, which
+`python tests/tables/elastic_kills.py [--kills 15] [--of-each-run 5] [--seed 0] [--backend course torch]`. A rank alone is killed, which
 torchrun starts again, or a machine is, its agent with its rank; another one comes a while later. The weights after 20 steps are compared
 with an undisturbed run of one process.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path[:0] = [str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
 
 from elastic_runs import ElasticRun, starts  # noqa: E402
 from layout_runs import largest_difference  # noqa: E402

@@ -1,4 +1,4 @@
-"""What happens on several machines when a rank dies or the network fails: `python tests/support/network_table.py [NAME ...]`.
+"""What happens on several machines when a rank dies or the network fails: `python tests/tables/network_table.py [NAME ...]`.
 
 Machines are namespaces (`two_machines`). torchrun starts the trainer on each of them; when step 10 is saved the fault happens. The table
 says which machine spoke after how many seconds and how the run resumed: by itself, or by the same command given again on every machine.
@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-from trainer_runs import TRAIN, settings_file
-from two_machines import Job, Machine, Machines, torchrun
+sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
+
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from trainer_runs import TRAIN, settings_file  # noqa: E402
+from two_machines import Job, Machine, Machines, torchrun  # noqa: E402
 
 Fault = Callable[[list[Machine]], None]
 SPOKEN = re.compile(

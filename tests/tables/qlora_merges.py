@@ -1,6 +1,6 @@
 """Three models that a merge of QLoRA's adapters can mean, and how far each is from what was trained.
 
-python tests/support/qlora_merges.py         the table of chapter 10's page
+python tests/tables/qlora_merges.py         the table of chapter 10's page
 """
 
 import copy
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 
 import torch  # noqa: E402
 from frozen_runs import SMALL  # noqa: E402

@@ -1,6 +1,6 @@
 """What a rank holds and sends of a mixture of experts in a training step, measured on thread ranks beside the formulas.
 
-python tests/support/expert_cost_table.py         the tables of chapter 09's page
+python tests/tables/expert_cost_table.py         the tables of chapter 09's page
 """
 
 import sys
@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 
 import torch  # noqa: E402
 import yaml  # noqa: E402

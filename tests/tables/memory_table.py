@@ -1,8 +1,8 @@
 """Bytes that a rank holds of a training step, measured beside what the formulas say, and the table of chapter 06's page.
 
-python tests/support/memory_table.py            one, two and four ranks
-python tests/support/memory_table.py 4          four ranks
-python tests/support/memory_table.py 07         the tables of chapter 07's page instead: what ranks hold, and what they send
+python tests/tables/memory_table.py            one, two and four ranks
+python tests/tables/memory_table.py 4          four ranks
+python tests/tables/memory_table.py 07         the tables of chapter 07's page instead: what ranks hold, and what they send
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Two machines that were given different things, and the table of what is said: `python tests/support/agreement_table.py [NAME ...]`.
+"""Two machines that were given different things, and the table of what is said: `python tests/tables/agreement_table.py [NAME ...]`.
 
 The trainer runs on two machines that are namespaces (`two_machines`), each with a copy of the project; machine b gets one thing otherwise.
 """
@@ -11,11 +11,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer_runs import TRAIN, settings_file
-from two_machines import Job, Machine, Machines
+sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
 
-from shared.course.errors import CourseError
-from shared.course.paths import CHECKOUT
+from trainer_runs import TRAIN, settings_file  # noqa: E402
+from two_machines import Job, Machine, Machines  # noqa: E402
+
+from shared.course.errors import CourseError  # noqa: E402
+from shared.course.paths import CHECKOUT  # noqa: E402
 
 TIMEOUT = 300
 # Run by Python before anything else: what is installed looks like another version.
