@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ports import reserved_port
 from safetensors.torch import load_file
 
 SUPPORT = Path(__file__).parents[1] / "support"
+sys.path[:0] = [str(SUPPORT)]  # as a script; pytest has it already
+
+from ports import reserved_port  # noqa: E402
+
 COMMAND = [sys.executable, "-m", "torch.distributed.run"]
 SCRIPT = [str(SUPPORT / "parallel_script.py")]
 
