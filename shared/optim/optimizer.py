@@ -7,6 +7,7 @@ Left out on purpose: the dozens of hooks and switches (`maximize`, `capturable`)
 """
 
 from collections.abc import Callable, Iterable
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ class GroupedOptimizer(Optimizer):
     """
 
     # What PyTorch's decorator wraps: the decorator imports its compiler, which takes as long as torch itself, to keep it out of these.
-    zero_grad = Optimizer.zero_grad.__wrapped__
-    state_dict = Optimizer.state_dict.__wrapped__
-    load_state_dict = Optimizer.load_state_dict.__wrapped__
+    zero_grad = unwrap(Optimizer.zero_grad)
+    state_dict = unwrap(Optimizer.state_dict)
+    load_state_dict = unwrap(Optimizer.load_state_dict)
 
     def __init__(self, groups: Iterable[dict[str, Any]]):
         super().__init__(groups, defaults={})
@@ -49,7 +50,7 @@ class GroupedOptimizer(Optimizer):
         if group.get("rule") not in RULES:
             raise ValueError(f"A parameter group has the rule {group.get('rule')!r}: choose {', '.join(RULES)}.")
         group.setdefault("base_lr", group["lr"])
-        Optimizer.add_param_group.__wrapped__(self, group)
+        unwrap(Optimizer.add_param_group)(self, group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -131,6 +131,14 @@ def test_a_check_runs_the_main_module_once(tmp_path):
     assert done.stdout.split() == ["begun", "PASS"], done.stderr
 
 
+def test_the_server_of_checks_holds_torch_and_nothing_of_the_core(tmp_path):
+    script = tmp_path / "preloaded.py"
+    script.write_text("import sys, gc, shared.course.preloaded\nprint(gc.get_freeze_count(), *sys.modules)")
+    frozen, *found = run_script(script, cwd=tmp_path, fresh=True).stdout.split()
+    assert {"torch", "cloudpickle", "shared.course.running"} <= {*found} and int(frozen) > 100_000
+    assert not {name for name in found if name.startswith("shared.") and not name.startswith("shared.course")}
+
+
 def test_nothing_is_collected_while_torch_is_imported(monkeypatch):
     with all_stays():
         assert gc.isenabled()  # it is there already
