@@ -4,7 +4,8 @@ import json
 from importlib import import_module
 
 import pytest
-from scripts import refused, run_script
+from command_lines import run_each
+from scripts import refused
 
 from shared.course.paths import CHECKOUT
 from shared.data.tokenizer import TextTokenizer
@@ -46,13 +47,12 @@ def test_the_second_language_has_other_letters_endings_and_order():
 def test_a_tokenizer_is_extended_and_used(tmp_path):
     TextTokenizer.train(["def f(x): return x\n" * 9], 300, sentinels=0).save_pretrained(tmp_path / "old", 64)
     (tmp_path / "text.txt").write_text("юбцд юбцд юбцд\n" * 20, encoding="utf-8")
-    words = ["--tokenizer", "old", "--text", "text.txt", "--new_tokens", "5", "--output", "new"]
-    done = run_script(FOLDER / "extend_tokenizer.py", *words, cwd=tmp_path)
+    words = ["--tokenizer", "old", "--text", "text.txt", "--output", "new", "--new_tokens"]
+    lines = [[*words, "5"], [*words, "0"], ["--tokenizer", "nowhere"]]
+    done, none, nowhere = run_each(FOLDER / "extend_tokenizer.py", lines, tmp_path).values()
     assert done.returncode == 0 and "5 tokens added" in done.stdout, done.stderr
     assert TextTokenizer.load(tmp_path / "new").vocab_size == TextTokenizer.load(tmp_path / "old").vocab_size + 5
-    none = run_script(FOLDER / "extend_tokenizer.py", *words, "--new_tokens", "0", cwd=tmp_path)
-    assert refused(none, "new_tokens is 0: give at least 1")
-    assert refused(run_script(FOLDER / "extend_tokenizer.py", "--tokenizer", "nowhere", cwd=tmp_path), "nowhere")
+    assert refused(none, "new_tokens is 0: give at least 1") and refused(nowhere, "nowhere")
 
 
 @pytest.mark.parametrize("name", ["domain", "language"])

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 from trainer_runs import train
-from tuned_runs import base_run, tuned_config, tuned_file
+from tuned_runs import tuned_config, tuned_file
 
 from shared.course.cli import cli
 from shared.course.errors import CourseError
@@ -16,11 +16,6 @@ from shared.trainer.chat import AnswerSettings, open_talk
 from shared.trainer.run import train_model
 
 LIKELIEST = AnswerSettings(Drawing(temperature=0.0), new_tokens=8)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_run(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

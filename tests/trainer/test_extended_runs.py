@@ -8,7 +8,7 @@ from preferring_runs import preferring_config
 from retuned_runs import PLAIN, QUIET, equal, rates_of, weights_at
 from safetensors.torch import load_file
 from trainer_runs import settings_file, train
-from tuned_runs import base_run, tuned_config
+from tuned_runs import tuned_config
 
 from shared.course.errors import CourseError
 from shared.engine.checkpoint.folder import Checkpoints
@@ -18,11 +18,6 @@ from shared.trainer.config import TrainerConfig
 from shared.trainer.retuning import changes_of
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_run(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture

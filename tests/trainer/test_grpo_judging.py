@@ -5,7 +5,6 @@ import json
 import pytest
 from preferring_runs import preferring_config
 from rich.console import Console
-from tuned_runs import base_run
 
 from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
@@ -15,11 +14,6 @@ from shared.trainer.planner.memory import run_memory
 from shared.trainer.run import build
 
 QUIET = Console(quiet=True)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_run(tmp_path_factory.mktemp("base"))
 
 
 def prompt_of(words: int, held_out: bool) -> str:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from preferring_runs import preferring_config, trained, went_on
 from rich.console import Console
-from tuned_runs import base_run
 
 from shared.course.errors import CourseError
 from shared.model.counting import parameter_counts
@@ -19,11 +18,6 @@ QUIET = Console(quiet=True)
 VARIANT = [
     "grpo.aggregation=sequence", "grpo.level=sequence", "grpo.kl_coefficient=0.1", "grpo.rounds=3", "grpo.mask_truncated=true",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_run(tmp_path_factory.mktemp("base"))
 
 
 def test_a_run_reports_tasks_pass_at_k_curves_and_why_its_loss_is_0(tmp_path, base, monkeypatch):

@@ -3,17 +3,12 @@
 import pytest
 from preferring_runs import preferring_config
 from rich.console import Console
-from tuned_runs import base_run, tuned_config
+from tuned_runs import tuned_config
 
 from shared.trainer.run import build, train_model
 
 QUIET = Console(quiet=True)
 PIPELINE = "parallel.pipeline_parallel=2 parallel.pipeline_chunks=2 parallel"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_run(tmp_path_factory.mktemp("base"))
 
 
 @pytest.mark.parametrize(("mode", "section"), [("ppo", "preferences"), ("dpo", "preferences"), ("sft", "chats")])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from preferring_runs import preferring_config, trained, went_on
 from rich.console import Console
-from tuned_runs import base_run
 
 from shared.course.errors import CourseError, SettingError
 from shared.model.counting import parameter_counts
@@ -22,11 +21,6 @@ from shared.trainer.planner.memory import run_memory
 from shared.trainer.run import build, train_model
 
 QUIET = Console(quiet=True)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_run(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

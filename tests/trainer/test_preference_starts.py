@@ -10,7 +10,7 @@ from preferring_runs import preferring_config, preferring_file
 from rich.console import Console
 from safetensors.torch import load_file
 from trainer_runs import settings_file, train
-from tuned_runs import base_run, tuned_file
+from tuned_runs import tuned_file
 
 from shared.model.hf.pretrained import load_pretrained
 from shared.trainer import start
@@ -19,11 +19,6 @@ from shared.trainer.initial_weights import find_initial_weights
 from shared.trainer.run import train_model
 
 QUIET = Console(quiet=True)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_run(tmp_path_factory.mktemp("base"))
 
 
 def chain(folder: Path) -> list[Path]:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from preferring_runs import STILL, preferring_config
 from rich.console import Console
-from tuned_runs import base_run
 
 from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import SingleRankCommunicator
@@ -14,11 +13,6 @@ from shared.trainer.run import build
 
 QUIET = Console(quiet=True)
 TWO_RANKS = "parallel.data_parallel=2"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_run(tmp_path_factory.mktemp("base"))
 
 
 def moved(module: torch.nn.Module) -> None:

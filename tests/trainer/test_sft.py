@@ -7,17 +7,12 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from trainer_runs import train
-from tuned_runs import base_run, tuned_config, tuned_file
+from tuned_runs import tuned_config, tuned_file
 
 from shared.data.tokenizer import TextTokenizer
 from shared.loss import IGNORED
 from shared.model.hf.pretrained import load_pretrained
 from shared.trainer.run import build, train_model
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_run(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

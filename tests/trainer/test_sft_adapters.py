@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from trainer_runs import train
-from tuned_runs import base_run, tuned_config, tuned_file
+from tuned_runs import tuned_config, tuned_file
 
 from shared.course.errors import SettingError
 from shared.data.tokenizer import TextTokenizer
@@ -37,11 +37,6 @@ PLAIN = (
     "model.hidden_dropout=0.0", "optimizer.name=sgd", "optimizer.lr=0.5", "schedule.warmup_steps=0", "schedule.decay_steps=0", "steps=3",
 )  # fmt: skip
 LAYOUTS = ("dp2_zero1", "fsdp2", "tp2", "cp2", "pp2")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_run(tmp_path_factory.mktemp("base"))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "nf4"])

@@ -27,6 +27,12 @@ from shared.trainer.stopwatch import IN_ALL, Stopwatch
 
 
 @pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Where the run finds nothing yet, so that what it takes to prepare text is among its seconds."""
+    return tmp_path_factory.mktemp("prepared")
+
+
+@pytest.fixture(scope="module")
 def finished(tmp_path_factory, prepared):
     folder = tmp_path_factory.mktemp("finished")
     done = train(settings_file(folder, prepared), fresh=True)
