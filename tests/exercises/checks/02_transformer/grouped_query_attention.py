@@ -102,8 +102,9 @@ def result_by_torch(**given):
     return {"result": by_torch(**given)}
 
 
-def in_double(queries, keys, values, **more):
-    wide = by_torch(queries.double(), keys.double(), values.double(), **more)
+def in_double(queries, keys, values, bias: Tensor | None = None, **more):
+    """With the bias in float64 too: PyTorch's kernel for CPUs reads a float32 one beside float64 queries wrongly (findings/)."""
+    wide = by_torch(queries.double(), keys.double(), values.double(), bias=None if bias is None else bias.double(), **more)
     return {"result": wide.to(values.dtype)}
 
 
