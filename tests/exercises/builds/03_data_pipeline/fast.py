@@ -20,18 +20,23 @@ def many_words(count: int, seed: int) -> str:
 
 def train_case(title: str, texts: list[str], size: int, steps: int) -> Case:
     def observe(adapters: Any, **_: Any) -> Results:
-        return {"training": within(lambda: None, lambda _: adapters.merges(adapters.train(texts, size)), steps)}
+        found = {}
+        spent = within(lambda: None, lambda _: found.update(merges=adapters.merges(adapters.train(texts, size))), steps)
+        return {"training": spent, "merges": len(found["merges"])}
 
     given = {"characters": sum(map(len, texts)), "different words": len(set(" ".join(texts).split())), "merges": size - 256}
-    return Case("budget", title, lambda: given, lambda **_: {"training": WITHIN}, TEXT.format(4), observe)
+    return Case("budget", title, lambda: given, lambda **_: {"training": WITHIN, "merges": size - 256}, TEXT.format(4), observe)
 
 
 def encode_case(title: str, texts: list[str], size: int, text: str, steps: int) -> Case:
     def observe(adapters: Any, **_: Any) -> Results:
-        return {"encoding": within(lambda: adapters.train(texts, size), lambda tokenizer: adapters.encode(tokenizer, text), steps)}
+        found = {}
+        spent = within(lambda: adapters.train(texts, size), lambda tokenizer: found.update(ids=adapters.encode(tokenizer, text)), steps)
+        return {"encoding": spent, "fewer tokens than characters": 0 < len(found["ids"]) < len(text)}
 
     given = {"characters of the text": len(text), "different words": len(set(text.split())), "merges": size - 256}
-    return Case("budget", title, lambda: given, lambda **_: {"encoding": WITHIN}, TEXT.format(4), observe)
+    expected = {"encoding": WITHIN, "fewer tokens than characters": True}
+    return Case("budget", title, lambda: given, lambda **_: expected, TEXT.format(4), observe)
 
 
 FEW = "the theory of the other thing: return the end of the list\n"

@@ -20,6 +20,7 @@ from shared.parallel.comm.threads import run_threads
 from .pieces import Results, config_of, in_letters, stream, tokens, weights_of
 
 WITHIN = "within the budget"
+NO_CALLS = "none: ranks that compute parts must add them up"
 TEXT = "the text of build.py: stage {}"
 BYTES = 8  # of a number in float64
 BATCH = 2
@@ -138,7 +139,7 @@ def communication_case(title: str, by_sequence: bool) -> Case:
             found[layers] = traffic(steps[0][1])
         layer = [(more - one) // 2 for one, more in zip(found[1], found[3], strict=True)]
         return {
-            "calls of one layer, forward and backward": budget(layer[0], calls_limit, "calls"),
+            "calls of one layer, forward and backward": budget(layer[0], calls_limit, "calls") if layer[0] else NO_CALLS,
             "bytes of one layer": budget(layer[1], bytes_limit, "bytes"),
             "bytes of everything but layers": budget(found[1][1] - layer[1], rest_limit, "bytes"),
         }
