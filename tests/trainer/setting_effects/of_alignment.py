@@ -39,7 +39,9 @@ from shared.trainer.grpo import TaskPolicyOptimization
 from shared.trainer.rolling import Rolling
 
 SEQ = 24
-SMALL = MixtureModelConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, initializer_range=0.3)
+SMALL = MixtureModelConfig(
+    vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, initializer_range=0.3
+)
 PROMPTS = [[1 + (7 * number + place) % 20 for place in range(1 + number % 4)] for number in range(11)]
 RUN = TrainerConfig(mode="grpo", start_from=Path("model"), precision="float32")
 
@@ -209,7 +211,8 @@ SUMS = TasksConfig(made=MadeTasks(kinds=("sum",), training=5), held_out=4)
 
 TASK_POLICY = Effects(
     TaskPolicyConfig, observe=partial(rolled, OF_GRPO),
-    base={"prompts": 8, "answers": 2, "new_tokens": 6, "importance_limit": 9.0, "passes": 2, "minibatches": 1, "temperature": 0.8, "tasks": SUMS},
+    base={"prompts": 8, "answers": 2, "new_tokens": 6, "importance_limit": 9.0, "passes": 2, "minibatches": 1, "temperature": 0.8}
+    | {"tasks": SUMS},
     rows=ROLLOUT | {
         "clip_low": Differs(0.2, 0.0001),
         "clip_high": Differs(0.28, 0.0001),

@@ -1,4 +1,4 @@
-"""Settings of what a trained model is asked: how tokens are drawn, how a chat answers, the tasks of an evaluation, the stages of a pipeline."""
+"""Settings of what a trained model is asked: how tokens are drawn, a chat, the tasks of an evaluation; and the stages of a pipeline."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Settings of the model: a small one's weights, loss, gradients and logits, with dropout drawn from one seed, and a router's bias after it."""
+"""Settings of the model: a small one's weights, loss, gradients and logits, with dropout from one seed, and a router's bias after it."""
 
 import torch
 from torch import Tensor, nn

@@ -1,5 +1,7 @@
 """Settings of the optimizer, its schedule, float16's loss scale and adapters: weights after three steps, factors, scales."""
 
+from dataclasses import replace
+
 import torch
 
 from setting_effects.effects import Differs, Effects, called_functions
@@ -105,7 +107,7 @@ def adapted(config: AdapterConfig) -> list:
     return [losses, model]
 
 
-ADAPTED = ModelConfig(vocab_size=31, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, initializer_range=0.2)
+ADAPTED = replace(SMALL, hidden_size=64, intermediate_size=64, attention_bias=False)
 
 ADAPTER = Effects(AdapterConfig, observe=adapted, rows={
     "kind": Differs("lora", "prompt"),

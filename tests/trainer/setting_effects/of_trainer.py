@@ -114,6 +114,8 @@ PAIRS = STARTED | {"preferences": PreferenceConfig(sources=(ChatSource("pairs.js
 MADE = STARTED | {"mode": "reward", "preferences": PreferenceConfig(made=MadeConfig(40, 0)), "data": replace(BASE["data"], seq=128)}
 SUMS = TasksConfig(made=MadeTasks(kinds=("sum",), training=4), held_out=2)
 POLICY = {"prompts": 4, "new_tokens": 3, "minibatches": 1, "passes": 1}
+INSTRUCTED = SFT | {"chats": ChatConfig(), "data": MADE["data"]}
+PPO = PolicyConfig(**POLICY, reward="gold")
 GRPO = TaskPolicyConfig(**POLICY | {"answers": 2}, tasks=SUMS, held_out_answers=0)
 FIRST = "trainer/test_preference_starts.py::test_what_a_run_starts_from_is_trained_first_where_it_is_not_there"
 CONTINUED = "trainer/test_continue_from.py::test_a_run_is_continued_whole_in_another_folder_and_the_first_stays_as_it_is"
@@ -129,11 +131,11 @@ TRAINER = Effects(TrainerConfig, observe=trained, base=BASE, rows={
     "seed": Differs(0, 1),
     "data": Differs(BASE["data"], replace(BASE["data"], batch_size=6)),
     "chats": Differs(CHATS, replace(CHATS, system="Be brief."), by=built, beside=SFT),
-    "instructions": Differs(InstructionConfig(40, 2), InstructionConfig(40, 2, seed=1), by=built, beside=SFT | {"chats": ChatConfig(), "data": MADE["data"]}),
-    "preferences": Differs(PreferenceConfig(made=MadeConfig(40, 0)), PreferenceConfig(made=MadeConfig(40, 0, seed=1)), by=built, beside=MADE),
+    "instructions": Differs(InstructionConfig(40, 2), InstructionConfig(40, 2, seed=1), by=built, beside=INSTRUCTED),
+    "preferences": Differs(MADE["preferences"], PreferenceConfig(made=MadeConfig(40, 0, seed=1)), by=built, beside=MADE),
     "reward": Differs(RewardConfig(), RewardConfig(centering=0.1), by=built, beside=PAIRS | {"mode": "reward"}),
     "dpo": Differs(DPOConfig(), DPOConfig(beta=0.5), by=built, beside=PAIRS | {"mode": "dpo"}),
-    "ppo": Differs(PolicyConfig(**POLICY, reward="gold"), PolicyConfig(**POLICY, reward="gold", clip=0.1), by=built, beside=MADE | {"mode": "ppo"}),
+    "ppo": Differs(PPO, replace(PPO, clip=0.1), by=built, beside=MADE | {"mode": "ppo"}),
     "grpo": Differs(GRPO, replace(GRPO, clip_low=0.1), by=built, beside=STARTED | {"mode": "grpo"}),
     "adapter": Differs(None, AdapterConfig(rank=2), by=built, beside=SFT),
     "model": Differs(BASE["model"], replace(BASE["model"], hidden_act="gelu")),

@@ -1,0 +1,189 @@
+"""Mutate random lines of the core and run the tests that import them: `python tests/tables/mutation_of_the_core.py --lines 20 --seed 1`.
+
+For each line one edit, by the rules by which solutions are mutated (`edits`): operators, comparisons, numbers, `not`, dropped statements,
+swapped or lost arguments. Then the nearest test files that depend on the module run, with `-x -m "not slow"`, until one fails or the
+processor time is used up. A line may survive because its edit changes nothing, because only a test farther away would notice, or because
+none does: which it is, a reader decides. The results of past seeds, judged, are in MUTATION.md.
+
+The edit is made in this checkout, and taken back: do not work in it meanwhile.
+"""
+
+import argparse
+import ast
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from changed import nearest_tests
+from dependencies import Dependencies
+from edits import by_cosmic_ray, by_our_rules
+
+from shared.course.paths import CHECKOUT
+
+KILLED, STUCK, ALIVE = "killed", "time is up", "alive"
+LOOK = 0.25  # seconds between two looks at the processor time
+WRAPPED = "def wrapped():\n"
+LEFT_OUT = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass, ast.Global, ast.Nonlocal)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One line of the core, and what stands there in its place. whole: the edited file."""
+
+    path: str
+    line: int
+    before: str
+    after: str
+    whole: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """by: the first test that failed, or the test files that did not. seconds: of processor time."""
+
+    edit: Edit
+    state: str
+    by: str
+    seconds: float
+
+    def row(self) -> str:
+        shown = [text.replace("|", "\\|") for text in (self.edit.before, self.edit.after)]
+        return f"| `{self.edit.path}:{self.edit.line}` | `{shown[0]}` -> `{shown[1]}` | {self.state}: {self.by} | {self.seconds:.0f} |"
+
+
+def sources(chapter: str | None) -> dict[str, str]:
+    """The files of the core, or of one chapter's floor, by their paths from the checkout."""
+    found = {}
+    for path in sorted((CHECKOUT / "shared").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if chapter is None or (ast.get_docstring(ast.parse(text)) or "").startswith(("Floor 0." if chapter == "00" else f"Chapter {chapter}.")):
+            found[path.relative_to(CHECKOUT).as_posix()] = text
+    return found
+
+
+def statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The statements within functions, without docstrings and definitions."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                if isinstance(node, ast.stmt) and not isinstance(node, LEFT_OUT) and not is_text:
+                    yield node
+
+
+def heading(source: str, node: ast.stmt) -> tuple[int, int]:
+    """The lines of a statement, from 0 and up to, not including, the last; of a compound one those before its body."""
+    body = getattr(node, "body", None) or getattr(node, "cases", None)
+    last = (body[0].lineno if isinstance(body[0], ast.stmt) else body[0].pattern.lineno) - 1 if body else node.end_lineno
+    return node.lineno - 1, last
+
+
+def edits_of(path: str, source: str, node: ast.stmt) -> list[Edit]:
+    """Every edit of one statement, or of a compound one's heading, that is another syntax tree."""
+    lines, (first, last) = source.split("\n"), heading(source, node)
+    own, is_simple = "\n".join(lines[first:last]), not hasattr(node, "body") and not hasattr(node, "cases")
+    if last <= first or own.lstrip().startswith(("elif", "else", "case", "try", "finally", "except", "@")):
+        return []
+    indent = own[: len(own) - len(own.lstrip())]
+    wrapped = WRAPPED + textwrap.indent(textwrap.dedent(own), "    ") + ("" if is_simple else "\n        pass")
+    tree, found = ast.dump(ast.parse(source)), {}
+    for operator, edited in [*by_cosmic_ray(wrapped), *by_our_rules(wrapped)]:
+        if operator == "statement" and not is_simple:
+            continue
+        after = textwrap.dedent(edited.removeprefix(WRAPPED).removesuffix("" if is_simple else "\n        pass"))
+        whole = "\n".join([*lines[:first], textwrap.indent(after, indent), *lines[last:]])
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)
+                if ast.dump(ast.parse(whole)) != tree:
+                    found[whole] = Edit(path, *first_difference(textwrap.dedent(own), after, first), whole)
+        except SyntaxError:
+            continue
+    return list(found.values())
+
+
+def first_difference(before: str, after: str, first: int) -> tuple[int, str, str]:
+    """The number of the first line that differs, and both forms of it."""
+    pairs = list(zip(before.split("\n"), after.split("\n"), strict=False))
+    number = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs) - 1)
+    return first + number + 1, pairs[number][0].strip(), pairs[number][1].strip()
+
+
+def drawn(files: dict[str, str], count: int, seed: int) -> Iterator[Edit]:
+    """One random edit of each of some random statements."""
+    draw = random.Random(seed)
+    everywhere = [(path, node) for path, source in files.items() for node in statements(ast.parse(source))]
+    for path, node in draw.sample(everywhere, len(everywhere)):
+        if count and (edits := edits_of(path, files[path], node)):
+            count -= 1
+            yield draw.choice(edits)
+
+
+def tried(edit: Edit, tests: Sequence[str], seconds: float) -> Verdict:
+    """Run tests over an edit, and take it back."""
+    path = CHECKOUT / edit.path
+    old = path.read_text(encoding="utf-8")
+    path.write_text(edit.whole, encoding="utf-8")
+    try:
+        return judged(edit, tests, seconds)
+    finally:
+        path.write_text(old, encoding="utf-8")
+
+
+def judged(edit: Edit, tests: Sequence[str], seconds: float) -> Verdict:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = subprocess.Popen(command, cwd=CHECKOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, **pipes)
+    used, gone = {}, False
+    while running.poll() is None:
+        used |= processor_time(running.pid)
+        if gone := sum(used.values()) > seconds:
+            os.killpg(running.pid, signal.SIGKILL)
+            break
+        time.sleep(LOOK)
+    said, _ = running.communicate()
+    spent = sum(used.values())
+    failed = [line.split(" - ")[0].split(maxsplit=1)[1] for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if gone:
+        return Verdict(edit, STUCK, f"{said.count('.')} dots in {', '.join(tests)}", spent)
+    return Verdict(edit, KILLED, f"`{failed[0]}`", spent) if failed else Verdict(edit, ALIVE, ", ".join(tests), spent)
+
+
+def processor_time(pid: int) -> dict[int, float]:
+    """Seconds of a process and of those below it, by their numbers."""
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        return {each.pid: sum(each.cpu_times()[:2]) for each in processes}
+    except psutil.Error:  # one of them has just ended
+        return {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Mutate random lines of the core and see which tests notice.")
+    parser.add_argument("--lines", type=int, default=20, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the lines and of their edits")
+    parser.add_argument("--chapter", metavar="NN", help="lines of this floor alone; 00 for the learner's tools")
+    parser.add_argument("--seconds", type=float, default=40.0, help="processor time for each line")
+    parser.add_argument("--files", type=int, default=8, help="test files for each line, at most")
+    parser.add_argument("--only", type=int, nargs="*", help="these lines of the draw, from 1")
+    options = parser.parse_args()
+    if subprocess.run(["git", "status", "--porcelain", "shared"], cwd=CHECKOUT, capture_output=True, check=True).stdout:
+        sys.exit("shared/ differs from its commit, and an edit that is taken back would hide in it: commit first.")
+    graph = Dependencies(Path(CHECKOUT))
+    print("| line | edit | verdict | s |\n| --- | --- | --- | ---: |")
+    for number, edit in enumerate(drawn(sources(options.chapter), options.lines, options.seed), 1):
+        if not options.only or number in options.only:
+            print(tried(edit, nearest_tests(graph, edit.path)[: options.files], options.seconds).row(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
