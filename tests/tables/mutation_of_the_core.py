@@ -32,6 +32,8 @@ from shared.course.paths import CHECKOUT
 KILLED, STUCK, ALIVE = "killed", "time is up", "alive"
 LOOK = 0.25  # seconds between two looks at the processor time
 WRAPPED = "def wrapped():\n"
+READING = ("tests/course/test_prose.py", "tests/course/test_conventions.py")  # depend on every file, and run none
+LONG = "tests/trainer/test_every_setting.py"  # depends on most of the core, and takes longest
 LEFT_OUT = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass, ast.Global, ast.Nonlocal)
 
 
@@ -97,7 +99,7 @@ def edits_of(path: str, source: str, node: ast.stmt) -> list[Edit]:
     wrapped = WRAPPED + textwrap.indent(textwrap.dedent(own), "    ") + ("" if is_simple else "\n        pass")
     tree, found = ast.dump(ast.parse(source)), {}
     for operator, edited in [*by_cosmic_ray(wrapped), *by_our_rules(wrapped)]:
-        if operator == "statement" and not is_simple:
+        if (operator == "statement" and not is_simple) or operator.endswith(("Eq_Is", "Eq_IsNot")):  # `is` mostly means `==` here
             continue
         after = textwrap.dedent(edited.removeprefix(WRAPPED).removesuffix("" if is_simple else "\n        pass"))
         whole = "\n".join([*lines[:first], textwrap.indent(after, indent), *lines[last:]])
@@ -126,6 +128,14 @@ def drawn(files: dict[str, str], count: int, seed: int) -> Iterator[Edit]:
         if count and (edits := edits_of(path, files[path], node)):
             count -= 1
             yield draw.choice(edits)
+
+
+def tests_of(graph: Dependencies, path: str) -> list[str]:
+    """The test files that depend on a file of the core, nearest first, and of equally near ones those of its own folder."""
+    nearest = [name for name in nearest_tests(graph, path) if name not in READING]
+    own = f"tests/{path.split('/')[1].removesuffix('.py')}/"
+    direct = [name for name in nearest if path in graph.graph[name]]
+    return sorted(nearest, key=lambda name: (name == LONG, name not in direct, not name.startswith(own)))
 
 
 def tried(edit: Edit, tests: Sequence[str], seconds: float) -> Verdict:
@@ -182,7 +192,7 @@ def main() -> None:
     print("| line | edit | verdict | s |\n| --- | --- | --- | ---: |")
     for number, edit in enumerate(drawn(sources(options.chapter), options.lines, options.seed), 1):
         if not options.only or number in options.only:
-            print(tried(edit, nearest_tests(graph, edit.path)[: options.files], options.seconds).row(), flush=True)
+            print(tried(edit, tests_of(graph, edit.path)[: options.files], options.seconds).row(), flush=True)
 
 
 if __name__ == "__main__":
