@@ -19,6 +19,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,18 +140,30 @@ def tests_of(graph: Dependencies, path: str) -> list[str]:
 
 
 def tried(edit: Edit, tests: Sequence[str], seconds: float) -> Verdict:
-    """Run tests over an edit, and take it back."""
+    """Run tests over an edit, and take it back. A test that fails without the edit, too, is left out."""
+    left_out: list[str] = []
+    while True:
+        with edited(edit):
+            verdict = judged(edit, tests, seconds, left_out)
+        if verdict.state != KILLED or judged(edit, [verdict.by], seconds).state != KILLED:
+            return verdict
+        left_out.append(verdict.by)
+
+
+@contextmanager
+def edited(edit: Edit) -> Iterator[None]:
     path = CHECKOUT / edit.path
     old = path.read_text(encoding="utf-8")
     path.write_text(edit.whole, encoding="utf-8")
     try:
-        return judged(edit, tests, seconds)
+        yield
     finally:
         path.write_text(old, encoding="utf-8")
 
 
-def judged(edit: Edit, tests: Sequence[str], seconds: float) -> Verdict:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+def judged(edit: Edit, tests: Sequence[str], seconds: float, left_out: Sequence[str] = ()) -> Verdict:
+    without = [word for name in left_out for word in ("--deselect", name)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests, *without]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = subprocess.Popen(command, cwd=CHECKOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, **pipes)
     used, gone = {}, False
@@ -165,7 +178,7 @@ def judged(edit: Edit, tests: Sequence[str], seconds: float) -> Verdict:
     failed = [line.split(" - ")[0].split(maxsplit=1)[1] for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if gone:
         return Verdict(edit, STUCK, f"{said.count('.')} dots in {', '.join(tests)}", spent)
-    return Verdict(edit, KILLED, f"`{failed[0]}`", spent) if failed else Verdict(edit, ALIVE, ", ".join(tests), spent)
+    return Verdict(edit, KILLED, failed[0], spent) if failed else Verdict(edit, ALIVE, ", ".join(tests), spent)
 
 
 def processor_time(pid: int) -> dict[int, float]:
