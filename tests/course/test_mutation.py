@@ -1,8 +1,10 @@
 """Automatic mutation: nearly every small edit of a solution is noticed by its check, and each that is not has a reason."""
 
+import ast
 import tomllib
 
 import mutation
+import mutation_of_the_core as core
 import pytest
 from edits import edits_of
 from mutation import ALIVE, NOTICED, STUCK, Verdict, survivors_of, tried, verdicts_of
@@ -90,3 +92,64 @@ def test_what_comes_after_an_edit_that_got_stuck_is_tried_in_a_fresh_process(mon
     verdicts = tried("01.any", list("abcde"))
     assert begun == ["abcde", "cde", "e"] and [verdict.edit for verdict in verdicts] == list("abcde")
     assert [verdict.state for verdict in verdicts] == [NOTICED, STUCK, NOTICED, STUCK, NOTICED]
+
+
+# Of the core.
+
+FLOOR = '''"""Chapter 04. A floor."""
+
+def asked(x: int, y: int) -> int:
+    """No statement: `return 0`."""
+    if not x and y < 3:
+        return asked(x, y)
+    elif x:
+        x += 2
+    return min(
+        x, y
+    )
+'''
+
+
+def edits_of_floor() -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for node in core.statements(ast.parse(FLOOR)):
+        for edit in core.edits_of("shared/a.py", FLOOR, node):
+            ast.parse(edit.whole)
+            pairs = zip(FLOOR.split("\n"), edit.whole.split("\n"), strict=False)
+            assert edit.line == next(number for number, (old, new) in enumerate(pairs, 1) if old != new)
+            assert FLOOR.split("\n")[edit.line - 1].strip() == edit.before
+            found.setdefault(edit.line, set()).add(edit.after)
+    return found
+
+
+def test_each_kind_of_edit_of_the_core_is_made_and_definitions_are_left_alone():
+    found = edits_of_floor()
+    assert found.keys() == {5, 6, 8, 9}
+    assert {"if  x and y < 3:", "if not x or y < 3:", "if not x and y <= 3:", "if not x and y < 4:"} <= found[5]
+    assert {"return asked(y, x)", "pass", "return x"} <= found[6] and {"x += 1", "x += 3", "pass"} <= found[8]
+    assert "return min(y, x)" in found[9]
+
+
+def test_a_seed_draws_the_same_edits_and_each_line_once():
+    files = {"shared/a.py": FLOOR, "shared/b.py": FLOOR.replace("asked", "told")}
+    draws = [[(edit.path, edit.line, edit.after) for edit in core.drawn(files, 6, seed)] for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2] and len({place for place in draws[0]}) == 6
+    assert {path.split("/")[1] for path in core.sources("04")} == {"engine"}
+
+
+def test_an_edit_of_the_core_is_taken_back_and_what_fails_without_it_is_no_verdict(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("right")
+    edit = core.Edit("a.py", 1, "right", "wrong", "wrong")
+    monkeypatch.setattr(core, "CHECKOUT", tmp_path)
+    failing = {"wrong": ["always", "with it"], "right": ["always"]}
+
+    def judged(edit, tests, seconds, left_out=()):
+        failed = [name for name in failing[(tmp_path / "a.py").read_text()] if name not in left_out and (name in tests or tests == ["all"])]
+        return core.Verdict(edit, core.KILLED if failed else core.ALIVE, *failed[:1] or [""], 1.0)
+
+    monkeypatch.setattr(core, "judged", judged)
+    verdict = core.tried(edit, ["all"], 9.0)
+    assert (verdict.state, verdict.by) == (core.KILLED, "with it") and (tmp_path / "a.py").read_text() == "right"
+    with pytest.raises(ZeroDivisionError), core.edited(edit):
+        1 / 0
+    assert (tmp_path / "a.py").read_text() == "right"

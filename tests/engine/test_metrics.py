@@ -209,9 +209,10 @@ def length(tensors):
 
 
 def test_norm_metrics_equal_torch_for_the_model_and_each_role(tmp_path):
-    watch, recorder = Watch(), Recorder()
-    engine = make_engine(tmp_path, [watch, Norms(), recorder]).fit(Loader(), steps=2)
+    watch, recorder, norms = Watch(), Recorder(), Norms()
+    engine = make_engine(tmp_path, [watch, norms, recorder]).fit(Loader(), steps=2)
     metrics = {name: value for name, value in recorder.logs[2].items() if name.startswith("norm/")}
+    assert norms.measure(engine) == {}, "norms of a step that was logged are not those of a later log"
     roles = {role: set(named) for role, named in parameters_by_role(engine.model).items() if named}
     expected = {}
     for suffix, names in ({"": set(watch.old)} | {f".{role}": names for role, names in roles.items()}).items():
