@@ -43,7 +43,9 @@ def test_a_forked_child_has_no_lock_and_leaves_its_parents_alone(tmp_path):
 
 
 @pytest.mark.parametrize("carried", [True, False])
-def test_a_holder_on_another_machine_that_ends_while_it_is_waited_for_leaves_the_folder(tmp_path, monkeypatch, sleeps, carried):  # noqa: F811
+def test_a_holder_on_another_machine_that_ends_while_it_is_waited_for_leaves_the_folder(
+    tmp_path, monkeypatch, sleeps, carried,  # noqa: F811
+):  # fmt: skip
     """It removes its file as it ends, in the middle of our looks at it."""
     if not carried:
         monkeypatch.setattr(fcntl, "flock", no_locks)
