@@ -81,6 +81,12 @@ def test_each_wrong_build_passes_the_stages_before_its_own(name, known):
     assert list(known(build.id).rejecting(entry.name)) == []
 
 
+@by_build
+def test_the_fast_suite_tries_a_wrong_build_of_each_stage(build):
+    """Those that `wrong.toml` leaves to the slow suite are left out for their time alone."""
+    assert {entry.stage for entry in build.wrong_builds().values() if not entry.slow} == {stage.name for stage in build.stages}
+
+
 SOURCE = """import math
 
 LIMIT = 3

@@ -37,9 +37,9 @@ class Original:
     """A source, and which of its lines an edit can change."""
 
     def __init__(self, source: str):
-        self.lines, self.tree = source.splitlines(), ast.parse(source)
-        self.outside, self.functions = without_bodies(self.tree), dict(functions_of(self.tree))
-        self.statements = list(statements_of(self.tree))
+        tree = ast.parse(source)
+        self.lines = source.splitlines()
+        self.outside, self.functions, self.statements = without_bodies(tree), dict(functions_of(tree)), list(statements_of(tree))
 
     def changed_by(self, after: str) -> set[int] | None:
         """The lines of this source whose running an edit can change; None for any line.
