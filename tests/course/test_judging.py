@@ -75,7 +75,7 @@ def test_a_refusal_in_other_words_hides_no_misconception():
 
 NUMBERS = [torch.full((2,), number) for number in (1.0, -1.0, 3.0, -4.0)]
 SAID = {"Nothing is added.": (lambda x: x, lambda x: x * 1), "One is taken.": lambda x: x - 1, "The sign is lost.": lambda x: x.abs() + 1}
-ANSWERS = [lambda x: x + 1, lambda x: x + 0, lambda x: x.abs(), lambda x: x - 1, lambda x: x.abs() + 1, lambda x: x.abs() * 1 + 1, lambda x: 2]
+ANSWERS = [lambda x: x + 1, lambda x: x + 0, lambda x: x.abs(), lambda x: x - 1, lambda x: x.abs() + 1, lambda x: 1 + x.abs(), lambda x: 2]
 
 
 def counted(calls: Counter, name: str, function: Callable) -> Callable:
