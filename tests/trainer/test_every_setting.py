@@ -72,13 +72,26 @@ def test_what_is_shown_elsewhere_is_there_and_what_is_not_has_a_reason(owner, na
     assert function in {node.name for node in functions if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "row"),
-    [pytest.param(*each, id=f"{each[0].__name__}.{each[1]}") for each in ROWS if isinstance(each[2], Differs)],
-)
+SHOWN_HERE = [pytest.param(*each, id=f"{each[0].__name__}.{each[1]}") for each in ROWS if isinstance(each[2], Differs)]
+FIRST = {param.values[0]: param for param in reversed(SHOWN_HERE)}  # of each class
+
+
+@pytest.mark.parametrize(("owner", "name", "row"), SHOWN_HERE)
 def test_a_setting_takes_effect(owner, name, row):
-    table = TABLES[owner]
-    first, second = (table.observed(name, row, value) for value in (row.one, row.other))
+    first, second = (TABLES[owner].observed(name, row, value) for value in (row.one, row.other))
     assert first != second, f"{owner.__name__}.{name} changes nothing from {row.one!r} to {row.other!r}"
+
+
+@pytest.mark.parametrize(("owner", "name", "row"), FIRST.values())
+def test_the_same_settings_are_observed_to_be_the_same(owner, name, row):
+    """Or nothing would follow from a difference."""
+    assert TABLES[owner].observed(name, row, row.one) == TABLES[owner].observed(name, row, row.one, again=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("owner", "name", "row"), SHOWN_HERE)
+def test_a_setting_that_nobody_reads_changes_nothing(owner, name, row):
+    """The negative control of each row."""
+    first = TABLES[owner].observed(name, row, row.one)
     with ignored(owner, name, row.one):
-        assert table.observed(name, row, row.other, again=True) == first, "something else than this field makes the difference"
+        assert TABLES[owner].observed(name, row, row.other, again=True) == first, "something else than this field makes the difference"

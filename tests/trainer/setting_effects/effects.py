@@ -1,7 +1,7 @@
 """What shows that a setting takes effect: two values whose observations differ, a test by name, or a reason why there is neither.
 
-The negative control is `ignored`: with the field pinned to its first value, the second must change nothing. So a difference comes from
-this field alone, and a row whose field nobody reads fails.
+The negative control is `ignored`: with the field pinned to its first value, the second must change nothing (`make test-all`, because it
+observes each row once more). So a difference comes from this field alone, and a row whose field nobody reads fails.
 """
 
 import hashlib
