@@ -15,10 +15,11 @@ from trainer_runs import TRAIN
 
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
+from shared.optim.config import OptimizerConfig
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.trainer.config import TrainerConfig
-from shared.trainer.extending import require_extensions
+from shared.trainer.extending import require_extensions, require_whole_parameters
 from shared.trainer.retuning import changes_of
 from shared.trainer.run import build, train_model
 from shared.trainer.settings import parse_words
@@ -228,6 +229,14 @@ def test_an_optimizer_whose_code_was_edited_is_taken_with_a_line_that_the_histor
     copy = ["steps=6", "continue_from=runs/optimizer", "engine.output=runs/copy"]
     (mine / "my_optimizer.py").write_text(EXAMPLES["my_optimizer.py"])
     assert line.format(6) in " ".join(run_script(TRAIN, *words, *copy, cwd=mine).stdout.split())
+
+
+@pytest.mark.parametrize(("layout", "degree"), [("dp2_zero1", 0), ("fsdp2", 1), ("tp2", 1)])
+def test_an_optimizer_for_whole_parameters_is_told_the_degree_that_leaves_them_whole(layout, degree):
+    optimizer = OptimizerConfig("torch.optim.RMSprop", weight_decay=0.0)
+    with pytest.raises(CourseError, match=f"else give {degree}[.]$"):
+        require_whole_parameters(optimizer, parse_layout(layout))
+    require_whole_parameters(optimizer, parse_layout("dp2"))
 
 
 @pytest.mark.parametrize("layout", ["dp2_zero1", "fsdp2", "tp2"])

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from shared.trainer.axes import RUN_AXES
 from shared.trainer.config import DataConfig, TrainerConfig
 from shared.trainer.initial_weights import find_initial_weights
 from shared.trainer.models import plain_model
+from shared.trainer.pretrain import with_tokenizer_of
 from shared.trainer.run import build
 from shared.trainer.settings import parse_words
 
@@ -114,6 +118,13 @@ def test_a_model_that_transformers_saved_is_one_to_start_from(tmp_path):
         theirs.resize_token_embeddings(43, mean_resizing=False)
         theirs.get_input_embeddings().weight[40:] = theirs.get_input_embeddings().weight[:40].mean(0)
         torch.testing.assert_close(bigger(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_text_gets_the_tokenizer_of_the_weights_unless_another_one_is_given():
+    start, config = SimpleNamespace(tokenizer=Path("theirs")), TrainerConfig()
+    assert with_tokenizer_of(config, start).data.prepare.tokenizer == Path("theirs")
+    mine = replace(config, data=replace(config.data, prepare=replace(config.data.prepare, tokenizer=Path("mine"))))
+    assert with_tokenizer_of(mine, start).data.prepare.tokenizer == Path("mine")
 
 
 def test_a_run_a_checkpoint_and_an_export_are_the_same_start(finished):
