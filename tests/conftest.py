@@ -1,4 +1,4 @@
-"""What holds for every test: no network, random numbers of its own, no colours and widths from the terminal; `--chapter NN`, `--changed REV`.
+"""What holds for every test: no network, random numbers of its own, no terminal's colours and widths; `--chapter NN`, `--changed REV`.
 
 A connection to another machine is an error, whichever library opens it. Hypothesis tries the same examples in each run, so that a change
 fails for its own bugs only; `--hypothesis-profile=other_examples`, which `make test-all` adds, tries others.

@@ -25,8 +25,10 @@ GROUPS = PROJECT["optional-dependencies"]
 NAMED = [*PROJECT["dependencies"], *(line for lines in GROUPS.values() for line in lines)]
 PINS = dict(re.match(r"([\w-]+)(?:\[\w+\])?==([\w.]+)$", line).groups() for line in NAMED if "==" in line)
 
-COMMANDS = {"run": "", "lab": "lab", "check": "check", "test": "test", "test-all": "test", "gpu": "test", "install": "", "install GROUP=trackers": "trackers",
-            "install GROUP=builds": "builds", "install GROUP=scaling": "scaling"}  # fmt: skip
+COMMANDS = {
+    "run": "", "lab": "lab", "check": "check", "test": "test", "test-all": "test", "gpu": "test", "install": "",
+    "install GROUP=trackers": "trackers", "install GROUP=builds": "builds", "install GROUP=scaling": "scaling",
+}  # fmt: skip
 
 
 def make(*arguments: str) -> str:

@@ -10,7 +10,9 @@ from dependencies import Dependencies
 
 EVERYTHING = ("pyproject.toml", "tests/conftest.py", ".ci/", "environment.yml")  # what each test runs on
 TOOLS = ("shared/course/", "tests/")  # what judges each exercise, notebook or module, whichever it is
-OF_A_PARAMETER = {"test_checks", "test_builds", "test_build_stages", "test_hunts", "test_notebooks", "test_conventions", "test_reading", "test_examples"}
+OF_A_PARAMETER = {  # files whose tests judge what their parameters name
+    "test_checks", "test_builds", "test_build_stages", "test_hunts", "test_notebooks", "test_conventions", "test_reading", "test_examples",
+}  # fmt: skip
 
 
 def changed_files(base: str, root: Path) -> set[str]:

@@ -79,7 +79,7 @@ def become_kernel(words: list[str], cwd: str, environment: dict[str, str]) -> No
     import matplotlib
     from ipykernel.kernelapp import IPKernelApp
 
-    matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"  # a kernel says so before the first import, which was earlier
+    matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"  # as a kernel says before the first import
     try:
         IPKernelApp.launch_instance(argv=words)
     finally:

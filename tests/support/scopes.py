@@ -1,6 +1,6 @@
 """How the suite is shared out among workers: which tests stay together on one, and the longest first, by what they took in an earlier run.
 
-`pytest -n 2 --record-durations` writes tests/durations.json, in seconds by the clock. A scope that is missing there is taken for a long one.
+`pytest -n 2 --record-durations` writes tests/durations.json, in seconds by the clock. What is missing there is taken for long.
 """
 
 import json

@@ -60,7 +60,7 @@ def run_script(
 
 
 def is_trainer_with_reference(script: Path, words: tuple[object, ...], cwd: Path) -> bool:
-    """Whether a script is the trainer and its words ask for the solutions' bodies: only then may the core be bound before the words are known."""
+    """Whether a script is the trainer and its words ask for the solutions' bodies: only then may it be bound already."""
     from shared.course.errors import CourseError
     from shared.trainer.settings import implementation_asked
 
@@ -189,7 +189,7 @@ def exit_code_of(request: dict) -> int:
 
 
 def next_request_to_the_trainer() -> dict | None:
-    """`next_request`, in a server that has imported the trainer, bound to the reference as if that choice were made in the child's folder."""
+    """`next_request`, in a server that has imported the trainer, bound to the reference as if chosen in the child's folder."""
     from shared.course import binding, launch, paths  # noqa: F401
 
     binding.choose("reference")

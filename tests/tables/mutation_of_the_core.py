@@ -68,7 +68,8 @@ def sources(chapter: str | None) -> dict[str, str]:
     found = {}
     for path in sorted((CHECKOUT / "shared").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if chapter is None or (ast.get_docstring(ast.parse(text)) or "").startswith(("Floor 0." if chapter == "00" else f"Chapter {chapter}.")):
+        opening = "Floor 0." if chapter == "00" else f"Chapter {chapter}."
+        if chapter is None or (ast.get_docstring(ast.parse(text)) or "").startswith(opening):
             found[path.relative_to(CHECKOUT).as_posix()] = text
     return found
 

@@ -69,6 +69,7 @@ if __name__ == "__main__":
     for exercise_id in options.exercises:
         found[exercise_id] = in_child(verdicts, exercise_id, seconds=SECONDS)
         options.file.write_text(json.dumps(found, indent=1), encoding="utf-8")  # each time: an exercise may take minutes
-        print(f"{exercise_id:32}{len(found[exercise_id]['answers']):5} answers{found[exercise_id]['seconds']:9.2f} s", file=sys.stderr, flush=True)
+        number, seconds = len(found[exercise_id]["answers"]), found[exercise_id]["seconds"]
+        print(f"{exercise_id:32}{number:5} answers{seconds:9.2f} s", file=sys.stderr, flush=True)
     if options.against:
         print(*compared(found, json.loads(options.against.read_text(encoding="utf-8"))), sep="\n")
