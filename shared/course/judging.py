@@ -88,7 +88,7 @@ class Judge:
         left and a later case tells its mutants from `answer`, `how_alike` decides how it is said.
 
         Args:
-            confirm: whether one sentence that is left is compared on later cases; of a mutant it tells nothing.
+            confirm: whether one sentence that is left is compared on later cases; for an answer that is a mutant this tells nothing.
         """
         candidates, cases = self.mutants, self.check.cases
         place = cases.index(failing)

@@ -7,6 +7,7 @@ cheaper by must change nothing that a learner reads. No learner reads what is sa
 
 import argparse
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -35,7 +36,8 @@ def verdicts(exercise_id: str) -> dict:
 
 def verdict(outcome: Outcome) -> dict:
     told = {"state": outcome.state, "rung": outcome.rung, "title": outcome.title, "cases": outcome.cases, "of": outcome.of}
-    return told | {"problem": outcome.problem, "sentence": outcome.misconception}
+    problem = [re.sub(r"(course-\w+-)\d+", r"\1N", line) for line in outcome.problem]  # a folder named by the process
+    return told | {"problem": problem, "sentence": outcome.misconception}
 
 
 def compared(found: dict, before: dict) -> list[str]:
@@ -69,7 +71,7 @@ if __name__ == "__main__":
     for exercise_id in options.exercises:
         found[exercise_id] = in_child(verdicts, exercise_id, seconds=SECONDS)
         options.file.write_text(json.dumps(found, indent=1), encoding="utf-8")  # each time: an exercise may take minutes
-        number, seconds = len(found[exercise_id]["answers"]), found[exercise_id]["seconds"]
-        print(f"{exercise_id:32}{number:5} answers{seconds:9.2f} s", file=sys.stderr, flush=True)
+        answers, seconds = len(found[exercise_id]["answers"]), found[exercise_id]["seconds"]
+        print(f"{exercise_id:32}{answers:5} answers{seconds:9.2f} s", file=sys.stderr, flush=True)
     if options.against:
         print(*compared(found, json.loads(options.against.read_text(encoding="utf-8"))), sep="\n")
