@@ -133,11 +133,11 @@ def drawn(files: dict[str, str], count: int, seed: int) -> Iterator[Edit]:
 
 
 def tests_of(graph: Dependencies, path: str) -> list[str]:
-    """The test files that depend on a file of the core, nearest first, and of equally near ones those of its own folder."""
+    """The test files that depend on a file of the core, nearest first; of equally near ones those named after it, then its floor's."""
     nearest = [name for name in nearest_tests(graph, path) if name not in READING]
-    own = f"tests/{path.split('/')[1].removesuffix('.py')}/"
-    direct = [name for name in nearest if path in graph.graph[name]]
-    return sorted(nearest, key=lambda name: (name == LONG, name not in direct, not name.startswith(own)))
+    stem, folder = Path(path).stem, f"tests/{path.split('/')[1].removesuffix('.py')}/"
+    far = {name: path not in graph.graph[name] for name in nearest}
+    return sorted(nearest, key=lambda name: (name == LONG, far[name], stem not in Path(name).stem, not name.startswith(folder)))
 
 
 def tried(edit: Edit, tests: Sequence[str], seconds: float) -> Verdict:
