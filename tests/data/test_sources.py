@@ -56,7 +56,7 @@ def write_gz(path):
 
 WRITERS = {
     "a.jsonl": write_jsonl, "a.json": write_json, "a.csv": write_csv, "a.tsv": write_csv, "a.parquet": write_parquet,
-    "a.jsonl.gz": write_gz,
+    "a.jsonl.gz": write_gz, "lines.json": write_jsonl,
 }  # fmt: skip
 
 

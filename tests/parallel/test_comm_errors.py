@@ -24,10 +24,24 @@ in_both = pytest.mark.parametrize("run", [run_threads, run_processes], ids=["thr
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that ranks need not import pytest
 
 
+def across() -> torch.Tensor:
+    """Six numbers that do not lie one behind the other."""
+    return torch.zeros(3, 2).t()
+
+
 @pytest.mark.parametrize(
     "call, sentence",
     [
-        (lambda world: world.all_reduce(torch.zeros(3, 2).t()), "not contiguous"),
+        (lambda world: world.all_reduce(across()), "not contiguous"),
+        (lambda world: world.broadcast(across(), 0), "not contiguous"),
+        (lambda world: world.send(across(), 1 - world.rank), "not contiguous"),
+        (lambda world: world.receive(across(), 1 - world.rank), "not contiguous"),
+        (lambda world: world.all_gather(torch.zeros(12), across()), "not contiguous"),
+        (lambda world: world.all_gather(across(), torch.zeros(3)), "not contiguous"),
+        (lambda world: world.reduce_scatter(across(), torch.zeros(12)), "not contiguous"),
+        (lambda world: world.reduce_scatter(torch.zeros(3), across()), "not contiguous"),
+        (lambda world: world.all_to_all([across()] * 2, [torch.zeros(6)] * 2), "not contiguous"),
+        (lambda world: world.all_to_all([torch.zeros(6)] * 2, [across()] * 2), "not contiguous"),
         (lambda world: world.broadcast(torch.zeros(1), 2), "no rank 2 in the group 'world' of 2"),
         (lambda world: world.send(torch.zeros(1), world.rank), "is this rank itself"),
         (lambda world: world.receive(torch.zeros(1), -1), "no rank -1"),

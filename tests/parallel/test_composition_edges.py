@@ -1,6 +1,7 @@
 """Floor 6 with axes that it does not know: replicas that differ, starts without memory, exports, ranks that use different parameters."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,6 +238,16 @@ def test_ranks_without_a_trained_parameter_decide_on_the_optimizers_offload_as_t
         return len(list(parallel.optim_params.parameters())) > 0, len(parallel.around)
 
     assert run_threads(work, 4) == [(True, 0), (True, 0), (False, 0), (False, 0)]
+
+
+def test_replicas_are_compared_before_the_first_step_and_then_every_so_many(monkeypatch):
+    compared = []
+    monkeypatch.setattr(ReplicaCheck, "compare", lambda self, step: compared.append(step))
+    check = ReplicaCheck(None, check_every=3)
+    check.on_start(SimpleNamespace(step=7))
+    for step in range(8, 13):
+        check.on_step(SimpleNamespace(step=step))
+    assert compared == [7, 9, 12]
 
 
 @pytest.mark.parametrize("differs", ["running_mean", "weight"])
