@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from shared.course.cli import cli
-from shared.trainer.evaluation import measures
+from shared.trainer.evaluation import command, measures
 from shared.trainer.evaluation.evaluate import evaluate_run
 from shared.trainer.evaluation.measures import plain_prompt
 from shared.trainer.evaluation.statistics import Measured
@@ -160,6 +160,15 @@ def test_what_is_no_task_is_a_sentence(tmp_path, text, records, says):
         task.write_text(f"data: {{path: mine.jsonl}}\n{text}")
     done = course_eval(tmp_path, "--task", task)
     assert done.exit_code == 64 and says in done.output and "Traceback" not in done.output, done.output
+
+
+def test_a_tilde_is_the_home_folder_in_each_path_of_the_command(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(command, "tasks_of", lambda *words: [])
+    monkeypatch.setattr(command, "evaluate_and_show", lambda console, *paths, **opened: seen.extend(paths))
+    done = course_eval("~/run", "--compare", "~/other", "--output", "~/kept.json")
+    assert done.exit_code == 0 and seen == [tmp_path / "run", [], tmp_path / "other", tmp_path / "kept.json"]
 
 
 def test_what_is_no_text_and_no_model_is_a_sentence(model, tmp_path):
