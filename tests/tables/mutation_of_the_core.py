@@ -30,8 +30,9 @@ from edits import by_cosmic_ray, by_our_rules
 
 from shared.course.paths import CHECKOUT
 
-KILLED, STUCK, ALIVE = "killed", "time is up", "alive"
+KILLED, STUCK, WAITING, ALIVE = "killed", "time is up", "waits for ever", "alive"
 LOOK = 0.25  # seconds between two looks at the processor time
+IDLE = 60.0  # seconds without any, after which an edit has made something wait for ever
 WRAPPED = "def wrapped():\n"
 READING = ("tests/course/test_prose.py", "tests/course/test_conventions.py")  # depend on every file, and run none
 LONG = "tests/trainer/test_every_setting.py"  # depends on most of the core, and takes longest
@@ -167,10 +168,12 @@ def judged(edit: Edit, tests: Sequence[str], seconds: float, left_out: Sequence[
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests, *without]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = subprocess.Popen(command, cwd=CHECKOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, **pipes)
-    used, gone = {}, False
+    used, gone, moved, before = {}, False, time.monotonic(), 0.0
     while running.poll() is None:
         used |= processor_time(running.pid)
-        if gone := sum(used.values()) > seconds:
+        if (spent := sum(used.values())) > before + LOOK / 10:
+            moved, before = time.monotonic(), spent
+        if gone := spent > seconds or time.monotonic() > moved + IDLE:
             os.killpg(running.pid, signal.SIGKILL)
             break
         time.sleep(LOOK)
@@ -178,7 +181,7 @@ def judged(edit: Edit, tests: Sequence[str], seconds: float, left_out: Sequence[
     spent = sum(used.values())
     failed = [line.split(" - ")[0].split(maxsplit=1)[1] for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if gone:
-        return Verdict(edit, STUCK, f"{said.count('.')} dots in {', '.join(tests)}", spent)
+        return Verdict(edit, STUCK if spent > seconds else WAITING, f"{said.count('.')} dots in {', '.join(tests)}", spent)
     return Verdict(edit, KILLED, failed[0], spent) if failed else Verdict(edit, ALIVE, ", ".join(tests), spent)
 
 
