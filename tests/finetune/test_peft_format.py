@@ -236,7 +236,8 @@ def test_several_adapters_take_part_on_one_base_or_one_or_none(bases, tmp_path):
     theirs.add_adapter("two", LoraConfig(r=2, lora_alpha=7, target_modules=LINEAR))
     randomize(theirs)
     theirs.save_pretrained(tmp_path)
-    model = load_adapter(load_adapter(ours(bases["llama"]), tmp_path / "one", "one"), tmp_path / "two", "two")
+    theirs.double()  # in float32, products of some CPUs round by as much as is compared
+    model = load_adapter(load_adapter(ours(bases["llama"]), tmp_path / "one", "one"), tmp_path / "two", "two").double()
     for names in (["one"], ["two"], ["one", "two"]):
         use_adapters(model, names)
         theirs.base_model.set_adapter(names)
@@ -246,7 +247,7 @@ def test_several_adapters_take_part_on_one_base_or_one_or_none(bases, tmp_path):
         close(model(IDS), expected)
         unmerge_adapter(model)
     use_adapters(model, [])
-    close(model(IDS), of_transformers(bases["llama"])(IDS).logits)
+    close(model(IDS), of_transformers(bases["llama"]).double()(IDS).logits)
     with pytest.raises(ValueError, match=r"no adapter 'three': it has \['one', 'two'\]"):
         use_adapters(model, ["three"])
 
