@@ -9,12 +9,14 @@ from shared.totals import Batch
 
 
 def random_documents(generator: torch.Generator, count: int, vocab: int, longest: int = 6) -> list[tuple[Tensor, int]]:
-    """(ids, tokens of the prompt): two and two have one prompt."""
+    """(ids, tokens of the prompt): two and two have one prompt, and different answers: of equal ones, rounding would say which is better."""
     made = []
     for number in range(count):
         if number % 2 == 0:
             prompt = torch.randint(vocab, (int(torch.randint(1, 4, (), generator=generator)),), generator=generator)
         answer = torch.randint(vocab, (int(torch.randint(1, longest - 2, (), generator=generator)),), generator=generator)
+        if number % 2 and torch.equal(torch.cat([prompt, answer]), made[-1][0]):
+            answer = (answer + 1) % vocab
         made.append((torch.cat([prompt, answer]), len(prompt)))
     return made
 
