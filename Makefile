@@ -11,7 +11,7 @@
 #   make run CHAPTER=01        a chapter's own run script; its options are ARGS="--steps 500 --data my_texts", ARGS=--help
 #   make lab                   JupyterLab on the first chapter; make lab CHAPTER=02 on that one
 #   make check                 whether everything that you will run works here, in three minutes
-#   make test                  what must hold before every commit, in 15 to 20 minutes
+#   make test                  what must hold before every commit
 #   make test CHANGED=1        what the files concern that git calls changed; BASE=main: that differ from that commit
 #   make test CHAPTER=06       one chapter's part of it: its floor, its comparisons with other libraries, its checks, its notebook
 #   make test-all              also what takes longer: other rounding and thread counts, other examples, mutation of the solutions
