@@ -120,7 +120,7 @@ def contracts() -> dict[str, Contract]:
 
 @cache
 def contract_of(exercise_id: str) -> Contract:
-    """One exercise's contract, from the file that names it: a check parses that file, and not those of the other exercises."""
+    """One exercise's contract. Only the file that names the exercise is parsed."""
     files = (path for path in core_files() if f'@exercise("{exercise_id}")' in path.read_text(encoding="utf-8"))
     return next(one for path in files for one in contracts_in(path, module_name(path)) if one.exercise == exercise_id)
 

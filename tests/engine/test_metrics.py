@@ -212,7 +212,7 @@ def test_norm_metrics_equal_torch_for_the_model_and_each_role(tmp_path):
     watch, recorder, norms = Watch(), Recorder(), Norms()
     engine = make_engine(tmp_path, [watch, norms, recorder]).fit(Loader(), steps=2)
     metrics = {name: value for name, value in recorder.logs[2].items() if name.startswith("norm/")}
-    assert norms.measure(engine) == {}, "norms of a step that was logged are not those of a later log"
+    assert norms.measure(engine) == {}, "a step's norms are logged once"
     roles = {role: set(named) for role, named in parameters_by_role(engine.model).items() if named}
     expected = {}
     for suffix, names in ({"": set(watch.old)} | {f".{role}": names for role, names in roles.items()}).items():

@@ -65,13 +65,13 @@ class Known:
         return Edited(self.build, self.build.edited(self.entries[name]), self.wrong[name].changed)
 
     def stage_judge(self, stage: str) -> Judge:
-        """Tries wrong builds where their edits reach, and compares them with those of this stage and before: later ones pass here."""
+        """Tries wrong builds where their edits reach, against the candidates of this stage and earlier ones: later ones pass here."""
         names = list(self.checks)
         until = names[: names.index(stage) + 1]
         return Reached(self, stage, {entry.says: self.wrong[name] for name, entry in self.entries.items() if entry.stage in until})
 
     def whole_judge(self, stage: str) -> Judge:
-        """Tries wrong builds on every case, and compares them with those of all stages, as the check of a learner's build does."""
+        """Tries wrong builds on every case, against the candidates of all stages, as the check of a learner's build does."""
         return Knowing(self, stage, {entry.says: self.wrong[name] for name, entry in self.entries.items()})
 
     def solution_judge(self, stage: str) -> Judge:

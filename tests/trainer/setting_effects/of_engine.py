@@ -38,7 +38,7 @@ class Marked(Callback):
 
 
 class Run:
-    """What a run leaves: names of files, without those of a clock and of a machine; what was said; how it ended.
+    """What a run leaves: file names without time stamps and host names, its output, and how it ended.
 
     at: what happens to the loss of the one step that is another.
     """
