@@ -35,7 +35,7 @@ CHECKS  := $(VENV)/ready-check
 GROUPED := $(LAB) $(VENV)/ready-trackers $(VENV)/ready-builds $(VENV)/ready-scaling $(CHECKS) $(TESTS)
 SCRIPT   = $(firstword $(wildcard chapters/$(CHAPTER)*/run.py))
 CHOSEN   = $(if $(CHAPTER),--chapter $(CHAPTER)) $(if $(BASE)$(CHANGED),--changed $(or $(BASE),HEAD))
-SUITE    = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder
+SUITE    = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --max-worker-restart 0 --no-loadscope-reorder
 NOTEBOOK = $(firstword $(wildcard notebooks/$(or $(CHAPTER),01)*.ipynb))
 
 .PHONY: run lab check test test-all gpu install clean help

@@ -4,6 +4,9 @@ The first case that differs ends the check. What the answer did there is then lo
 what a known wrong answer does gets that mutant's sentence.
 """
 
+import os
+import re
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -20,6 +23,12 @@ Mutants = Mapping[str, Callable | tuple[Callable, ...]]  # a sentence -> a wrong
 Done = tuple[Observation, str | None]  # the results on a case, and what the exception said, if one was raised
 
 
+def said_by(error: Exception) -> str:
+    """What an exception says. The names of temporary folders, of which no two tries have the same, are left out."""
+    places = {tempfile.gettempdir(), os.path.realpath(tempfile.gettempdir())}
+    return re.sub(rf"({'|'.join(map(re.escape, places))})/[^/'\"\s]+", "a temporary folder", str(error))
+
+
 class Answer:
     """A function that answers a check, and what it did on the check's cases: it is observed once on each."""
 
@@ -28,7 +37,7 @@ class Answer:
 
     def try_on(self, case: Case) -> tuple[Observation, Exception | None]:
         results, error = observe(self.check, case, self.function)
-        self.done[id(case)] = results, None if error is None else str(error)  # an exception itself keeps all that was alive where it arose
+        self.done[id(case)] = results, None if error is None else said_by(error)  # the exception would keep alive all that it saw
         return results, error
 
     def on(self, case: Case) -> Done:

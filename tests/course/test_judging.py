@@ -1,8 +1,10 @@
 """Judging an answer: which known mistake it shows, how certainly that is said, and that nothing is found out twice."""
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,17 @@ def test_a_right_answer_with_two_mutants_that_do_the_same_gets_no_sentence():
     assert run_check(check, lambda x: x, one).misconception == "one"
     assert run_check(check, lambda x: x, one | other).misconception == ""
     assert run_check(check, lambda x: x + 1, one | other).state == PASS
+
+
+def test_a_mistake_is_known_by_what_its_exception_says_whatever_the_temporary_folder_is_called():
+    def opened_in_a_new_folder(name: str):
+        with tempfile.TemporaryDirectory() as folder:
+            return open(Path(folder) / name)
+
+    case = constant_case(observe=lambda function, **_: function("weights"))
+    check, known = Check("01.cross_entropy", ("y",), [case], ("y",)), {"The folder must be there.": opened_in_a_new_folder}
+    assert run_check(check, lambda name: opened_in_a_new_folder(name), known).misconception == "The folder must be there."
+    assert run_check(check, lambda name: opened_in_a_new_folder(f"other_{name}"), known).misconception == ""
 
 
 def test_an_answer_that_differs_from_the_mutant_on_a_later_case_gets_a_guess():

@@ -9,7 +9,7 @@ from shared.totals import Batch
 
 
 def random_documents(generator: torch.Generator, count: int, vocab: int, longest: int = 6) -> list[tuple[Tensor, int]]:
-    """(ids, tokens of the prompt): two and two have one prompt, and different answers: of equal ones, rounding would say which is better."""
+    """(ids, tokens of the prompt): two and two have one prompt, and different answers; of equal ones, rounding would choose the better."""
     made = []
     for number in range(count):
         if number % 2 == 0:
