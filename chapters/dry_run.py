@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.parallel.comm.communicator import Communicator, CompletedWork, Reduction, Work
+from shared.parallel.comm.communicator import Communicator, Reduction
 from shared.parallel.comm.trace import CommTrace
+from shared.parallel.comm.work import CompletedWork, Work
 
 
 @dataclass(frozen=True)

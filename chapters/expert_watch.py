@@ -40,7 +40,7 @@ class ExpertWatch:
 
 def exchanging_ranks(layout: "ParallelConfig", num_experts: int) -> list[int]:
     """The ranks with which rank 0 exchanges rows."""
-    from shared.parallel.expert.groups import gradient_ranks
+    from shared.moe.parallel.groups import gradient_ranks
 
     degrees = layout.pipeline_parallel, layout.data_ranks, layout.context_parallel, layout.tensor_parallel
     return gradient_ranks(*degrees, layout.expert_parallel, num_experts)[0].exchange

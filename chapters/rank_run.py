@@ -86,9 +86,9 @@ def run_and_compare(
     from shared.course.errors import CourseError
     from shared.output_files import require_writable
     from shared.parallel.comm.communicator import SingleRankCommunicator
-    from shared.parallel.comm.launch import run_processes
     from shared.parallel.config import layout_name, parse_layout
     from shared.parallel.planning.memory import StepSizes
+    from shared.parallel.processes.launch import run_processes
 
     require_writable(config.output)
     console = Console(markup=False, emoji=False)
@@ -222,10 +222,10 @@ def train_on_a_rank(
 
 def builders_of(model: ModelConfig) -> Any:
     """Chapter 02's builders, or chapter 09's where the model has experts: their exercises are then part of the run."""
-    from shared.model.builders import Builders
+    from shared.model.transformer import PLAIN
 
     if model.experts is None:
-        return Builders()
+        return PLAIN
     from shared.moe.builders import MIXTURE
 
     return MIXTURE
@@ -233,7 +233,7 @@ def builders_of(model: ModelConfig) -> Any:
 
 def whole(shard: Any, tensor: Any) -> Any:
     """A tensor that is sharded as a parameter is, put together on every rank."""
-    from shared.parallel.sharding import sharding_of
+    from shared.model.sharding import sharding_of
 
     sharding = sharding_of(shard)
     return sharding.gather(tensor, everyone=True) if sharding else tensor.clone()

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.model.sharding import Range
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.sharding import Range
 
 
 # Tensor parallelism

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shared.data.pairs import pair_batch
+from shared.data.spans import pair_batch
 from shared.model.masks import Padding
 from shared.model.transformer import TransformerModel
 
@@ -90,7 +90,7 @@ class Vocabulary(Protocol):
 
 
 def encoded(pairs: Sequence[Pair], vocabulary: Vocabulary) -> list[tuple[Tensor, Tensor]]:
-    """The pairs as ids, for `shared.data.pairs.pair_batch`."""
+    """The pairs as ids, for `shared.data.spans.pair_batch`."""
     return [(vocabulary.encode(pair.source), vocabulary.encode(pair.target)) for pair in pairs]
 
 

@@ -25,7 +25,7 @@ from shared.model.chunked_loss import packed_next_token_objective
 from shared.data.clean_shards import counted
 from shared.data.prepare import PreparedText, prepare
 from shared.data.shards import TokenStore
-from shared.data.sources import Source
+from shared.data.source import Source
 from shared.data.tokenizer import TextTokenizer
 from shared.devices import pick_device
 from shared.output_files import require_writable

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from shared.engine.checkpoint.atomic import PARTIAL, force_to_disk, replace_folder
 from shared.engine.checkpoint.optimizer_state import load_optimizer_state
-from shared.engine.checkpoint.random_state import set_random_state
-from shared.engine.checkpoint.snapshot import Snapshot, Stateful, weights_of
+from shared.engine.checkpoint.snapshot import Snapshot, Stateful, set_random_state, weights_of
 from shared.model.config import ModelConfig
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shared.parallel.data.buckets import Bucket
-from shared.parallel.comm.communicator import Communicator, Work
-from shared.parallel.sharding import Range
-from shared.parallel.data.random_numbers import random_numbers_from
+from shared.parallel.data.ddp import Bucket
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.comm.work import Work
+from shared.model.sharding import Range
+from shared.parallel.data.activation_checkpointing import random_numbers_from
 
 
 # Ring all-reduce (30 min, difficulty 3 of 5)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.model.sharding import Range
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.sharding import Range
 
 
 # Megatron's f and g (25 min, difficulty 3 of 5)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shared.moe.parallel.groups import RankGroups
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.expert.groups import RankGroups
 
 
 # Top-k routing (20 min, difficulty 2 of 5)

@@ -29,8 +29,8 @@ class MixtureRunConfig(RankRunConfig):
 
 def run(config: MixtureRunConfig) -> None:
     from shared.model.chunked_loss import packed_next_token_objective
+    from shared.moe.parallel.axis import ExpertParallel
     from shared.parallel.context.axis import ContextParallel
-    from shared.parallel.expert.axis import ExpertParallel
     from shared.parallel.parallelize import AXES
     from shared.parallel.pipeline.axis import PipelineParallel
     from shared.parallel.tensor.axis import TensorParallel
@@ -41,7 +41,7 @@ def run(config: MixtureRunConfig) -> None:
 
 def require_possible(config: RankRunConfig, layout: ParallelConfig) -> None:
     """Refuse what the ranks would refuse one by one."""
-    from shared.parallel.expert.axis import require_experts
+    from shared.moe.parallel.axis import require_experts
     from shared.parallel.pipeline.axis import require_stages
 
     require_cuts(config, layout)

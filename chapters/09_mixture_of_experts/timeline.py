@@ -27,8 +27,8 @@ from shared.model.chunked_loss import packed_next_token_objective  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402
 from shared.moe.builders import MIXTURE  # noqa: E402
 from shared.moe.config import MixtureConfig, MixtureModelConfig  # noqa: E402
+from shared.moe.parallel.axis import ExpertParallel  # noqa: E402
 from shared.parallel.config import parse_layout  # noqa: E402
-from shared.parallel.expert.axis import ExpertParallel  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.planning.costs import Link  # noqa: E402
 

@@ -37,7 +37,8 @@ class ExtensionConfig:
 def run(config: ExtensionConfig) -> None:
     from rich.console import Console
 
-    from shared.data.sources import Source, open_source
+    from shared.data.source import Source
+    from shared.data.sources import open_source
     from shared.data.tokenizer import TextTokenizer
     from shared.finetune.tokenizer_extension import extend_tokenizer
     from shared.output_files import require_writable

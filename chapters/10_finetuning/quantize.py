@@ -146,7 +146,7 @@ def prepared_text(config: QuantizeConfig, model: "TransformerModel", console: "C
     """Training and held-out text in the model's own tokens."""
     from shared.course.errors import CourseError
     from shared.data.prepare import PrepareConfig, prepare
-    from shared.data.sources import Source
+    from shared.data.source import Source
 
     paths = config.data if isinstance(config.data, list) else [config.data]
     sources = tuple(Source(str(path)) for path in paths) or PrepareConfig().sources

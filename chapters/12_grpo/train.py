@@ -38,7 +38,7 @@ def main(words: list[str]) -> None:
 
         if asked := help_asked(words):
             print_help(TrainerConfig, USAGE, asked)
-        from shared.parallel.comm.processes import from_torchrun
+        from shared.parallel.processes.torchrun import from_torchrun
         from shared.trainer.elastic import layout_for_those_there
         from shared.trainer.run import train_model
         from shared.trainer.start import with_start

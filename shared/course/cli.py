@@ -229,7 +229,7 @@ def doctor(machines: int | None, machine: int, address: str, port: int, folder: 
         if machine >= machines:
             raise CourseError(f"--machine {machine}: {machines} machines have the numbers 0 to {machines - 1}.")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or each try to connect prints a page; read when torch is loaded
-        from shared.parallel.health.machines import examine_machines
+        from shared.parallel.processes.machines import examine_machines
 
         findings = examine_machines(machine, machines, address, port, folder, wait)
     sys.exit(examining.print_examination(terminal.open_console(), findings))

@@ -21,7 +21,8 @@ from shared.data.cleaning.cleaner import Cleaner, CleaningConfig
 from shared.data.cleaning.duplicates import text_digest
 from shared.data.cleaning.report import CleaningReport
 from shared.data.shards import map_arrays, serialized
-from shared.data.sources import Source, open_source
+from shared.data.source import Source
+from shared.data.sources import open_source
 from shared.data.tables import first_line
 from shared.output_files import write_atomically
 

@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.corpus import CorpusError
 from shared.data import tables
+from shared.data.source import Skip, Source
 from shared.data.tables import first_line
-
-if TYPE_CHECKING:
-    from shared.data.sources import Skip, Source
 
 # By these names `load_dataset` reads all files below the current folder; no dataset of the hub has one of them.
 FORMATS = {
@@ -28,12 +26,7 @@ FORMATS = {
 SECONDS = 2  # to wait for the hub's first answer
 
 
-def is_saved(folder: Path) -> bool:
-    """Whether `datasets` wrote this folder with `save_to_disk`."""
-    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
-
-
-def read_dataset(source: "Source", skip: "Skip") -> Iterator[tuple[str, bytes]]:
+def read_dataset(source: Source, skip: Skip) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of each record's text, in the dataset's order.
 
     Raises:
@@ -55,7 +48,7 @@ def read_dataset(source: "Source", skip: "Skip") -> Iterator[tuple[str, bytes]]:
     yield from tables.texts_of(places, source.text_field, skip)
 
 
-def read_saved(source: "Source", name: str, skip: "Skip") -> Iterator[tuple[str, bytes]]:
+def read_saved(source: Source, name: str, skip: Skip) -> Iterator[tuple[str, bytes]]:
     """The text of a dataset that was saved to a folder. Its files are memory, and are checked before a value is taken from them."""
     import pyarrow
 
@@ -72,7 +65,7 @@ def read_saved(source: "Source", name: str, skip: "Skip") -> Iterator[tuple[str,
         raise CorpusError(f"{source.path} is damaged ({first_line(error)}): save it again.") from None
 
 
-def unbroken(records: Any, source: "Source") -> Iterator[Any]:
+def unbroken(records: Any, source: Source) -> Iterator[Any]:
     """The records of a hub dataset.
 
     Raises:
@@ -94,7 +87,7 @@ def unbroken(records: Any, source: "Source") -> Iterator[Any]:
         yield record
 
 
-def open_saved(source: "Source") -> Any:
+def open_saved(source: Source) -> Any:
     """The dataset of a folder, mapped from its files."""
     from datasets import DatasetDict, load_from_disk
 
@@ -109,7 +102,7 @@ def open_saved(source: "Source") -> Any:
     return opened[source.split]
 
 
-def open_hub(source: "Source") -> Any:
+def open_hub(source: Source) -> Any:
     """The dataset of the hub: a stream, or downloaded and mapped."""
     if source.path in FORMATS:
         raise CorpusError(f"There is no file or folder {source.path} in {Path.cwd()}: check the spelling, or give its whole path.")
@@ -135,7 +128,7 @@ def open_hub(source: "Source") -> Any:
         datasets.config.HF_HUB_OFFLINE = online
 
 
-def ask(source: "Source") -> tuple[SimpleQueue, float]:
+def ask(source: Source) -> tuple[SimpleQueue, float]:
     """Ask the hub for a dataset, in a thread. Returns the queue where its answer will be, and when it was asked."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -16,7 +16,7 @@ from shared.course.errors import CourseError
 from shared.data.loader import PackedLoader, StatefulLoader
 from shared.data.rows import PackedRows, Position, Row, RowIndex, Transform, padding_row
 from shared.data.shards import TokenStore
-from shared.data.sources import Source
+from shared.data.source import Source
 from shared.totals import Batch
 
 

@@ -32,7 +32,7 @@ def encoder_decoder_objective(model: nn.Module, batch: Batch) -> Totals:
 
     Args:
         model: an encoder-decoder.
-        batch: as `shared.data.pairs.pair_batch` makes it: spans with their text, a sentence with its translation.
+        batch: as `shared.data.spans.pair_batch` makes it: spans with their text, a sentence with its translation.
     """
     read = Padding(batch["valid"])
     return model(

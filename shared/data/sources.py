@@ -8,86 +8,18 @@ Left out on purpose: the web. A page is text only after its menus and scripts ar
 
 import json
 import os
-import re
-import stat
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shared.corpus import EMBEDDED, IRREGULAR, CorpusError, Document, existing, find, read_package, verified
-from shared.course.typed import PathText
 from shared.data import hub, tables
+from shared.data.source import WILDCARD, Skip, Source, kind_of_file
 
-Kind = Literal["auto", "embedded", "text", "jsonl", "csv", "parquet", "saved", "hub"]
-Skip = Callable[[str, str], None]  # called with the name of what is skipped, and why
-
-KIND_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 TABLES = {"jsonl": tables.read_jsonl, "csv": tables.read_csv, "parquet": tables.read_parquet}
-WILDCARD = re.compile(r"[*?\[]")
 PART = 2**20  # bytes; a text file larger than this is read as several documents, cut at ends of lines
-
-
-@dataclass(frozen=True)
-class Source:
-    """One source of text.
-
-    Args:
-        path: a file, a folder, a pattern of files such as docs/**/*.md, the name of a dataset on the Hugging Face hub, or "embedded" for
-            the course's own corpus.
-        kind: what it is; auto goes by the path: a name that is no path here is a hub dataset.
-        text_field: the field, or column, that holds the text of a record.
-        suffixes: of the files to read in a folder, such as [".py", ".md"]; empty for every file.
-        split: which split of a hub or saved dataset.
-        config: the configuration of a hub dataset that has several.
-        revision: the version of a hub dataset, by tag or commit.
-        streaming: read a hub dataset as it arrives, rather than download it first.
-        limit: at most this many documents; null for all.
-        weight: share of the training tokens, any positive number beside the other sources' (7 and 3 are 70 and 30 %); a source that has
-            been gone through begins again. null for every source: all text in the proportions that it comes in.
-    """
-
-    path: PathText = "embedded"
-    kind: Kind = "auto"
-    text_field: str = "text"
-    suffixes: tuple[str, ...] = ()
-    split: str = "train"
-    config: str | None = None
-    revision: str | None = None
-    streaming: bool = True
-    limit: int | None = None
-    weight: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.path.strip() or "\0" in self.path:
-            raise ValueError(f"prepare.sources has the path {self.path!r}: give a file, a folder, a pattern, a hub dataset, or embedded.")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}: give at least 1 document, or null for all.")
-        if self.weight is not None and not 0 < self.weight < float("inf"):
-            raise ValueError(f"weight is {self.weight}: give a positive number, or leave the source out.")
-
-    def resolved_kind(self) -> str:
-        """What `auto` stands for.
-
-        Raises:
-            CorpusError: the path looks like a file's, and there is none; or it cannot be looked at.
-        """
-        if self.kind != "auto":
-            return self.kind
-        if self.path == "embedded":
-            return "embedded"
-        path, mode = find(self.path)
-        if stat.S_ISDIR(mode):
-            return "saved" if hub.is_saved(path) else "text"
-        if mode:
-            return kind_of_file(path)
-        if WILDCARD.search(self.path):
-            return "text"
-        if path.is_absolute() or self.path.startswith((".", "~")) or path.suffix or self.path.count("/") > 1:
-            raise CorpusError(f"{self.path} does not exist: give an existing file or folder, or the name of a hub dataset.")
-        return "hub"
 
 
 def open_source(source: Source, skip: Skip | None = None) -> Iterator[Document]:
@@ -171,11 +103,6 @@ def files_at(source: Source, skip: Skip | None = None, suffixes: tuple[str, ...]
     if not files:
         raise CorpusError(f"No file matches {source.path}{f' and ends in {list(suffixes)}' if suffixes else ''}: give another pattern.")
     return folder, files
-
-
-def kind_of_file(path: Path) -> str:
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    return KIND_OF_SUFFIX.get(suffixes[-1].lower() if suffixes else "", "text")
 
 
 def files_of(folder: Path, suffixes: tuple[str, ...] = (), skip: Skip | None = None) -> list[Path]:

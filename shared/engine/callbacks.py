@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shared.course.errors import CourseError
+from shared.engine.run_state import RunState
 
 if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
     from shared.totals import Batch  # which needs torch, as a tracker that reads a file does not
 
 Metrics = dict[str, float]  # name -> value; names like `train/loss`, grouped before the slash
@@ -44,37 +44,37 @@ class Callback:
     every_rank = False
     expendable = False
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         """Before the first step of this process, after a resume. May raise to refuse the run."""
 
-    def on_batch(self, engine: "RuntimeEngine", microbatches: "Sequence[Batch]") -> None:
+    def on_batch(self, engine: RunState, microbatches: "Sequence[Batch]") -> None:
         """A step's micro-batches, on the device, before the forward pass."""
 
-    def before_optimizer(self, engine: "RuntimeEngine") -> None:
+    def before_optimizer(self, engine: RunState) -> None:
         """Gradients are complete (of the loss *sum*; `engine.totals.token_count` divides them), the weights still the old ones.
         Learning rates may be set here."""
 
-    def on_step(self, engine: "RuntimeEngine") -> None:
+    def on_step(self, engine: RunState) -> None:
         """The optimizer has stepped; `engine.totals` are the step's, reduced."""
 
-    def on_evaluate(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+    def on_evaluate(self, engine: RunState, metrics: Metrics) -> None:
         """Held-out data was evaluated. Callbacks may add to `metrics` before on_log shows them; `engine.stop(reason)` ends the run."""
 
-    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+    def on_log(self, engine: RunState, metrics: Metrics) -> None:
         """Metrics to show or keep, at `engine.step`. Callbacks that measure add to them in `measure`; those that show read them here."""
 
-    def measure(self, engine: "RuntimeEngine") -> Metrics:
+    def measure(self, engine: RunState) -> Metrics:
         """Metrics of this callback for the log that is due, by names that `metric_name` leaves as they are. Called before on_log, once for
         each."""
         return {}
 
-    def on_save(self, engine: "RuntimeEngine", folder: Any) -> None:
+    def on_save(self, engine: RunState, folder: Any) -> None:
         """A checkpoint is complete in `folder` (pathlib.Path)."""
 
-    def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
+    def on_error(self, engine: RunState, error: BaseException) -> None:
         """The run is ending with an error, Ctrl-C included, which is raised again afterwards."""
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         """The run ends, well or with an error (then after on_error). Close what is open."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Callbacks:
     def __iter__(self) -> Iterator[Callback]:
         return iter(self.callbacks)
 
-    def tell(self, hook: str, engine: "RuntimeEngine", *arguments: Any) -> None:
+    def tell(self, hook: str, engine: RunState, *arguments: Any) -> None:
         if hook == "on_start":
             self.failed = []
         for callback in self.callbacks:
@@ -112,7 +112,7 @@ class Callbacks:
                     raise
                 self.set_aside(callback, engine, error)
 
-    def set_aside(self, callback: Callback, engine: "RuntimeEngine", error: Exception) -> None:
+    def set_aside(self, callback: Callback, engine: RunState, error: Exception) -> None:
         """Say once that training continues without an expendable callback, and why."""
         if callback in self.failed:
             return
@@ -130,13 +130,13 @@ class Callbacks:
         with suppress(Exception):  # a tracker marks its run as incomplete, if it still can
             callback.on_error(engine, error)
 
-    def measured(self, engine: "RuntimeEngine") -> Metrics:
+    def measured(self, engine: RunState) -> Metrics:
         metrics: Metrics = {}
         for callback in self.callbacks:
             metrics |= callback.measure(engine)
         return metrics
 
-    def end(self, engine: "RuntimeEngine") -> None:
+    def end(self, engine: RunState) -> None:
         errors = []
         for callback in self.callbacks:
             try:

@@ -4,13 +4,11 @@ Left out on purpose: going back to the best weights. Checkpoints keep the best o
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Metrics
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
+from shared.engine.run_state import RunState
 
 
 class EarlyStopping(Callback):
@@ -30,12 +28,12 @@ class EarlyStopping(Callback):
         self.patience, self.minimum_improvement, self.metric = patience, minimum_improvement, metric
         self.best, self.waited = math.inf, 0
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         """A run that was stopped stays stopped when it is started again."""
         if self.waited >= self.patience:
             self.stop(engine)
 
-    def on_evaluate(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+    def on_evaluate(self, engine: RunState, metrics: Metrics) -> None:
         """
         Raises:
             CourseError: the metric is not among those of the evaluation.
@@ -49,7 +47,7 @@ class EarlyStopping(Callback):
         if self.waited >= self.patience:
             self.stop(engine)
 
-    def stop(self, engine: "RuntimeEngine") -> None:
+    def stop(self, engine: RunState) -> None:
         engine.stop(f"{self.metric} has not fallen below {self.best:.4f} in {self.waited} evaluations")
 
     def state_dict(self) -> dict[str, Any]:

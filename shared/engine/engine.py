@@ -31,6 +31,7 @@ from shared.engine.shutdown import ShutdownRequest
 from shared.engine.checkpoint.snapshot import Stateful
 from shared.engine.checkpoint.saver import CALLBACK, remember_rates
 from shared.engine.metrics.accumulator import MetricAccumulator, PhaseTimer
+from shared.engine.run_state import RunState
 from shared.engine.strategy import Strategy
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective
@@ -38,7 +39,7 @@ from shared.devices import on_device, pick_device
 from shared.totals import Batch, Objective, Runner, Totals, Updater
 
 
-class RuntimeEngine:
+class RuntimeEngine(RunState):
     """Trains a model, watched, saved and resumable.
 
     Args:
@@ -50,9 +51,7 @@ class RuntimeEngine:
         parts: name -> whatever else changes from step to step and must be saved, such as a dynamic loss scale.
         console: where the engine speaks.
 
-    Attributes for callbacks: `strategy`, `step` (steps done), `steps` (wanted), `totals` (of the step, reduced), `token_count`, `loss` and
-    `grad_norm` (of its mean loss, before clipping; times a loss scale), `microbatches`, `timings` (seconds by phase of the last step),
-    `log_due` (will this step be logged?), `output`, `device`, `stopped` (why the run ended early), `validation` (totals of the last one).
+    Attributes: those of `RunState`.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ Left out on purpose: collectives, which a single process does not need.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from shared.engine.checkpoint.snapshot import weights_of
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.folder_lock import FolderLock, held_folder
 from shared.totals import Objective, Runner, Totals, Updater
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 
 class Strategy:
@@ -51,7 +48,7 @@ class Strategy:
         self.model = self.module = self.optim_params = self.grad_params = self.state = model
         self.measured: Tensor | None = None
 
-    def begin(self, engine: "RuntimeEngine") -> None:
+    def begin(self, engine: Any) -> None:
         """Called by `fit` before anything is restored: compares what the processes were given."""
 
     # The parts of a step, as `shared.loop.train_step` takes them.

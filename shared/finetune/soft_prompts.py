@@ -21,9 +21,9 @@ from shared.finetune.config import AdapterConfig
 from shared.model.attention import Attention
 from shared.model.context import KeyValueCache
 from shared.model.init import initial_value
+from shared.model.sharding import cut_parameter, sharding_of
 from shared.model.transformer import TransformerModel
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import cut_parameter, sharding_of
 
 PROMPT, PREFIX = "prompt", "prefix"  # how the modules of the trained rows are called
 

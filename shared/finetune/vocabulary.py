@@ -20,7 +20,7 @@ from shared.course.errors import SettingError
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import logical_parameters
-from shared.model.transformer import TIED, TIED_TO, TransformerModel
+from shared.model.transformer import PLAIN, TIED, TIED_TO, TransformerModel
 
 ROWS = 4096  # of a matrix that are read at a time for its mean
 GROWING = (TIED_TO, TIED, "head.linear.bias")
@@ -66,7 +66,7 @@ class MeanRows:
 
 
 def resized(
-    model: TransformerModel, config: ModelConfig, builders: Builders = Builders(), apart: bool = False  # noqa: B008 (frozen)
+    model: TransformerModel, config: ModelConfig, builders: Builders = PLAIN, apart: bool = False
 ) -> TransformerModel:
     """A model of another configuration with the weights of `model`, on the meta device: each parameter carries `stored`.
 

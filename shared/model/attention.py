@@ -8,19 +8,16 @@ weights per head (eager); `sdpa_attention` is PyTorch's kernel for scaled dot-pr
 agree to rounding.
 """
 
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
+from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, to_compute_dtype
 from shared.model.masks import AttentionMask
 from shared.model.rope import apply_rope
-
-if TYPE_CHECKING:
-    from shared.model.builders import Builders
 
 
 @exercise("02.grouped_query_attention")
@@ -99,7 +96,7 @@ class Attention(nn.Module):
         cross: look at `context.memory` instead of at the input itself.
     """
 
-    def __init__(self, config: ModelConfig, builders: "Builders", layer: int, cross: bool = False):
+    def __init__(self, config: ModelConfig, builders: Builders, layer: int, cross: bool = False):
         super().__init__()
         self.layer, self.cross = layer, cross
         self.layer_type = config.layer_types[layer]

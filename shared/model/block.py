@@ -5,16 +5,13 @@ After (post-norm, the original transformer, BERT): norm(x + f(x)). Xiong et al. 
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
+from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext
-
-if TYPE_CHECKING:
-    from shared.model.builders import Builders
 
 
 @exercise("02.block_forward")
@@ -53,7 +50,7 @@ class Block(nn.Module):
         cross: whether it looks at an encoder's output between its other two sublayers.
     """
 
-    def __init__(self, config: ModelConfig, builders: "Builders", layer: int, cross: bool = False):
+    def __init__(self, config: ModelConfig, builders: Builders, layer: int, cross: bool = False):
         super().__init__()
         self.pre_norm = config.norm_position == "pre"
         self.attention_norm = builders.norm(config, config.hidden_size)

@@ -10,23 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shared.model.attention import Attention
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext
-from shared.model.feed_forward import build_feed_forward
-from shared.model.norm import build_norm
-
-
-def build_linear(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
-    return nn.Linear(in_features, out_features, bias=bias)
-
-
-def build_embedding(name: str, num_embeddings: int, size: int) -> nn.Module:
-    return nn.Embedding(num_embeddings, size)
-
-
-def run_block(block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
-    return block(x, context)
 
 
 @dataclass(frozen=True)
@@ -45,9 +30,9 @@ class Builders:
     run_block: run_block(block, x, context) -> x, called for each block in a forward pass.
     """
 
-    linear: Callable[[str, int, int, bool], nn.Module] = build_linear
-    embedding: Callable[[str, int, int], nn.Module] = build_embedding
-    norm: Callable[[ModelConfig, int], nn.Module] = build_norm
-    attention: Callable[[ModelConfig, "Builders", int, bool], nn.Module] = Attention
-    feed_forward: Callable[[ModelConfig, "Builders", int], nn.Module] = build_feed_forward
-    run_block: Callable[[nn.Module, Tensor, AttentionContext], Tensor] = run_block
+    linear: Callable[[str, int, int, bool], nn.Module]
+    embedding: Callable[[str, int, int], nn.Module]
+    norm: Callable[[ModelConfig, int], nn.Module]
+    attention: Callable[[ModelConfig, "Builders", int, bool], nn.Module]
+    feed_forward: Callable[[ModelConfig, "Builders", int], nn.Module]
+    run_block: Callable[[nn.Module, Tensor, AttentionContext], Tensor]

@@ -5,17 +5,14 @@ silu and GeGLU with gelu; three matrices, so the inner width is two thirds for a
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
+from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import to_compute_dtype
-
-if TYPE_CHECKING:
-    from shared.model.builders import Builders
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -59,7 +56,7 @@ def swiglu(
 class FeedForward(nn.Module):
     """down(act(up(x))): [..., D] -> [..., D]."""
 
-    def __init__(self, config: ModelConfig, builders: "Builders"):
+    def __init__(self, config: ModelConfig, builders: Builders):
         super().__init__()
         self.activation = ACTIVATIONS[config.hidden_act]
         self.up_proj = builders.linear("up_proj", config.hidden_size, config.intermediate_size, config.mlp_bias)
@@ -72,7 +69,7 @@ class FeedForward(nn.Module):
 class GatedFeedForward(FeedForward):
     """down(act(gate(x)) * up(x)): [..., D] -> [..., D]."""
 
-    def __init__(self, config: ModelConfig, builders: "Builders"):
+    def __init__(self, config: ModelConfig, builders: Builders):
         super().__init__(config, builders)
         self.gate_proj = builders.linear("gate_proj", config.hidden_size, config.intermediate_size, config.mlp_bias)
 
@@ -80,12 +77,12 @@ class GatedFeedForward(FeedForward):
         return swiglu(to_compute_dtype(x), self.gate_proj, self.up_proj, self.down_proj, self.activation)
 
 
-def build_feed_forward(config: ModelConfig, builders: "Builders", layer: int) -> nn.Module:
+def build_feed_forward(config: ModelConfig, builders: Builders, layer: int) -> nn.Module:
     """The configured layer: the default of `Builders.feed_forward`. The same in every block.
 
     Raises:
         ValueError: the configuration has experts, which are another builder's to make.
     """
     if config.experts is not None:
-        raise ValueError("This model has experts: give the builder of chapter 09 as Builders(feed_forward=...).")
+        raise ValueError("This model has experts: give the builder of chapter 09 as replace(PLAIN, feed_forward=...).")
     return (GatedFeedForward if config.gated else FeedForward)(config, builders)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shared.model.config import ModelConfig
-from shared.model.roles import Sharding, role_of
+from shared.model.roles import role_of
+from shared.model.sharding import Sharding
 
 
 def initial_value(name: str, parameter: Tensor, config: ModelConfig, seed: int) -> Tensor:

@@ -13,32 +13,13 @@ backward pass, and autograd does not see the weight).
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 Role = Literal["embedding", "matrix", "norm", "bias", "expert"]
 ROLES: tuple[Role, ...] = get_args(Role)
-
-
-class Sharding(Protocol):
-    """How a parameter is sharded over processes: the attribute `sharding` of a parameter, set by the code that sharded it.
-
-    `shared.parallel.sharding.Sharding` is one; initial weights and Muon need no more of it than this.
-    shape: of the whole parameter. needs_gathering: whether the whole takes other processes. region: where this process's numbers lie: in
-    the slice of `offsets` and `sizes`, all of it (`is_box`) or the flattened numbers from `start` to `stop`.
-    """
-
-    shape: torch.Size
-    needs_gathering: bool
-    region: Any
-
-    def gather(self, part: Tensor) -> Tensor:
-        """All-gather this process's shard into the whole, in `shape`. Every process that holds a part of it calls it."""
-
-    def local(self, whole: Tensor) -> Tensor:
-        """The whole -> this process's shard."""
 
 
 def role_of(name: str, parameter: Tensor | None = None) -> Role:

@@ -14,16 +14,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared.model.attention import Attention
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
-from shared.model.context import KeyValueCache
+from shared.model.context import AttentionContext, KeyValueCache
 from shared.model.embedding import Embedding, Head
+from shared.model.feed_forward import build_feed_forward
 from shared.model.init import initialize
 from shared.model.masks import Mask
+from shared.model.norm import build_norm
 from shared.model.stack import Stack
 
 TIED = "head.linear.weight"
 TIED_TO = "embedding.tokens.weight"
+
+
+def build_linear(name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+    return nn.Linear(in_features, out_features, bias=bias)
+
+
+def build_embedding(name: str, num_embeddings: int, size: int) -> nn.Module:
+    return nn.Embedding(num_embeddings, size)
+
+
+def run_block(block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
+    return block(x, context)
+
+
+PLAIN = Builders(build_linear, build_embedding, build_norm, Attention, build_feed_forward, run_block)  # every piece as chapter 02 makes it
 
 
 class TransformerModel(nn.Module):
@@ -42,7 +60,7 @@ class TransformerModel(nn.Module):
     and what files call them.
     """
 
-    def __init__(self, config: ModelConfig, builders: Builders = Builders(), seed: int = 0):  # noqa: B008 (frozen)
+    def __init__(self, config: ModelConfig, builders: Builders = PLAIN, seed: int = 0):
         super().__init__()
         self.config = config = config.resolved()
         self.loss_scale = 1.0

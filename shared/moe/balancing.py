@@ -10,17 +10,15 @@ after the optimizer. The bias is added to the scores for the choice alone, so no
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shared.engine.callbacks import Callback, Metrics
+from shared.engine.run_state import RunState
 from shared.moe.layer import MixtureLayer, mixture_layers
 from shared.totals import Totals
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 
 def take_loads(model: nn.Module, add: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
@@ -73,7 +71,7 @@ class BalanceExperts(Callback):
         self.loads: dict[int, Tensor] = {}
         self.losses: dict[str, Tensor] = {}
 
-    def on_step(self, engine: "RuntimeEngine") -> None:
+    def on_step(self, engine: RunState) -> None:
         layers = mixture_layers(engine.strategy.module)
 
         def add(loads: Tensor) -> Tensor:
@@ -88,7 +86,7 @@ class BalanceExperts(Callback):
         for layer in layers:
             update_bias(layer, self.loads[layer.layer])
 
-    def measure(self, engine: "RuntimeEngine") -> Metrics:
+    def measure(self, engine: RunState) -> Metrics:
         k, totals = engine.strategy.module.config.experts.num_experts_per_tok, {}
         own: Metrics = {}
         for block, load in as_numbers(self.loads).items():

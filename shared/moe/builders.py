@@ -16,6 +16,7 @@ from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.feed_forward import build_feed_forward
 from shared.model.norm import build_norm
+from shared.model.transformer import PLAIN
 from shared.moe.layer import MixtureLayer
 
 
@@ -47,7 +48,8 @@ def build_part(kind: str, default: Callable[..., nn.Module], config: ModelConfig
     return (own_part(config, kind) or default)(config, *arguments)
 
 
-MIXTURE = Builders(
+MIXTURE = replace(
+    PLAIN,
     norm=partial(build_part, "norm", build_norm),
     attention=partial(build_part, "attention", Attention),
     feed_forward=partial(build_part, "feed_forward", build_mixture),

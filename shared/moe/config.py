@@ -15,8 +15,8 @@ from typing import Any, Literal
 from shared.course.errors import SettingError
 from shared.course.extensions import Extension
 from shared.model.config import ExpertsConfig, ModelConfig, require_choices, require_positive
+from shared.moe.memory_costs import saved_by_experts
 from shared.parallel.config import ParallelConfig
-from shared.parallel.planning.expert_activations import saved_by_experts
 
 CAPACITY_OF_WHOLE_ROWS = (
     "model.experts.capacity_factor with parallel.context_parallel: experts take the first choices of a row, and no rank has whole rows. "

@@ -7,17 +7,14 @@ Left out on purpose: norms of routers, which the norms by role have among the ma
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shared.engine.callbacks import Callback, Metrics
+from shared.engine.run_state import RunState
 from shared.model.config import ModelConfig
 from shared.model.roles import experts_of, role_of
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 
 class ExpertNorms(Callback):
@@ -39,7 +36,7 @@ class ExpertNorms(Callback):
         self.loss_scale = loss_scale
         self.measured: dict[str, Tensor] = {}
 
-    def before_optimizer(self, engine: "RuntimeEngine") -> None:
+    def before_optimizer(self, engine: RunState) -> None:
         if not engine.log_due:
             return
         groups: dict[str, dict[str, Tensor]] = {f"{what}/{place}": {} for what in ("gradient", "weight") for place in self.places}
@@ -54,7 +51,7 @@ class ExpertNorms(Callback):
         norms = engine.strategy.norms(groups)
         self.measured = {f"experts/{key}": norm / (divisor if key.startswith("gradient") else 1) for key, norm in norms.items()}
 
-    def measure(self, engine: "RuntimeEngine") -> Metrics:
+    def measure(self, engine: RunState) -> Metrics:
         """Everything is fetched from the device at once, after the step."""
         if not self.measured:
             return {}

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shared.course.binding import exercise
+from shared.engine.callbacks import Callback, Metrics
+from shared.engine.run_state import RunState
 from shared.model.transformer import set_loss_scale
 from shared.totals import Batch, Objective, Runner, Totals
 
@@ -121,3 +123,21 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = LossScale(**state)
+
+
+class KeepLossScale(Callback):
+    """Saves the loss scale in checkpoints, and logs it as `train/loss_scale`."""
+
+    every_rank = True
+
+    def __init__(self, scaler: LossScaler):
+        self.scaler = scaler
+
+    def measure(self, engine: RunState) -> Metrics:
+        return {"train/loss_scale": self.scaler.state.scale}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(state)

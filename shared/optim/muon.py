@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shared.course.binding import exercise
-from shared.model.roles import Sharding
+from shared.model.sharding import Sharding
 
 BATCH_ELEMENTS = 2**24  # numbers in the matrices that are orthogonalised together; bounds what a step needs beside the state
 

@@ -4,6 +4,9 @@ A warm-up starts small, because the first gradients say little about the followi
 ends small, because a large step around a minimum cannot settle in it. The factor multiplies each group's own learning rate, and is 1 at
 the peak between the two.
 
+In a run the rate is a function of the engine's step count, which is in the checkpoint, so the schedule itself has no state to save. The
+engine logs every group's rate.
+
 Left out on purpose: schedules that react to the loss.
 """
 
@@ -16,6 +19,8 @@ from torch.optim import Optimizer
 from shared.course.binding import exercise
 from shared.course.errors import CourseError
 from shared.course.extensions import bound, is_import_path
+from shared.engine.callbacks import Callback
+from shared.engine.run_state import RunState
 from shared.optim.config import ScheduleConfig
 
 
@@ -92,3 +97,19 @@ def attach_schedule(schedule: ScheduleConfig, optimizer: Optimizer) -> None:
         set_learning_rate(optimizer, factor_at(schedule, steps))
 
     optimizer.register_step_pre_hook(before_step)
+
+
+class ScheduleLearningRate(Callback):
+    """Applies the learning-rate schedule: before each step, sets every group's `lr` from its `base_lr`."""
+
+    every_rank = True
+
+    def __init__(self, schedule: ScheduleConfig):
+        self.schedule = schedule
+
+    def on_start(self, engine: RunState) -> None:
+        for group in engine.optimizer.param_groups:
+            group.setdefault("base_lr", group["lr"])
+
+    def before_optimizer(self, engine: RunState) -> None:
+        set_learning_rate(engine.optimizer, factor_at(self.schedule, engine.step + 1))

@@ -6,7 +6,7 @@ Consecutive ranks differ in the innermost axis, which communicates most, so that
 along each axis. A batch is shared over the data axis, dp and fsdp taken together. Losses, token counts and gradients add over the data
 axis and over cp, whose ranks see parts of the same rows.
 
-Experts (chapter 09) are spread over the data axis in another way, which their axis decides (`shared.parallel.expert.groups`).
+Experts (chapter 09) are spread over the data axis in another way, which their axis decides (`shared.moe.parallel.groups`).
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
     axes in their order (activation checkpointing; later pipeline, tensor, experts)  ->  weights, on the device
         ->  data engines (FSDP, ZeRO, DDP)  ->  engines around the optimizer's step (offload)
 
-Each axis is a file of its own: it changes the plain model in place and sets attributes of its parameters (`shared.parallel.sharding`).
+Each axis is a file of its own: it changes the plain model in place and sets attributes of its parameters (`shared.model.sharding`).
 Activation checkpointing comes first, because the engines that shard weights wrap around it: a block that is computed again in the backward
 pass must find its weights gathered. The model knows nothing of all this, and neither do objective, optimizer and updater.
 
@@ -142,14 +142,14 @@ def data_engines(
 
 def torch_replicas(model: nn.Module, mesh: Mesh, part: nn.Module, whole: set[str]) -> DataEngine:
     """PyTorch's own engine of replicas, which takes seconds to import."""
-    from shared.parallel.torch_backend.ddp import TorchReplicas, TorchZero
+    from shared.parallel.data.replicas_on_torch import TorchReplicas, TorchZero
 
     return TorchZero(model, mesh, part, whole) if mesh.config.zero else TorchReplicas(model, mesh, part)
 
 
 def torch_sharded(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None, device: torch.device | str, seed: int) -> DataEngine:
     """PyTorch's own engine of shards, which takes seconds to import."""
-    from shared.parallel.torch_backend.fsdp import TorchSharded
+    from shared.parallel.data.shards_on_torch import TorchSharded
 
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "shared_over"):

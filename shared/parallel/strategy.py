@@ -2,7 +2,7 @@
 
     step    data engines exchange gradients  ->  sums over `partial_over`  ->  one gradient norm  ->  update  ->  engines send weights
 
-What differs between layouts are attributes of the parameters (`shared.parallel.sharding`), so no combination needs a class.
+What differs between layouts are attributes of the parameters (`shared.model.sharding`), so no combination needs a class.
 
 Left out on purpose: which engine a layout needs; `shared.parallel.parallelize` chooses.
 """
@@ -21,6 +21,7 @@ from shared.engine.checkpoint.folder import CheckpointError
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.engine.strategy import Strategy
 from shared.model.hf.pretrained import Weights
+from shared.model.sharding import Region, region_of, sharding_of
 from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
@@ -28,15 +29,14 @@ from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, all_of, complete
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
-from shared.parallel.holders import Holders
+from shared.parallel.held import Held, Holders
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Region, region_of, sharding_of
 from shared.totals import Runner, Totals, Updater
 
 OWN = ("output", "trackers", "project", "wandb_mode", "mlflow_uri")  # of the engine's keys: folders are looked into, trackers are rank 0's
 
 
-class ParallelStrategy(Strategy):
+class ParallelStrategy(Held, Strategy):
     """The distributed strategy of a run over the ranks of a device mesh.
 
     Args:
@@ -46,11 +46,7 @@ class ParallelStrategy(Strategy):
         around: engines around the optimizer's step, such as its offload, over what the others have.
         routes: which rule updates which parameter, decided on the whole model (`shared.optim.routing`); None to decide on this rank's.
 
-    Attributes:
-        weight_regions, optim_regions: logical name -> the region of the whole that this rank has of a weight, or of an optimizer's
-            parameter.
-        holders: which ranks hold which weights.
-        optim_holders: the same for the optimizer's parameters, and so for gradients and optimizer state.
+    Attributes: those of `Strategy` and `Held`.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from shared.model.chunked_loss import apart
 from shared.model.hf.files import TensorFolder
 from shared.model.hf.pretrained import open_pretrained
 from shared.model.init import forget_files, initial_value, materialize, stream_seed
-from shared.model.transformer import TransformerModel
+from shared.model.transformer import PLAIN, TransformerModel
 from shared.preference.bradley_terry import bradley_terry_loss
 from shared.preference.log_probs import token_shares
 from shared.preference.reward_format import HEAD, SCORE, sequence_classification
@@ -111,7 +111,7 @@ def open_reward_model(
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-    builders: Builders = Builders(),
+    builders: Builders = PLAIN,
 ) -> TransformerModel:
     """The reward model in a folder of transformers' sequence classification, on the meta device, as `open_pretrained` returns models. The
     folder of a language model gives a new head, with a warning.

@@ -2,8 +2,8 @@
 tensor, experts, adapters."""
 
 from shared.finetune.adapter_axis import AdapterParallel
+from shared.moe.parallel.axis import ExpertParallel
 from shared.parallel.context.axis import ContextParallel
-from shared.parallel.expert.axis import ExpertParallel
 from shared.parallel.parallelize import AXES, Axis
 from shared.parallel.pipeline.axis import PipelineParallel
 from shared.parallel.tensor.axis import TensorParallel

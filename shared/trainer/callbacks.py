@@ -4,17 +4,15 @@ import resource
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shared.engine.callbacks import Callback, Metrics
+from shared.engine.run_state import RunState
 from shared.parallel.comm.trace import CommTrace
 from shared.totals import bits_per_byte
 from shared.trainer.stopwatch import Stopwatch
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 
 class BitsPerByte(Callback):
@@ -29,7 +27,7 @@ class BitsPerByte(Callback):
     def __init__(self, byte_count: int):
         self.byte_count = byte_count
 
-    def on_evaluate(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+    def on_evaluate(self, engine: RunState, metrics: Metrics) -> None:
         metrics["validation/bits_per_byte"] = bits_per_byte(engine.validation.loss_sum, self.byte_count)
 
 
@@ -52,20 +50,20 @@ class Costs(Callback):
         self.peak_memory = self.peak_here = 0
         self.mark: float | None = None  # where the time that is not counted yet began
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         if self.mark is None:
             self.mark = time.perf_counter()
         self.overhead += self.since_mark()  # of opening the data and the checkpoint
 
-    def on_batch(self, engine: "RuntimeEngine", microbatches: Any) -> None:
+    def on_batch(self, engine: RunState, microbatches: Any) -> None:
         self.overhead += self.since_mark()
 
-    def on_step(self, engine: "RuntimeEngine") -> None:
+    def on_step(self, engine: RunState) -> None:
         self.training += self.since_mark()
         self.peak_here = max(self.peak_here, peak_memory(engine.device))
         self.peak_memory = max(self.peak_memory, self.peak_here)
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         self.overhead += self.since_mark()
         self.mark = None
 
@@ -94,10 +92,10 @@ class Traffic(Callback):
         self.steps, self.calls, self.bytes = 0, Counter(), Counter()
         self.before: tuple[Counter, Counter] = (Counter(), Counter())
 
-    def on_batch(self, engine: "RuntimeEngine", microbatches: Any) -> None:
+    def on_batch(self, engine: RunState, microbatches: Any) -> None:
         self.before = self.trace.calls(), self.trace.bytes()
 
-    def on_step(self, engine: "RuntimeEngine") -> None:
+    def on_step(self, engine: RunState) -> None:
         calls, sizes = self.before
         self.steps += 1
         self.calls += self.trace.calls() - calls

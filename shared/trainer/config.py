@@ -27,7 +27,7 @@ from shared.parallel.context.axis import require_shareable
 from shared.parallel.context.zigzag import require_divisible
 from shared.parallel.pipeline.axis import require_stages
 from shared.parallel.pipeline.schedules import make_schedule
-from shared.parallel.expert.axis import require_experts
+from shared.moe.parallel.axis import require_experts
 from shared.parallel.tensor.axis import require_even
 from shared.preference.config import PreferenceConfig
 from shared.preference.dpo_config import DPOConfig

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed import TCPStore
@@ -32,16 +32,14 @@ from torch.distributed import TCPStore
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
 from shared.engine.checkpoint.folder import Checkpoints
+from shared.engine.run_state import RunState
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.processes import broken_connections_named, whole_number
 from shared.parallel.config import ParallelConfig, layout_name
 from shared.parallel.health.heartbeat import EXIT_CODE
+from shared.parallel.processes.torchrun import broken_connections_named, whole_number
 from shared.trainer.config import TrainerConfig
 from shared.trainer.history import append, events_of
 from shared.trainer.modes import ROLLING
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 ASKED = (0, *(128 + number for number in (signal.SIGINT, signal.SIGTERM)))  # exit codes of a run that ended, or was asked to
 LOOK = 1.0  # seconds between two looks of a rank that waits
@@ -158,25 +156,25 @@ class History(Callback):
     def __init__(self, config: TrainerConfig, world: Communicator):
         self.config, self.world, self.output = config, world, config.engine.output
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         there = self.world.gather_objects(f"{platform.node()} (process {os.getppid()})")
         if self.world.rank == 0:
             idle = whole_number("GROUP_WORLD_SIZE", "1") * whole_number("LOCAL_WORLD_SIZE", "1") - self.world.size
             layout = {"layout": layout_name(self.config.parallel), "ranks": self.world.size, "idle": idle, "there": Counter(there)}
             append(self.output, {"event": "start", "step": engine.step} | layout)
 
-    def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
+    def on_error(self, engine: RunState, error: BaseException) -> None:
         try:
             with broken_connections_named(self.world):  # torch's own engines raise what they found, which names no rank
                 raise error
         except BaseException as named:
             self.note_stop(engine, str(named) or type(named).__name__)
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         if engine.stopped and self.world.rank == 0:
             self.note_stop(engine, f"asked to leave ({engine.stopped})" if engine.leaving else engine.stopped)
 
-    def note_stop(self, engine: "RuntimeEngine", reason: str) -> None:
+    def note_stop(self, engine: RunState, reason: str) -> None:
         append(self.output, {"event": "stop", "step": engine.step, "rank": self.world.rank, "reason": reason})
 
 

@@ -42,11 +42,11 @@ from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError, read_json
 from shared.model.hf.pretrained import logical_parameters, open_pretrained
 from shared.model.init import forget_files, materialize
+from shared.model.sharding import Region
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureModelConfig
 from shared.parallel.checkpoint.files import files_of, read_region, shards_in, wrong_shards
-from shared.parallel.sharding import Region
 from shared.preference.reward_model import open_reward_model
 from shared.preference.value_head import VALUE
 from shared.trainer import provenance

@@ -14,7 +14,7 @@ A change is recorded when the run has taken its checkpoint, so that one that fai
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -24,15 +24,13 @@ from shared.data.tokenizer import TextTokenizer
 from shared.engine.callbacks import Callback
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.engine.checkpoint.optimizer_state import LOADER, OF_THIS_RUN, OPTIMIZER
+from shared.engine.run_state import RunState
 from shared.optim.config import ScheduleConfig
 from shared.optim.schedules import factor_at
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.history import append, events_of
 from shared.trainer.model_section import MAY_DIFFER, OF_EXPERTS, OF_ROPE
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 OF_DATA = ("data", "seed", "chats", "instructions", "preferences", "ppo", "grpo")  # sections that decide what is learned from
 UNSAID = ("engine.output", "continue_from", "continue_with", "schedule.steps")  # differ where a run is copied, or follow from another key
@@ -225,7 +223,7 @@ class KeepChanges(Callback):
     def __init__(self, config: TrainerConfig, changes: Changes, leads: bool):
         self.config, self.changes, self.leads = config, changes, leads
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         output = self.config.engine.output
         code, place = self.changes.code_line(self.config, engine.step), self.changes.schedule_line(self.config, engine.step)
         for line in [*self.changes.lines(self.config, engine.step), *code, *place]:

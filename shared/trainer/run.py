@@ -29,12 +29,12 @@ from shared.model.hf.registry import write_config
 from shared.moe.balancing import BalanceExperts
 from shared.moe.expert_norms import ExpertNorms
 from shared.optim.build import build_optimizer
-from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
-from shared.optim.loss_scale import LossScaler
+from shared.optim.loss_scale import KeepLossScale, LossScaler
+from shared.optim.schedules import ScheduleLearningRate
 from shared.optim.precision import autocast_objective
 from shared.optim.updater import Update
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
-from shared.parallel.comm.processes import broken_connections_named
+from shared.parallel.processes.torchrun import broken_connections_named
 from shared.parallel.config import layout_name
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.mesh import Mesh

@@ -68,7 +68,7 @@ def serve(folder: Path, rank: int, row: str, model: str, steps: int) -> None:
     """One rank's rounds, asked for on standard input. Runs with the checkout's own modules."""
     from rich.console import Console
     from shared.data.prepare import PrepareConfig
-    from shared.data.sources import Source
+    from shared.data.source import Source
     from trainer_speed import FOREVER, settings
 
     answers, sys.stdout = sys.stdout, sys.stderr
@@ -100,8 +100,8 @@ def joined(folder: Path, rank: int):
     """Rank `rank` of two."""
     import torch
 
-    os.environ["GLOO_SOCKET_IFNAME"] = found("loopback", "shared.parallel.comm.launch", "shared.parallel.launch")()
-    join_world = found("join_world", "shared.parallel.comm.processes", "shared.parallel.processes")
+    os.environ["GLOO_SOCKET_IFNAME"] = found("loopback", "shared.parallel.processes.launch", "shared.parallel.launch")()
+    join_world = found("join_world", "shared.parallel.processes.torchrun", "shared.parallel.processes")
     timeouts = found("Timeouts Patience", "shared.parallel.health.heartbeat", "shared.parallel.heartbeat")()
     return join_world(rank, 2, f"file://{folder}/meeting", torch.device("cpu"), timeouts)
 

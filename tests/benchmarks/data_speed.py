@@ -25,7 +25,8 @@ SAMPLE = slice(0, None, 4)  # of the embedded corpus: every fourth file
 
 
 def corpus() -> list[str]:
-    from shared.data.sources import Source, open_source
+    from shared.data.source import Source
+    from shared.data.sources import open_source
 
     return [document.content.decode() for document in open_source(Source(), lambda *_: None)]
 
@@ -37,7 +38,7 @@ def prepare_ours(folder: str) -> Round:
     from shared.data.cleaning.cleaner import Cleaner, CleaningConfig
     from shared.data.clean_shards import CleanShards
     from shared.data.prepare import write_shards
-    from shared.data.sources import Source
+    from shared.data.source import Source
     from shared.data.tokenizer import TextTokenizer
 
     tokenizer = TextTokenizer.load(Path(folder))
@@ -218,7 +219,7 @@ import json, resource, sys
 from pathlib import Path
 from shared.data.loader import PackedLoader
 from shared.data.prepare import PrepareConfig, prepare
-from shared.data.sources import Source
+from shared.data.source import Source
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 began = peak()
 resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[3]) * 2**20, resource.RLIM_INFINITY))

@@ -23,10 +23,10 @@ from side_by_side import interval_rank
 from torch import Tensor
 
 from shared.devices import keep_freed_memory
-from shared.parallel.comm import gloo_routes
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.launch import run_processes
-from shared.parallel.comm.processes import all_gather_single, reduce_scatter_single
+from shared.parallel.processes import gloo_routes
+from shared.parallel.processes.launch import run_processes
+from shared.parallel.processes.torchrun import all_gather_single, reduce_scatter_single
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "4 MiB": 2**22, "40 MiB": 40 * 2**20}
 Route = Callable[[Tensor, Tensor, dist.ProcessGroup], None]

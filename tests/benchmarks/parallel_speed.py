@@ -32,8 +32,8 @@ from shared.devices import keep_freed_memory
 from shared.model.chunked_loss import chunked_loss, packed_next_token_objective
 from shared.loop import accumulate_gradients, apply_update, train_step
 from shared.model.transformer import TransformerModel, keep_part
-from shared.parallel.comm.launch import loopback
-from shared.parallel.comm.processes import join_world
+from shared.parallel.processes.launch import loopback
+from shared.parallel.processes.torchrun import join_world
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.health.heartbeat import Timeouts
 from shared.parallel.mesh import Mesh
@@ -161,7 +161,7 @@ def by_styles(model: TransformerModel, rank: int, row: str, steps: int) -> Run:
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput, loss_parallel, parallelize_module
 
-    from shared.parallel.torch_backend.tensor import style_of
+    from shared.parallel.tensor.on_torch import style_of
 
     by_sequence, gathered = layout_of(row).sequence_parallel, row.endswith("gathered")
     mesh = dist.init_device_mesh("cpu", (RANKS,))

@@ -13,11 +13,11 @@ from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.config import parse_layout
 from shared.parallel.health.replicas import require_equal, require_equal_state, weights_of
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
+from shared.parallel.processes.launch import run_processes
 
 MODEL = ModelConfig(vocab_size=4096, hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1024)
 ADAMW = OptimizerConfig("adamw", lr=1e-3)

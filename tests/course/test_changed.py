@@ -27,7 +27,7 @@ def item(name: str, parameters: str = "") -> SimpleNamespace:
     [
         ("shared/data/loader.py", "tests/finetune/test_chat_rows.py"),  # of another chapter, which `CHAPTER=03` leaves out
         ("shared/optim/loss_scale.py", "tests/model/test_auxiliary_loss.py"),
-        ("shared/parallel/data/buckets.py", "tests/parallel/test_ddp.py"),
+        ("shared/parallel/data/ddp.py", "tests/parallel/test_ddp.py"),
         ("solutions/05_optimizers.py", "tests/optim/test_optimizers.py"),  # bound into the core, imported by nobody
         ("chapters/05_optimizers/run.py", "tests/optim/test_05_run.py"),  # a script that a test starts
         ("chapters/12_grpo/laptop.yaml", "tests/trainer/test_plan_command.py"),  # found by a pattern

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shared.data.objectives import encoder_decoder_objective
-from shared.data.pairs import pair_batch
+from shared.data.spans import pair_batch
 from shared.data.tokenizer import TextTokenizer
 from shared.loop import train
 from shared.model.config import ModelConfig

@@ -19,7 +19,7 @@ from shared import folder_lock
 from shared.course.errors import CourseError
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.prepare import PrepareConfig, prepare
-from shared.data.sources import Source
+from shared.data.source import Source
 from shared.folder_lock import FolderInUse, FolderLock, myself
 
 SECONDS = 60  # of a machine that does much else

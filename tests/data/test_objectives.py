@@ -10,7 +10,7 @@ from shared.data.masking import Masking
 from shared.data.objectives import encoder_decoder_objective, masked_language_objective
 from shared.model.chunked_loss import apart, packed_next_token_objective
 from shared.data.packing import pack_documents
-from shared.data.pairs import pair_batch
+from shared.data.spans import pair_batch
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.model.masks import Padding

@@ -21,7 +21,8 @@ from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.loader import EvaluationLoader, PackedLoader
 from shared.data.prepare import PrepareConfig, prepare
 from shared.data.shards import ENDING, ShardError
-from shared.data.sources import Source, open_source
+from shared.data.source import Source
+from shared.data.sources import open_source
 from shared.data.tokenizer import TextTokenizer
 
 

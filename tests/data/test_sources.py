@@ -18,7 +18,8 @@ import pytest
 from shared.corpus import EMBEDDED, CorpusError
 from shared.course.paths import CHECKOUT
 from shared.data import hub, sources
-from shared.data.sources import Source, identity, open_source
+from shared.data.source import Source
+from shared.data.sources import identity, open_source
 
 TEXTS = ["def f():\n    return 1\n", 'naïve "quoted", text\n\nwith lines', "日本語 and 🙂"]
 
@@ -191,7 +192,7 @@ def test_a_hub_that_never_answers_is_given_up_after_a_few_seconds(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = """
 from shared.data import hub
-from shared.data.sources import Source
+from shared.data.source import Source
 
 class Waiting:
     def get(self, timeout):

@@ -31,7 +31,7 @@ binding.choose("reference")
 
 from shared.data.loader import StatefulLoader  # noqa: E402
 from shared.engine.callbacks import Callback  # noqa: E402
-from shared.parallel.comm.processes import ProcessCommunicator, from_torchrun  # noqa: E402
+from shared.parallel.processes.torchrun import ProcessCommunicator, from_torchrun  # noqa: E402
 from shared.trainer import run  # noqa: E402
 from shared.trainer.config import TrainerConfig  # noqa: E402
 from shared.trainer.settings import parse_words  # noqa: E402

@@ -10,7 +10,7 @@ from resigned import drop, resigned, set_at, sign, state, tensors, text
 from runs import Loader, make_engine, resumable_engine, weights
 
 from shared.engine.checkpoint.folder import MANIFEST, STATE
-from shared.engine.checkpoint.random_state import get_random_state, require_usable
+from shared.engine.checkpoint.snapshot import get_random_state, require_usable
 from shared.engine.checkpoint.soundness import CheckpointError
 
 GROUPS, CONTENTS = ("optimizer", "groups"), ("contents", "tensors")

@@ -111,7 +111,7 @@ def test_without_the_generators_state_the_resume_would_differ(tmp_path, monkeypa
     """The negative control: dropout draws on."""
     whole = resumable_engine(tmp_path / "whole").fit(Loader(), steps=10)
     resumable_engine(tmp_path / "parts").fit(Loader(), steps=5)
-    monkeypatch.setattr("shared.engine.checkpoint.random_state.torch.set_rng_state", lambda state: None)
+    monkeypatch.setattr("shared.engine.checkpoint.snapshot.torch.set_rng_state", lambda state: None)
     second = resumable_engine(tmp_path / "parts", seed=5).fit(Loader(), steps=10)
     assert not same(weights(whole), weights(second))
 

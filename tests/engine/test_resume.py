@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shared.engine.checkpoint.optimizer_state import load_optimizer_state, name_optimizer_state
-from shared.engine.checkpoint.random_state import RandomState, get_random_state, set_random_state
-from shared.engine.checkpoint.snapshot import restore, take_snapshot, weights_of
+from shared.engine.checkpoint.snapshot import RandomState, get_random_state, restore, set_random_state, take_snapshot, weights_of
 from shared.engine.metrics.accumulator import MetricAccumulator
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel

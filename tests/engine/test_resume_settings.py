@@ -10,8 +10,8 @@ from shared.engine.checkpoint.soundness import CheckpointError
 from shared.loss import next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
-from shared.optim.callbacks import ScheduleLearningRate
 from shared.optim.config import OptimizerConfig, ScheduleConfig
+from shared.optim.schedules import ScheduleLearningRate
 
 
 def adamw(model, lr=1e-2, parts=1, decay=(0.1, 0.1), **settings):

@@ -25,10 +25,10 @@ from memory_table import ADAMW
 
 from shared.course.paths import CHECKOUT
 from shared.finetune.config import AdapterConfig
+from shared.finetune.memory_costs import NF4_BITS, FrozenBase, estimate_adapted
 from shared.model.counting import parameter_counts
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.planning.frozen_costs import NF4_BITS, FrozenBase, estimate_adapted
 from shared.parallel.planning.memory import StepSizes
 from shared.trainer.config import DataConfig, TrainerConfig
 from shared.trainer.fitting import memory_needed

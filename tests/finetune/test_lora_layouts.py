@@ -18,9 +18,9 @@ from shared.finetune.lora_parallel import FactorPlan, lora_sharding
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.model.transformer import TransformerModel
 from shared.optim.precision import autocast_objective
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.health.replicas import ReplicasDiffer
+from shared.parallel.processes.launch import run_processes
 
 CASES = [
     ("tp2", "dense", "adamw", {}),
@@ -179,7 +179,7 @@ def test_training_on_pytorchs_engines_equals_one_process(word, model, optimizer)
 
 
 def test_torchs_tensor_parallelism_is_refused_by_name():
-    from shared.parallel.torch_backend.tensor import parallelize_by_torch
+    from shared.parallel.tensor.on_torch import parallelize_by_torch
 
     model = attach_adapter(TransformerModel(DENSE), AdapterConfig())
     with pytest.raises(SettingError, match=r"cannot cut stack.blocks.0.attention.q_proj, a AdaptedLinear"):

@@ -20,11 +20,11 @@ from shared.model.init import materialize
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig, MixtureModelConfig
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
+from shared.parallel.processes.launch import run_processes
 from shared.trainer.axes import RUN_AXES
 
 

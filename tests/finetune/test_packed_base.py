@@ -11,6 +11,7 @@ from tensor_runs import batches
 from shared.course.errors import SettingError
 from shared.finetune.adapters import attach_adapter
 from shared.finetune.config import AdapterConfig
+from shared.finetune.memory_costs import packed_bits
 from shared.finetune.quantization.awq import AWQ
 from shared.finetune.quantization.frozen import FrozenLinear
 from shared.finetune.quantization.frozen_files import open_frozen
@@ -22,7 +23,6 @@ from shared.finetune.quantization.rounding import Rounding
 from shared.finetune.quantization.saved import save_quantized
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.planning.frozen_costs import packed_bits
 from shared.trainer.planner.base_bits import base_bits
 
 METHODS = {

@@ -11,17 +11,16 @@ from shared.data.objectives import encoder_decoder_objective, masked_language_ob
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
-from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, add_auxiliary_loss
 from shared.model.feed_forward import build_feed_forward
-from shared.model.transformer import TransformerModel, keep_part
+from shared.model.transformer import PLAIN, TransformerModel, keep_part
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 
 
 def build(config: ModelConfig = CONFIG, how: str = "none") -> TransformerModel:
-    model = TransformerModel(config, Builders(feed_forward=BalancedExperts), seed=1).double()
+    model = TransformerModel(config, replace(PLAIN, feed_forward=BalancedExperts), seed=1).double()
     apply_activation_checkpointing(model, how)
     return model
 
@@ -32,7 +31,7 @@ def losses_inside(model: TransformerModel) -> Tensor:
 
 def expected_gradients(config: ModelConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Both losses added up in one graph, without any operation between them."""
-    plain = TransformerModel(config, Builders(feed_forward=Detached), seed=1).double()
+    plain = TransformerModel(config, replace(PLAIN, feed_forward=Detached), seed=1).double()
     total = packed_next_token_objective(plain, batch).loss_sum + losses_inside(plain)
     gradients = torch.autograd.grad(total, list(plain.parameters()))
     return dict(zip((name for name, _ in plain.named_parameters()), gradients, strict=True))
@@ -153,7 +152,7 @@ def test_every_objective_says_which_tokens_count():
         ("encoder-decoder", encoder_decoder_objective, pair),
     ):
         seen.clear()
-        model = TransformerModel(replace(CONFIG, architecture=architecture), Builders(feed_forward=Listening))
+        model = TransformerModel(replace(CONFIG, architecture=architecture), replace(PLAIN, feed_forward=Listening))
         objective(model, data)
         assert all(torch.equal(valid, data["targets"] != -100) for valid in seen[-3:])
         assert seen[:-3] == ([None] * 3 if architecture == "encoder-decoder" else []), "an encoder's own tokens all count"

@@ -13,7 +13,7 @@ from shared.model.config import ExpertsConfig, ModelConfig
 from shared.model.counting import count_parameters, parameter_counts
 from shared.model.feed_forward import GatedFeedForward, build_feed_forward
 from shared.model.hf.registry import write_config
-from shared.model.transformer import TransformerModel
+from shared.model.transformer import PLAIN, TransformerModel
 from shared.parallel.planning.activations import require_formula
 from shared.trainer.settings import parse_text
 
@@ -63,7 +63,7 @@ SPARSE = replace(DENSE, experts=FirstExpert(4))
 
 
 def test_experts_are_counted_by_layer_and_role():
-    model = TransformerModel(SPARSE, Builders(feed_forward=feed_forward))
+    model = TransformerModel(SPARSE, replace(PLAIN, feed_forward=feed_forward))
     assert parameter_counts(SPARSE) == count_parameters(model)
     assert parameter_counts(SPARSE)["expert"] == 2 * 4 * 3 * 16 * 12
 
@@ -71,7 +71,7 @@ def test_experts_are_counted_by_layer_and_role():
 @pytest.mark.parametrize("chosen", [1, 3])
 def test_flops_count_only_the_active_experts(chosen):
     config = replace(SPARSE, experts=FirstExpert(4, num_experts_per_token=chosen), attention="eager")
-    model, seq = TransformerModel(config, Builders(feed_forward=feed_forward)), 8
+    model, seq = TransformerModel(config, replace(PLAIN, feed_forward=feed_forward)), 8
     ids = torch.arange(2 * seq).view(2, seq)
     with FlopCounterMode(display=False) as counter:
         model(ids).sum().backward()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shared.loop import train
 from shared.loss import next_token_objective
 from shared.model.attention import Attention, eager_attention, sdpa_attention
-from shared.model.builders import Builders, build_linear
+from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import KeyValueCache
 from shared.model.feed_forward import build_feed_forward
@@ -17,7 +17,7 @@ from shared.model.init import materialize
 from shared.model.masks import AttentionMask, Documents, Mask
 from shared.model.norm import build_norm
 from shared.model.roles import parameters_by_role
-from shared.model.transformer import TransformerModel, keep_part
+from shared.model.transformer import PLAIN, TransformerModel, build_linear, keep_part
 
 CONFIG = ModelConfig(
     vocab_size=97, hidden_size=48, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=64
@@ -56,7 +56,7 @@ def test_a_linear_builder_is_asked_for_every_linear_layer_by_name():
         asked.append(name)
         return build_linear(name, in_features, out_features, bias)
 
-    TransformerModel(CONFIG, Builders(linear=linear))
+    TransformerModel(CONFIG, replace(PLAIN, linear=linear))
     each_block = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"]
     assert sorted(asked) == sorted(each_block * 3 + ["head"])
 
@@ -66,7 +66,7 @@ def test_a_linear_layer_with_an_addition_starts_as_the_plain_one_and_learns():
         inner = build_linear(name, in_features, out_features, bias)
         return LowRank(inner, in_features, out_features) if name in ("q_proj", "v_proj") else inner
 
-    plain, changed = TransformerModel(CONFIG), TransformerModel(CONFIG, Builders(linear=linear))
+    plain, changed = TransformerModel(CONFIG), TransformerModel(CONFIG, replace(PLAIN, linear=linear))
     with torch.no_grad():
         for block, original in zip(changed.stack.blocks.values(), plain.stack.blocks.values(), strict=True):
             for name in ("q_proj", "v_proj"):
@@ -94,7 +94,7 @@ def test_a_mixture_of_experts_takes_the_place_of_the_feed_forward_layer():
     def feed_forward(config: ModelConfig, builders: Builders, layer: int) -> nn.Module:
         return TwoExperts(config, builders, layer) if layer == 1 else build_feed_forward(config, builders, layer)
 
-    model = TransformerModel(CONFIG, Builders(feed_forward=feed_forward))
+    model = TransformerModel(CONFIG, replace(PLAIN, feed_forward=feed_forward))
     assert model(IDS).shape == (2, 19, 97)
     experts = parameters_by_role(model)["expert"]
     assert set(experts) == {
@@ -111,7 +111,7 @@ def test_a_block_runner_sees_every_block_and_may_run_it_its_own_way():
         seen.append(x.shape)
         return torch.utils.checkpoint.checkpoint(block, x, context, use_reentrant=False)
 
-    plain, recomputing = TransformerModel(CONFIG), TransformerModel(CONFIG, Builders(run_block=run))
+    plain, recomputing = TransformerModel(CONFIG), TransformerModel(CONFIG, replace(PLAIN, run_block=run))
     for model in (plain, recomputing):
         next_token_objective(model, {"input_ids": IDS, "targets": IDS}).loss_sum.backward()
     assert seen[:3] == [(2, 19, 48)] * 3
@@ -134,7 +134,7 @@ def test_other_attention_norms_and_embeddings_can_be_built():
         built.append(name)
         return nn.Embedding(count, size)
 
-    model = TransformerModel(CONFIG, Builders(attention=Scaled, norm=norm, embedding=embedding))
+    model = TransformerModel(CONFIG, replace(PLAIN, attention=Scaled, norm=norm, embedding=embedding))
     assert built.count(48) == 7 and built.count("tokens") == 1
     changed = IDS.clone()
     changed[:, 0] = (changed[:, 0] + 1) % 97

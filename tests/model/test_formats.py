@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shared.model.builders import Builders, build_linear
+from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import to_compute_dtype
 from shared.model.feed_forward import build_feed_forward
@@ -17,7 +17,7 @@ from shared.model.hf.files import PretrainedError
 from shared.model.hf.format import FileTensor, Format
 from shared.model.hf.llama import LLAMA
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
-from shared.model.transformer import TransformerModel
+from shared.model.transformer import PLAIN, TransformerModel, build_linear
 
 CONFIG = ModelConfig(vocab_size=29, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
 IDS = torch.arange(12).view(2, 6)
@@ -63,7 +63,7 @@ def test_loading_refuses_to_leave_parameters_without_values(tmp_path):
 
     save_pretrained(TransformerModel(CONFIG), tmp_path)
     with pytest.raises(PretrainedError, match=r"blocks\.0\.attention\.v_proj\.extra.* without values"):
-        load_pretrained(tmp_path, builders=Builders(linear=linear))
+        load_pretrained(tmp_path, builders=replace(PLAIN, linear=linear))
 
 
 class Stacked(nn.Module):
@@ -118,39 +118,39 @@ ONE_BY_ONE = format_of(lambda name, ours, i: FileTensor(name, (ours.replace("*",
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_tensor_of_a_file_is_one_expert_of_a_stack(tmp_path, monkeypatch, dtype):
-    model = TransformerModel(CONFIG, Builders(feed_forward=Stacked), seed=2).to(dtype)
+    model = TransformerModel(CONFIG, replace(PLAIN, feed_forward=Stacked), seed=2).to(dtype)
     monkeypatch.setitem(registry.FORMATS, "experts", IN_STACKS)
     save_pretrained(model, tmp_path, model_type="experts", max_shard_bytes=20_000)
     files = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     stack = model.stack.blocks["1"].feed_forward.experts.up_proj.weight
     assert all(torch.equal(files[f"model.layers.1.mlp.experts.{i}.up_proj.weight"], stack[i]) for i in range(3))
-    again = load_pretrained(tmp_path, builders=Builders(feed_forward=Stacked), dtype=dtype)
+    again = load_pretrained(tmp_path, builders=replace(PLAIN, feed_forward=Stacked), dtype=dtype)
     for (name, left), right in zip(again.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(left, right), name
     monkeypatch.setitem(registry.FORMATS, "experts", ONE_BY_ONE)  # the same file, other modules
-    listed = load_pretrained(tmp_path, builders=Builders(feed_forward=Listed), dtype=dtype)
+    listed = load_pretrained(tmp_path, builders=replace(PLAIN, feed_forward=Listed), dtype=dtype)
     with torch.no_grad():
         torch.testing.assert_close(listed(IDS), model(IDS), rtol=1e-5, atol=1e-6)
 
 
 def test_an_expert_that_no_tensor_holds_is_missed(tmp_path, monkeypatch):
-    model = TransformerModel(CONFIG, Builders(feed_forward=Stacked))
+    model = TransformerModel(CONFIG, replace(PLAIN, feed_forward=Stacked))
     monkeypatch.setitem(registry.FORMATS, "experts", IN_STACKS)
     save_pretrained(model, tmp_path, model_type="experts")
     monkeypatch.setitem(registry.FORMATS, "experts", format_of(in_a_stack, experts=2))
     with pytest.raises(ValueError, match=r"experts\.gate_proj\.weight\[2\]"):
         save_pretrained(model, tmp_path / "less", model_type="experts")
     with pytest.raises(PretrainedError, match=r"experts\.gate_proj\.weight\[2\]"):
-        load_pretrained(tmp_path, builders=Builders(feed_forward=Stacked))
+        load_pretrained(tmp_path, builders=replace(PLAIN, feed_forward=Stacked))
 
 
 def test_a_file_with_a_misshapen_expert_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(registry.FORMATS, "experts", IN_STACKS)
-    save_pretrained(TransformerModel(CONFIG, Builders(feed_forward=Stacked)), tmp_path, model_type="experts")
+    save_pretrained(TransformerModel(CONFIG, replace(PLAIN, feed_forward=Stacked)), tmp_path, model_type="experts")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     wrong = "model.layers.0.mlp.experts.1.up_proj.weight"
     save_file(tensors | {wrong: tensors[wrong].T.contiguous()}, path, metadata={"format": "pt"})
     with pytest.raises(PretrainedError, match=r"misshapen: model.layers.0.mlp.experts.1.up_proj.weight is \[16, 24\], not \[24, 16\]"):
-        load_pretrained(tmp_path, builders=Builders(feed_forward=Stacked))
+        load_pretrained(tmp_path, builders=replace(PLAIN, feed_forward=Stacked))

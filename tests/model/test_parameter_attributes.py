@@ -1,17 +1,16 @@
 """What modules state on their parameters (role, initializer, sharding) survives the meta device, and decides initial weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shared.model.builders import Builders, build_linear
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.init import allocate, initial_value, local_initial_value, materialize
 from shared.model.roles import parameters_by_role
-from shared.model.transformer import TransformerModel
+from shared.model.transformer import PLAIN, TransformerModel, build_linear
 
 CONFIG = ModelConfig(vocab_size=29, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=True)
 
@@ -51,7 +50,7 @@ def test_attributes_stand_on_the_parameter_after_the_meta_device():
         return layer
 
     with torch.device("meta"):
-        model = TransformerModel(CONFIG, Builders(linear=linear))
+        model = TransformerModel(CONFIG, replace(PLAIN, linear=linear))
     notes = [block.feed_forward.up_proj.weight.note for block in model.stack.blocks.values()]
     materialize(model, "cpu", seed=3)
     for block, note in zip(model.stack.blocks.values(), notes, strict=True):
@@ -106,7 +105,7 @@ def test_a_loaded_model_keeps_what_its_builders_state(tmp_path):
         return layer
 
     save_pretrained(TransformerModel(CONFIG), tmp_path)
-    model = load_pretrained(tmp_path, builders=Builders(linear=linear), dtype=torch.bfloat16)
+    model = load_pretrained(tmp_path, builders=replace(PLAIN, linear=linear), dtype=torch.bfloat16)
     block = model.stack.blocks["1"]
     assert (block.attention.q_proj.weight.note, block.feed_forward.up_proj.weight.note) == ("q_proj", "up_proj")
     assert model.head.linear.weight is model.embedding.tokens.weight and block.attention.q_proj.weight.dtype == torch.bfloat16

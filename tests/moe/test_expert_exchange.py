@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shared.moe.parallel.all_to_all import begin_exchange, exchange_counts, exchange_rows
+from shared.moe.parallel.groups import expert_groups, gradient_ranks
 from shared.parallel.comm.communicator import CommunicationError, SingleRankCommunicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import AXES, ParallelConfig
-from shared.parallel.expert.all_to_all import begin_exchange, exchange_counts, exchange_rows
-from shared.parallel.expert.groups import expert_groups, gradient_ranks
 from shared.parallel.mesh import Mesh
+from shared.parallel.processes.launch import run_processes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SENT = {  # SENT[...][r][s]: how many rows rank r sends to rank s
@@ -169,7 +169,7 @@ def test_the_groups_of_the_table_are_made():
 
 
 def test_a_table_that_adds_the_router_elsewhere_than_the_mesh_is_refused(monkeypatch):
-    from shared.parallel.expert import groups
+    from shared.moe.parallel import groups
 
     wrong = [line._replace(everything_else=line.same_experts) for line in gradient_ranks(1, 2, 1, 1, 2, 4)]
     monkeypatch.setattr(groups, "gradient_ranks", lambda *degrees: wrong)

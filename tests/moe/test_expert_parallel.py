@@ -12,10 +12,10 @@ from mixture_runs import MODEL, MixtureRun, alone, observed, on_ranks, require_s
 from shared.course.errors import SettingError
 from shared.moe.layer import mixture_layers
 from shared.parallel.comm.communicator import CommunicationError, SingleRankCommunicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.health.replicas import ReplicasDiffer, require_equal
+from shared.parallel.processes.launch import run_processes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LAYOUTS = [  # the layout, what is computed again, the optimizer
@@ -149,7 +149,7 @@ def test_without_recomputation_and_with_it_all_ranks_exchange_as_often():
 
 
 def test_expert_gradients_that_are_added_over_all_data_ranks_are_seen(monkeypatch):
-    from shared.parallel.expert import axis
+    from shared.moe.parallel import axis
 
     def over_all(layer, ep, edp, ranges, by_torch, right=axis.spread):
         right(layer, ep, edp, ranges)
@@ -163,7 +163,7 @@ def test_expert_gradients_that_are_added_over_all_data_ranks_are_seen(monkeypatc
 
 @pytest.mark.parametrize("word", ["dp2_ep2", "fsdp2_ep2"])
 def test_expert_gradients_that_are_averaged_over_the_exchange_are_seen(word, monkeypatch):
-    from shared.parallel.expert import all_to_all
+    from shared.moe.parallel import all_to_all
 
     right = all_to_all.FinishExchange.backward
     monkeypatch.setattr(all_to_all.FinishExchange, "backward", staticmethod(lambda ctx, upstream: right(ctx, upstream / 2)))

@@ -10,8 +10,8 @@ import torch
 from mixture_runs import MixtureRun, alone, observed, require_same
 
 from shared.parallel.comm.communicator import SingleRankCommunicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.processes.launch import run_processes
 
 
 def compiled(world, layout: ParallelConfig) -> tuple[dict, int]:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shared.moe.dispatch import combine, dispatch
 from shared.moe.losses import balance_loss, z_loss
+from shared.moe.parallel.all_to_all import exchange_rows
+from shared.moe.parallel.groups import gradient_ranks
 from shared.moe.router import top_k_routing
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.expert.all_to_all import exchange_rows
-from shared.parallel.expert.groups import gradient_ranks
 
 often = settings(max_examples=40)
 SEEDS = st.integers(0, 10**6)

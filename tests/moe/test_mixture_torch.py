@@ -7,8 +7,8 @@ import torch
 from mixture_runs import MODEL, MixtureRun, alone, observed, require_same
 
 from shared.moe.layer import mixture_layers
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.config import parse_layout
+from shared.parallel.processes.launch import run_processes
 
 TWO = [
     ("dp2", "muon", {"activation_checkpointing": "full"}),

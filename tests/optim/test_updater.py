@@ -18,11 +18,10 @@ from optim_models import (
 from shared.loop import accumulate_gradients, apply_update, train
 from shared.loss import next_token_objective
 from shared.optim.build import build_optimizer
-from shared.optim.callbacks import KeepLossScale, ScheduleLearningRate
 from shared.optim.config import OptimizerConfig, ScheduleConfig
-from shared.optim.loss_scale import LossScale, LossScaleConfig, LossScaler
+from shared.optim.loss_scale import KeepLossScale, LossScale, LossScaleConfig, LossScaler
 from shared.optim.precision import autocast_objective
-from shared.optim.schedules import factor_at, attach_schedule
+from shared.optim.schedules import ScheduleLearningRate, attach_schedule, factor_at
 from shared.optim.updater import Update
 from shared.totals import Totals
 

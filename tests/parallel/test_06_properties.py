@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shared.parallel.comm.communicator import CompletedWork, SingleRankCommunicator
+from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.data.random_numbers import random_state_of
+from shared.parallel.comm.work import CompletedWork
+from shared.parallel.data.activation_checkpointing import random_state_of
 
 SOLUTION = importlib.import_module("solutions.06_data_parallel")
 FEW = settings(max_examples=40)

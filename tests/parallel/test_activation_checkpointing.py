@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.loss import next_token_objective
-from shared.model.builders import run_block
-from shared.parallel.data.activation_checkpointing import CheckpointedBlock, apply_activation_checkpointing, recompute, run_block_fully
-from shared.parallel.data.random_numbers import random_numbers_from, random_state_of
+from shared.model.transformer import run_block
+from shared.parallel.data.activation_checkpointing import CheckpointedBlock, apply_activation_checkpointing, random_numbers_from
+from shared.parallel.data.activation_checkpointing import random_state_of, recompute, run_block_fully
 
 HOW = ["full", "selective"]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shared.course.errors import CourseError
-from shared.parallel.comm import addresses
-from shared.parallel.comm.addresses import choose_interface, reachable_interface, route_to
-from shared.parallel.comm.processes import from_torchrun
+from shared.parallel.processes import rendezvous as addresses
+from shared.parallel.processes.rendezvous import choose_interface, reachable_interface, route_to
+from shared.parallel.processes.torchrun import from_torchrun
 
 A = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.1.5"], "eth1": ["10.0.0.1", "fe80::1%eth1"]}
 B = {"lo": ["127.0.0.1"], "wlan0": ["10.0.0.2"]}

@@ -11,11 +11,11 @@ from agreement_table import said
 
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
 from shared.parallel.health import agreement
 from shared.parallel.health.agreement import agreed, program, ranks_that_share, require_agreement
+from shared.parallel.processes.launch import run_processes
 
 CPU = torch.device("cpu")
 

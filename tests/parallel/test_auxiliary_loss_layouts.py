@@ -1,5 +1,6 @@
 """Auxiliary losses of layers under data parallelism: every layout, with a loss scale, trains like one process."""
 
+from dataclasses import replace
 import pytest
 import torch
 from balanced_experts import CONFIG, BalancedExperts, batch_of
@@ -7,8 +8,7 @@ from torch import Tensor
 
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.loop import accumulate_gradients, train_step
-from shared.model.builders import Builders
-from shared.model.transformer import TransformerModel
+from shared.model.transformer import PLAIN, TransformerModel
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
@@ -32,7 +32,7 @@ LAYOUTS = {
 def train(world: Communicator, layout: ParallelConfig, scale: float, steps: int = 3) -> dict[str, Tensor]:
     """The weights after three steps of two micro-batches of twelve rows each."""
     mesh = Mesh(layout, world)
-    strategy = apply_parallel(TransformerModel(CONFIG, Builders(feed_forward=BalancedExperts), seed=1).double(), mesh, ADAMW)
+    strategy = apply_parallel(TransformerModel(CONFIG, replace(PLAIN, feed_forward=BalancedExperts), seed=1).double(), mesh, ADAMW)
     scaler = LossScaler(LossScaleConfig(initial=scale))
     optimizer = build_optimizer(strategy.optim_params, ADAMW)
     runner = strategy.runner(scaler.scaled(accumulate_gradients))

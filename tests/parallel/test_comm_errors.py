@@ -13,11 +13,10 @@ import cloudpickle
 import pytest
 import torch
 
-from shared.parallel.comm import launch
-from shared.parallel.comm import processes
+from shared.parallel.processes import launch, torchrun as processes
 from shared.parallel.comm.communicator import CommunicationError, RankStopped
 from shared.parallel.health.heartbeat import EXIT_CODE, Timeouts
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 
 in_both = pytest.mark.parametrize("run", [run_threads, run_processes], ids=["threads", "processes"])

@@ -8,8 +8,8 @@ import torch
 from rank_cases import CASES, EXPECTED, digits, reduced, run_cases
 
 from shared.parallel.comm.communicator import SingleRankCommunicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
+from shared.parallel.processes.launch import run_processes
 
 RANKS = 3
 WORLDS = {"threads": run_threads, "processes": run_processes}

@@ -18,7 +18,6 @@ from shared.model.hf.pretrained import save_pretrained
 from shared.model.init import initialize
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import CommunicationError, SingleRankCommunicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.data.engine import DataEngine, Subset
@@ -26,6 +25,7 @@ from shared.parallel.data.zero import Zero
 from shared.parallel.health.replicas import ReplicaCheck, ReplicasDiffer, require_equal
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
+from shared.parallel.processes.launch import run_processes
 from shared.parallel.strategy import ParallelStrategy, add_partial
 from shared.totals import Totals
 

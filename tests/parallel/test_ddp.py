@@ -10,9 +10,8 @@ from torch import nn
 
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
-from shared.parallel.data.buckets import plan_buckets
+from shared.parallel.data.ddp import DataParallel, NaiveDataParallel, plan_buckets
 from shared.parallel.comm.communicator import SingleRankCommunicator
-from shared.parallel.data.ddp import DataParallel, NaiveDataParallel
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.data.zero import Zero
 

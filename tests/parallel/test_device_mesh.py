@@ -8,7 +8,7 @@ import torch
 
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import AXES, ParallelConfig, layout_name, parse_layout, require_built
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 from shared.parallel.mesh import Mesh
 from shared.parallel.comm.threads import run_threads
 

@@ -19,10 +19,10 @@ from shared.engine.engine import RuntimeEngine
 from shared.optim.build import build_optimizer
 from shared.optim.updater import Update
 from shared.parallel.comm.communicator import SingleRankCommunicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.config import parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
+from shared.parallel.processes.launch import run_processes
 
 # A script with an engine of its own.
 

@@ -16,11 +16,11 @@ from parallel_script import make_model, parsed, train
 
 from shared.parallel.comm.communicator import CommunicationError
 from shared.parallel.health.heartbeat import Timeouts, code_location
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.health.replicas import ReplicasDiffer, checksum, require_equal
-from shared.parallel.holders import Holders
-from shared.parallel.sharding import whole_region
+from shared.parallel.held import Holders
+from shared.model.sharding import whole_region
 from shared.parallel.health.deadlock import Call, HeartbeatMessage, deadlocked_ranks, describe_deadlock, find_mismatch
 from shared.parallel.comm.threads import run_threads
 

@@ -26,8 +26,8 @@ from sharded_runs import (
 from shared.loop import accumulate_gradients, evaluate
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
-from shared.parallel.comm.communicator import CompletedWork
 from shared.parallel.comm.threads import run_threads
+from shared.parallel.comm.work import CompletedWork
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from shared.parallel.comm import gloo_routes
+from shared.parallel.processes import gloo_routes
 from shared.parallel.comm.collectives import ring_all_reduce
-from shared.parallel.comm.threads import reduce_in_rank_order
-from shared.parallel.comm.launch import run_processes
-from shared.parallel.comm.threads import run_threads
+from shared.parallel.comm.threads import reduce_in_rank_order, run_threads
+from shared.parallel.processes.launch import run_processes
 
 
 def random(rank: int, *shape: int, dtype: torch.dtype) -> Tensor:

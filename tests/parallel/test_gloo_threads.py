@@ -10,8 +10,8 @@ import pytest
 import torch
 from ports import reserved_port
 
-from shared.parallel.comm import gloo_routes
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes import gloo_routes
+from shared.parallel.processes.launch import run_processes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that ranks need not import pytest
 
@@ -40,7 +40,7 @@ import atexit, sys
 from test_gloo_threads import gloo_threads
 atexit.register(lambda: print("in the end:", gloo_threads()))
 import torch
-from shared.parallel.comm.processes import from_torchrun
+from shared.parallel.processes.torchrun import from_torchrun
 world, _ = from_torchrun(30.0, "cpu")
 world.all_reduce(torch.ones(1))
 print("has", len(gloo_threads()) > 0)

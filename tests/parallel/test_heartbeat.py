@@ -26,7 +26,8 @@ def two_hearts(monkeypatch, timeouts: Timeouts) -> tuple[Clock, Heartbeat, Heart
     hearts = [Heartbeat(store, rank, 2, CommTrace(), timeouts) for rank in range(2)]
     group = SingleRankCommunicator(trace=hearts[0].trace)
     group.members = (0, 1)
-    hearts[0].trace.waiting = hearts[0].trace.record("barrier", group, 0, None, is_traffic=True)
+    hearts[0].trace.waiting = group.entry("barrier", 0)
+    hearts[0].trace.record(hearts[0].trace.waiting, is_traffic=True)
     return clock, *hearts
 
 
@@ -54,7 +55,7 @@ def test_a_watcher_that_was_suspended_reports_no_lost_heartbeat(monkeypatch):
 
 def test_a_silent_rank_is_named_with_what_it_did_last(monkeypatch):
     clock, waits, hangs = two_hearts(monkeypatch, Timeouts(heartbeat_timeout=6.0, collective_timeout=600.0, heartbeat_interval=0.5))
-    hangs.trace.record("barrier", SingleRankCommunicator(trace=hangs.trace), 0, None, is_traffic=True)
+    hangs.trace.record(SingleRankCommunicator(trace=hangs.trace).entry("barrier", 0), is_traffic=True)
     hangs.send(), waits.check()
     while clock.now < 6.0:
         assert waits.problem is None

@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shared.parallel.comm import joining
 from shared.parallel.comm.communicator import CommunicationError
+from shared.parallel.processes import rendezvous as joining
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from two_machines import Machines
 from workspace import Learner
 
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.health import machines as checking
+from shared.parallel.processes import machines as checking
 
 COURSE = [sys.executable, "-c", "from shared.course.cli import main; main()"]
 TIMEOUT = 120

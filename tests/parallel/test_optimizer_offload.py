@@ -21,11 +21,11 @@ from shared.optim.loss_scale import LossScaler
 from shared.optim.updater import Update
 from shared.parallel.parallelize import apply_parallel, offload_optimizer
 from shared.parallel.data.offload import copy_of
-from shared.parallel.sharding import make_shard, split_spans
+from shared.model.sharding import make_shard, split_spans
 from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import ParallelConfig, layout_name, parse_layout
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 from shared.parallel.mesh import Mesh
 from shared.parallel.comm.threads import run_threads
 

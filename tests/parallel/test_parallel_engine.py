@@ -32,7 +32,7 @@ from shared.optim.updater import Update
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 from shared.parallel.mesh import Mesh
 
 LAYOUTS = ("course dp2", "course dp2_zero1", "course fsdp2", "torch dp2", "torch dp2_zero1", "torch fsdp2")

@@ -8,11 +8,11 @@ import torch
 from test_agreement import said
 
 from shared.engine.checkpoint.soundness import CheckpointError
+from shared.model.sharding import make_shard, split_dimension
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.parallel.health.replicas import LOSS_SCALE, checksum, fingerprints
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import make_shard, split_dimension
 from shared.parallel.strategy import ParallelStrategy
 
 

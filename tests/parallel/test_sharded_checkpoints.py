@@ -13,14 +13,13 @@ from sharded_runs import ADAMW, MUON, SMALL, alone
 
 from shared.engine.checkpoint.folder import CheckpointError, Checkpoints, fingerprint
 from shared.engine.checkpoint.saver import Saver
-from shared.parallel.checkpoint import files
-from shared.parallel.checkpoint import saver as saving
+from shared.parallel.checkpoint import files, saver as saving
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import parse_layout
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.holders import Holders
+from shared.parallel.held import Holders
 from shared.parallel.checkpoint.files import ShardFiles, key_of, write_shards
-from shared.parallel.sharding import Box, Region, whole_region
+from shared.model.sharding import Box, Region, whole_region
 
 LAYOUTS = ("one", "dp2", "dp3_zero1", "dp2_zero2", "fsdp2", "fsdp3", "dp2_fsdp2")
 OPTIMIZERS = {"muon": (MUON, (0, 1, 3)), "adamw": (ADAMW, (2, 4, 5, 6))}  # with which of the layouts after the writer's to go on

@@ -15,9 +15,9 @@ from shared.optim.updater import Update
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.config import ParallelConfig
-from shared.parallel.holders import Holders
+from shared.parallel.held import Holders
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import (
+from shared.model.sharding import (
     Box, Sharding, Span, boxes_of_span, make_shard, region_of, sharding_of, split_dimension, split_spans, whole_region,
 )  # fmt: skip
 from shared.parallel.strategy import ParallelStrategy

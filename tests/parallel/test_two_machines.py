@@ -75,7 +75,7 @@ def test_machines_end_with_the_process_that_made_them_even_if_that_is_killed(tmp
 
 RANK = """
 import os, time, torch
-from shared.parallel.comm.processes import from_torchrun
+from shared.parallel.processes.torchrun import from_torchrun
 
 if os.environ.get("PAUSE") == "1":
     import torch.distributed as dist

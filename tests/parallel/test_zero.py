@@ -13,9 +13,9 @@ from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.parallelize import routes_of
 from shared.parallel.comm.collectives import all_gather_v, reduce_scatter_v
-from shared.parallel.data.buckets import MEBIBYTE, plan_buckets
+from shared.parallel.data.ddp import MEBIBYTE, plan_buckets
 from shared.parallel.data.zero import Zero, bytes_held, muon_matrices
-from shared.parallel.sharding import Box, Sharding
+from shared.model.sharding import Box, Sharding
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])

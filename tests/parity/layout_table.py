@@ -26,9 +26,9 @@ from tensor_runs import FAMILIES  # noqa: E402
 from shared.model.chunked_loss import packed_next_token_objective  # noqa: E402
 from shared.optim.precision import autocast_objective  # noqa: E402
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator  # noqa: E402
-from shared.parallel.comm.launch import run_processes  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.config import parse_layout  # noqa: E402
+from shared.parallel.processes.launch import run_processes  # noqa: E402
 from shared.trainer.axes import RUN_AXES  # noqa: E402
 
 QUANTITIES = ("loss", "norm", "gradients", "weights")

@@ -17,7 +17,7 @@ from tensor_runs import FAMILIES  # noqa: E402
 
 from shared.course.errors import SettingError  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
-from shared.parallel.comm.launch import run_processes  # noqa: E402
+from shared.parallel.processes.launch import run_processes  # noqa: E402
 
 Case = tuple[str, str, int]  # layout, schedule, layers
 COURSE: list[Case] = [

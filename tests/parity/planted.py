@@ -13,12 +13,11 @@ from torch import Tensor
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.moe.layer import MixtureLayer, mixture_layers
+from shared.moe.parallel import all_to_all, axis as expert_axis
 from shared.parallel import strategy
 from shared.parallel.context import axis as context_axis
 from shared.parallel.data.flat import FlatParam
-from shared.parallel.expert import all_to_all
-from shared.parallel.expert import axis as expert_axis
-from shared.parallel.holders import Holders
+from shared.parallel.held import Holders
 from shared.parallel.pipeline import axis as pipeline_axis
 from shared.parallel.tensor import axis as tensor_axis
 

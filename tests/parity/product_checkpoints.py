@@ -10,7 +10,7 @@ from products import MODELS, Cell, on_ranks
 from torch import Tensor
 
 from shared.model.hf.pretrained import save_pretrained
-from shared.parallel.sharding import sharding_of
+from shared.model.sharding import sharding_of
 
 LAYOUTS = ("one", "dp2_ep2", "tp2_sp", "cp2", "pp2", "dp2_tp2_zero1", "fsdp2_tp2_ep2", "pp2_fsdp2_ep2", "dp4_ep2_zero2", "pp2_fsdp2_tp2")
 CONFIG = replace(MODELS["experts"], experts=replace(MODELS["experts"].experts, capacity_factor=None))  # for cp

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from shared.data.fim import FimConfig
 from shared.model.chunked_loss import packed_next_token_objective
+from shared.model.sharding import Sharding, sharding_of
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.sharding import Sharding, sharding_of
+from shared.parallel.processes.launch import run_processes
 from shared.totals import Batch
 from shared.trainer.axes import RUN_AXES
 from shared.trainer.config import DataConfig, TrainerConfig

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared.course import build_check, builds
 from shared.course.stubs import BodyFile
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 BUILD = builds.builds()["06.build"]

@@ -11,7 +11,7 @@ from layout_runs import LayoutRun, largest_difference
 from layouts import layout_of
 from sharded_runs import ADAMW, SMALL, alone
 
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 
 LAYOUTS = ("course dp2", "course dp2_zero1", "course fsdp2", "torch dp2", "torch fsdp2")
 CASES = [(layout, recompute) for layout in LAYOUTS for recompute in ("none", "full", "selective")]

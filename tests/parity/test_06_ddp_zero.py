@@ -30,7 +30,7 @@ from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.parallel.data.ddp import DataParallel
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 from shared.parallel.data.engine import add_over
 from shared.parallel.data.zero import Zero
 from shared.totals import add_totals

@@ -16,7 +16,7 @@ from shared.loop import accumulate_gradients, train_step
 from shared.loss import next_token_objective
 from shared.optim.build import build_optimizer
 from shared.parallel.config import ParallelConfig
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 from shared.parallel.data.engine import add_over
 
 TWO = ParallelConfig(fully_sharded=2)

@@ -5,7 +5,7 @@ import pytest
 from layouts import EXACT, FOUR, TWO, cases_of, handed_over, matrix, references
 from sharded_runs import MUON, SMALL, alone
 
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 
 EXACTLY = dict.fromkeys(("loss", "norm", "gradients", "weights"), 1e-9)
 # In 16 bits ranks round other sums than one process, and each processor its own: PARITY.md has one's, and on an AMD EPYC with AVX2 (torch

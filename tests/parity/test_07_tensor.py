@@ -20,10 +20,10 @@ from shared.model.chunked_loss import packed_next_token_objective, token_log_pro
 from shared.model.hf.pretrained import open_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import AXES, apply_parallel
+from shared.parallel.processes.launch import run_processes
 from shared.parallel.tensor.axis import TensorParallel
 
 CUT = [family for family in FAMILIES if family != "mqa"]  # a style would cut its only key and value head

@@ -10,8 +10,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from shared.course import build_check, builds
 from shared.course.stubs import BodyFile
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.pipeline.validate import ScheduleError, validate
+from shared.parallel.processes.launch import run_processes
 
 RANKS, MICROBATCHES, BLOCKS = 2, 4, 5
 SCHEDULES = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}

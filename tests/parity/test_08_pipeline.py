@@ -4,7 +4,7 @@ import pytest
 from pipeline_runs import expected, make, observed, require_same
 
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 
 Case = tuple[str, str, str, str]  # layout, family, optimizer, schedule
 TWO: list[Case] = [

@@ -16,7 +16,7 @@ from shared.course.errors import SettingError
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
-from shared.parallel.comm.launch import run_processes
+from shared.parallel.processes.launch import run_processes
 
 Case = tuple[str, str, str, str, str]  # layout, family, optimizer, schedule, activation checkpointing
 TWO: list[Case] = [

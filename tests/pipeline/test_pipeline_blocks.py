@@ -1,20 +1,20 @@
 """Blocks within a pipeline's stages: auxiliary losses on stages without a head, compiled blocks."""
 
+from dataclasses import replace
 import pytest
 import torch
 from balanced_experts import BalancedExperts
 from pipeline_runs import observed, on_ranks, require_same
 
-from shared.model.builders import Builders
 from shared.model.config import ModelConfig
-from shared.model.transformer import TransformerModel
+from shared.model.transformer import PLAIN, TransformerModel
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.pipeline.weight_gradients import add_weight_gradients, split_backward
 
 
 def with_experts(model: TransformerModel) -> TransformerModel:
-    return TransformerModel(model.config, Builders(feed_forward=BalancedExperts), seed=1).double()
+    return TransformerModel(model.config, replace(PLAIN, feed_forward=BalancedExperts), seed=1).double()
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_matrices_alone_are_trained_in_recomputed_blocks_whose_input_needs_no_gr
     def gradients(recompute: str, splits: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         config = ModelConfig(vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-        model = TransformerModel(config, Builders()).double()
+        model = TransformerModel(config, PLAIN).double()
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.ndim == 2)
         model.embedding.requires_grad_(False)

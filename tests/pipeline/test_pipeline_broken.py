@@ -6,9 +6,9 @@ from pipeline_runs import MICROBATCHES, expected, observed, on_ranks, require_sa
 from shared.course.errors import CourseError
 from shared.parallel.comm.communicator import CommunicationError
 from shared.parallel.pipeline.axis import PipelineParallel
-from shared.parallel.pipeline.links import Links
 from shared.parallel.pipeline.runner import PipelineRunner
 from shared.parallel.pipeline.schedules import make_schedule
+from shared.parallel.pipeline.stages import Links
 from shared.parallel.pipeline.validate import validate
 from shared.totals import Totals
 

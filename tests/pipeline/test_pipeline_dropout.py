@@ -10,8 +10,8 @@ from rich.console import Console
 from torch import nn
 from trainer_runs import settings_file
 
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.config import parse_layout
+from shared.parallel.processes.launch import run_processes
 from shared.trainer.config import TrainerConfig
 from shared.trainer.loaders import loaders
 from shared.trainer.run import build

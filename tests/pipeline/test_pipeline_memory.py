@@ -5,8 +5,8 @@ from pipeline_runs import MICROBATCHES, on_ranks, runner_of
 from tensor_runs import batches
 from torch.autograd.graph import saved_tensors_hooks
 
-from shared.parallel.pipeline.links import Links
 from shared.parallel.pipeline.schedules import make_schedule
+from shared.parallel.pipeline.stages import Links
 from shared.parallel.pipeline.validate import validate
 
 

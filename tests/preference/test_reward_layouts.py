@@ -70,7 +70,7 @@ def test_a_planted_bug_is_found(plant, word, model, monkeypatch):
 
 
 def test_tensor_parallelism_on_pytorchs_backend_is_refused_by_name():
-    from shared.parallel.torch_backend.tensor import parallelize_by_torch
+    from shared.parallel.tensor.on_torch import parallelize_by_torch
 
     with pytest.raises(SettingError, match="parallel.backend torch cannot cut head, a ScalarHead"):
         parallelize_by_torch(reward_model.as_reward_model(TransformerModel(DENSE, MIXTURE)), None)

@@ -11,8 +11,8 @@ from mixture_runs import require_same
 from ppo_runs import watched
 from torch.distributed.tensor import DTensor
 
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
+from shared.parallel.processes.launch import run_processes
 from shared.preference import gathering
 
 SLOW = pytest.mark.slow

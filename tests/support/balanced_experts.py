@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared.model.builders import Builders, build_linear
+from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, add_auxiliary_loss
 from shared.model.feed_forward import build_feed_forward
+from shared.model.transformer import build_linear
 
 CONFIG = ModelConfig(vocab_size=31, hidden_size=24, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=32)
 COEFFICIENT = 0.3

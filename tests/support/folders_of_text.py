@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from shared.data.prepare import PrepareConfig
-from shared.data.sources import Source
+from shared.data.source import Source
 
 
 def write_folder(folder: Path, count: int = 120) -> Path:

@@ -21,16 +21,16 @@ from shared.engine.trackers.jsonl import JsonlTracker
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
-from shared.optim.callbacks import ScheduleLearningRate
 from shared.optim.config import OptimizerConfig, ScheduleConfig
+from shared.optim.schedules import ScheduleLearningRate
 from shared.optim.updater import Update
 from shared.output_files import write_atomically
 from shared.parallel.comm.communicator import CommunicationError, Communicator
-from shared.parallel.comm.processes import from_torchrun
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.health.heartbeat import EXIT_CODE
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
+from shared.parallel.processes.torchrun import from_torchrun
 
 MODEL = ModelConfig(vocab_size=31, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20, hidden_dropout=0.1)
 ENDLESS = 10**6

@@ -25,7 +25,7 @@ from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.ddp import DataParallel
 from shared.parallel.mesh import Mesh
-from shared.parallel.comm.processes import from_torchrun
+from shared.parallel.processes.torchrun import from_torchrun
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
 from shared.parallel.strategy import ParallelStrategy
 from shared.totals import Totals

@@ -27,7 +27,7 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.data.zero import Zero, muon_matrices
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import routes_of
-from shared.parallel.sharding import sharding_of
+from shared.model.sharding import sharding_of
 from shared.parallel.strategy import ParallelStrategy
 from shared.totals import Totals
 

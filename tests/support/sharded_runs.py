@@ -10,7 +10,7 @@ from shared.loop import accumulate_gradients
 from shared.loss import next_token_objective
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
-from shared.model.transformer import TransformerModel
+from shared.model.transformer import PLAIN, TransformerModel
 from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.updater import Update
@@ -18,7 +18,7 @@ from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import sharding_of
+from shared.model.sharding import sharding_of
 from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.comm.threads import run_threads
@@ -56,7 +56,7 @@ def translation_objective(model: nn.Module, batch: Batch) -> Totals:
 
 def build(
     config: ModelConfig, frozen: Callable[[str], bool] = lambda name: False, dtype: torch.dtype = torch.float64,
-    builders: Builders = Builders(),  # noqa: B008 (frozen)
+    builders: Builders = PLAIN,
 ) -> TransformerModel:  # fmt: skip
     model = TransformerModel(config, builders).to(dtype)
     for name, parameter in model.named_parameters():

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared.model.sharding import split_dimension
 from shared.model.transformer import keep_part
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import split_dimension
 from shared.parallel.strategy import ParallelStrategy
 from shared.totals import Totals, add_totals
 

@@ -17,6 +17,7 @@ from storage_peak import StoragePeak  # noqa: E402
 
 from shared.finetune.adapters import attach_adapter  # noqa: E402
 from shared.finetune.config import AdapterConfig  # noqa: E402
+from shared.finetune.memory_costs import NF4_BITS, FrozenBase, dequantized_bytes, estimate_adapted  # noqa: E402
 from shared.finetune.quantization.nf4_linear import quantize_base  # noqa: E402
 from shared.loop import accumulate_gradients, train_step  # noqa: E402
 from shared.model.chunked_loss import packed_next_token_objective  # noqa: E402
@@ -31,7 +32,6 @@ from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.parallelize import apply_parallel  # noqa: E402
-from shared.parallel.planning.frozen_costs import NF4_BITS, FrozenBase, dequantized_bytes, estimate_adapted  # noqa: E402
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory  # noqa: E402
 from shared.trainer.axes import RUN_AXES  # noqa: E402
 

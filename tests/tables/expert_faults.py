@@ -28,11 +28,11 @@ from stage_faults import BROKEN, SAVED, STEPS, TIMEOUTS, Found, before, kill  # 
 from torch import Tensor  # noqa: E402
 
 from shared.moe.layer import mixture_layers  # noqa: E402
-from shared.parallel.comm import launch  # noqa: E402
 from shared.parallel.comm.communicator import CommunicationError, Communicator, SingleRankCommunicator  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.config import parse_layout  # noqa: E402
 from shared.parallel.health import heartbeat  # noqa: E402
+from shared.parallel.processes import launch  # noqa: E402
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CALLS = {"forward": 5, "backward": 12}  # of a step's all-to-alls: rows to the second layer's experts, and gradients on their way

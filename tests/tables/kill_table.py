@@ -29,8 +29,8 @@ sys.path[:0] = [str(SUPPORT)]
 from kill_run import train  # noqa: E402
 from shared.course.running import PRELOADED  # noqa: E402
 from shared.parallel.comm.communicator import CommunicationError  # noqa: E402
-from shared.parallel.comm.launch import run_processes  # noqa: E402
 from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
+from shared.parallel.processes.launch import run_processes  # noqa: E402
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--monitor-interval", "0.1"]
 RANKS_OF = {"one": 1, "dp2": 2, "fsdp2": 2, "dp2_zero1": 2, "dp2_fsdp2": 4}

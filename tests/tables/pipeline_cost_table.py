@@ -27,7 +27,6 @@ from shared.optim.config import OptimizerConfig  # noqa: E402
 from shared.optim.precision import autocast_objective  # noqa: E402
 from shared.optim.updater import Update  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
-from shared.parallel.comm.launch import run_processes  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.comm.trace import CommTrace  # noqa: E402
 from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
@@ -40,6 +39,7 @@ from shared.parallel.pipeline.simulate import make_timeline  # noqa: E402
 from shared.parallel.pipeline.validate import validate  # noqa: E402
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes  # noqa: E402
 from shared.parallel.planning.pipeline_costs import estimate_ranks, step_exchanges  # noqa: E402
+from shared.parallel.processes.launch import run_processes  # noqa: E402
 from shared.trainer.axes import RUN_AXES  # noqa: E402
 
 

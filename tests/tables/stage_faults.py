@@ -25,11 +25,11 @@ from pipeline_runs import make, on_ranks, runner_of  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from shared.parallel.checkpoint import saver  # noqa: E402
-from shared.parallel.comm import launch  # noqa: E402
 from shared.parallel.comm.communicator import CommunicationError, Communicator  # noqa: E402
 from shared.parallel.config import parse_layout  # noqa: E402
 from shared.parallel.health import heartbeat  # noqa: E402
 from shared.parallel.health.heartbeat import Timeouts  # noqa: E402
+from shared.parallel.processes import launch  # noqa: E402
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 STEPS, SAVED, BROKEN = 5, 2, 4  # steps of a run, those between two saves, and the one that breaks, from 1

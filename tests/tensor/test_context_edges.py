@@ -14,18 +14,17 @@ from shared.engine.config import EngineConfig
 from shared.engine.engine import RuntimeEngine
 from shared.loop import accumulate_gradients, evaluate
 from shared.model.attention import Attention
-from shared.model.builders import Builders
 from shared.model.chunked_loss import packed_next_token_objective
-from shared.model.transformer import TransformerModel
+from shared.model.transformer import PLAIN, TransformerModel
 from shared.optim.loss_scale import LossScaler
 from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import SingleRankCommunicator
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.context.axis import ContextParallel
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import AXES, apply_parallel
+from shared.parallel.processes.launch import run_processes
 
 AXES = (*AXES, ContextParallel())
 
@@ -187,7 +186,7 @@ class Unknown(Attention):
     pass
 
 
-def refuse(world, config, builders=Builders()):  # noqa: B008 (frozen)
+def refuse(world, config, builders=PLAIN):  # noqa: B008 (frozen)
     model = TransformerModel(config, builders)
     ContextParallel().shape(model, Mesh(ParallelConfig(context_parallel=2), world))
 
@@ -210,7 +209,7 @@ def test_what_cannot_be_shared_out_is_refused(changes, sentence):
 
 def test_an_unknown_attention_is_refused():
     def work(world):
-        builders = Builders(attention=lambda config, builders, layer, cross: Unknown(config, builders, layer, cross))
+        builders = replace(PLAIN, attention=lambda config, builders, layer, cross: Unknown(config, builders, layer, cross))
         with pytest.raises(ValueError, match="does not know Unknown, the attention of block 0"):
             refuse(world, config_of("llama"), builders)
 

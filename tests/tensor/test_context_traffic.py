@@ -10,12 +10,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.model.masks import Causal, Documents, Full, Mask, Window
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.context import ring
 from shared.parallel.context.mask import ALL, SOME, TRIANGLE, ContextMask
 from shared.parallel.context.ring import exchange, ring_attention
 from shared.parallel.context.zigzag import SequenceShare, own_chunks
+from shared.parallel.processes.launch import run_processes
 
 
 def masks_of(ranks: int, rule: Mask, length: int) -> list[ContextMask]:

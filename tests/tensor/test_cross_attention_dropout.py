@@ -7,9 +7,9 @@ from tensor_runs import config_of
 
 from shared.model.masks import AttentionMask
 from shared.model.transformer import TransformerModel
-from shared.parallel.comm.launch import run_processes
 from shared.parallel.config import ParallelConfig
 from shared.parallel.mesh import Mesh
+from shared.parallel.processes.launch import run_processes
 from shared.parallel.tensor.axis import TensorParallel
 
 

@@ -8,12 +8,11 @@ from layout_runs import largest_difference
 from sharded_runs import ADAMW, MUON
 from tensor_runs import SGD, SMALL, batches, config_of, drawn, expected, make, require_same, run, with_dropout, without_noise
 
-from shared.model.builders import Builders
-from shared.model.chunked_loss import packed_next_token_objective, token_log_probs
+from shared.model.chunked_loss import token_log_probs
 from shared.model.config import ModelConfig
 from shared.model.embedding import TargetScores
 from shared.model.feed_forward import FeedForward
-from shared.model.transformer import TransformerModel
+from shared.model.transformer import PLAIN, TransformerModel
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
@@ -144,7 +143,7 @@ def everything(world) -> dict:
 @pytest.fixture(scope="module")
 def by_two():
     """What each of two ranks draws. Threads share one generator, so they are processes."""
-    from shared.parallel.comm.launch import run_processes
+    from shared.parallel.processes.launch import run_processes
 
     return run_processes(everything, 2, timeout=300)
 
@@ -229,7 +228,7 @@ class Unknown(FeedForward):
 )
 def test_what_cannot_be_cut_is_refused(config, ranks, builders, sentence):
     def work(world):
-        model = TransformerModel(ModelConfig(**SMALL | config), Builders(**builders))
+        model = TransformerModel(ModelConfig(**SMALL | config), replace(PLAIN, **builders))
         with pytest.raises(ValueError, match=sentence):
             TensorParallel().shape(model, Mesh(ParallelConfig(tensor_parallel=ranks), world))
 

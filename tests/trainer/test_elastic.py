@@ -20,9 +20,9 @@ from shared.course.errors import CourseError
 from shared.data.loader import StatefulLoader
 from shared.data.rows import Row
 from shared.parallel.comm.communicator import CommunicationError
-from shared.parallel.comm.processes import ProcessCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, layout_name, parse_layout
+from shared.parallel.processes.torchrun import ProcessCommunicator
 from shared.trainer import elastic, history
 from shared.trainer.config import DataConfig, TrainerConfig
 from shared.trainer.run import train_model

@@ -185,7 +185,7 @@ def test_one_rank_of_each_machine_says_what_all_know_and_any_rank_what_it_alone_
     error = CourseError("something is wrong")
     error.on_all_ranks = on_all_ranks
     monkeypatch.setattr("shared.trainer.run.train_model", Mock(side_effect=error))
-    monkeypatch.setattr("shared.parallel.comm.processes.from_torchrun", Mock(return_value=(None, None)))
+    monkeypatch.setattr("shared.parallel.processes.torchrun.from_torchrun", Mock(return_value=(None, None)))
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(sys, "argv", [str(TRAIN), str(settings_file(tmp_path, tmp_path / "prepared"))])
     with pytest.raises(SystemExit) as left:
@@ -196,7 +196,7 @@ def test_one_rank_of_each_machine_says_what_all_know_and_any_rank_what_it_alone_
 def test_how_long_ranks_wait_for_one_that_prepares_text_is_the_configurations(tmp_path, monkeypatch):
     """Text for the shipped run on two cards takes hours, and the other ranks wait for it in one operation."""
     joining = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("shared.parallel.comm.processes.from_torchrun", joining)
+    monkeypatch.setattr("shared.parallel.processes.torchrun.from_torchrun", joining)
     words = [str(settings_file(tmp_path, tmp_path / "prepared")), "parallel.collective_timeout=7200", "parallel.heartbeat_timeout=20"]
     words.append("parallel.init_timeout=900")
     with pytest.raises(KeyboardInterrupt):

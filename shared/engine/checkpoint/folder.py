@@ -26,10 +26,9 @@ from torch import Tensor
 
 from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.checkpoint.optimizer_state import OptimizerState
-from shared.engine.checkpoint.random_state import RandomState, require_usable
-from shared.engine.checkpoint.snapshot import Snapshot
-from shared.engine.checkpoint.soundness import FORMAT, CheckpointError, DamagedCheckpoint, Described
-from shared.engine.checkpoint.soundness import described, difference, problem_of, unlisted
+from shared.engine.checkpoint.snapshot import RandomState, Snapshot, require_usable
+from shared.engine.checkpoint.soundness import FORMAT, CheckpointError, DamagedCheckpoint, Described, described, difference, problem_of
+from shared.engine.checkpoint.soundness import unlisted
 from shared.output_files import system_reason
 from shared.tensor_files import save_tensors
 

@@ -18,7 +18,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,13 +30,11 @@ from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.callbacks import Callback, Metrics
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.engine.checkpoint.snapshot import weights_of
+from shared.engine.run_state import RunState
 from shared.loop import evaluate
 from shared.output_files import writing
 from shared.tensor_files import save_tensors
 from shared.totals import Batch, Objective
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 SMALLEST_SPREAD = 0.01  # of the median: a loss that has stopped moving makes no spikes of rounding
 
@@ -78,7 +76,7 @@ class CatchAnomalies(Callback):
         self.recent: deque[float] = deque(maxlen=window)
         self.saved = 0
 
-    def before_optimizer(self, engine: "RuntimeEngine") -> None:
+    def before_optimizer(self, engine: RunState) -> None:
         """
         Raises:
             BrokenStep: the loss or the gradient norm is not finite. One sentence says where the batch is and how to replay it.
@@ -97,7 +95,7 @@ class CatchAnomalies(Callback):
             self.report(engine, f"loss spike, {loss:.3f} where at most {limit:.3f} was to be expected", metrics | {"limit": limit})
         self.recent.append(loss)
 
-    def loss_and_norm(self, engine: "RuntimeEngine") -> Metrics:
+    def loss_and_norm(self, engine: RunState) -> Metrics:
         """Of the mean loss. Nothing of a step in which no token counts, which the updater refuses."""
         if not engine.token_count:
             return {}
@@ -112,7 +110,7 @@ class CatchAnomalies(Callback):
         deviation = statistics.median(abs(loss - median) for loss in self.recent)
         return median + self.spike_deviations * max(1.4826 * deviation, SMALLEST_SPREAD * abs(median))
 
-    def stop(self, engine: "RuntimeEngine", reason: str, metrics: Metrics) -> None:
+    def stop(self, engine: RunState, reason: str, metrics: Metrics) -> None:
         folder = self.folder(engine)
         losses, problem = save_anomaly(folder, engine, reason, metrics, engine.strategy.full_weights())
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
@@ -124,7 +122,7 @@ class CatchAnomalies(Callback):
             microbatch=bad[0] if bad else 0,
         )
 
-    def report(self, engine: "RuntimeEngine", reason: str, metrics: Metrics) -> None:
+    def report(self, engine: RunState, reason: str, metrics: Metrics) -> None:
         """Save the batch, up to `keep` of them, and report the anomaly; the run continues."""
         told = f"Step {engine.step + 1}: {reason}."
         if self.saved < self.keep:
@@ -133,7 +131,7 @@ class CatchAnomalies(Callback):
             told += f" {problem}" if problem else f" Its batch is in {self.folder(engine)}."
         engine.console.print(told, markup=False, highlight=False, soft_wrap=True)
 
-    def folder(self, engine: "RuntimeEngine") -> Path:
+    def folder(self, engine: RunState) -> Path:
         rank = engine.strategy.rank  # each writes its own micro-batches
         name = f"step-{engine.step + 1:08d}" + (f"-rank-{rank}" if rank else "")
         return engine.output / "anomalies" / name
@@ -154,7 +152,7 @@ def microbatch_losses(model: nn.Module, microbatches: Sequence[Batch], objective
 
 
 def save_anomaly(
-    folder: Path, engine: "RuntimeEngine", reason: str, metrics: Metrics, weights: dict[str, Tensor]
+    folder: Path, engine: RunState, reason: str, metrics: Metrics, weights: dict[str, Tensor]
 ) -> tuple[list[float], str]:
     """Write a step's micro-batches and what is known of them. Returns each micro-batch's loss, and a sentence where the disk has no room.
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,13 @@ from shared.engine.debug.anomalies import BrokenStep
 from shared.engine.checkpoint.atomic import atomic_save
 from shared.engine.callbacks import Callback
 from shared.engine.debug.statistics import activation_statistics, magnitude_histogram
+from shared.engine.run_state import RunState
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.loop import evaluate
 from shared.model.roles import experts_of, role_of
 from shared.output_files import writing
 from shared.tensor_files import save_tensors
 from shared.totals import Batch
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 KINDS = ("weights", "gradients", "activations")
 REQUEST = "dump-now"  # a file of this name in the run's folder asks for a dump
@@ -176,7 +174,7 @@ class ModelDump(Callback):
         """Dump in the next step that begins."""
         self.asked = True
 
-    def on_batch(self, engine: "RuntimeEngine", microbatches: Sequence[Batch]) -> None:
+    def on_batch(self, engine: RunState, microbatches: Sequence[Batch]) -> None:
         if engine.strategy.rank:
             return
         request = engine.output / REQUEST
@@ -188,19 +186,19 @@ class ModelDump(Callback):
         self.asked = False
         self.recording = self.recording_of(engine.strategy.module)
 
-    def before_optimizer(self, engine: "RuntimeEngine") -> None:
+    def before_optimizer(self, engine: RunState) -> None:
         if self.recording is not None:
             self.end_recording()
             self.write(engine, self.folder(engine))
 
-    def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
+    def on_error(self, engine: RunState, error: BaseException) -> None:
         if self.on_anomaly and isinstance(error, BrokenStep):
             self.end_recording()
             with self.recording_of(engine.strategy.module):
                 evaluate(engine.model, [engine.microbatches[error.microbatch]], engine.objective)
             self.write(engine, self.folder(engine, "-broken"))
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         self.end_recording()
 
     def recording_of(self, model: nn.Module) -> contextlib.ExitStack:
@@ -216,7 +214,7 @@ class ModelDump(Callback):
             self.recording.close()
             self.recording = None
 
-    def write(self, engine: "RuntimeEngine", folder: Path) -> None:
+    def write(self, engine: RunState, folder: Path) -> None:
         """Gradients are divided as the updater will divide them: each as a copy, one at a time."""
         count = engine.token_count * (self.loss_scale() if self.loss_scale else 1)
         named = list(engine.strategy.grad_params.named_parameters())
@@ -234,7 +232,7 @@ class ModelDump(Callback):
         self.activations, self.kept = {}, {}
         engine.console.print(told, markup=False, highlight=False, soft_wrap=True)
 
-    def folder(self, engine: "RuntimeEngine", why: str = "") -> Path:
+    def folder(self, engine: RunState, why: str = "") -> Path:
         rank = engine.strategy.rank  # each dumps its own shards
         return engine.output / "dumps" / f"step-{engine.step + 1:08d}{why}{f'-rank-{rank}' if rank else ''}"
 

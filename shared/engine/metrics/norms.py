@@ -9,17 +9,14 @@ Left out on purpose: how norms add over several processes, which the engine's st
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shared.engine.callbacks import Callback, Metrics
 from shared.engine.metrics.gradient_norm import global_gradient_norm
+from shared.engine.run_state import RunState
 from shared.model.roles import parameters_by_role
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 
 class Norms(Callback):
@@ -40,7 +37,7 @@ class Norms(Callback):
         self.measured: dict[str, Tensor] = {}
         self.old: dict[str, dict[str, Tensor]] = {}  # role -> name -> copy of the trained weight
 
-    def before_optimizer(self, engine: "RuntimeEngine") -> None:
+    def before_optimizer(self, engine: RunState) -> None:
         if not engine.log_due:
             return
         roles = parameters_by_role(engine.strategy.grad_params)
@@ -52,7 +49,7 @@ class Norms(Callback):
         if self.updates:
             self.old = {role: {n: p.detach().clone() for n, p in named.items() if p.requires_grad} for role, named in roles.items()}
 
-    def on_step(self, engine: "RuntimeEngine") -> None:
+    def on_step(self, engine: RunState) -> None:
         if not self.old:
             return
         for role, named in parameters_by_role(engine.strategy.grad_params).items():
@@ -61,13 +58,13 @@ class Norms(Callback):
         self.keep(engine, "update", self.old)
         self.old = {}
 
-    def keep(self, engine: "RuntimeEngine", what: str, groups: dict[str, dict[str, Tensor]], divisor: float = 1.0) -> None:
+    def keep(self, engine: RunState, what: str, groups: dict[str, dict[str, Tensor]], divisor: float = 1.0) -> None:
         """Each role's norm, and the norm of those norms: the whole model's."""
         norms = {f"norm/{what}.{role}": norm / divisor for role, norm in engine.strategy.norms(groups).items()}
         if norms:
             self.measured |= {f"norm/{what}": global_gradient_norm(norms.values())} | norms
 
-    def measure(self, engine: "RuntimeEngine") -> Metrics:
+    def measure(self, engine: RunState) -> Metrics:
         """Everything is fetched from the device at once, after the step."""
         if not self.measured:
             return {}
@@ -80,5 +77,5 @@ class Norms(Callback):
                 metrics[name.replace("update", "update_ratio")] = update / weight
         return metrics
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         self.old = {}

@@ -8,18 +8,15 @@ Left out on purpose: memory profiles, and GPU counters, for which there are NVID
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
+from shared.engine.run_state import RunState
 from shared.output_files import writing
 from shared.totals import Batch
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 ROWS = 10
 
@@ -40,18 +37,18 @@ class Profile(Callback):
         self.first_step, self.last_step = first_step, first_step + steps - 1
         self.profiler: profile | None = None
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         if self.last_step > engine.steps:
             raise CourseError(f"Steps {self.first_step} to {self.last_step} are to be profiled, but the run ends with step {engine.steps}.")
 
-    def on_batch(self, engine: "RuntimeEngine", microbatches: Sequence[Batch]) -> None:
+    def on_batch(self, engine: RunState, microbatches: Sequence[Batch]) -> None:
         if self.profiler is None and self.first_step <= engine.step + 1 <= self.last_step:
             self.began = engine.step + 1
             gpu = [ProfilerActivity.CUDA] if engine.device.type == "cuda" else []
             self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
             self.profiler.start()
 
-    def on_step(self, engine: "RuntimeEngine") -> None:
+    def on_step(self, engine: RunState) -> None:
         if self.profiler is None:
             return
         if engine.step < self.last_step:
@@ -79,7 +76,7 @@ class Profile(Callback):
             path.with_suffix(".txt").write_text(table, encoding="utf-8")
         return path
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         if self.profiler is not None:  # the run ends within the chosen steps
             self.profiler.stop()
             self.profiler = None

@@ -11,7 +11,7 @@ Left out on purpose: norms of gradients and weights (`shared.engine.metrics.norm
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -20,11 +20,9 @@ from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Metrics
 from shared.engine.metrics.flops import model_flops_per_token
 from shared.engine.metrics.peaks import mfu
+from shared.engine.run_state import RunState
 from shared.model.config import ModelConfig
 from shared.totals import Batch
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 GIB = 2**30
 
@@ -56,7 +54,7 @@ class Throughput(Callback):
         self.steps = self.window_tokens = self.window_samples = self.flops = 0
         self.seconds = self.step_seconds = 0.0
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         if self.peak_flops is None:
             return
         self.config = self.config or getattr(engine.strategy.module, "config", None)
@@ -64,10 +62,10 @@ class Throughput(Callback):
             raise CourseError("MFU needs the FLOPs per token: give Throughput the model's `config`, or leave peak_flops out.")
         model_flops_per_token(self.config, 1)  # refuses an encoder-decoder now rather than after the first steps
 
-    def on_batch(self, engine: "RuntimeEngine", microbatches: Sequence[Batch]) -> None:
+    def on_batch(self, engine: RunState, microbatches: Sequence[Batch]) -> None:
         self.began = time.perf_counter()
 
-    def on_step(self, engine: "RuntimeEngine") -> None:
+    def on_step(self, engine: RunState) -> None:
         self.steps += 1
         flops = 0
         self.step_seconds = engine.timings.get("data", 0.0) + time.perf_counter() - self.began
@@ -85,7 +83,7 @@ class Throughput(Callback):
         if self.peak_flops is not None:
             self.grow_peak(engine, flops / self.step_seconds / engine.strategy.size)
 
-    def grow_peak(self, engine: "RuntimeEngine", reached: float) -> None:
+    def grow_peak(self, engine: RunState, reached: float) -> None:
         """Take the FLOP/s that a step reached on each device for the peak, where they are more."""
         if reached <= self.peak_flops:
             return
@@ -101,7 +99,7 @@ class Throughput(Callback):
             self.by_length[seq] = model_flops_per_token(self.config, seq)
         return self.by_length[seq]
 
-    def measure(self, engine: "RuntimeEngine") -> Metrics:
+    def measure(self, engine: RunState) -> Metrics:
         metrics: Metrics = {"progress/tokens": self.tokens, "progress/samples": self.samples}
         if self.steps:
             rate = self.window_tokens / self.seconds
@@ -142,13 +140,13 @@ class Resources(Callback):
         self.has_utilisation = False
         self.cpu_seconds = self.clock_seconds = 0.0  # at the last measurement
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         self.cpu_seconds, self.clock_seconds = time.process_time(), time.perf_counter()
         if engine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(engine.device)
             self.has_utilisation = has_gpu_utilisation(engine.device)
 
-    def measure(self, engine: "RuntimeEngine") -> Metrics:
+    def measure(self, engine: RunState) -> Metrics:
         cpu_before, clock_before = self.cpu_seconds, self.clock_seconds
         self.cpu_seconds, self.clock_seconds = time.process_time(), time.perf_counter()  # not psutil's share: it ticks 100 times a second
         metrics = {

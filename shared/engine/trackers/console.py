@@ -1,13 +1,10 @@
 """Chapter 04. The progress bar of a run in a terminal, and a line for each log everywhere else."""
 
-from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shared.engine.callbacks import Callback, Metrics
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
+from shared.engine.run_state import RunState
 
 # metric -> its format. A metric that a run does not measure is left out.
 SHOWN = {
@@ -32,7 +29,7 @@ class ConsoleTracker(Callback):
         self.show = show or SHOWN
         self.bar: Progress | None = None
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         if not engine.console.is_terminal:
             return
         columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -40,11 +37,11 @@ class ConsoleTracker(Callback):
         self.task = self.bar.add_task("training", total=engine.steps, completed=engine.step, values="")
         self.bar.start()
 
-    def on_step(self, engine: "RuntimeEngine") -> None:
+    def on_step(self, engine: RunState) -> None:
         if self.bar is not None:
             self.bar.update(self.task, completed=engine.step)
 
-    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+    def on_log(self, engine: RunState, metrics: Metrics) -> None:
         values = [form.format(metrics[name]) for name, form in self.show.items() if name in metrics]
         if self.bar is not None:
             self.bar.update(self.task, values=", ".join(values))
@@ -52,7 +49,7 @@ class ConsoleTracker(Callback):
             step = f"step {engine.step:>{len(str(engine.steps))}} of {engine.steps}"
             engine.console.print("   ".join([step, *values]), markup=False, highlight=False, soft_wrap=True)
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

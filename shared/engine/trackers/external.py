@@ -2,12 +2,10 @@
 
 import importlib
 from dataclasses import asdict, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.course.errors import CourseError
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
+from shared.engine.run_state import RunState
 
 Settings = dict[str, Any]
 
@@ -30,12 +28,12 @@ def require(module: str, package: str) -> Any:
         ) from None
 
 
-def say_how_to_see(engine: "RuntimeEngine", service: str, command: str) -> None:
+def say_how_to_see(engine: RunState, service: str, command: str) -> None:
     """Print, at a run's end, the command that shows or sends what a tracker kept."""
     engine.console.print(f"{service}: {command}", markup=False, highlight=False, soft_wrap=True)
 
 
-def settings_of(engine: "RuntimeEngine", more: Settings | None) -> Settings:
+def settings_of(engine: RunState, more: Settings | None) -> Settings:
     """The engine's configuration under `engine.`, and what else a run wants on record, such as the model's, in plain values."""
     found = flat({"engine": engine.config} | (more or {}))
     return {name: value if isinstance(value, bool | int | float | str | None) else str(value) for name, value in found.items()}

@@ -18,14 +18,12 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Metrics
+from shared.engine.run_state import RunState
 from shared.output_files import write_atomically, writing
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 
 class JsonlTracker(Callback):
@@ -46,7 +44,7 @@ class JsonlTracker(Callback):
         self.waiting: list[bytes] = []  # lines that are not on the disk yet
         self.told = False
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         self.path = self.path or engine.output / "metrics.jsonl"
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +55,7 @@ class JsonlTracker(Callback):
                     move_aside(self.path)
             self.file = self.path.open("ab", buffering=0)
 
-    def cut_after(self, engine: "RuntimeEngine") -> None:
+    def cut_after(self, engine: RunState) -> None:
         """Keep the lines up to the engine's step. A damaged file is set aside whole, and its readable lines are copied to a new one."""
         lines, problem = readable_lines(self.path)
         if problem:
@@ -65,11 +63,11 @@ class JsonlTracker(Callback):
             show(engine, f"{self.path} is damaged ({problem}): it is kept as {aside}, its {len(lines):,} readable lines stay in use.")
         write_atomically(self.path, b"".join(line for row, line in lines if row["step"] <= engine.step))
 
-    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+    def on_log(self, engine: RunState, metrics: Metrics) -> None:
         self.waiting.append(json.dumps({"step": engine.step} | to_json(metrics)).encode() + b"\n")
         self.write(engine)
 
-    def write(self, engine: "RuntimeEngine") -> None:
+    def write(self, engine: RunState) -> None:
         """Append the lines that wait. Of a line that does not fit nothing stays in the file."""
         whole = self.file.seek(0, os.SEEK_END)
         try:
@@ -86,7 +84,7 @@ class JsonlTracker(Callback):
                 show(engine, told)
             self.told = True
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         if self.file is not None:
             self.write(engine)
             if self.waiting:
@@ -94,7 +92,7 @@ class JsonlTracker(Callback):
             self.file.close()
 
 
-def show(engine: "RuntimeEngine", sentence: str) -> None:
+def show(engine: RunState, sentence: str) -> None:
     engine.console.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -9,13 +9,11 @@ import logging
 import os
 import shlex
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.engine.callbacks import Callback, Metrics
+from shared.engine.run_state import RunState
 from shared.engine.trackers.external import Settings, require, say_how_to_see, settings_of
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 # MLflow's own switches for a server that does not answer. With its defaults the first call alone waits four minutes, and sixteen where
 # nothing is refused.
@@ -49,7 +47,7 @@ class MlflowTracker(Callback):
         self.run_id: str | None = None
         self.status = "FAILED"
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow's own switch: without it, it reports its use to its makers
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
@@ -68,7 +66,7 @@ class MlflowTracker(Callback):
         self.logged_before = self.last_step()
         self.status = "FINISHED"
 
-    def find_experiment(self, engine: "RuntimeEngine") -> str:
+    def find_experiment(self, engine: RunState) -> str:
         experiment = self.client.get_experiment_by_name(self.experiment)
         if experiment is not None:
             return experiment.experiment_id
@@ -85,17 +83,17 @@ class MlflowTracker(Callback):
         names = self.client.get_run(self.run_id).data.metrics
         return max((metric.step for name in names for metric in self.client.get_metric_history(self.run_id, name)), default=0)
 
-    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+    def on_log(self, engine: RunState, metrics: Metrics) -> None:
         if engine.step <= self.logged_before:
             return
         now = int(time.time() * 1000)
         metrics = [self.entities.Metric(name, value, now, engine.step) for name, value in metrics.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
 
-    def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
+    def on_error(self, engine: RunState, error: BaseException) -> None:
         self.status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         if self.client is not None and self.run_id is not None:
             asked_to_leave = engine.leaving and self.status == "FINISHED"  # by a signal; a run that stops early by itself has finished
             self.client.set_terminated(self.run_id, status="KILLED" if asked_to_leave else self.status)

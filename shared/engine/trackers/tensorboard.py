@@ -7,13 +7,10 @@ Left out on purpose: histograms and images. Dumps (`shared.engine.debug.dump`) k
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shared.engine.callbacks import Callback, Metrics
+from shared.engine.run_state import RunState
 from shared.engine.trackers.external import Settings, require, say_how_to_see, settings_of
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 
 class TensorBoardTracker(Callback):
@@ -32,7 +29,7 @@ class TensorBoardTracker(Callback):
         self.folder, self.settings = folder, settings
         self.writer = None
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         require("tensorboard", "tensorboard")
         writers = require("torch.utils.tensorboard", "tensorboard")
         self.folder = self.folder or engine.output / "tensorboard"
@@ -40,12 +37,12 @@ class TensorBoardTracker(Callback):
         rows = [f"| {name} | {value} |" for name, value in settings_of(engine, self.settings).items()]
         self.writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]), engine.step)
 
-    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+    def on_log(self, engine: RunState, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, engine.step)
         self.writer.flush()
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         if self.writer is not None:
             self.writer.close()
             say_how_to_see(engine, "TensorBoard", f"tensorboard --logdir {shlex.quote(str(self.folder))}")

@@ -9,13 +9,11 @@ import os
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from shared.engine.callbacks import Callback, Metrics
+from shared.engine.run_state import RunState
 from shared.engine.trackers.external import Settings, require, say_how_to_see, settings_of
-
-if TYPE_CHECKING:
-    from shared.engine.engine import RuntimeEngine
 
 
 class WandbTracker(Callback):
@@ -46,7 +44,7 @@ class WandbTracker(Callback):
         self.run: Any = None
         self.run_id: str | None = None
 
-    def on_start(self, engine: "RuntimeEngine") -> None:
+    def on_start(self, engine: RunState) -> None:
         # W&B's own switch for reports about itself, which it would otherwise send even from an offline run.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb = require("wandb", "wandb")
@@ -66,7 +64,7 @@ class WandbTracker(Callback):
         self.logged_before = int(self.note.read_text()) if self.note.exists() else 0
         self.failed = False
 
-    def on_log(self, engine: "RuntimeEngine", metrics: Metrics) -> None:
+    def on_log(self, engine: RunState, metrics: Metrics) -> None:
         if engine.step <= self.logged_before:
             return
         self.run.log(metrics, step=engine.step)
@@ -74,10 +72,10 @@ class WandbTracker(Callback):
         self.note.parent.mkdir(exist_ok=True)
         self.note.write_text(str(engine.step))
 
-    def on_error(self, engine: "RuntimeEngine", error: BaseException) -> None:
+    def on_error(self, engine: RunState, error: BaseException) -> None:
         self.failed = True
 
-    def on_end(self, engine: "RuntimeEngine") -> None:
+    def on_end(self, engine: RunState) -> None:
         if self.run is not None:
             run, self.run = self.run, None
             run.finish(exit_code=int(self.failed))

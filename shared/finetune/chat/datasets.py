@@ -18,7 +18,8 @@ from shared.corpus import CorpusError
 from shared.course.errors import CourseError
 from shared.course.typed import PathText
 from shared.data import hub, tables
-from shared.data.sources import Source, files_at, kind_of_file
+from shared.data.source import Source, kind_of_file
+from shared.data.sources import files_at
 from shared.finetune.chat.template import Message
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from shared.course.errors import CourseError
 from shared.data.loader import EvaluationLoader, StatefulLoader
 from shared.data.packing import RowPlan
-from shared.data.pairs import pair_batch
 from shared.data.rows import PackedRows, Row, RowIndex, as_ids
 from shared.data.shards import TokenStore
+from shared.data.spans import pair_batch
 from shared.finetune.chat.prepare import PreparedChats
 from shared.loss import IGNORED
 from shared.totals import Batch

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shared.course.errors import SettingError
 from shared.model.context import to_compute_dtype
+from shared.model.sharding import Range, cut_parameter
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.sharding import Range, cut_parameter
 
 AT_ONCE = 2**22  # numbers that are dequantized at a time: a whole weight is never in memory in float32
 

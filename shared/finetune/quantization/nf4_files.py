@@ -29,8 +29,8 @@ from shared.model.hf.format import FileTensor, only
 from shared.model.hf.generation import every_id, write_generation
 from shared.model.hf.pretrained import Weights, packed_like, whole_weights
 from shared.model.hf.registry import write_config
+from shared.model.sharding import Box
 from shared.model.transformer import TransformerModel
-from shared.parallel.sharding import Box
 from shared.tensor_files import ordered
 
 STATE = "quant_state.bitsandbytes__nf4"

@@ -28,8 +28,8 @@ from shared.finetune.quantization.nf4 import (
     scale_blocks,
     values_on,
 )
+from shared.model.sharding import Box
 from shared.moe.experts import ExpertLinear
-from shared.parallel.sharding import Box
 
 ALL = ("*",)
 ROWS = 1024  # of a matrix that are quantized at a time

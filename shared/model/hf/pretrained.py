@@ -24,7 +24,7 @@ from shared.model.hf.format import FileTensor, Format, not_in_format
 from shared.model.hf.generation import TokenIds, every_id, read_token_ids, require_token_ids, write_generation
 from shared.model.hf.registry import read_config, write_config
 from shared.model.init import forget_files, materialize
-from shared.model.transformer import TIED_TO, TransformerModel
+from shared.model.transformer import PLAIN, TIED_TO, TransformerModel
 from shared.tensor_files import ordered
 
 LISTED = 12  # names in a refusal
@@ -36,7 +36,7 @@ def load_pretrained(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    builders: Builders = Builders(),  # noqa: B008 (frozen)
+    builders: Builders = PLAIN,
 ) -> TransformerModel:
     """The model in a folder of Hugging Face's format. It is in training mode, as every new module is.
 
@@ -59,7 +59,7 @@ def open_pretrained(
     folder: Path | str,
     *,
     dtype: torch.dtype = torch.float32,
-    builders: Builders = Builders(),  # noqa: B008 (frozen)
+    builders: Builders = PLAIN,
     files: TensorFolder | None = None,
     change: Callable[[TransformerModel], TransformerModel] | None = None,
 ) -> TransformerModel:

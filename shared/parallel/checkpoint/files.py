@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoint, Described, difference, table_entry
-from shared.parallel.sharding import Box, Region, whole_region
+from shared.model.sharding import Box, Region, whole_region
 from shared.tensor_files import save_tensors
 
 KEY = re.compile(r"(.+?)(?:\[(\d+:\d+(?:,\d+:\d+)*)\])?(?:\[(\d+):(\d+)\])?")

@@ -11,17 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.engine.checkpoint.folder import MANIFEST, STATE, Checkpoints, Result, require_intact
-from shared.engine.checkpoint.random_state import RandomState, get_random_state
-from shared.engine.checkpoint.snapshot import Snapshot
+from shared.engine.checkpoint.snapshot import RandomState, Snapshot, get_random_state
 from shared.engine.checkpoint.soundness import RANDOM_STATE, CheckpointError, DamagedCheckpoint, misfit
 from shared.parallel.checkpoint.files import ShardFiles, rank_file
 from shared.parallel.health.agreement import agreed
-
-if TYPE_CHECKING:
-    from shared.parallel.strategy import ParallelStrategy
+from shared.parallel.held import Held
 
 RANDOM = "random_of_ranks"  # in state.json: what Python and NumPy draw from, by rank
 
@@ -32,11 +29,11 @@ class RankCheckpoints(Checkpoints):
     Every rank makes the same calls at the same time, and gets the same answers.
     """
 
-    def __init__(self, folder: Path, keep_last: int, keep_best: bool, strategy: "ParallelStrategy"):
-        elsewhere = {*strategy.holders.shapes, *strategy.optim_holders.shapes}
-        storage = ShardFiles(strategy.weight_regions, strategy.optim_regions, elsewhere)
+    def __init__(self, folder: Path, keep_last: int, keep_best: bool, held: Held):
+        elsewhere = {*held.holders.shapes, *held.optim_holders.shapes}
+        storage = ShardFiles(held.weight_regions, held.optim_regions, elsewhere)
         super().__init__(folder, keep_last, keep_best, storage)
-        self.strategy, self.world = strategy, strategy.mesh.world
+        self.held, self.world = held, held.mesh.world
         self.sharing: Sequence[int] = range(self.world.size)  # the ranks that see this folder, until `RankSaver.begin` has looked
 
     @property
@@ -73,7 +70,7 @@ class RankCheckpoints(Checkpoints):
     def load(self, step: int) -> Snapshot:
         """The snapshot with this rank's numbers, and of the optimizer's groups and values those that it has parameters of."""
         snapshot = self.agreed(partial(super().load, step))
-        held, everywhere = self.strategy.optim_regions, self.strategy.optim_holders.shapes
+        held, everywhere = self.held.optim_regions, self.held.optim_holders.shapes
         values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if name not in held or held[name].numel}
         groups = [
             group | {"names": [name for name in group["names"] if name in held or name not in everywhere]}

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,14 +30,12 @@ from shared.engine.checkpoint.folder import MANIFEST, STATE, fingerprint, reason
 from shared.engine.checkpoint.saver import Saver
 from shared.engine.checkpoint.snapshot import Snapshot
 from shared.engine.checkpoint.soundness import CheckpointError, Described, table_entry
+from shared.model.sharding import Region, whole_region
 from shared.parallel.checkpoint.files import rank_file, write_shards
 from shared.parallel.checkpoint.folder import RANDOM, RankCheckpoints
 from shared.parallel.health.agreement import rank_names, ranks_that_share
 from shared.parallel.health.replicas import require_equal_state
-from shared.parallel.sharding import Region, whole_region
-
-if TYPE_CHECKING:
-    from shared.parallel.strategy import ParallelStrategy
+from shared.parallel.held import Held
 
 Shards = dict[tuple[str, Region], Tensor]
 
@@ -46,7 +44,7 @@ class RankSaver(Saver):
     """One rank's end of the distributed checkpointer. Every rank makes the same calls at the same time.
 
     Args:
-        strategy: what is saved.
+        held: what is saved.
         folder: holds the checkpoints; the same for all ranks, or one for each machine.
         asynchronous: whether `save` returns before this rank's files are written.
 
@@ -55,13 +53,13 @@ class RankSaver(Saver):
     """
 
     def __init__(
-        self, strategy: "ParallelStrategy", folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True
+        self, held: Held, folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True
     ):
-        super().__init__(strategy.state, RankCheckpoints(folder, keep_last, keep_best, strategy), asynchronous)
-        strategy.holders.require_complete()
-        strategy.optim_holders.require_complete()
-        self.strategy, self.world = strategy, strategy.mesh.world
-        self.device = next(strategy.module.parameters()).device  # where small tensors travel from
+        super().__init__(held.state, RankCheckpoints(folder, keep_last, keep_best, held), asynchronous)
+        held.holders.require_complete()
+        held.optim_holders.require_complete()
+        self.held, self.world = held, held.mesh.world
+        self.device = next(held.module.parameters()).device  # where small tensors travel from
         self.step, self.common = 0, ""
 
     @property
@@ -82,7 +80,7 @@ class RankSaver(Saver):
         hosts, machines = [host for _, host in everyone], {tuple(sharing) for sharing, _ in everyone}
         names = " and ".join(rank_names(ranks, hosts) for ranks in sorted(machines))
         told = f"{self.checkpoints.folder.parent} is not one folder for all ranks: {names}"
-        tables = self.strategy.holders, self.strategy.optim_holders
+        tables = self.held.holders, self.held.optim_holders
         if not all(table.complete_among(ranks) for table in tables for ranks in machines):
             raise CheckpointError(
                 f"{told} each see their own, and no machine holds the whole model with its optimizer, so none could keep a checkpoint. Put "
@@ -92,7 +90,7 @@ class RankSaver(Saver):
         return f"{told} each keep a whole checkpoint in their own. A run is resumed from the newest step that all of them have."
 
     def writing(self, snapshot: Snapshot, notes: dict[str, Any]) -> Callable[[], Any]:
-        require_equal_state(self.strategy, snapshot, notes)
+        require_equal_state(self.held, snapshot, notes)
         self.step, staging = snapshot.step, self.checkpoints.path(snapshot.step).with_suffix(".ranks")
         files = self.own_files(snapshot)
         self.common = self.common_state(snapshot, notes, files)
@@ -103,17 +101,17 @@ class RankSaver(Saver):
 
     def own_files(self, snapshot: Snapshot) -> dict[str, Shards]:
         """The shards that this rank writes, by file: each shard is written by one rank only of those that share the folder."""
-        strategy, rank = self.strategy, self.world.rank
+        held, rank = self.held, self.world.rank
         weights: Shards = {}
-        writers = strategy.holders.writers(self.checkpoints.sharing)
+        writers = held.holders.writers(self.checkpoints.sharing)
         for name, tensor in snapshot.weights.items():
-            part = name, strategy.weight_regions[name]
+            part = name, held.weight_regions[name]
             if writers.get(part) == rank:
                 weights[part] = tensor.detach()
         optimizer: Shards = {}
-        writers = strategy.optim_holders.writers(self.checkpoints.sharing)
+        writers = held.optim_holders.writers(self.checkpoints.sharing)
         for name, tensors in snapshot.optimizer.tensors.items():
-            region = strategy.optim_regions[name]
+            region = held.optim_regions[name]
             if writers.get((name, region)) != rank:  # the step counter of a parameter of which this rank owns no elements may be stale
                 continue
             for key, tensor in tensors.items():
@@ -135,7 +133,7 @@ class RankSaver(Saver):
     def common_state(self, snapshot: Snapshot, notes: dict[str, Any], files: Mapping[str, Shards]) -> str:
         """The text of `state.json`: what all ranks have in common from rank 0, the rest from each rank. files: as `own_files`
         gives them."""
-        held = self.strategy.optim_regions
+        held = self.held.optim_regions
         values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if held[name].numel}
         random = {key: value for key, value in asdict(snapshot.random).items() if key != "torch"}
         own = [values, random, [group["names"] for group in snapshot.optimizer.groups], contents_of(files)]

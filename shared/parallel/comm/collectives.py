@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from shared.course.binding import exercise
-from shared.parallel.comm.communicator import Communicator, DeferredWork, Work
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.comm.work import DeferredWork, Work
 
 
 @exercise("06.ring_all_reduce")

@@ -5,19 +5,19 @@ whole world, or one axis of the mesh. Every rank of the group must make the same
 names it. Every call is recorded in the rank's `CommTrace`.
 
 Left out on purpose: how bytes travel. `shared.parallel.comm.threads` copies them within one process, and
-`shared.parallel.comm.processes` hands them to gloo or NCCL.
+`shared.parallel.processes.torchrun` hands them to gloo or NCCL.
 """
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from shared.course.errors import CourseError
-from shared.parallel.comm.trace import CommTrace, TracedWork
+from shared.parallel.comm.trace import CommTrace, TraceEntry
+from shared.parallel.comm.work import CompletedWork, DeferredWork, TracedWork, Work
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -28,12 +28,6 @@ class CommunicationError(CourseError):
 
 class RankStopped(CommunicationError):
     """This rank was stopped because another one failed: the cause is there."""
-
-
-class Work(Protocol):
-    """A handle of an asynchronous operation. Do not read or write its tensors before `wait` has returned."""
-
-    def wait(self) -> None: ...
 
 
 class Communicator(ABC):
@@ -158,11 +152,21 @@ class Communicator(ABC):
         """
         size = payload if isinstance(payload, int) else payload.numel() * payload.element_size()
         self.number += peer is None
-        entry = self.trace.record(operation, self, size, peer, is_traffic)
+        entry = self.entry(operation, size, peer)
+        self.trace.record(entry, is_traffic)
         work = TracedWork(start(), entry, self.trace)
         if not asynchronous:
             work.wait()
         return work
+
+    def entry(self, operation: str, size_in_bytes: int, peer: int | None = None) -> TraceEntry:
+        """An operation of this group, for the trace. peer: the other rank of a send or receive."""
+        entry = TraceEntry(operation, self.axis, size_in_bytes, self.size, number=self.number, split_number=self.split_number)
+        entry.ranks = self.members
+        if peer is not None:
+            me, entry.peer = self.members[self.rank], self.members[peer]
+            entry.ranks = (me, entry.peer) if operation == "send" else (entry.peer, me)
+        return entry
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work: ...
@@ -194,25 +198,6 @@ class Communicator(ABC):
     @abstractmethod
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> "Communicator":
         """Return the group `mine`, one of `groups`. Where `mine` is this rank alone, it is called as well and its result is not used."""
-
-
-class CompletedWork:
-    """Work that had completed when the call returned."""
-
-    def wait(self) -> None:
-        return None
-
-
-class DeferredWork:
-    """Work whose last part, `finish`, runs in the first call of `wait`."""
-
-    def __init__(self, finish: Callable[[], Any]):
-        self.finish: Callable[[], Any] | None = finish
-
-    def wait(self) -> None:
-        finish, self.finish = self.finish, None
-        if finish is not None:
-            finish()
 
 
 class SingleRankCommunicator(Communicator):

@@ -6,7 +6,7 @@ where each rank waits, so a deadlock raises an error at once, which says which r
 
     results = run_threads(lambda world: world.gather_objects(world.rank), 4)
 
-Left out on purpose: speed. Python runs one thread at a time outside tensor operations; timings come from `shared.parallel.comm.processes`.
+Left out on purpose: speed. Python runs one thread at a time outside tensor operations; to time a step, start processes.
 """
 
 import threading

@@ -6,13 +6,10 @@
 Left out on purpose: when bytes are really on the wire. `begin` and `end` are the times of this rank's calls, as its Python sees them.
 """
 
+import math
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from shared.parallel.comm.communicator import Communicator
 
 MAX_ENTRIES = 100_000  # so that a run of a million steps does not fill the memory with them
 RECENT = 4  # operations kept for each group of ranks
@@ -38,7 +35,7 @@ class TraceEntry:
     axis: str
     bytes: int
     size: int
-    begin: float
+    begin: float = math.nan
     end: float | None = None
     phase: str = ""
     number: int = 0
@@ -73,25 +70,20 @@ class CommTrace:
         self.recent: dict[tuple, deque[TraceEntry]] = {}
         self.clear()
 
-    def record(self, operation: str, group: "Communicator", size_in_bytes: int, peer: int | None, is_traffic: bool) -> TraceEntry:
-        """Record that an operation starts. is_traffic: whether it is counted and listed in `entries`."""
-        entry = TraceEntry(operation, group.axis, size_in_bytes, group.size, time.perf_counter() - self.zero, phase=self.phase)
-        entry.number, entry.split_number, entry.ranks = group.number, group.split_number, group.members
-        if peer is not None:
-            me, entry.peer = group.members[group.rank], group.members[peer]
-            entry.ranks = (me, entry.peer) if operation == "send" else (entry.peer, me)
-        recent = self.recent.setdefault((entry.split_number, peer is None, entry.ranks), deque(maxlen=RECENT))
-        if peer is not None:
+    def record(self, entry: TraceEntry, is_traffic: bool) -> None:
+        """Record that an operation starts, now. is_traffic: whether it is counted and listed in `entries`."""
+        entry.begin, entry.phase = time.perf_counter() - self.zero, self.phase
+        recent = self.recent.setdefault((entry.split_number, entry.peer is None, entry.ranks), deque(maxlen=RECENT))
+        if entry.peer is not None:
             entry.number = recent[-1].number + 1 if recent else 1
         recent.append(entry)
         self.last = entry
         if is_traffic:
             self.entries.append(entry)
-            self.call_counts[operation, group.axis] += 1
-            self.byte_counts[operation, group.axis] += size_in_bytes
+            self.call_counts[entry.operation, entry.axis] += 1
+            self.byte_counts[entry.operation, entry.axis] += entry.bytes
             if len(self.entries) >= 2 * MAX_ENTRIES:
                 del self.entries[:MAX_ENTRIES]
-        return entry
 
     def calls(self) -> Counter[tuple[str, str]]:
         """(operation, axis) -> number of calls."""
@@ -111,21 +103,3 @@ class CommTrace:
         self.call_counts: Counter[tuple[str, str]] = Counter()
         self.byte_counts: Counter[tuple[str, str]] = Counter()
         self.zero = time.perf_counter()
-
-
-class TracedWork:
-    """Work whose `wait` writes the end of the operation into the trace."""
-
-    def __init__(self, work: Any, entry: TraceEntry, trace: CommTrace):
-        self.work, self.entry, self.trace = work, entry, trace
-
-    def wait(self) -> None:
-        if self.entry.end is None:
-            self.trace.waiting = self.entry
-            self.work.wait()  # where this raises, `waiting` still names the operation
-            self.trace.waiting = None
-            self.note_end()
-
-    def note_end(self) -> None:
-        """Record the end now; for work that somebody else waits for."""
-        self.entry.end = time.perf_counter() - self.trace.zero

@@ -28,7 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from shared.model.attention import sdpa_attention
 from shared.model.masks import AttentionMask
-from shared.parallel.comm.communicator import Communicator, DeferredWork, Work
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.comm.work import DeferredWork, Work
 from shared.parallel.context.blocks import Part, attend_block, block_gradients, merge_attention
 from shared.parallel.context.mask import ContextMask
 from shared.parallel.context.zigzag import own_chunks

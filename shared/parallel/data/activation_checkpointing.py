@@ -7,10 +7,14 @@ the cheap rest (Korthikanti et al. 2022, section 5, for kernels that hold no [Q,
 
 It is applied through `run_block`, the extension point that a stack calls for each of its blocks (`Builders`).
 
+Dropout must draw the same numbers when a block is run again, so the random state is saved for every block of every step: torch's
+generators alone, whereas a run's checkpoint (chapter 04) saves all of them.
+
 Left out on purpose: segments other than a block, and moving activations to the CPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -22,7 +26,26 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from shared.course.binding import exercise
 from shared.model.context import AttentionContext
-from shared.parallel.data.random_numbers import random_state_of
+
+
+def random_state_of(tensor: Tensor) -> list[Tensor]:
+    """The states of torch's generators that a computation with `tensor` may draw from: the CPU's, and its GPU's."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(tensor.device)] if tensor.is_cuda else [])
+
+
+@contextmanager
+def random_numbers_from(state: list[Tensor]) -> Iterator[None]:
+    """Restore a random state (as torch.random.fork_rng): within the block numbers are drawn from `state`; afterwards generators are reset.
+
+    The GPU whose state it holds is the current one, as it is in a forward and in a backward pass.
+    """
+    cpu, *gpu = state
+    with torch.random.fork_rng([torch.cuda.current_device()] if gpu else []):
+        torch.set_rng_state(cpu)
+        for of_device in gpu:
+            torch.cuda.set_rng_state(of_device)
+        yield
+
 
 aten = torch.ops.aten
 KEPT = [  # by selective recomputation: matrix products, and attention through its kernels

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
-from shared.parallel.comm.communicator import Communicator, Work
-from shared.parallel.sharding import Span, make_shard, part_sizes, split_spans
+from shared.model.sharding import Span, make_shard, part_sizes, split_spans
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.comm.work import Work
 
 
 @dataclass

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shared.model.sharding import copy_facts, sharding_of
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.data.engine import DataEngine, Parameters
-from shared.parallel.sharding import copy_facts, sharding_of
 from shared.totals import Batch, Objective, Runner, Totals, Updater
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from shared.course.binding import exercise
 from shared.optim.routing import Route
-from shared.parallel.data.buckets import Bucket, take_gradients
-from shared.parallel.comm.communicator import Communicator, Work
-from shared.parallel.data.ddp import DataParallel
+from shared.parallel.data.ddp import Bucket, DataParallel, take_gradients
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.comm.work import Work
 from shared.parallel.data.engine import Parameters
-from shared.parallel.sharding import Range, Sharding, Span, make_shard, part_sizes, split_spans
+from shared.model.sharding import Range, Sharding, Span, make_shard, part_sizes, split_spans
 from shared.parallel.comm.collectives import all_gather_v, are_equal, reduce_scatter_v
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 

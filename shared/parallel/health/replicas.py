@@ -21,7 +21,7 @@ import zlib
 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,8 @@ from shared.engine.checkpoint.snapshot import Snapshot
 from shared.parallel.comm.communicator import CommunicationError, Communicator
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.health.agreement import require_agreement
-from shared.parallel.holders import Holders
+from shared.parallel.held import Held, Holders
 from shared.totals import Batch
-
-if TYPE_CHECKING:
-    from shared.parallel.strategy import ParallelStrategy
 
 WHOLE_NUMBERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
 LOSS_SCALE = CALLBACK + "KeepLossScale"  # other callbacks may measure what is a rank's own, such as seconds
@@ -53,14 +50,14 @@ class ReplicaCheck(Callback):
     step, on what was built or resumed, and then between saves, which compare by themselves (`require_equal_state`).
 
     Args:
-        strategy: whose weights are compared.
+        held: what is compared.
         check_every: steps.
     """
 
     every_rank = True
 
-    def __init__(self, strategy: "ParallelStrategy", check_every: int = 100):
-        self.strategy, self.check_every = strategy, check_every
+    def __init__(self, held: Held, check_every: int = 100):
+        self.held, self.check_every = held, check_every
 
     def on_start(self, engine: Any) -> None:
         self.compare(engine.step)
@@ -70,7 +67,7 @@ class ReplicaCheck(Callback):
             self.compare(engine.step)
 
     def compare(self, step: int) -> None:
-        require_equal(weights_of(self.strategy), self.strategy.holders, self.strategy.mesh.world, step)
+        require_equal(weights_of(self.held), self.held.holders, self.held.mesh.world, step)
 
 
 class StepCounter(Callback):
@@ -85,31 +82,31 @@ class StepCounter(Callback):
         self.trace.step = engine.step + 1
 
 
-def weights_of(strategy: "ParallelStrategy") -> dict[str, Tensor]:
+def weights_of(held: Held) -> dict[str, Tensor]:
     """This rank's parameters by logical name, without buffers, which may be each rank's own."""
-    held = strategy.state.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in held.items() if isinstance(tensor, nn.Parameter)}
+    tensors = held.state.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
 
 
-def require_equal_state(strategy: "ParallelStrategy", snapshot: Snapshot, notes: Mapping[str, Any]) -> None:
+def require_equal_state(held: Held, snapshot: Snapshot, notes: Mapping[str, Any]) -> None:
     """Compare all that ranks have in common, before it is saved. Every rank calls it.
 
     Raises:
         RanksDisagree: settings, counts or norms differ.
         ReplicasDiffer: weights or optimizer state differ.
     """
-    world = strategy.mesh.world
+    world = held.mesh.world
     if world.size == 1:
         return
     common = {
         "step": snapshot.step,
-        "gradient norm": None if strategy.measured is None else strategy.measured.item(),
+        "gradient norm": None if held.measured is None else held.measured.item(),
         "optimizer": [{key: value for key, value in group.items() if key != "names"} for group in snapshot.optimizer.groups],
         "saved": {name: state for name, state in snapshot.parts.items() if name == LOSS_SCALE or not name.startswith(CALLBACK)},
         "notes": notes,
     }
     require_agreement(world, "state", common)
-    require_equal(weights_of(strategy), strategy.holders, world, snapshot.step)
+    require_equal(weights_of(held), held.holders, world, snapshot.step)
     tensors, values = snapshot.optimizer.tensors, snapshot.optimizer.values
 
     def sum_of_state(name: str) -> Tensor:
@@ -119,7 +116,7 @@ def require_equal_state(strategy: "ParallelStrategy", snapshot: Snapshot, notes:
             total = total + (2 * number + 1) * each.to(total.device)
         return total + zlib.crc32(str(sorted(values.get(name, {}).items())).encode())
 
-    holders = strategy.optim_holders
+    holders = held.optim_holders
     compare_sums(sum_of_state, holders.shapes, holders, world, "the optimizer states", snapshot.step)
 
 

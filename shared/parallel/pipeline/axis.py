@@ -21,10 +21,9 @@ from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.mesh import Mesh
 from shared.parallel.pipeline.balance import stage_blocks
-from shared.parallel.pipeline.links import Links
 from shared.parallel.pipeline.runner import PipelineRunner
-from shared.parallel.pipeline.stages import PipelineModel
-from shared.parallel.pipeline.validate import Shape
+from shared.parallel.pipeline.schedules import Shape
+from shared.parallel.pipeline.stages import Links, PipelineModel
 from shared.parallel.pipeline.weight_gradients import split_backward
 from shared.parallel.strategy import ParallelStrategy
 
@@ -56,7 +55,7 @@ class PipelineParallel:
         links = Links(mesh, Shape(mesh.pp.size, chunks))
         parts = model, mesh.pp, links, blocks_of(model.config, mesh), not splits
         if mesh.config.backend == "torch":  # which takes seconds to import
-            from shared.parallel.torch_backend.pipeline import TorchPipelineModel, TorchPipelineRunner
+            from shared.parallel.pipeline.on_torch import TorchPipelineModel, TorchPipelineRunner
 
             runner: PipelineRunner = TorchPipelineRunner(TorchPipelineModel(*parts), mesh)
         else:

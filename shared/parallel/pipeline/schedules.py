@@ -12,6 +12,7 @@ Left out on purpose: schedules that keep more activations so as to have no bubbl
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shared.course.binding import exercise
@@ -183,3 +184,58 @@ def make_schedule(name: ScheduleName, ranks: int, microbatches: int, chunks: int
     if chunks != 1:
         raise SettingError(f"The schedule {name} gives each rank one chunk of the model, not {chunks}: use interleaved, or 1 chunk.")
     return [BY_NAME[name](rank, ranks, microbatches) for rank in range(ranks)]
+
+
+class Message(NamedTuple):
+    """What one action hands to another on the next rank: a way (what travels, from whom, to whom), and of which micro-batch and stage.
+
+    stage: the one that computed it.
+    """
+
+    what: str
+    source: int
+    to: int
+    microbatch: int
+    stage: int
+
+    @property
+    def way(self) -> tuple[str, int, int]:
+        return self.what, self.source, self.to
+
+    def __str__(self) -> str:
+        return f"{self.what} of micro-batch {self.microbatch} from stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a pipeline is. Its stages are numbered around the ranks: stage s is chunk s // ranks of rank s % ranks."""
+
+    ranks: int
+    chunks: int = 1
+
+    @property
+    def last(self) -> int:
+        return self.ranks * self.chunks - 1
+
+    def goes_around(self, message: Message) -> bool:
+        """Whether a message goes between the last rank and the first one, from one chunk to another."""
+        ends = (message.source, message.to) if message.what == "activations" else (message.to, message.source)
+        return ends == (self.ranks - 1, 0)
+
+    def needed(self, rank: int, action: Action) -> Message | None:
+        """What an action waits for from another rank: activations of the stage before, or gradients of the one behind."""
+        stage = action.chunk * self.ranks + rank
+        if action.kind == "F" and stage > 0:
+            return Message("activations", (rank - 1) % self.ranks, rank, action.microbatch, stage - 1)
+        if action.kind in "BI" and stage < self.last:
+            return Message("gradients", (rank + 1) % self.ranks, rank, action.microbatch, stage + 1)
+        return None
+
+    def given(self, rank: int, action: Action) -> Message | None:
+        """What an action hands to another rank."""
+        stage = action.chunk * self.ranks + rank
+        if action.kind == "F" and stage < self.last:
+            return Message("activations", rank, (rank + 1) % self.ranks, action.microbatch, stage)
+        if action.kind in "BI" and stage > 0:
+            return Message("gradients", rank, (rank - 1) % self.ranks, action.microbatch, stage)
+        return None

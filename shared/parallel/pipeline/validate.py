@@ -11,70 +11,14 @@ Left out on purpose: buffers of limited size, which lie between the two.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.course.errors import CourseError
-from shared.parallel.pipeline.schedules import Action, Schedule
+from shared.parallel.pipeline.schedules import Action, Message, Schedule, Shape
 
 
 class ScheduleError(CourseError):
     """A schedule that cannot be run, with the place."""
-
-
-class Message(NamedTuple):
-    """What one action hands to another on the next rank: a way (what travels, from whom, to whom), and of which micro-batch and stage.
-
-    stage: the one that computed it.
-    """
-
-    what: str
-    source: int
-    to: int
-    microbatch: int
-    stage: int
-
-    @property
-    def way(self) -> tuple[str, int, int]:
-        return self.what, self.source, self.to
-
-    def __str__(self) -> str:
-        return f"{self.what} of micro-batch {self.microbatch} from stage {self.stage}"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How large a pipeline is. Its stages are numbered around the ranks: stage s is chunk s // ranks of rank s % ranks."""
-
-    ranks: int
-    chunks: int = 1
-
-    @property
-    def last(self) -> int:
-        return self.ranks * self.chunks - 1
-
-    def goes_around(self, message: Message) -> bool:
-        """Whether a message goes between the last rank and the first one, from one chunk to another."""
-        ends = (message.source, message.to) if message.what == "activations" else (message.to, message.source)
-        return ends == (self.ranks - 1, 0)
-
-    def needed(self, rank: int, action: Action) -> Message | None:
-        """What an action waits for from another rank: activations of the stage before, or gradients of the one behind."""
-        stage = action.chunk * self.ranks + rank
-        if action.kind == "F" and stage > 0:
-            return Message("activations", (rank - 1) % self.ranks, rank, action.microbatch, stage - 1)
-        if action.kind in "BI" and stage < self.last:
-            return Message("gradients", (rank + 1) % self.ranks, rank, action.microbatch, stage + 1)
-        return None
-
-    def given(self, rank: int, action: Action) -> Message | None:
-        """What an action hands to another rank."""
-        stage = action.chunk * self.ranks + rank
-        if action.kind == "F" and stage < self.last:
-            return Message("activations", rank, (rank + 1) % self.ranks, action.microbatch, stage)
-        if action.kind in "BI" and stage > 0:
-            return Message("gradients", rank, (rank - 1) % self.ranks, action.microbatch, stage)
-        return None
 
 
 def validate(schedule: Schedule, microbatches: int, chunks: int = 1, blocking: bool = False) -> list[int]:

@@ -23,7 +23,7 @@ from shared.model.counting import feed_forward_counts, norm_size
 from shared.parallel.comm.collectives import are_equal
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data import zero
-from shared.parallel.data.buckets import plan_buckets
+from shared.parallel.data.ddp import plan_buckets
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.planning.activations import WIDTH, Part, heads, is_sparse, model_of_rank
 from shared.parallel.planning.memory import StepSizes

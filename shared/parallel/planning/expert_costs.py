@@ -25,7 +25,7 @@ from shared.engine.metrics.flops import model_flops_per_token
 from shared.model.config import ModelConfig
 from shared.model.counting import feed_forward_counts
 from shared.parallel.config import ParallelConfig
-from shared.parallel.data.buckets import plan_buckets
+from shared.parallel.data.ddp import plan_buckets
 from shared.parallel.planning.activations import WIDTH, Part, is_sparse, model_of_rank, whole_of
 from shared.parallel.planning.costs import Link
 from shared.parallel.planning.memory import StepSizes, expert_shards

@@ -18,8 +18,7 @@ from shared.model.config import ModelConfig
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
 from shared.parallel.pipeline.balance import stage_blocks
-from shared.parallel.pipeline.schedules import Action, make_schedule
-from shared.parallel.pipeline.validate import Shape
+from shared.parallel.pipeline.schedules import Action, Shape, make_schedule
 from shared.parallel.planning.activations import WIDTH, Activations, Part, activations, heads, is_sparse, model_of_rank
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory
 from shared.parallel.planning.tensor_costs import Exchange, shares, tensor_exchanges
@@ -115,7 +114,7 @@ def pipeline_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSiz
         metrics: how many an objective returns beside its loss and its number of tokens.
 
     Returns:
-        Hidden states and their gradients by the group in which they travel (`shared.parallel.pipeline.links`), the gradients of a tied
+        Hidden states and their gradients by the group in which they travel (`shared.parallel.pipeline.stages`), the gradients of a tied
         embedding, which its two ends add up, and the totals. Nothing without a pipeline.
     """
     ranks, shape, counts = layout.pipeline_parallel, Shape(layout.pipeline_parallel, layout.pipeline_chunks), Counter[tuple[str, str]]()

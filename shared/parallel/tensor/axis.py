@@ -32,11 +32,11 @@ from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, to_compute_dtype
 from shared.model.embedding import Embedding, Head
 from shared.model.feed_forward import FeedForward, GatedFeedForward
+from shared.model.sharding import Range, cut_parameter
 from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Range, cut_parameter
 from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.tensor.layers import RowLinear, ShardDropout, VocabularyEmbedding, VocabularyHead, attend_with_own_dropout
 from shared.parallel.tensor.operators import f_and_g, gather_sequence, join_sequence, scatter_sequence, split_sequence
@@ -55,7 +55,7 @@ class TensorParallel:
         require_even(model.config, mesh.tp.size, mesh.config.backend)
         if mesh.config.backend == "torch":  # which takes seconds to import
             require_plain(model)
-            from shared.parallel.torch_backend.tensor import parallelize_by_torch
+            from shared.parallel.tensor.on_torch import parallelize_by_torch
 
             parallelize_by_torch(model, mesh)
             return

@@ -7,7 +7,7 @@ where data engines, clipping and checkpoints read it.
 from collections.abc import Mapping, Sequence
 
 from shared.course.binding import exercise
-from shared.parallel.sharding import Range
+from shared.model.sharding import Range
 
 
 @exercise("07.tensor_shards")

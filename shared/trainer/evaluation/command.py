@@ -17,7 +17,7 @@ from rich.table import Table
 
 from shared.course import terminal
 from shared.course.errors import CourseError, SettingError
-from shared.data.sources import Source
+from shared.data.source import Source
 from shared.engine.checkpoint.folder import STATE
 from shared.output_files import require_writable, write_atomically
 from shared.trainer.evaluation.built_in import BUILT_IN, built_in

@@ -23,7 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shared.course.errors import CourseError, SettingError
 from shared.course.strict_yaml import read_yaml
 from shared.course.typed import configured
-from shared.data.sources import Source, open_source
+from shared.data.source import Source
+from shared.data.sources import open_source
 from shared.finetune.chat.datasets import records, refuse_record
 from shared.rl.tasks import MARK
 from shared.rl.verifiers import CHECKS

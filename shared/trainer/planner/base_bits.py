@@ -1,9 +1,9 @@
 """Chapter 12. Bits of a weight of an adapter's frozen base, by the configuration and by the folder in start_from."""
 
+from shared.finetune.memory_costs import NF4_BITS, packed_bits
 from shared.finetune.quantization.rounding import Rounding
 from shared.finetune.quantization.saved import KEYS, read_settings
 from shared.model.hf.files import read_json
-from shared.parallel.planning.frozen_costs import NF4_BITS, packed_bits
 from shared.trainer.config import TrainerConfig
 from shared.trainer.initial_weights import find_initial_weights
 

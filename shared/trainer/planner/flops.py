@@ -8,10 +8,10 @@ cut into what the ranks of a pipeline compute.
 from collections.abc import Collection
 from typing import NamedTuple
 
+from shared.finetune.memory_costs import sizes_of
 from shared.model.config import ModelConfig
 from shared.model.counting import active_feed_forward_size, block_counts, feed_forward_counts
 from shared.parallel.planning.activations import Part, heads
-from shared.parallel.planning.frozen_costs import sizes_of
 
 
 class Flops(NamedTuple):

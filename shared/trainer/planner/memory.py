@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 
 from shared.data.loader import equal_microbatches
 from shared.finetune.config import ALL_LINEAR, AdapterConfig
+from shared.finetune.memory_costs import FrozenBase, estimate_adapted, sizes_of
 from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts
 from shared.parallel.planning.activations import WIDTH, Part, model_of_rank
-from shared.parallel.planning.frozen_costs import FrozenBase, estimate_adapted, sizes_of
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, part_counts, state_width, unit_bytes
 from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts
 from shared.preference.gathering import fits_whole

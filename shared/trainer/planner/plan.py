@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shared.finetune.memory_costs import FrozenBase, adapter_size
 from shared.model.config import ModelConfig
 from shared.model.counting import active_feed_forward_size, feed_forward_counts, parameter_counts
 from shared.parallel.config import layout_name
 from shared.parallel.planning.activations import whole_of
-from shared.parallel.planning.frozen_costs import FrozenBase, adapter_size
 from shared.trainer.config import TrainerConfig, resolve_precision
 from shared.trainer.modes import ROLLING
 from shared.trainer.planner.flops import Trained, part_flops

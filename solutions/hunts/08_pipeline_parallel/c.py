@@ -4,8 +4,9 @@ micro-batches a step has: 1F1B keeps at most as many as there are ranks from thi
 import torch
 from torch import Tensor
 
-from shared.parallel.comm.communicator import Communicator, Work
+from shared.parallel.comm.communicator import Communicator
 from shared.parallel.comm.threads import run_threads
+from shared.parallel.comm.work import Work
 from shared.parallel.pipeline.schedules import one_forward_one_backward
 
 

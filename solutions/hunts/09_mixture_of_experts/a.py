@@ -4,9 +4,9 @@ next ranks hold them again. Losses and gradients should depend neither on how ma
 import torch
 from torch import Tensor
 
+from shared.moe.parallel.all_to_all import exchange_counts, exchange_rows
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.expert.all_to_all import exchange_counts, exchange_rows
 
 
 def mixture(x: Tensor, held: dict[str, Tensor], exchange: Communicator) -> Tensor:

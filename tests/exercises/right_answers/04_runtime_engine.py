@@ -11,8 +11,7 @@ import torch
 
 from shared.engine.checkpoint.atomic import PARTIAL, force_to_disk, replace_folder
 from shared.engine.checkpoint.optimizer_state import load_optimizer_state
-from shared.engine.checkpoint.random_state import set_random_state
-from shared.engine.checkpoint.snapshot import weights_of
+from shared.engine.checkpoint.snapshot import set_random_state, weights_of
 from shared.model.counting import parameter_counts
 from shared.model.transformer import TransformerModel
 

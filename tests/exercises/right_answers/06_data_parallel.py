@@ -5,7 +5,7 @@ A name is the exercise's, two underscores, and how it is done.
 
 import torch
 
-from shared.parallel.data.random_numbers import random_numbers_from
+from shared.parallel.data.activation_checkpointing import random_numbers_from
 
 # Collectives
 

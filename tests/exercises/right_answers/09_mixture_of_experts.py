@@ -175,7 +175,7 @@ def gradient_ranks__by_conditions(pipeline, data, context, tensor, expert, num_e
     """Every group by a condition on the coordinates of all ranks."""
     import itertools
 
-    from shared.parallel.expert.groups import RankGroups
+    from shared.moe.parallel.groups import RankGroups
 
     places = list(itertools.product(range(pipeline), range(data), range(context), range(tensor)))
     lines = []
@@ -194,7 +194,7 @@ def gradient_ranks__by_conditions(pipeline, data, context, tensor, expert, num_e
 
 def gradient_ranks__by_a_grid(pipeline, data, context, tensor, expert, num_experts):
     """The grid of ranks as a tensor, with a dimension for the place within an exchange."""
-    from shared.parallel.expert.groups import RankGroups
+    from shared.moe.parallel.groups import RankGroups
 
     grid = torch.arange(pipeline * data * context * tensor).reshape(pipeline, data // expert, expert, context, tensor)
     found = {}

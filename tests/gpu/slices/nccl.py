@@ -31,7 +31,7 @@ from shared.optim.config import OptimizerConfig
 from shared.optim.precision import autocast_objective
 from shared.optim.updater import Update
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
-from shared.parallel.comm.processes import (
+from shared.parallel.processes.torchrun import (
     Process,
     ProcessCommunicator,
     all_gather_single,

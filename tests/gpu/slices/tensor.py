@@ -28,10 +28,10 @@ from shared.model.masks import Causal, Documents, Mask, Window, to_attention_mas
 from shared.model.transformer import TransformerModel
 from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.processes import leave_world
 from shared.parallel.config import ParallelConfig
 from shared.parallel.context.blocks import Part, attend_block, block_gradients, merge_attention
 from shared.parallel.mesh import Mesh
+from shared.parallel.processes.torchrun import leave_world
 from shared.parallel.tensor.axis import Cutter
 from shared.parallel.tensor.layers import VocabularyScores
 from shared.parallel.tensor.operators import (
@@ -42,7 +42,7 @@ from shared.parallel.tensor.operators import (
     scatter_sequence,
     split_sequence,
 )
-from shared.parallel.torch_backend.tensor import DTensorScores, as_dtensor, parallelize_by_torch
+from shared.parallel.tensor.on_torch import DTensorScores, as_dtensor, parallelize_by_torch
 
 SCORES = {"float32": 1e-5, "bfloat16": 2e-2}  # of losses and of their gradient, which is rounded to the logits' dtype
 ATTENTION = {"float32": 1e-5, "bfloat16": 3e-2}

@@ -116,7 +116,8 @@ def closed_file(folder: Path) -> None:
 
 
 def read_as_somebody_else() -> None:
-    from shared.data.sources import Source, open_source
+    from shared.data.source import Source
+    from shared.data.sources import open_source
 
     if os.getuid() == 0:
         os.setuid(65534)
@@ -138,7 +139,8 @@ def read(name: str, path: str, says: str | tuple[str, ...], make: Callable[[Path
     """A source that is read: what is skipped is printed by name, and `kept` documents come out; with 0, it is refused."""
 
     def open_it() -> None:
-        from shared.data.sources import Source, open_source
+        from shared.data.source import Source
+        from shared.data.sources import open_source
 
         print(len(list(open_source(Source(path, **fields), print))), "kept")
 
@@ -153,7 +155,8 @@ def resumed_after_a_cut() -> None:
     import datasets
 
     from shared.data import hub
-    from shared.data.sources import Source, open_source
+    from shared.data.source import Source
+    from shared.data.sources import open_source
 
     def broken():
         yield {"text": CODE}

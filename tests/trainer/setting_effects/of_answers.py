@@ -8,7 +8,7 @@ import torch
 from setting_effects import of_data
 from setting_effects.effects import Differs, Effects, Shown
 from setting_effects.of_trainer import MODEL
-from shared.data.sources import Source
+from shared.data.source import Source
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.rl.generation import Drawing

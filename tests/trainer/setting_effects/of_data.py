@@ -27,7 +27,8 @@ from shared.data.cleaning.report import CleaningReport
 from shared.data.cleaning.stages import Measured, Verdict
 from shared.data.fim import FillInMiddle, FimConfig
 from shared.data.prepare import PrepareConfig, PreparedText, prepare
-from shared.data.sources import Source, open_source
+from shared.data.source import Source
+from shared.data.sources import open_source
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.datasets import ChatSource
 from shared.finetune.chat.prepare import PreparedChats

@@ -18,7 +18,7 @@ from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.parallel import parallelize
-from shared.parallel.comm import processes
+from shared.parallel.processes import torchrun as processes
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig

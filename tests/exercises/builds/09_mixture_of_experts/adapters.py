@@ -10,7 +10,7 @@ from the first stage to the last and stop after any of them. `spread` and `bad_i
 can fail before you begin them: until then let `make_layer` raise NotImplementedError for a group of several ranks.
 
 You may use everything of chapters 01 to 08. You need nothing of this chapter's exercises, and may copy from them. The modules of
-`shared.moe` and `shared.parallel.expert` may not be imported, nor may `transformers`. Unless a stage says otherwise the checks run in
+`shared.moe` and `shared.moe.parallel` may not be imported, nor may `transformers`. Unless a stage says otherwise the checks run in
 float64, with ranks as threads, and compare with one process, in which every expert sees every token, to 1e-9. To try something yourself,
 `run_threads(function, 2)` of `shared.parallel.comm.threads` calls function(group) on two ranks and returns what they return.
 

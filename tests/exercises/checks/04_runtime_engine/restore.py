@@ -10,8 +10,7 @@ from torch import nn
 
 from shared.course.checking import Case, Check
 from shared.engine.checkpoint.optimizer_state import OptimizerState
-from shared.engine.checkpoint.random_state import get_random_state, set_random_state
-from shared.engine.checkpoint.snapshot import Snapshot
+from shared.engine.checkpoint.snapshot import Snapshot, get_random_state, set_random_state
 
 from .runs import Run, adamw, after_two_steps, contents_of, drawn, everything, momentum, own, regrouped, take_steps
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shared.course.checking import Case, Check
-from shared.parallel.data.random_numbers import random_state_of
+from shared.parallel.data.activation_checkpointing import random_state_of
 
 CONTRACT = "the contract"
 FIRST_RUN = "torch's backward pass through a first run with a graph"

@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.course.checking import Case, Check
-from shared.parallel.comm.communicator import CompletedWork, SingleRankCommunicator
+from shared.parallel.comm.communicator import SingleRankCommunicator
+from shared.parallel.comm.work import CompletedWork
 
 from .watched import CONTRACT, begun, finished, over_ranks, overlaps
 

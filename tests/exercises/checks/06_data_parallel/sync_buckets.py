@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shared.course.checking import Case, Check
-from shared.parallel.data.buckets import SummedBucket
+from shared.parallel.data.ddp import SummedBucket
 from shared.parallel.comm.threads import run_threads
 
 CONTRACT = "the contract"

@@ -12,11 +12,11 @@ from torch import Tensor
 from shared.course.checking import Case, Check
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.model.config import ModelConfig
+from shared.model.sharding import sharding_of
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import sharding_of
 from shared.parallel.tensor import axis
 
 from .ranks import CONTRACT

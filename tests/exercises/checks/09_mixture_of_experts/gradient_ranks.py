@@ -14,15 +14,15 @@ import torch
 
 from shared.course.checking import Case, Check
 from shared.model.chunked_loss import packed_next_token_objective
+from shared.model.sharding import sharding_of
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig, MixtureModelConfig
+from shared.moe.parallel import groups
+from shared.moe.parallel.axis import ExpertParallel
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
-from shared.parallel.expert import groups
-from shared.parallel.expert.axis import ExpertParallel
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import sharding_of
 
 from .common import CONTRACT
 

@@ -36,13 +36,13 @@ from shared.course.errors import SettingError
 from shared.loss import IGNORED
 from shared.model.block import Block
 from shared.model.embedding import Head, TargetScores
+from shared.model.sharding import split_dimension
 from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
+from shared.parallel.data.shards_on_torch import chunk_ranges
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import split_dimension
 from shared.parallel.tensor.layers import ShardDropout, attend_with_own_dropout
 from shared.parallel.tensor.operators import require_divisible
-from shared.parallel.torch_backend.fsdp import chunk_ranges
 
 
 def parallelize_by_torch(model: TransformerModel, mesh: Mesh) -> None:

@@ -7,7 +7,7 @@ that has imported torch and done nothing else. The function is sent to them by c
 notebook cell. The rendezvous is a file, and gloo uses the loopback device only. A script that calls this needs
 `if __name__ == "__main__":`, because ranks import it.
 
-Left out on purpose: several machines. torchrun starts ranks there, and `shared.parallel.comm.processes.from_torchrun` joins its world.
+Left out on purpose: several machines. torchrun starts ranks there, and `shared.parallel.processes.torchrun.from_torchrun` joins its world.
 """
 
 import multiprocessing
@@ -32,7 +32,7 @@ from shared.course import binding
 from shared.course.running import PRELOADED, end_with_parent
 from shared.parallel.comm.communicator import CommunicationError, RankStopped, require_finished
 from shared.parallel.health.heartbeat import EXIT_CODE, RankLost, Timeouts
-from shared.parallel.comm.processes import broken_connections_named, join_world, leave_world
+from shared.parallel.processes.torchrun import broken_connections_named, join_world, leave_world
 
 Result = TypeVar("Result")
 LOCAL_TIMEOUTS = Timeouts(heartbeat_timeout=60.0, collective_timeout=1800.0, heartbeat_interval=0.2)

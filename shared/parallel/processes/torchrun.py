@@ -4,7 +4,7 @@
 
 It gives torch's collectives the interface of `Communicator`: ranks count within their group, results are in place, calls are traced.
 
-Left out on purpose: the algorithms of gloo and NCCL. Two of gloo's are replaced by faster ones (`shared.parallel.comm.gloo_routes`);
+Left out on purpose: the algorithms of gloo and NCCL. Two of gloo's are replaced by faster ones (`shared.parallel.processes.gloo_routes`);
 `shared.parallel.comm.collectives` builds all-reduce from sends and receives.
 """
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from shared.course.errors import CourseError
-from shared.parallel.comm import gloo_routes
-from shared.parallel.comm.addresses import choose_interface, route_to
+from shared.parallel.processes import gloo_routes
+from shared.parallel.processes.rendezvous import choose_interface, route_to
 from shared.parallel.comm.communicator import (
     CommunicationError,
     Communicator,
@@ -36,7 +36,7 @@ from shared.parallel.comm.communicator import (
 )
 from shared.parallel.health.agreement import program, require_agreement
 from shared.parallel.health.heartbeat import RAISE_GRACE, Heartbeat, Timeouts, deadline
-from shared.parallel.comm.joining import fresh_store
+from shared.parallel.processes.rendezvous import fresh_store
 from shared.parallel.comm.trace import CommTrace
 
 BROKEN = re.compile("gloo/transport|ncclRemoteError")  # how torch's errors of connections can be told from others

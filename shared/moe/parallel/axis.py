@@ -4,7 +4,7 @@
 
 The data ranks hold the experts between them: ep needs no ranks of its own. Router, shared experts and all other layers stay as they are.
 A layer's names stay too; its expert matrices [E, out, in] become boxes [E / ep, out, in], whose gradients are added over the ranks that
-hold the same experts (`shared.parallel.expert.groups`). Data engines, clipping and checkpoints read this off the parameters.
+hold the same experts (`shared.moe.parallel.groups`). Data engines, clipping and checkpoints read this off the parameters.
 
 The layer computes its shared experts while the rows are on their way back, and in the backward pass while their gradients are on their
 way to the experts: one of the two exchanges of each pass is hidden behind them.
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from shared.course.errors import SettingError
 from shared.model.config import ModelConfig
 from shared.model.context import to_compute_dtype
+from shared.model.sharding import Range, cut_parameter
 from shared.moe.layer import MixtureLayer, mixture_layers
+from shared.moe.parallel.all_to_all import begin_exchange, exchange_counts, exchange_rows
+from shared.moe.parallel.groups import expert_groups
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.expert.all_to_all import begin_exchange, exchange_counts, exchange_rows
-from shared.parallel.expert.groups import expert_groups
 from shared.parallel.mesh import Mesh
-from shared.parallel.sharding import Range, cut_parameter
 from shared.parallel.strategy import ParallelStrategy
 
 ExchangeRows = Callable[[Tensor, Sequence[int], Sequence[int], Communicator], Tensor]
@@ -44,7 +44,7 @@ class ExpertParallel:
         ep, edp, ranges = expert_groups(mesh, model.config.experts.num_experts)
         by_torch = None
         if mesh.config.backend == "torch":  # which takes seconds to import
-            from shared.parallel.torch_backend.expert import exchange_rows_by_torch as by_torch
+            from shared.moe.parallel.all_to_all import exchange_rows_by_torch as by_torch
         for layer in mixture_layers(model):
             spread(layer, ep, edp, ranges, by_torch)
 

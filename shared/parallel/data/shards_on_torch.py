@@ -22,8 +22,8 @@ from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.data.fsdp import compile_each
 from shared.parallel.mesh import Mesh
-from shared.parallel.comm.processes import all_gather_single, reduce_scatter_single
-from shared.parallel.sharding import Range, Sharding, make_shard, split_dimension
+from shared.parallel.processes.torchrun import all_gather_single, reduce_scatter_single
+from shared.model.sharding import Range, Sharding, make_shard, split_dimension
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 

@@ -17,11 +17,11 @@ from statistics import median
 import torch
 
 from shared.course.doctor import OK, PROBLEM, WARNING, Finding
-from shared.parallel.comm.addresses import route_to
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.processes import join_world, leave_world
 from shared.parallel.health.agreement import RanksDisagree, program, ranks_that_share, require_agreement
 from shared.parallel.health.heartbeat import Timeouts
+from shared.parallel.processes.rendezvous import route_to
+from shared.parallel.processes.torchrun import join_world, leave_world
 
 ROUND_TRIPS = 20
 FIRST_BYTES, SECONDS = 2**18, 0.5  # what is sent to see how fast a link is, and for how long it is then measured

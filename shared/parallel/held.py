@@ -1,4 +1,4 @@
-"""Chapter 06. The placement table: which ranks hold which part of which parameter, exchanged once at the start.
+"""Chapter 06. What a rank holds of a run, and the placement table: which ranks hold which part of which parameter, exchanged at the start.
 
 Gradient norm, checkpoint and replica check ask the same question of any layout: how many ranks hold this very part?
 
@@ -12,9 +12,11 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 
 import torch
+from torch import Tensor, nn
 
+from shared.model.sharding import Region
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.sharding import Region
+from shared.parallel.mesh import Mesh
 
 
 class Holders:
@@ -89,3 +91,27 @@ class Holders:
                     f"The ranks hold {held[name]} of the {math.prod(shape)} numbers of {name} {list(shape)} in parts that are to make up "
                     "the whole: its sharding is wrong on some rank, and nothing that is saved of it could be trusted."
                 )
+
+
+class Held:
+    """What a rank holds of a run, and who holds the same: what checkpoints and the replica check read of a distributed strategy.
+
+    Attributes:
+        module: the plain model, or this rank's part of it.
+        state: under logical names, a module whose `state_dict` has this rank's weights and whose `named_parameters` are the optimizer's.
+        mesh: this rank's.
+        weight_regions, optim_regions: logical name -> the region of the whole that this rank has of a weight, or of an optimizer's
+            parameter.
+        holders: which ranks hold which weights.
+        optim_holders: the same for the optimizer's parameters, and so for gradients and optimizer state.
+        measured: the gradient norm of the last step; None before the first one.
+    """
+
+    module: nn.Module
+    state: nn.Module
+    mesh: Mesh
+    weight_regions: dict[str, Region]
+    optim_regions: dict[str, Region]
+    holders: Holders
+    optim_holders: Holders
+    measured: Tensor | None

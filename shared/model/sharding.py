@@ -1,4 +1,4 @@
-"""Chapter 06. Sharding specs: which elements of a parameter a rank holds, as an attribute of the parameter.
+"""Chapter 02. Sharding specs: which elements of a parameter a rank holds, as an attribute of the parameter.
 
     whole     [0 1 2 3 4 5]      box    rows 0:2, columns 3:6     [3 4 5]       what tensor and expert parallelism compute with
               [6 7 8 9 a b]                                       [9 a b]
@@ -12,8 +12,6 @@ box that tensor parallelism has cut out of the whole. Code that shards a paramet
     partial_over   the group over which its gradient is partial, so that it must be all-reduced there; absent: none
 
 Optimizer, gradient norm and checkpoint read these facts, and no layout's name. Parameters of other pipeline stages are simply absent.
-
-Left out on purpose: fused matrices of which a rank holds several boxes; this model keeps q, k and v apart.
 """
 
 from __future__ import annotations
@@ -21,17 +19,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shared.parallel.comm.communicator import Communicator
-
-# What a shard copies from its parameter, apart from its sharding.
-FACTS = ("role", "full_precision", "kept_elsewhere", "shared_over", "partial_over")
+FACTS = ("role", "full_precision", "kept_elsewhere", "shared_over", "partial_over")  # what a shard copies, beside its sharding
 
 Range = tuple[int, int]  # start and stop within a parameter's flattened numbers
+
+
+class Group(Protocol):
+    """The ranks that share a parameter; `shared.parallel.comm.communicator.Communicator` is one."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, into: Tensor, tensor: Tensor, asynchronous: bool = False) -> object: ...
 
 
 class Box(NamedTuple):
@@ -132,7 +136,7 @@ def whole_region(shape: Sequence[int]) -> Region:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one parameter is sharded over the ranks of a group (a `shared.model.roles.Sharding`).
+    """How one parameter is sharded over the ranks of a group.
 
     Args:
         outer_shape: of what is cut here: the whole parameter, or, where `outer` is given, this rank's shard of that.
@@ -148,7 +152,7 @@ class Sharding:
 
     outer_shape: torch.Size
     parts: tuple[Box | Span, ...]
-    group: Communicator
+    group: Group
     outer: Sharding | None = None
     device: torch.device | None = None
 
@@ -232,7 +236,7 @@ class Sharding:
         return replace(self, device=device)
 
 
-def split_dimension(parameter: Tensor, dimension: int, ranges: Sequence[Range], group: Communicator) -> Sharding:
+def split_dimension(parameter: Tensor, dimension: int, ranges: Sequence[Range], group: Group) -> Sharding:
     """A slice of a dimension for each rank: how tensor parallelism shards a matrix, `fully_shard` rows, or expert parallelism a stack."""
     boxes = []
     for start, stop in ranges:
@@ -242,7 +246,7 @@ def split_dimension(parameter: Tensor, dimension: int, ranges: Sequence[Range], 
     return Sharding(parameter.shape, tuple(boxes), group, sharding_of(parameter))
 
 
-def cut_parameter(module: nn.Module, name: str, dimension: int, ranges: Sequence[Range], group: Communicator) -> nn.Parameter:
+def cut_parameter(module: nn.Module, name: str, dimension: int, ranges: Sequence[Range], group: Group) -> nn.Parameter:
     """Replace a parameter of a module by this rank's slice of a dimension, which has the parameter's other attributes."""
     whole = getattr(module, name)
     sharding = split_dimension(whole, dimension, ranges, group)
@@ -252,7 +256,7 @@ def cut_parameter(module: nn.Module, name: str, dimension: int, ranges: Sequence
     return part
 
 
-def split_spans(parameter: Tensor, ranges: Sequence[Range], group: Communicator) -> Sharding:
+def split_spans(parameter: Tensor, ranges: Sequence[Range], group: Group) -> Sharding:
     """A span of the flattened numbers for each rank, nested in the parameter's own sharding."""
     return Sharding(parameter.shape, tuple(Span(*each) for each in ranges), group, sharding_of(parameter))
 

@@ -3,6 +3,13 @@
 Every rank sends each other rank as many rows as the router decided, perhaps none, and the ranks know only what they send. So the numbers
 travel first, in an all-to-all of their own, and the host waits for them once: the second all-to-all needs the sizes of what arrives. A
 rank that sends and receives nothing calls both all the same, because the others wait for it (Lepikhin et al. 2020, GShard, section 3.2).
+
+On PyTorch's backend the rows take its own differentiable all-to-all (`all_to_all_single_autograd` of its functional collectives), whose
+result is waited for where it is first used, so that exchange has no two halves. The replicas' DDP leaves experts alone: their gradients
+are added over fewer ranks, by this course's engine.
+
+Left out on purpose: PyTorch's exchanges in the communication trace, where they do not appear; experts beside `fully_shard`, whose every
+parameter is on one mesh.
 """
 
 from collections.abc import Sequence
@@ -11,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from shared.course.binding import exercise
 from shared.parallel.comm.communicator import Communicator
@@ -44,7 +52,7 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
     tensor([[1., 2.],
             [3., 4.]])
 
-    The solution is in solutions/09_mixture_of_experts.py; `course read shared.parallel.expert.all_to_all` shows it in place.
+    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.parallel.all_to_all` shows it in place.
     """
 
 
@@ -129,3 +137,8 @@ def exchange_counts(counts: Tensor, group: Communicator) -> tuple[list[int], lis
     group.all_to_all(there.unbind(), here.unbind())
     sent, received = torch.stack([here, there]).tolist()
     return [sum(row) for row in sent], received, there.sum(dim=0)
+
+
+def exchange_rows_by_torch(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Communicator) -> Tensor:
+    """What `shared.moe.parallel.all_to_all.exchange_rows` does."""
+    return all_to_all_single_autograd(rows, list(received), list(sent), group.torch_group)

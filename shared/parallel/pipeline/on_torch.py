@@ -26,9 +26,8 @@ from torch.distributed.pipelining import (
 from shared.course.errors import CourseError, SettingError
 from shared.parallel.mesh import Mesh
 from shared.parallel.pipeline.runner import PipelineRunner
-from shared.parallel.pipeline.schedules import Action, Schedule
+from shared.parallel.pipeline.schedules import Action, Message, Schedule
 from shared.parallel.pipeline.stages import EndOfStage, PipelineModel
-from shared.parallel.pipeline.validate import Message
 from shared.totals import Batch, Objective, Totals, add_totals
 
 OF_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

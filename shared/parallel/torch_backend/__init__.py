@@ -1,1 +1,0 @@
-"""Chapter 06. The same layouts on PyTorch's own engines."""
