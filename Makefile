@@ -51,7 +51,7 @@ ifdef CHAPTER
 else ifdef PIPELINE
 	@$(BIN)/python -m shared.trainer.pipeline.chain $(CHAIN) $(if $(LAYOUT),layout=$(LAYOUT)) $(WORDS)
 else ifdef LAYOUT
-	@$(BIN)/python -m shared.trainer.start $(LAYOUT) $(CONFIG) $(WORDS)
+	@$(BIN)/python -m shared.trainer.launch.start $(LAYOUT) $(CONFIG) $(WORDS)
 else
 	@$(BIN)/python chapters/12_grpo/train.py $(CONFIG) $(WORDS)
 endif

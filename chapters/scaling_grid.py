@@ -238,7 +238,7 @@ def measured(grid: Grid, config: Any, steps: int) -> dict[str, float]:
     from shared.engine.metrics.flops import model_flops_per_token
     from shared.model.counting import parameter_counts
     from shared.totals import bits_per_byte
-    from shared.trainer.loaders import evaluation_loader
+    from shared.trainer.modes.pretrain import evaluation_loader
 
     run = fitted(grid, config, steps, evaluated=True)
     engine, config = run.engine, run.config

@@ -33,8 +33,9 @@ from shared.optim.muon import muon_step
 from shared.optim.schedules import learning_rate_factor
 from shared.parallel.config import ParallelConfig
 from shared.totals import add_totals, bits_per_byte
-from shared.trainer.config import TrainerConfig, resolve_precision
-from shared.trainer.modes import FIM_SLACK
+from shared.trainer.config import TrainerConfig
+from shared.trainer.models import resolve_precision
+from shared.trainer.sections import FIM_SLACK
 from shared.trainer.settings import parse_words
 
 

@@ -39,10 +39,10 @@ def main(words: list[str]) -> None:
         if asked := help_asked(words):
             print_help(TrainerConfig, USAGE, asked)
         from shared.parallel.processes.torchrun import from_torchrun
-        from shared.trainer.elastic import layout_for_those_there
+        from shared.trainer.costs import process_began
+        from shared.trainer.launch.elastic import layout_for_those_there
+        from shared.trainer.launch.start import with_start
         from shared.trainer.run import train_model
-        from shared.trainer.start import with_start
-        from shared.trainer.stopwatch import process_began
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     say = print if os.environ.get("RANK", "0") == "0" else lambda line: None  # torchrun's own variable

@@ -140,7 +140,7 @@ def twin(config: Path, words: tuple[str, ...], steps: int, layout: str, output: 
     Mode, layout, adapter, quantization, optimizer, precision and recomputation are the file's. Sizes shrink, text is made on the spot, and
     a model to start from gets random weights, so nothing is downloaded.
     """
-    from shared.trainer.twin import run_twin
+    from shared.trainer.launch.twin import run_twin
 
     if odd := [word for word in words if "=" not in word]:
         raise CourseError(f"{odd[0]!r} is not a setting: write key=value.")
@@ -160,7 +160,7 @@ def rendezvous(address: str, port: int) -> None:
 
     Every machine that reaches the address can join the run: give one of a network that is yours alone.
     """
-    from shared.trainer.elastic import hold_rendezvous
+    from shared.trainer.launch.elastic import hold_rendezvous
 
     terminal.open_console().print(f"Machines meet at {address}:{port}: torchrun --rdzv-endpoint {address}:{port} --rdzv-conf is_host=0")
     hold_rendezvous(address, port)
@@ -187,9 +187,9 @@ def answer_options(command: Callable) -> Callable:
 
 
 def answer_settings(drawn: dict[str, Any]) -> Any:
-    """`shared.trainer.chat.AnswerSettings` of the options' values. Raises SettingError, which names the option."""
+    """`shared.trainer.talk.chat.AnswerSettings` of the options' values. Raises SettingError, which names the option."""
     from shared.course.typed import configured
-    from shared.trainer.chat import AnswerSettings
+    from shared.trainer.talk.chat import AnswerSettings
 
     own = {name: drawn.pop(name) for name in ("new_tokens", "seed", "stop")}
     return configured(AnswerSettings, own | {"stop": list(own["stop"]), "drawing": drawn | {"top_k": drawn["top_k"] or None}})
@@ -210,11 +210,11 @@ def chat(run: str, system: str | None, web: bool, port: int, **drawn: Any) -> No
     /reset forgets what was said. Ctrl-D or Ctrl-C ends the conversation.
     """
     with all_stays():
-        from shared.trainer import chat as talking
+        from shared.trainer.talk import chat as talking
 
     settings = answer_settings(drawn)
     if web:
-        from shared.trainer.web.server import serve
+        from shared.trainer.talk.server import serve
 
         serve(terminal.open_console(), talking.open_talk(Path(run).expanduser(), settings, system), run, port)
     else:
@@ -233,7 +233,7 @@ def chat(run: str, system: str | None, web: bool, port: int, **drawn: Any) -> No
 def sample(run: str, prompt: str, number: int, system: str | None, **drawn: Any) -> None:
     """Print what a run's model answers to one PROMPT, token by token, and nothing else. The prompt - is read from standard input."""
     with all_stays():
-        from shared.trainer import chat as talking
+        from shared.trainer.talk import chat as talking
 
     settings = answer_settings(drawn)
     talking.sample(run, sys.stdin.read() if prompt == "-" else prompt, number, system, settings)
@@ -243,7 +243,7 @@ def sample(run: str, prompt: str, number: int, system: str | None, **drawn: Any)
 @click.argument("folder", metavar="[FOLDER]", default="runs", type=click.Path(path_type=Path))
 def runs(folder: Path) -> None:
     """List the runs in and below a folder, `runs` unless another one is given: state, step, loss, speed, memory, layout."""
-    from shared.trainer.records.listing import list_runs
+    from shared.trainer.reports.listing import list_runs
 
     list_runs(terminal.open_console(), folder.expanduser())
 
@@ -257,7 +257,7 @@ def runs(folder: Path) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="The page; comparison.html beside the first run unless given.")
 def report(folders: tuple[Path, ...], output: Path | None) -> None:
     """Set several runs side by side: results and settings that differ here, and a page with their curves over each other."""
-    from shared.trainer.records.side_by_side import report_runs
+    from shared.trainer.reports.side_by_side import report_runs
 
     folders = tuple(folder.expanduser() for folder in folders)
     report_runs(terminal.open_console(), folders, output or folders[0].resolve().parent / "comparison.html")

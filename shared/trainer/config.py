@@ -1,4 +1,4 @@
-"""Chapter 12. The trainer's configuration: every key of a run, typed, with a sentence for each field.
+"""Chapter 12. The trainer's configuration: every key of a run, typed, with a sentence for each field; and what each mode refuses.
 
 `train.py --help` prints these classes. Each checks what it holds before work begins, `TrainerConfig` what shows only together.
 """
@@ -8,113 +8,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 
 from shared.course.extensions import Extension
 from shared.course.typed import keys_of, unknown_key, usable_path
 from shared.data.loader import equal_microbatches
 from shared.engine.config import EngineConfig, require
-from shared.engine.metrics.peaks import cpu_peak
-from shared.finetune.chat.prepare import ChatConfig
+from shared.finetune.chat.prepare import PAIRS, ChatConfig
 from shared.finetune.config import AdapterConfig
-from shared.finetune.instructions import MOST_TASKS
 from shared.moe.config import MixtureModelConfig, require_layout
+from shared.moe.parallel.axis import require_experts
 from shared.optim.config import OptimizerConfig
-from shared.optim.precision import Precision
 from shared.optim.schedules import ScheduleConfig
-from shared.parallel.config import ParallelConfig, require_built
+from shared.parallel.config import ParallelConfig
 from shared.parallel.context.axis import require_shareable
 from shared.parallel.context.zigzag import require_divisible
 from shared.parallel.pipeline.axis import require_stages
 from shared.parallel.pipeline.schedules import make_schedule
-from shared.moe.parallel.axis import require_experts
 from shared.parallel.tensor.axis import require_even
 from shared.preference.config import PreferenceConfig
 from shared.preference.dpo_config import DPOConfig
-from shared.preference.ppo import PPOConfig
 from shared.preference.reward_model import RewardConfig
 from shared.rl.config import TaskPolicyConfig
-from shared.trainer.axes import BROUGHT
-from shared.trainer.data_config import DataConfig
-from shared.trainer.modes import require_mode
-
-WORTH = 1.3  # times faster must bfloat16 be, before the casts that autocast adds are paid for
-
-
-@dataclass
-class InstructionConfig:
-    """The instruction set that is made on the spot, and the held-out tasks (`shared.finetune.instructions`).
-
-    Args:
-        examples: conversations made to train on, where chats.sources is empty.
-        tasks: held-out tasks whose accuracy the report shows, before and after; 0 for none.
-        seed: of the set.
-        file: held-out tasks of your own, one JSON object a line with kind, prompt, answer and check; null for those of the set.
-    """
-
-    examples: int = 8000
-    tasks: int = 120
-    seed: int = 0
-    file: Path | None = None
-
-    def __post_init__(self):
-        require(self.examples >= 1, f"instructions.examples is {self.examples}: give at least 1.")
-        require(
-            0 <= self.tasks and (self.tasks <= MOST_TASKS or self.file is not None),
-            f"instructions.tasks is {self.tasks}: give 0 to {MOST_TASKS}, or a file of your own.",
-        )
-
-
-@dataclass
-class ReportConfig:
-    """What the report shows of the trained model.
-
-    Args:
-        prompts: texts that the model continues.
-        completions: gaps in held-out files that the model fills, from the text on both sides.
-        new_tokens: at most, for each prompt.
-        temperature: of the prompts' samples; 0 takes the likeliest token. Gaps are always filled with the likeliest.
-        top_k: how many of the likeliest tokens a sample draws from; null for all.
-        export: also write the model in Hugging Face's format.
-        held_out_rows: rows of held-out text in the last evaluation; null for all.
-    """
-
-    prompts: list[str] = field(default_factory=lambda: ["def ", "class ", "import "])
-    completions: int = 4
-    new_tokens: int = 96
-    temperature: float = 0.7
-    top_k: int | None = 40
-    export: bool = True
-    held_out_rows: int | None = None
-
-    def __post_init__(self):
-        require(self.completions >= 0 and self.new_tokens >= 1, "report.completions must be at least 0, and report.new_tokens at least 1.")
-        require(self.temperature >= 0, f"report.temperature is {self.temperature}: give at least 0.")
-        require(self.top_k is None or self.top_k >= 1, f"report.top_k is {self.top_k}: give at least 1, or null for all.")
-        require(
-            self.held_out_rows is None or self.held_out_rows >= 1, f"report.held_out_rows is {self.held_out_rows}: give 1 or more, or null."
-        )
-        require(all(self.prompts), "report.prompts holds an empty text: give each at least one character.")
-
-
-@dataclass(frozen=True)
-class PolicyConfig(PPOConfig):
-    """PPO: rollouts, losses, and what rewards answers. The first fields are chapter 11's (`shared.preference.ppo`).
-
-    Args:
-        reward: model, or gold for the hidden preference itself, which only prompts that are made on the spot have.
-        reward_model: with reward model, the folder of a run with mode reward, or of transformers' sequence classification.
-        reward_config: a configuration beside this file that trains a reward model where reward_model is not there yet; null to refuse that.
-    """
-
-    reward: Literal["model", "gold"] = "model"
-    reward_model: Path | None = None
-    reward_config: Path | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reward == "gold" and self.reward_model is not None:
-            raise ValueError("reward is gold, which asks no reward_model: leave one out.")
+from shared.trainer.sections import FIM_SLACK, PREFERRING, ROLLING, SECTIONS, DataConfig, InstructionConfig, PolicyConfig, ReportConfig
 
 
 @dataclass
@@ -152,7 +67,7 @@ class TrainerConfig:
         precision: of the matrix products; auto measures whether bfloat16 is faster here. Weights are float32.
         max_grad_norm: the longest gradient that is stepped with; null for no clipping.
         parallel: how the run is parallelized over processes, which torchrun starts.
-        elastic: whether the data axes shrink and grow with the ranks that torchrun starts, at each start (`shared.trainer.elastic`).
+        elastic: whether the data axes shrink and grow with the ranks that torchrun starts, at each start (`shared.trainer.launch.elastic`).
         engine: how the run is watched, saved and ended.
         report: what the report shows.
     """
@@ -200,8 +115,8 @@ class TrainerConfig:
         folder, given = settings.get("start_from"), settings.get("model") or {}
         if not isinstance(folder, str) or not isinstance(given, Mapping):  # refused, where it is wrong, with the other settings
             return settings
-        from shared.trainer.initial_weights import find_initial_weights  # needs this module's neighbours
         from shared.trainer.model_section import model_section
+        from shared.trainer.weights import find_initial_weights  # needs this module's neighbours
 
         start = find_initial_weights(usable_path(folder, "start_from"))
         return settings | {"model": model_section(given, start)}
@@ -212,7 +127,6 @@ class TrainerConfig:
         known = {*keys_of(TrainerConfig)} if self.continue_with else set()
         for name in self.continue_with:
             require(name in known, f"continue_with: {unknown_key(name, sorted(known))}")
-        require_built(self.parallel, BROUGHT)
         require(self.steps >= 1, f"steps is {self.steps}: give at least 1.")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}: give at least 0 and less than 2**63.")
         self.schedule = replace(self.schedule, steps=self.steps)
@@ -255,16 +169,128 @@ class TrainerConfig:
         )
 
 
-def resolve_precision(asked: str, device: torch.device) -> Precision:
-    """`asked`, or for "auto" the faster of bfloat16 and float32 on this device.
+def require_mode(config: TrainerConfig) -> None:
+    """Refuse what a mode does not do, in place of doing something else in silence."""
+    architecture, mode = config.model.architecture, config.mode
+    pretraining, tuning = mode == "pretrain", mode == "sft"
+    pairs, virtual = config.chats.template == PAIRS, config.virtual_tokens
+    template = "null" if config.chats.template is None else repr(config.chats.template)
+    moved = pretraining and config.data.fim.rate > 0
+    wrong = [
+        (
+            moved and config.data.seq <= 4 * FIM_SLACK,
+            f"data.seq is {config.data.seq}: moving middles needs rows of more than {4 * FIM_SLACK} tokens.",
+        ),
+        (
+            moved and config.data.strategy == "sequential",
+            "data.strategy sequential fills rows to the last position: with moved middles, which add tokens, use best_fit.",
+        ),
+        (
+            pretraining and architecture != "decoder",
+            f"model.architecture is {architecture!r}: pretraining predicts the next token, which needs a decoder.",
+        ),
+        (not pretraining and config.start_from is None, f"mode is {mode} and start_from is null: give the folder of a model to fine-tune."),
+        (
+            tuning and architecture == "encoder",
+            "mode is sft and the model of start_from is an encoder, which writes no text: give a decoder.",
+        ),
+        (
+            tuning and pairs != (architecture == "encoder-decoder"),
+            f"chats.template is {template} and the model of start_from is of the kind {architecture}: pairs is for an "
+            "encoder-decoder, and other templates are for a decoder.",
+        ),
+        (
+            config.adapter is not None and pretraining,
+            "adapter is for the modes that fine-tune: give mode sft, reward, dpo, ppo or grpo, or leave adapter out.",
+        ),
+        (bool(config.chats.sources) and pretraining, "chats is for mode sft: give mode sft, or text in data.prepare.sources."),
+        *unused_sections(config),
+        *(wrong_with_answers(config) if mode in (*PREFERRING, *ROLLING) else []),
+        (
+            virtual >= config.data.seq,
+            f"adapter.virtual_tokens is {virtual} and data.seq {config.data.seq}: a row has no room for anything else.",
+        ),
+    ]
+    for is_wrong, reason in wrong:
+        require(not is_wrong, reason)
 
-    A GPU since Ampere multiplies bfloat16 many times faster. A CPU does so only with instructions of its own (AMX, AVX512-BF16), and is
-    slower without, so there it is measured.
-    """
-    if asked != "auto":
-        return asked
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    if device.type != "cpu":
-        return "float32"
-    return "bfloat16" if cpu_peak(torch.bfloat16) > WORTH * cpu_peak(torch.float32) else "float32"
+
+def unused_sections(config: TrainerConfig) -> list[tuple[bool, str]]:
+    """Sections in which something is given, and which the mode does not read; each with a sentence about it."""
+    return [
+        (
+            config.mode not in modes and (section := getattr(config, name)) != type(section)(),
+            f"mode is {config.mode} and the section {name} is for mode {' or '.join(modes)}: leave it out, or give such a mode.",
+        )
+        for name, modes in SECTIONS.items()
+    ] + [
+        (
+            config.mode in modes and (section := getattr(config, name)) != type(section)(),
+            f"mode is {config.mode} and the section {name} is for mode sft: give {instead}, or mode sft.",
+        )
+        for name, modes, instead in (
+            ("chats", PREFERRING, "preferences"), ("instructions", PREFERRING, "preferences"), ("instructions", ("grpo",), "grpo.tasks")
+        )
+    ]  # fmt: skip
+
+
+def wrong_with_answers(config: TrainerConfig) -> list[tuple[bool, str]]:
+    """What modes refuse that learn from preferences or rewards; each with a sentence about it."""
+    mode, architecture, parallel, grpo = config.mode, config.model.architecture, config.parallel, config.grpo
+    of_model, judged = config.ppo.reward == "model", not config.preferences.sources
+    unused = unused_with_rollouts(config) if mode in ROLLING else []
+    return [
+        (
+            mode == "ppo" and of_model and config.ppo.reward_model is None,
+            "ppo.reward is model and ppo.reward_model is null: give the folder of a reward model, or ppo.reward gold.",
+        ),
+        (
+            mode == "ppo" and not of_model and not judged,
+            "ppo.reward is gold, and no hidden preference is known for prompts of your own (preferences.sources): give a reward model.",
+        ),
+        (
+            mode == "grpo" and bool(config.chats.sources),
+            "mode is grpo and chats.sources are conversations, for mode sft: give grpo.tasks, or mode sft.",
+        ),
+        (
+            mode == "grpo" and config.chats.template == PAIRS,
+            f"mode is grpo and chats.template is {PAIRS}, which is for an encoder-decoder: give chatml, a file or folder, or null.",
+        ),
+        (
+            mode == "grpo" and grpo.kl_coefficient > 0 and (grpo.kl_in, grpo.kl_estimator, grpo.kl_times_ratio) == ("loss", "k1", False),
+            "grpo.kl_estimator is k1, whose gradient in the loss is 0 on average: give grpo.kl_in reward, grpo.kl_times_ratio true, or k3.",
+        ),
+        (architecture != "decoder", f"mode is {mode} and the model of start_from is of the kind {architecture}: give a decoder."),
+        (
+            config.virtual_tokens > 0,
+            f"adapter.kind is {config.adapter and config.adapter.kind}, and mode {mode} trains low-rank updates alone: give lora.",
+        ),
+        (
+            parallel.context_parallel > 1,
+            f"parallel.context_parallel is {parallel.context_parallel}, and mode {mode} needs each answer whole on a rank: give 1.",
+        ),
+        (
+            config.data.strategy != "best_fit",
+            f"data.strategy is {config.data.strategy}, and mode {mode} packs whole answers: leave it out.",
+        ),
+        (
+            mode in ROLLING and parallel.pipeline_schedule == "interleaved",
+            f"parallel.pipeline_schedule is interleaved, which takes a multiple of the stages as micro-batches; in mode {mode} the "
+            "answers' lengths decide how many there are: give another schedule.",
+        ),
+        *((True, f"{name} has no effect with mode {mode}{why}: leave it out.") for name, why in unused),
+    ]
+
+
+def unused_with_rollouts(config: TrainerConfig) -> list[tuple[str, str]]:
+    """What is given and would do nothing in a mode that has prompts without an end, and no held-out loss; each with the reason."""
+    data, engine, no_loss = type(config.data)(), type(config.engine)(), ", which has no held-out loss"
+    evaluated = config.engine.evaluate_every not in (0, engine.evaluate_every)
+    found = [
+        (config.data.epochs != data.epochs, "data.epochs", ", where steps alone say how long prompts are answered"),
+        (config.data.held_out_rows != data.held_out_rows, "data.held_out_rows", no_loss),
+        (config.report.held_out_rows is not None, "report.held_out_rows", no_loss),
+        (evaluated, "engine.evaluate_every", no_loss),
+        (bool(config.engine.early_stopping), "engine.early_stopping", no_loss),
+    ]
+    return [(name, why) for is_given, name, why in found if is_given]

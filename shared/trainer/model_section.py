@@ -8,7 +8,7 @@ from shared.course.errors import SettingError
 from shared.course.typed import configured, typed
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.trainer import provenance
-from shared.trainer.initial_weights import InitialWeights
+from shared.trainer.weights import InitialWeights
 
 MAY_DIFFER = ("attention", "hidden_dropout", "attention_dropout", "initializer_range")
 OF_ROPE = ("max_position_embeddings", "rope_theta", "rope_scaling")  # may differ where positions are rope's: a longer context

@@ -1,6 +1,6 @@
 """Chapter 12. Provenance of a run: the resolved configuration and the code's version, kept beside its results.
 
-A run that is resumed must be the same run, so what decides its weights is compared with what was saved (`shared.trainer.retuning`).
+A run that is resumed must be the same run, so what decides its weights is compared with what was saved (`shared.trainer.records.changes`).
 """
 
 import json

@@ -1,53 +1,44 @@
-"""Chapter 12. Final evaluation of a run: its loss on all that is held out, what its mode shows of the model, what it cost."""
+"""Chapter 12. Final evaluation of a run: its loss on all that is held out, what its mode shows of the model, what it cost.
+
+A distributed run is compared with the same run in a single process, where that is there: what differs should be rounding. Loss curves that
+look alike prove nothing, so the weights are compared as well, tensor by tensor.
+"""
 
 import json
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
+from safetensors import SafetensorError, safe_open
 
-from shared.engine.debug.anomalies import put_weights
+from shared.course.errors import CourseError
 from shared.devices import on_device
 from shared.engine.trackers.jsonl import read_damaged
-from shared.finetune.base import merged_weights
-from shared.finetune.peft_format import save_adapter
 from shared.loop import evaluate
-from shared.model.hf.pretrained import save_pretrained
-from shared.model.transformer import TransformerModel
-from shared.moe.builders import MIXTURE
-from shared.output_files import write_atomically, writing
+from shared.output_files import write_atomically
 from shared.parallel.config import layout_name
-from shared.parallel.pipeline.balance import stage_blocks
-from shared.parallel.pipeline.schedules import make_schedule
-from shared.parallel.pipeline.simulate import make_timeline
-from shared.parallel.planning.expert_costs import expert_exchanges
-from shared.parallel.planning.pipeline_costs import held_parts, step_exchanges
-from shared.trainer.callbacks import peak_memory
-from shared.trainer.comparison import compare_with_single_process, known_causes
-from shared.trainer.config import TrainerConfig
 from shared.trainer import provenance
-from shared.trainer.elastic import eras
-from shared.trainer.extending import parameter_count
-from shared.trainer.planner.memory import step_sizes
-from shared.trainer.initial_weights import with_adapter
-from shared.trainer.records.listing import format_value
-from shared.trainer.report import Results, write_report
-from shared.trainer.retuning import changes_of
-from shared.trainer.stopwatch import IN_ALL
-
-if TYPE_CHECKING:
-    from shared.trainer.run import Run
+from shared.trainer.config import TrainerConfig
+from shared.trainer.costs import IN_ALL, peak_memory
+from shared.trainer.export import export, whole_model
+from shared.trainer.mode import Run
+from shared.trainer.models import parameter_count
+from shared.trainer.planner.layout import bubble_summary, predicted_traffic, stages_summary
+from shared.trainer.records.history import changes_of, eras
+from shared.trainer.reports.figures import Results
+from shared.trainer.reports.listing import format_value
+from shared.trainer.reports.page import write_report
 
 GIB = 2**30
 
 
-def evaluate_and_report(run: "Run", console: Console) -> Results | None:
+def evaluate_and_report(run: Run, console: Console) -> Results | None:
     """Evaluate the trained model, write the report and show the summary. Every rank calls it; rank 0 writes and returns the results."""
     config, engine = run.config, run.engine
     began = time.perf_counter()
@@ -90,50 +81,7 @@ def counted(batches: Any, status: Status) -> Iterator[Any]:
         yield batch
 
 
-def export(run: "Run") -> None:
-    """Write the trained model, with its tokenizer, into the folder `model`: where it has an adapter, merged, and the adapter alone into
-    `adapter`. Virtual tokens are part of no weight, so there the adapter is all. Every rank sends what it holds; rank 0 writes."""
-    output, strategy, config = run.config.engine.output, run.strategy, run.config
-    weights, longest = strategy.weights(), config.model.max_position_embeddings
-    weights = replace(weights, like={name: like for name, like in weights.like.items() if name not in run.mode.left_out})
-    if config.adapter:
-        folder, fingerprint = output / "adapter", provenance.saved_start(output) if strategy.rank == 0 else None
-        with writing(folder):
-            save_adapter(strategy.module, folder, weights=weights, base=str(run.start.folder), fingerprint=fingerprint)
-            if strategy.rank == 0:
-                run.mode.save_beside(folder, longest)
-        if config.adapter.kind != "lora":
-            return
-        weights = merged_weights(strategy.module, weights)
-    with writing(output / "model"):
-        save_pretrained(strategy.module, output / "model", token_ids=token_ids(run), weights=weights)
-        if strategy.rank == 0:
-            run.mode.save_beside(output / "model", longest)
-
-
-def token_ids(run: "Run") -> dict[str, Any]:
-    """The special tokens of an exported model: those of the model that it began as, and what ends a text now."""
-    rows, ends = run.config.model.vocab_size, run.mode.end_ids
-    known = {name: number for name, number in run.strategy.module.token_ids.items() if isinstance(number, int) and 0 <= number < rows}
-    padding = {} if run.mode.pad_id is None else {"pad_token_id": run.mode.pad_id}
-    return known | {"eos_token_id": ends[0] if len(ends) == 1 else ends} | padding
-
-
-def whole_model(run: "Run") -> TransformerModel | None:
-    """The trained model on rank 0, whole; None on the others, which all take part in putting it together."""
-    strategy = run.strategy
-    if strategy.size == 1:
-        return run.engine.model
-    weights = strategy.full_weights()
-    if strategy.rank:
-        return None
-    model = run.mode.shaped(with_adapter(TransformerModel(run.config.model, MIXTURE), run.config.adapter, run.config.seed))
-    model = model.to(run.engine.device)
-    put_weights(model, weights)
-    return model
-
-
-def layout_summary(run: "Run", memory: list[int]) -> dict[str, Any]:
+def layout_summary(run: Run, memory: list[int]) -> dict[str, Any]:
     """The layout, the communication of a step, and the peak memory of each rank."""
     if len(memory) == 1:
         return {}
@@ -143,53 +91,7 @@ def layout_summary(run: "Run", memory: list[int]) -> dict[str, Any]:
     return {"layout": layout} | found | {"peak memory by rank, GiB": peaks}
 
 
-def stages_summary(config: TrainerConfig) -> dict[str, str]:
-    """Which blocks each stage of a pipeline has, counted from 0."""
-    if config.parallel.pipeline_parallel == 1:
-        return {}
-    ends = [(blocks[0], blocks[-1]) for blocks in stage_blocks(config.model, config.parallel)]
-    return {"blocks by stage": ", ".join(f"{first} to {last}" if first < last else f"{first}" for first, last in ends)}
-
-
-def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
-    """The bubble of a pipeline's schedule, of stages that all take equally long and messages that take no time."""
-    parallel = config.parallel
-    if parallel.pipeline_parallel == 1:
-        return {}
-    microbatches = step_sizes(config).microbatches
-    schedule = make_schedule(parallel.pipeline_schedule, parallel.pipeline_parallel, microbatches, parallel.pipeline_chunks)
-    bubble = make_timeline(schedule, microbatches, parallel.pipeline_chunks).bubble()
-    return {f"bubble of {parallel.pipeline_schedule}, of the time computed": bubble}
-
-
-def pipeline_line(config: TrainerConfig) -> str:
-    """What a run says of its pipeline when it begins, and what would shorten a long bubble."""
-    parallel, rows, microbatches = config.parallel, config.data.micro_batch_size, step_sizes(config).microbatches
-    [bubble] = bubble_summary(config).values()
-    step = f"{microbatches} micro-batch{'es' * (microbatches > 1)} in a step"
-    said = f"Schedule {parallel.pipeline_schedule}, {step}: ranks wait {bubble:.0%} of the time that they compute, by simulation."
-    shorter = f" data.micro_batch_size is {rows}: a smaller one makes more micro-batches, and ranks wait less."
-    return said + shorter * (microbatches < 4 * parallel.pipeline_parallel and rows > 1)
-
-
-def predicted_traffic(config: TrainerConfig) -> dict[str, str]:
-    """What tensor, pipeline and expert parallelism should send in a step by formula, on the first stage, all experts equally loaded;
-    in the words of `Traffic.per_step`."""
-    model, parallel, step = config.model, config.parallel, step_sizes(config)
-    if parallel.backend == "torch":
-        return {}  # it is not traced
-    calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    exchanges = step_exchanges(model, parallel, config.optimizer, step)
-    for each in [*exchanges, *expert_exchanges(model, parallel, step, held_parts(model, parallel)[0])]:
-        calls[each.operation, each.axis] += each.calls
-        sizes[each.operation, each.axis] += each.calls * each.bytes
-    return {
-        f"{operation} over {axis}, by formula": f"{count:.0f} calls, {sizes[operation, axis] / 1e6:.2f} MB"
-        for (operation, axis), count in sorted(calls.items())
-    }
-
-
-def costs(run: "Run", metrics: dict[int, dict[str, float]], report_seconds: float) -> dict[str, Any]:
+def costs(run: Run, metrics: dict[int, dict[str, float]], report_seconds: float) -> dict[str, Any]:
     """What the run took. Medians over the logs, which a moment's pause does not move."""
 
     def median(name: str) -> float | None:
@@ -231,3 +133,67 @@ def show(results: Results, console: Console) -> None:
         table.add_row(name, format_value(name, value))
     console.print(table)
     console.print(f"The report: {results.report}", markup=False, highlight=False, soft_wrap=True)
+
+
+def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
+    """How far losses and weights are from those of the same run in one process, where a finished one lies beside this run's folder.
+
+    `make run LAYOUT=dp2` writes to `runs/laptop-dp2`, and looks for `runs/laptop`.
+    """
+    output, name = config.engine.output, layout_name(config.parallel)
+    other = output.with_name(output.name.removesuffix(f"-{config.parallel.backend}").removesuffix(f"-{name}"))
+    if config.parallel.ranks == 1 or other == output or not same_run(other, config):
+        return {}
+    (here, _), (there, _) = (read_damaged(folder / "metrics.jsonl") for folder in (output, other))  # what can be compared is
+    found = {}
+    for metric in ("train/loss", "validation/loss"):
+        pairs = [(here[step][metric], there[step][metric]) for step in here if metric in here[step] and metric in there.get(step, {})]
+        if pairs:
+            found[f"largest difference in {metric} to {other}"] = largest(abs(mine - theirs) for mine, theirs in pairs)
+    if config.report.export and (other / "model").is_dir():
+        try:
+            found[f"largest difference in weights to {other}, relative"] = largest_difference(output / "model", other / "model")
+        except (OSError, SafetensorError):  # another run's damage is no reason to end this one without its report
+            found["weights"] = f"not compared: the model in {other / 'model'} cannot be read"
+    return found
+
+
+def known_causes(config: TrainerConfig) -> dict[str, str]:
+    """What else than rounding makes this run another one than that of a single process. Tensor-parallel ranks alone draw as it does, but
+    for their own heads and their own positions."""
+    parallel, model = config.parallel, config.model
+    cut = parallel.ranks > parallel.tensor_parallel or parallel.sequence_parallel or model.attention_dropout
+    if (model.hidden_dropout or model.attention_dropout) and parallel.ranks > 1 and cut:
+        return {"dropout": "its draws differ by layout, so losses and weights do as well"}
+    return {}
+
+
+def same_run(folder: Path, config: TrainerConfig) -> bool:
+    """Whether a folder holds a finished run of the same configuration, what changes nothing but rounding aside, and with the same history:
+    one that was retuned on its way is another run."""
+    if not ((folder / provenance.CONFIG).is_file() and (folder / "results.json").is_file()):
+        return False
+    try:
+        before = provenance.read_record(folder / provenance.CONFIG) | {"start": provenance.saved_start(folder)}
+        now = provenance.plain(config) | {"start": provenance.saved_start(config.engine.output)}
+    except CourseError:
+        return False
+    mine, theirs = ([[change.step, change.settings] for change in changes_of(each)] for each in (config.engine.output, folder))
+    return not provenance.differences(before, now) and mine == theirs
+
+
+def largest_difference(mine: Path, theirs: Path) -> float:
+    """Over the tensors of two exported models: |a - b| / |b|, by their lengths."""
+    differences = []
+    for path in sorted(mine.glob("*.safetensors")):
+        with safe_open(path, "pt") as here, safe_open(theirs / path.name, "pt") as there:
+            for name in here.keys():
+                other = there.get_tensor(name).double()
+                difference = (here.get_tensor(name).double() - other).norm()
+                differences.append((difference / other.norm().clamp(min=torch.finfo(other.dtype).tiny)).item())
+    return largest(differences)
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest number, or NaN where any is none: Python's `max` would pass over it."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()

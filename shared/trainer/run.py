@@ -1,15 +1,14 @@
 """Chapter 12. A training run from its configuration to its report: prepare the data, build the model, fit, evaluate.
 
 Read from the top: each function is one stage, and what a stage does is in an earlier chapter's part of the core. What differs between the
-modes, such as where rows come from and what is evaluated at the end, is one object, a `Mode` (`shared.trainer.modes`):
-`shared.trainer.pretrain` has the first.
+modes, such as where rows come from and what is evaluated at the end, is one object, a `Mode` (`shared.trainer.mode`):
+`shared.trainer.modes.pretrain` has the first.
 """
 
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -30,36 +29,34 @@ from shared.moe.balancing import BalanceExperts
 from shared.moe.expert_norms import ExpertNorms
 from shared.optim.build import build_optimizer
 from shared.optim.loss_scale import KeepLossScale, LossScaler
-from shared.optim.schedules import ScheduleLearningRate
 from shared.optim.precision import autocast_objective
+from shared.optim.schedules import ScheduleLearningRate
 from shared.optim.updater import Update
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
-from shared.parallel.processes.torchrun import broken_connections_named
 from shared.parallel.config import layout_name
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.mesh import Mesh
-from shared.parallel.strategy import ParallelStrategy
+from shared.parallel.processes.torchrun import broken_connections_named
 from shared.trainer import provenance
-from shared.trainer.callbacks import Costs, Traffic
-from shared.trainer.config import TrainerConfig, resolve_precision
-from shared.trainer.continuation import copy_run, nothing_to_continue, remove_copy, remove_if_empty
-from shared.trainer.dpo import PreferenceTuning
-from shared.trainer.elastic import History, note_end, require_one_folder
-from shared.trainer.extending import objective_of, own_parts, parameter_count, require_extensions
-from shared.trainer.fitting import require_memory
-from shared.trainer.grpo import TaskPolicyOptimization
-from shared.trainer.initial_weights import InitialWeights, find_initial_weights, fingerprint_of, float_remark
-from shared.trainer.models import parallel_model
-from shared.trainer.modes import ROLLING, Mode
-from shared.trainer.ppo import PolicyOptimization
-from shared.trainer.pretrain import Pretraining
-from shared.trainer.report import Results
-from shared.trainer.retuning import Changes, KeepChanges, find_changes, unresolved
-from shared.trainer.reward import RewardModelling
-from shared.trainer.sft import FineTuning
-from shared.trainer.stopwatch import Stopwatch
-from shared.trainer.results import evaluate_and_report, pipeline_line, stages_summary
-
+from shared.trainer.config import TrainerConfig
+from shared.trainer.costs import Costs, Stopwatch, Traffic
+from shared.trainer.mode import Mode, Run
+from shared.trainer.models import float_remark, objective_of, own_parts, parallel_model, parameter_count, require_extensions
+from shared.trainer.models import resolve_precision
+from shared.trainer.modes.grpo import TaskPolicyOptimization
+from shared.trainer.modes.pairs import PreferenceTuning, RewardModelling
+from shared.trainer.modes.ppo import PolicyOptimization
+from shared.trainer.modes.pretrain import Pretraining
+from shared.trainer.modes.sft import FineTuning
+from shared.trainer.planner.layout import pipeline_line, stages_summary
+from shared.trainer.planner.memory import require_memory
+from shared.trainer.records.changes import Changes, KeepChanges, find_changes, unresolved
+from shared.trainer.records.continuation import copy_run, nothing_to_continue, remove_copy, remove_if_empty
+from shared.trainer.records.history import History, note_end
+from shared.trainer.reports.figures import Results
+from shared.trainer.results import evaluate_and_report
+from shared.trainer.sections import ROLLING
+from shared.trainer.weights import InitialWeights, find_initial_weights, fingerprint_of
 
 MODES: dict[str, Callable[..., Mode]] = {
     "pretrain": Pretraining,
@@ -71,31 +68,12 @@ MODES: dict[str, Callable[..., Mode]] = {
 }
 
 
-@dataclass
-class Run:
-    """A run that is ready to be fitted, as one rank sees it."""
-
-    config: TrainerConfig
-    mode: Mode
-    start: InitialWeights | None
-    engine: RuntimeEngine
-    strategy: ParallelStrategy
-    costs: Costs
-    traffic: Traffic
-    changes: Changes
-    watch: Stopwatch
-
-    @property
-    def text(self) -> Any:
-        return self.mode.text
-
-
 def train_model(config: TrainerConfig, console: Console, world: Communicator | None = None, began: float | None = None) -> Results | None:
     """Train as `config` says and write the report. Every rank calls it; rank 0 speaks, and returns the results.
 
     Args:
         world: the ranks of the run; None for this process alone.
-        began: when the time that the report accounts for began (`shared.trainer.stopwatch`); None for now.
+        began: when the time that the report accounts for began (`shared.trainer.costs`); None for now.
 
     Raises:
         SystemExit: the run was asked to leave before its end; the code is the one that shells give to that signal.
@@ -266,3 +244,12 @@ def announce(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def require_one_folder(config: TrainerConfig, sharing: list[int], world: Communicator) -> None:
+    """Refuse an elastic run whose ranks see different folders: a machine that joins would have no checkpoint."""
+    if config.elastic and len(sharing) < world.size:
+        raise CourseError(
+            f"elastic is true and {config.engine.output} is not one folder for all ranks: put engine.output on storage that all machines "
+            "share, so that any of them can resume the run."
+        )

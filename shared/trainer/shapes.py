@@ -10,8 +10,8 @@ from shared.course.typed import configured
 from shared.data.prepare import PrepareConfig
 from shared.model.families import PRESETS
 from shared.moe.config import MixtureModelConfig
-from shared.trainer.initial_weights import find_initial_weights
 from shared.trainer.settings import read_settings
+from shared.trainer.weights import find_initial_weights
 
 
 def start_shape(settings: Mapping[str, Any], file: Path) -> MixtureModelConfig:

@@ -79,9 +79,9 @@ def serve(folder: Path, rank: int, row: str, model: str, steps: int) -> None:
     if row != "one":
         parse_layout = found("parse_layout", "shared.parallel.config")
         config = replace(config, parallel=parse_layout(row), data=replace(config.data, micro_batch_size=config.data.batch_size // 2))
-    run = found("build", "shared.trainer.run", "shared.trainer.pretrain")(config, Console(quiet=True), world)
+    run = found("build", "shared.trainer.run", "shared.trainer.modes.pretrain")(config, Console(quiet=True), world)
     mesh = run.mesh if hasattr(run, "mesh") else run.strategy.mesh
-    engine, (loader, _) = run.engine, found("loaders", "shared.trainer.loaders", "shared.trainer.pretrain")(run.config, run.text, mesh)
+    engine, (loader, _) = run.engine, found("loaders", "shared.trainer.mode", "shared.trainer.modes.pretrain")(run.config, run.text, mesh)
     engine.steps, engine.val_loader = FOREVER, None
     engine.stateful = engine.stateful_parts(loader)
     engine.callbacks.tell("on_start", engine)

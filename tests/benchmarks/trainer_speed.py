@@ -50,7 +50,7 @@ def settings(folder: Path, device: str, dtype: str) -> TrainerConfig:
 
 
 def prepare_ours(folder: str, device: str, dtype: str) -> Round:
-    from shared.trainer.loaders import loaders
+    from shared.trainer.modes.pretrain import loaders
     from shared.trainer.run import build
 
     run = build(settings(Path(folder), device, dtype), Console(quiet=True))

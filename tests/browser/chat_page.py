@@ -15,8 +15,8 @@ from unittest.mock import patch
 from devtools import Page, open_browser
 
 from shared.rl.generation import Drawing
-from shared.trainer.chat import AnswerSettings, Talk, open_talk
-from shared.trainer.web.server import ChatServer
+from shared.trainer.talk.chat import AnswerSettings, Talk, open_talk
+from shared.trainer.talk.server import ChatServer
 
 HOSTILE = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>\n</p><b>bold</b> &amp; \u202eevil\u202c <iframe>"
 IDLE = "document.getElementById('stop-button').disabled && document.getElementById('log').getAttribute('aria-busy') === 'false'"

@@ -151,7 +151,7 @@ def test_make_run_starts_the_trainer_or_a_chapter_and_hands_options_on():
         "--dry-run", "run", "CHAPTER=01", "IMPL=mixed", "ARGS=--steps 3"
     )
     layout = make("--dry-run", "run", "LAYOUT=dp2", "CONFIG=my.yaml")
-    assert "shared.trainer.start dp2 my.yaml" in layout and "parallel.backend" not in layout
+    assert "shared.trainer.launch.start dp2 my.yaml" in layout and "parallel.backend" not in layout
     assert "my.yaml parallel.backend=torch steps=3" in make(
         "--dry-run", "run", "LAYOUT=dp2", "CONFIG=my.yaml", "BACKEND=torch", "ARGS=steps=3"
     )

@@ -34,8 +34,8 @@ from shared.engine.callbacks import Callback  # noqa: E402
 from shared.parallel.processes.torchrun import ProcessCommunicator, from_torchrun  # noqa: E402
 from shared.trainer import run  # noqa: E402
 from shared.trainer.config import TrainerConfig  # noqa: E402
+from shared.trainer.launch.start import torchrun  # noqa: E402
 from shared.trainer.settings import parse_words  # noqa: E402
-from shared.trainer.start import torchrun  # noqa: E402
 
 
 class Spoiler(Callback):

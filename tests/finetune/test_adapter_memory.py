@@ -31,7 +31,7 @@ from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.planning.memory import StepSizes
 from shared.trainer.config import DataConfig, TrainerConfig
-from shared.trainer.fitting import memory_needed
+from shared.trainer.planner.memory import memory_needed
 
 WITHIN = 0.05
 

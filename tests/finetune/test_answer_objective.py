@@ -17,7 +17,7 @@ from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 SMALL = replace(WIDTHS, intermediate_size=28)
 

@@ -20,7 +20,7 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 IDS = torch.randint(31, (2, 12), generator=torch.Generator().manual_seed(0))
 

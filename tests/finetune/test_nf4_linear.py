@@ -25,7 +25,7 @@ from shared.parallel.config import parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.processes.launch import run_processes
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 
 def linear_of(out_features: int, in_features: int, bias: bool = True, double: bool = True) -> Nf4Linear:

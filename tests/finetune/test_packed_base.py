@@ -23,7 +23,7 @@ from shared.finetune.quantization.rounding import Rounding
 from shared.finetune.quantization.saved import save_quantized
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.threads import run_threads
-from shared.trainer.planner.base_bits import base_bits
+from shared.trainer.planner.memory import base_bits
 
 METHODS = {
     "rounded": Rounding(8, 64),

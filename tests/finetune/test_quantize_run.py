@@ -18,8 +18,8 @@ from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.rl.generation import Drawing
-from shared.trainer.chat import AnswerSettings, open_talk
-from shared.trainer.initial_weights import find_initial_weights
+from shared.trainer.talk.chat import AnswerSettings, open_talk
+from shared.trainer.weights import find_initial_weights
 
 CHAPTER = CHECKOUT / "chapters" / "10_finetuning"
 

@@ -15,7 +15,7 @@ from shared.model.config import ModelConfig
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 N, SEQ, VOCABULARY = 3, 16, 31
 SMALL = ModelConfig(

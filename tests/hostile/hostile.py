@@ -75,7 +75,7 @@ class Command:
     function: tuple[str, str] | None = None
 
     def __str__(self) -> str:
-        name = {"shared/trainer/start.py": "start"}.get(self.script, Path(self.script).stem)
+        name = {"shared/trainer/launch/start.py": "start"}.get(self.script, Path(self.script).stem)
         name = f"{Path(self.script).parent.name[:2]} run" if name == "run" else name
         return " ".join([f"{self.function[1]}()"] if self.function else [name, *self.words])
 
@@ -87,7 +87,7 @@ def trainer(*words: str, config: str = "{folder}/tiny.yaml", **changes: Any) -> 
 
 def start(*words: str, **changes: Any) -> Command:
     """The launcher of `make run LAYOUT=...`: a layout, a configuration, key=value words."""
-    return Command("shared/trainer/start.py", words, changes)
+    return Command("shared/trainer/launch/start.py", words, changes)
 
 
 def chapter(number: str, *words: str) -> Command:

@@ -14,7 +14,7 @@ from shared.course.typed import members
 from shared.model.transformer import TransformerModel
 from shared.optim.build import build_optimizer
 from shared.trainer.config import TrainerConfig
-from shared.trainer.fitting import memory_needed
+from shared.trainer.planner.memory import memory_needed
 from shared.trainer.settings import parse_words
 
 

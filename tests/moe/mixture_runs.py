@@ -22,7 +22,7 @@ from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
 from shared.parallel.health.replicas import require_equal
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 EXPERTS = MixtureConfig(
     4, 16, balance_coefficient=0.3, z_coefficient=0.05, bias_update_rate=0.02, num_shared_experts=1, first_k_dense=1, capacity_factor=1.2

@@ -18,7 +18,7 @@ from shared.parallel.planning.memory import StepSizes
 from shared.parallel.planning.pipeline_costs import held_parts
 from shared.parallel.planning.tensor_costs import total_cost
 from shared.trainer.config import TrainerConfig
-from shared.trainer.results import predicted_traffic
+from shared.trainer.planner.layout import predicted_traffic
 from shared.trainer.settings import parse_words
 
 BUSY = partial(pytest.param, marks=pytest.mark.slow)  # the same in more layouts

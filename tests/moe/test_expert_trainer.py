@@ -13,10 +13,9 @@ from trainer_runs import settings_file, train
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
-from shared.trainer import start
-from shared.trainer.axes import RUN_AXES
 from shared.trainer.config import TrainerConfig
-from shared.trainer.models import plain_model
+from shared.trainer.launch import start
+from shared.trainer.models import RUN_AXES, plain_model
 from shared.trainer.settings import parse_words
 
 EXPERTS = {

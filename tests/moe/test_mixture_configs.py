@@ -13,10 +13,9 @@ from shared.model.counting import active_feed_forward_size, parameter_counts
 from shared.parallel.config import parse_layout
 from shared.parallel.planning.memory import StepSizes, estimate_memory
 from shared.parallel.planning.pipeline_costs import estimate_ranks
-from shared.trainer import fitting
 from shared.trainer.config import TrainerConfig
-from shared.trainer.fitting import memory_needed
-from shared.trainer.planner.memory import step_sizes
+from shared.trainer.planner import memory as planned_memory
+from shared.trainer.planner.memory import memory_needed, step_sizes
 from shared.trainer.settings import merged, parse_text, read_settings
 
 GIB = 2**30
@@ -47,9 +46,9 @@ def test_two_cards_of_24_gigabytes_hold_the_mixture_and_neither_holds_it_alone()
 
 def test_a_mixture_that_cannot_fit_is_refused_with_what_it_needs(monkeypatch):
     config = configuration("two_3090s_ep2.yaml")
-    monkeypatch.setattr(fitting, "memory_of", lambda device: 12 * GIB)
-    with pytest.raises(fitting.SettingError, match=r"a rank needs about 16 GiB and cuda has 12"):
-        fitting.require_memory(config, "cuda")
+    monkeypatch.setattr(planned_memory, "memory_of", lambda device: 12 * GIB)
+    with pytest.raises(planned_memory.SettingError, match=r"a rank needs about 16 GiB and cuda has 12"):
+        planned_memory.require_memory(config, "cuda")
 
 
 def test_a_laptops_mixture_takes_the_arithmetic_of_the_dense_model():

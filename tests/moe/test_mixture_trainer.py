@@ -24,7 +24,7 @@ from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
 from shared.trainer.config import TrainerConfig
-from shared.trainer.pretrain import Pretraining
+from shared.trainer.modes.pretrain import Pretraining
 from shared.trainer.run import announce
 from shared.trainer.settings import parse_text, parse_words
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from trainer_runs import settings_file, train
 
-from shared.trainer import start
+from shared.trainer.launch import start
 
 TIMEOUT = 600
 LAYOUTS = ("pp2_tp2", "fsdp2_tp2", "dp2_tp2_zero1", "fsdp2_ep2", "pp2_dp2_ep2", "pp2_fsdp2_tp2")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.course.errors import CourseError
-from shared.parallel.processes import rendezvous as addresses
+from shared.parallel.processes import rendezvous
 from shared.parallel.processes.rendezvous import choose_interface, reachable_interface, route_to
 from shared.parallel.processes.torchrun import from_torchrun
 
@@ -34,13 +34,13 @@ def test_the_interface_is_the_one_that_others_reach(rank, routes, interface):
 
 @pytest.fixture
 def no_choice(monkeypatch):
-    for name in addresses.VARIABLES:
+    for name in rendezvous.VARIABLES:
         monkeypatch.setenv(name, "")  # so that what a test sets is taken back
         monkeypatch.delenv(name)
 
 
 def test_what_is_chosen_is_set_and_what_the_user_has_set_stays(monkeypatch, no_choice):
-    monkeypatch.setattr(addresses, "route_to", lambda host, port: ("127.0.0.1", "127.0.0.1"))
+    monkeypatch.setattr(rendezvous, "route_to", lambda host, port: ("127.0.0.1", "127.0.0.1"))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
     choose_interface(torch.distributed.HashStore(), 0, 1, "localhost", 29400)
     assert os.environ["GLOO_SOCKET_IFNAME"] in dict(socket.if_nameindex()).values() and os.environ["NCCL_SOCKET_IFNAME"] == "mine"
@@ -48,13 +48,13 @@ def test_what_is_chosen_is_set_and_what_the_user_has_set_stays(monkeypatch, no_c
 
 def test_nccl_gets_the_whole_name_and_not_the_beginning_of_names(monkeypatch, no_choice):
     """Without `=`, eth1 stands for eth10 as well."""
-    monkeypatch.setattr(addresses, "route_to", lambda host, port: ("127.0.0.1", "127.0.0.1"))
+    monkeypatch.setattr(rendezvous, "route_to", lambda host, port: ("127.0.0.1", "127.0.0.1"))
     choose_interface(torch.distributed.HashStore(), 0, 1, "localhost", 29400)
     assert os.environ["NCCL_SOCKET_IFNAME"] == f"={os.environ['GLOO_SOCKET_IFNAME']}"
 
 
 def test_a_machine_without_such_an_address_names_the_setting_unless_it_is_set(monkeypatch, no_choice):
-    monkeypatch.setattr(addresses, "route_to", lambda host, port: ("192.0.2.1", "192.0.2.9"))
+    monkeypatch.setattr(rendezvous, "route_to", lambda host, port: ("192.0.2.1", "192.0.2.9"))
     with pytest.raises(CourseError, match=r"^Rank 0, on .* at 192\.0\.2\.1, .* Set GLOO_SOCKET_IFNAME .* one of: .*lo"):
         choose_interface(torch.distributed.HashStore(), 0, 1, "a", 29400)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
@@ -64,7 +64,7 @@ def test_a_machine_without_such_an_address_names_the_setting_unless_it_is_set(mo
 
 def test_what_one_machine_lacks_is_said_by_all_ranks(monkeypatch, no_choice):
     routes = {"a": ("127.0.0.1", "127.0.1.1"), "b": ("192.0.2.1", "127.0.0.1")}  # by what each calls MASTER_ADDR; b has no such address
-    monkeypatch.setattr(addresses, "route_to", lambda host, port: routes[host])
+    monkeypatch.setattr(rendezvous, "route_to", lambda host, port: routes[host])
     store = torch.distributed.HashStore()
 
     def choose(rank):

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from shared.parallel.comm.communicator import CommunicationError
-from shared.parallel.processes import rendezvous as joining
+from shared.parallel.processes import rendezvous
 
 
 @pytest.fixture
@@ -24,16 +24,16 @@ def client(store):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(joining, "FIRST", 0.3)
-    monkeypatch.setattr(joining, "NEXT", 0.4)
+    monkeypatch.setattr(rendezvous, "FIRST", 0.3)
+    monkeypatch.setattr(rendezvous, "NEXT", 0.4)
 
 
 def test_ranks_that_come_within_the_time_share_a_part_of_the_store_and_say_nothing(store, client, capsys, monkeypatch):
-    monkeypatch.setattr(joining, "FIRST", 15.0)
+    monkeypatch.setattr(rendezvous, "FIRST", 15.0)
     found = {}
-    other = threading.Thread(target=lambda: found.update(one=joining.fresh_store(client, 1, 2, 20.0)))
+    other = threading.Thread(target=lambda: found.update(one=rendezvous.fresh_store(client, 1, 2, 20.0)))
     other.start()
-    mine = joining.fresh_store(store, 0, 2, 20.0)
+    mine = rendezvous.fresh_store(store, 0, 2, 20.0)
     other.join()
     mine.set("key", "of rank 0")
     assert found["one"].get("key") == b"of rank 0" and not store.check(["key"])
@@ -41,10 +41,10 @@ def test_ranks_that_come_within_the_time_share_a_part_of_the_store_and_say_nothi
 
 
 def test_rank_0_names_who_is_missing_more_than_once_and_then_gives_up(store, client, capsys):
-    other = threading.Thread(target=joining.fresh_store, args=(client, 1, 3, 20.0))
+    other = threading.Thread(target=rendezvous.fresh_store, args=(client, 1, 3, 20.0))
     other.start()
     with pytest.raises(CommunicationError, match=r"^ranks \[2\] did not connect within 1.5 s"):
-        joining.fresh_store(store, 0, 3, 1.5)
+        rendezvous.fresh_store(store, 0, 3, 1.5)
     other.join()
     said = capsys.readouterr().err.splitlines()
     line = r"Waiting for ranks \[2\] of 3 to connect: \d s so far, 1.5 at most \(parallel.init_timeout\)[.]"
@@ -53,6 +53,6 @@ def test_rank_0_names_who_is_missing_more_than_once_and_then_gives_up(store, cli
 
 def test_another_rank_says_that_it_waits_for_rank_0_and_then_gives_up(client, capsys):
     with pytest.raises(dist.DistError):
-        joining.fresh_store(client, 1, 3, 1.5)
+        rendezvous.fresh_store(client, 1, 3, 1.5)
     said = capsys.readouterr().err.splitlines()
     assert 2 <= len(said) <= 4 and said[0].startswith("Waiting for rank 0, to which rank 1 of 3 wants to connect: 0 s so far, 1.5 at most")

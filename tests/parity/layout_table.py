@@ -29,7 +29,7 @@ from shared.parallel.comm.communicator import Communicator, SingleRankCommunicat
 from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.config import parse_layout  # noqa: E402
 from shared.parallel.processes.launch import run_processes  # noqa: E402
-from shared.trainer.axes import RUN_AXES  # noqa: E402
+from shared.trainer.models import RUN_AXES  # noqa: E402
 
 QUANTITIES = ("loss", "norm", "gradients", "weights")
 OF_CHAPTER_07 = {  # layouts of up to 8 ranks on threads; `_sp` is sequence parallelism

@@ -46,7 +46,7 @@ from shared.parallel.planning.expert_costs import expert_exchanges  # noqa: E402
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes  # noqa: E402
 from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts, step_exchanges  # noqa: E402
 from shared.parallel.planning.tensor_costs import context_exchanges  # noqa: E402
-from shared.trainer.axes import RUN_AXES  # noqa: E402
+from shared.trainer.models import RUN_AXES  # noqa: E402
 
 PAGE = CHECKOUT / "chapters" / "12_grpo" / "MEMORY.md"
 DENSE = MixtureModelConfig(**vars(replace(SMALL, vocab_size=512, num_key_value_heads=2, tie_word_embeddings=True)))

@@ -23,8 +23,8 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.processes.launch import run_processes
 from shared.totals import Batch
-from shared.trainer.axes import RUN_AXES
 from shared.trainer.config import DataConfig, TrainerConfig
+from shared.trainer.models import RUN_AXES
 
 ROWS, SEQ, MICROBATCHES = 8, 16, 2
 EXPERTS = MixtureConfig(  # DeepSeek-V3's router, which Hugging Face has with such attention (dots1)

@@ -13,7 +13,7 @@ from trainer_runs import settings_file
 from shared.parallel.config import parse_layout
 from shared.parallel.processes.launch import run_processes
 from shared.trainer.config import TrainerConfig
-from shared.trainer.loaders import loaders
+from shared.trainer.modes.pretrain import loaders
 from shared.trainer.run import build
 from shared.trainer.settings import parse_words
 

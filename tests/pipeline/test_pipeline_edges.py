@@ -14,8 +14,8 @@ from shared.parallel.pipeline.simulate import Times, make_timeline
 from shared.parallel.planning.memory import estimate_memory
 from shared.parallel.planning.pipeline_costs import estimate_ranks, pipeline_exchanges
 from shared.trainer.config import TrainerConfig
-from shared.trainer.fitting import memory_needed
-from shared.trainer.results import pipeline_line, predicted_traffic
+from shared.trainer.planner.layout import pipeline_line, predicted_traffic
+from shared.trainer.planner.memory import memory_needed
 from shared.trainer.settings import merged, parse_text
 
 

@@ -12,7 +12,7 @@ import pytest
 from stage_faults import TABLE, Fault, follow
 from trainer_runs import settings_file
 
-from shared.trainer import start
+from shared.trainer.launch import start
 
 FAST = [Fault("pp2", "1f1b", 0, "backward", "pp2"), Fault("pp2", "1f1b", 1, "save", "dp2")]
 

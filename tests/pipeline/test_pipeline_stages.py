@@ -16,7 +16,7 @@ from shared.model.transformer import TransformerModel
 from shared.parallel.config import ParallelConfig
 from shared.parallel.pipeline.balance import stage_blocks, stage_costs
 from shared.trainer.config import TrainerConfig
-from shared.trainer.results import stages_summary
+from shared.trainer.planner.layout import stages_summary
 from shared.trainer.settings import parse_text
 
 DEAR_HEAD = ModelConfig(vocab_size=4096, hidden_size=64, num_hidden_layers=12, num_attention_heads=4, max_position_embeddings=128)

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 from trainer_runs import settings_file, train
 
-from shared.trainer import start
+from shared.trainer.launch import start
 
 MODEL = {"hidden_dropout": 0.0, "num_key_value_heads": 2, "num_hidden_layers": 4, "tie_word_embeddings": True}
 WORDS = {"pp2": [], "pp2_zero_bubble": ["parallel.pipeline_schedule=zero_bubble"],

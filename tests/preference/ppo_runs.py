@@ -24,7 +24,7 @@ from shared.preference.rollout import Rollout
 from shared.preference.rollouts import RolloutLoader
 from shared.preference.sampler import Completion, PlainSampler
 from shared.preference.value_head import token_scores, with_value_head
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 NEW_TOKENS, SEQ, STOPS = 6, 16, frozenset({3, 5, 7, 11, 13})
 PROMPTS = [[1 + (7 * number + place) % 20 for place in range(1 + number % 4)] for number in range(11)]  # of several lengths

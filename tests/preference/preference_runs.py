@@ -22,7 +22,7 @@ from shared.preference.baseline import BaselinedLoader
 from shared.preference.objective import DPOConfig, PreferenceObjective
 from shared.preference.reference import ReferencedLoader, scorer
 from shared.totals import Batch
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 SEQ = 32
 PAIRS = ([2, 0, 3, 1, 2, 1, 0, 1], [1, 3, 0, 0, 1, 2, 3, 2])  # of each row, in two micro-batches: of two ranks or four, none has as many

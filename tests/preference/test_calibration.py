@@ -17,7 +17,7 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.preference.calibration import bin_sums, calibration_objective, draw_reliability, reliability
 from shared.preference.reward_model import as_reward_model, score
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 
 def differences(number: int, scale: float, seed: int = 0) -> torch.Tensor:

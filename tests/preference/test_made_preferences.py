@@ -11,7 +11,7 @@ from shared.finetune.instructions import Task, draw_tasks, read_tasks
 from shared.preference.config import MOST_PROMPTS, MadeConfig
 from shared.preference.datasets import open_preferences_of
 from shared.preference.made_preferences import MAKERS, SCORES, Judge, draw_made, write_made
-from shared.trainer.report import Judged, Preferred
+from shared.trainer.mode import Judged, Preferred
 
 
 def read(path):

@@ -20,7 +20,7 @@ from shared.preference.baseline import BaselinedLoader
 from shared.preference.log_probs import score_answers
 from shared.preference.objective import PreferenceObjective
 from shared.preference.reference import scorer
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 CASES = [
     ("dp2", "adamw", "dense", "dpo", {}),

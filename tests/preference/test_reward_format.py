@@ -20,7 +20,7 @@ from shared.parallel.config import parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.preference.reward_model import as_reward_model, load_reward_model, open_reward_model, score
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 PAD = 3
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

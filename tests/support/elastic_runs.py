@@ -14,11 +14,11 @@ import psutil
 from ports import reserved_port
 
 from shared.course.paths import CHECKOUT
-from shared.trainer.elastic import events_of
+from shared.trainer.records.history import events_of
 
 SCRIPT = Path(__file__).with_name("elastic_script.py")
 SOON = "is_host=0,last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=4"
-STORE = "import sys; from shared.trainer.elastic import hold_rendezvous; hold_rendezvous('127.0.0.1', int(sys.argv[1]))"
+STORE = "import sys; from shared.trainer.launch.elastic import hold_rendezvous; hold_rendezvous('127.0.0.1', int(sys.argv[1]))"
 
 
 class ElasticRun:

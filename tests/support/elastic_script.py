@@ -11,7 +11,7 @@ import time
 from trainer_runs import TRAIN
 
 from shared.trainer import run
-from shared.trainer.elastic import History
+from shared.trainer.records.history import History
 
 
 class Gated(History):

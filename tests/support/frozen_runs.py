@@ -15,7 +15,7 @@ from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 SMALL = ModelConfig(
     vocab_size=31, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256,

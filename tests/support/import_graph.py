@@ -8,19 +8,19 @@ from shared.course import catalogue
 from shared.course.paths import CHECKOUT
 
 
-def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Every import, those inside functions too; without those under `if TYPE_CHECKING`, which serve annotations alone."""
+def import_statements(tree: ast.AST, annotations: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import, those inside functions too. annotations: also those under `if TYPE_CHECKING`, which serve annotations alone."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield from import_statements(node)
+        elif annotations or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield from import_statements(node, annotations)
 
 
-def imported(path: Path, modules: set[str]) -> set[str]:
+def imported(path: Path, modules: set[str], annotations: bool = False) -> set[str]:
     """Which of `modules` the file at `path` imports. Importing a package's submodule does not count as importing the package."""
     found = set()
-    for node in import_statements(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in import_statements(ast.parse(path.read_text(encoding="utf-8")), annotations):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         else:
@@ -29,10 +29,10 @@ def imported(path: Path, modules: set[str]) -> set[str]:
     return found & modules
 
 
-def import_graph() -> dict[str, set[str]]:
+def import_graph(annotations: bool = False) -> dict[str, set[str]]:
     """Module of `shared/` -> the modules of `shared/` that it imports."""
     paths = {catalogue.module_name(path): path for path in sorted((CHECKOUT / "shared").rglob("*.py"))}
-    return {module: imported(path, set(paths)) - {module} for module, path in paths.items()}
+    return {module: imported(path, set(paths), annotations) - {module} for module, path in paths.items()}
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:

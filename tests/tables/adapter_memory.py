@@ -33,7 +33,7 @@ from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.parallelize import apply_parallel  # noqa: E402
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory  # noqa: E402
-from shared.trainer.axes import RUN_AXES  # noqa: E402
+from shared.trainer.models import RUN_AXES  # noqa: E402
 
 SMALL = ModelConfig(vocab_size=509, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512)
 WIDER = ModelConfig(vocab_size=2048, hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=1536)

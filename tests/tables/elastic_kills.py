@@ -26,8 +26,8 @@ from layout_runs import largest_difference  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from trainer_runs import settings_file, train  # noqa: E402
 
-from shared.trainer import elastic  # noqa: E402
-from shared.trainer.history import events_of  # noqa: E402
+from shared.trainer.records import history  # noqa: E402
+from shared.trainer.records.history import events_of  # noqa: E402
 
 STEPS, MACHINES, PAUSE, PATIENCE = 20, 4, 0.4, 1800.0  # patience for a machine that does other work as well
 SETTINGS = {
@@ -83,9 +83,9 @@ def killed(folder: Path, words: list[str], kills: int, generator: random.Random)
             if generator.random() < 0.2:  # in the middle of a start, mostly
                 time.sleep(generator.uniform(0, 6))
             else:
-                run.wait_for(lambda events, seen=seen: len(starts(events)) > seen or elastic.has_ended(folder), PATIENCE)
+                run.wait_for(lambda events, seen=seen: len(starts(events)) > seen or history.has_ended(folder), PATIENCE)
                 time.sleep(generator.uniform(0, 8 * PAUSE))
-            if elastic.has_ended(folder):
+            if history.has_ended(folder):
                 break
             now = len(starts(events_of(folder)))
             if kill_one(run, agents, found, generator):
@@ -93,12 +93,12 @@ def killed(folder: Path, words: list[str], kills: int, generator: random.Random)
                 seen = now
             if len(agents) < MACHINES:
                 if generator.random() < 0.6:  # the others train without it
-                    run.wait_for(lambda events, seen=seen: len(starts(events)) > seen or elastic.has_ended(folder), PATIENCE)
+                    run.wait_for(lambda events, seen=seen: len(starts(events)) > seen or history.has_ended(folder), PATIENCE)
                 time.sleep(generator.uniform(0, 8 * PAUSE))
                 agents.append(run.start())
         run.wait_for(lambda events: events and events[-1]["event"] == "end", PATIENCE)
         found.ranks = starts(events_of(folder))
-    eras = elastic.eras(folder)
+    eras = history.eras(folder)
     found.lost, found.seconds = sum(era.lost for era in eras), time.monotonic() - began
     page = (folder / "report.html").read_text(encoding="utf-8")
     found.said = page.count("1 rank of") + page.count("ranks of")

@@ -41,8 +41,8 @@ from shared.parallel.planning.costs import Link  # noqa: E402
 from shared.parallel.planning.expert_costs import expert_exchanges, step_time  # noqa: E402
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory  # noqa: E402
 from shared.parallel.planning.tensor_costs import Exchange  # noqa: E402
-from shared.trainer.axes import RUN_AXES  # noqa: E402
 from shared.trainer.config import TrainerConfig  # noqa: E402
+from shared.trainer.models import RUN_AXES  # noqa: E402
 from shared.trainer.settings import parse_text, read_settings  # noqa: E402
 
 two_cards = import_module("chapters.07_tensor_parallel.timeline")

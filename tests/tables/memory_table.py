@@ -34,7 +34,7 @@ from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.parallelize import apply_parallel  # noqa: E402
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory  # noqa: E402
 from shared.parallel.planning.tensor_costs import context_exchanges, tensor_exchanges  # noqa: E402
-from shared.trainer.axes import RUN_AXES  # noqa: E402
+from shared.trainer.models import RUN_AXES  # noqa: E402
 
 memory_measured = import_module("chapters.06_data_parallel.memory_measured")
 

@@ -40,7 +40,7 @@ from shared.parallel.pipeline.validate import validate  # noqa: E402
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes  # noqa: E402
 from shared.parallel.planning.pipeline_costs import estimate_ranks, step_exchanges  # noqa: E402
 from shared.parallel.processes.launch import run_processes  # noqa: E402
-from shared.trainer.axes import RUN_AXES  # noqa: E402
+from shared.trainer.models import RUN_AXES  # noqa: E402
 
 
 class PipelineTracker(memory_measured.MemoryTracker):

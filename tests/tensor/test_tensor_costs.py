@@ -26,7 +26,7 @@ from shared.parallel.planning.activations import activations
 from shared.parallel.planning.memory import StepSizes, estimate_memory
 from shared.parallel.planning.tensor_costs import context_exchanges, tensor_exchanges, total_cost
 from shared.parallel.tensor.axis import TensorParallel
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 
 SEQ = 40
 MUON = OptimizerConfig("muon", lr=0.01)

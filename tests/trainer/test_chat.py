@@ -12,8 +12,8 @@ from tuned_runs import tuned_config, tuned_file
 from shared.course.cli import cli
 from shared.course.errors import CourseError
 from shared.rl.generation import Drawing
-from shared.trainer.chat import AnswerSettings, open_talk
 from shared.trainer.run import train_model
+from shared.trainer.talk.chat import AnswerSettings, open_talk
 
 LIKELIEST = AnswerSettings(Drawing(temperature=0.0), new_tokens=8)
 
@@ -67,7 +67,7 @@ def test_a_pretrained_model_continues_and_a_checkpoint_is_enough(base, tuned):
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(tuned, monkeypatch):
-    monkeypatch.setattr("shared.trainer.chat.Talk.answer", lambda *_: iter(["\x1b[2J\x9bm\u202e", "é\u3000\t", "漢\a\n🙂\r"]))
+    monkeypatch.setattr("shared.trainer.talk.chat.Talk.answer", lambda *_: iter(["\x1b[2J\x9bm\u202e", "é\u3000\t", "漢\a\n🙂\r"]))
     assert chat(tuned, "Hello\n").output == "\ufffd[2J\ufffdm\ufffdé\u3000\t漢\ufffd\n🙂\ufffd\n"
 
 
@@ -75,7 +75,7 @@ def test_the_interrupt_key_ends_it_politely(tuned, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shared.trainer.chat.Talk.answer", interrupted)
+    monkeypatch.setattr("shared.trainer.talk.chat.Talk.answer", interrupted)
     done = chat(tuned, "Hello\n")
     assert done.exit_code == 0 and "Traceback" not in done.output
 

@@ -10,7 +10,7 @@ from talking_models import save_model
 
 from shared.course.cli import cli
 from shared.rl.generation import Drawing
-from shared.trainer.chat import AnswerSettings, before_stop, open_talk, printable
+from shared.trainer.talk.chat import AnswerSettings, before_stop, open_talk, printable
 
 WARM = AnswerSettings(Drawing(temperature=0.9, top_k=None), new_tokens=40)
 

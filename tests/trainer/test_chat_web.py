@@ -14,8 +14,8 @@ from talking_models import save_model
 
 from shared.course.cli import cli
 from shared.rl.generation import Drawing
-from shared.trainer.chat import AnswerSettings, Talk, open_talk
-from shared.trainer.web import server as web
+from shared.trainer.talk import server as web
+from shared.trainer.talk.chat import AnswerSettings, Talk, open_talk
 
 SETTINGS = AnswerSettings(Drawing(temperature=0.9, top_k=None), new_tokens=12)
 ASK = {"messages": [{"role": "user", "content": "What is 3 plus 4?"}]}

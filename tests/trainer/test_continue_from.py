@@ -10,8 +10,8 @@ from trainer_runs import settings_file
 
 from shared.course.errors import CourseError
 from shared.trainer.config import TrainerConfig
-from shared.trainer.continuation import nothing_to_continue
-from shared.trainer.retuning import changes_of
+from shared.trainer.records.continuation import nothing_to_continue
+from shared.trainer.records.history import changes_of
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
 

@@ -16,7 +16,7 @@ from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.mesh import Mesh
 from shared.trainer.config import TrainerConfig
-from shared.trainer.loaders import loaders
+from shared.trainer.modes.pretrain import loaders
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
 

@@ -23,9 +23,10 @@ from shared.parallel.comm.communicator import CommunicationError
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, layout_name, parse_layout
 from shared.parallel.processes.torchrun import ProcessCommunicator
-from shared.trainer import elastic, history
 from shared.trainer.config import DataConfig, TrainerConfig
-from shared.trainer.run import train_model
+from shared.trainer.launch import elastic
+from shared.trainer.records import history
+from shared.trainer.run import require_one_folder, train_model
 from shared.trainer.settings import parse_words
 
 
@@ -148,7 +149,7 @@ def test_a_machine_that_goes_is_done_without_and_one_that_comes_is_taken_in(tmp_
         assert starts(events)[-3:] == [2, 1, 2] and "The report:" in run.said(), run.said()
     found, whole = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "whole"))
     assert largest_difference(found, whole) < 1e-6
-    *_, first, alone, again = elastic.eras(tmp_path / "run")
+    *_, first, alone, again = history.eras(tmp_path / "run")
     assert (first.layout, alone.layout, again.layout) == ("dp2", "one", "dp2")
     assert "left: 1 rank of" in alone.change and alone.step >= 6
     assert "joined: 1 rank of" in again.change and "asked to leave (SIGTERM)" in again.change and (again.step, again.lost) == (14, 0)
@@ -166,7 +167,7 @@ def test_ranks_and_machines_that_are_killed_at_random_moments_change_no_weights(
 
 
 def test_the_history_shows_who_left_and_what_was_lost_and_bears_a_cut_line(tmp_path):
-    assert elastic.eras(tmp_path) == []
+    assert history.eras(tmp_path) == []
     start = {"event": "start", "layout": "dp4", "ranks": 4, "idle": 0, "time": "then"}
     events = [
         start | {"step": 0, "there": {"a": 2, "b": 2}},
@@ -176,10 +177,10 @@ def test_the_history_shows_who_left_and_what_was_lost_and_bears_a_cut_line(tmp_p
         start | {"step": 15, "there": {"a": 2, "<c>": 1}, "layout": "dp2", "ranks": 2, "idle": 1},
     ]
     (tmp_path / history.FILE).write_text("\n".join(map(json.dumps, events)) + '\n{"event": "st')
-    _, second, third = elastic.eras(tmp_path)
+    _, second, third = history.eras(tmp_path)
     assert second[1:] == (15, "dp2", 2, 0, 4, "left: 2 ranks of b; rank 3 has sent no heartbeat")
-    assert third[1:] == (15, "dp2", 2, 1, 0, "joined: 1 rank of <c>") and elastic.names(Counter(a=2)) == "2 ranks of a"
-    assert not elastic.has_ended(tmp_path)
+    assert third[1:] == (15, "dp2", 2, 1, 0, "joined: 1 rank of <c>") and history.names(Counter(a=2)) == "2 ranks of a"
+    assert not history.has_ended(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -195,16 +196,16 @@ def test_the_history_names_the_rank_that_left_where_torch_names_a_socket(tmp_pat
     world.process.heartbeat.connection_error.return_value = CommunicationError("rank 2 has sent no heartbeat")
     config = elastic_config("dp2")
     config = replace(config, engine=replace(config.engine, output=tmp_path))
-    elastic.History(config, world).on_error(Mock(step=7), error)
+    history.History(config, world).on_error(Mock(step=7), error)
     [event] = history.events_of(tmp_path)
     assert (event["reason"], event["step"], event["rank"]) == (kept, 7, 1)
 
 
 def test_machines_without_a_common_folder_are_refused():
     world = Mock(size=2)
-    elastic.require_one_folder(elastic_config("dp2"), [0, 1], world)
+    require_one_folder(elastic_config("dp2"), [0, 1], world)
     with pytest.raises(CourseError, match="is not one folder for all ranks"):
-        elastic.require_one_folder(elastic_config("dp2"), [0], world)
+        require_one_folder(elastic_config("dp2"), [0], world)
 
 
 def saves(config: TrainerConfig, *steps: int):

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from shared.course.cli import cli
 from shared.trainer.evaluation import command, measures
-from shared.trainer.evaluation.evaluate import evaluate_run
-from shared.trainer.evaluation.measures import plain_prompt
-from shared.trainer.evaluation.statistics import Measured
+from shared.trainer.evaluation.command import evaluate_run
+from shared.trainer.evaluation.measures import Measured, plain_prompt
 from shared.trainer.evaluation.subject import open_subject
 from shared.trainer.evaluation.tasks import load_task
 

@@ -22,11 +22,11 @@ from setting_effects.effects import Differs, Exempt, Shown, ignored
 
 from shared.course.paths import CHECKOUT
 from shared.course.typed import members
-from shared.trainer.chat import AnswerSettings
 from shared.trainer.config import TrainerConfig
 from shared.trainer.evaluation.tasks import EvalTask
 from shared.trainer.pipeline.stages import PipelineEntry
-from shared.trainer.web.server import Question
+from shared.trainer.talk.chat import AnswerSettings
+from shared.trainer.talk.server import Question
 
 ROOTS = [TrainerConfig, EvalTask, PipelineEntry, AnswerSettings, Question]
 MODULES = (of_alignment, of_answers, of_chats, of_data, of_engine, of_model, of_optimizer, of_parallel, of_rewards, of_trainer)

@@ -13,9 +13,10 @@ from tuned_runs import tuned_config
 from shared.course.errors import CourseError
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.parallel.comm.threads import run_threads
-from shared.trainer import history, provenance
+from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
-from shared.trainer.retuning import changes_of
+from shared.trainer.records import history
+from shared.trainer.records.history import changes_of
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
 

@@ -19,8 +19,8 @@ from shared.optim.config import OptimizerConfig
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.trainer.config import TrainerConfig
-from shared.trainer.extending import require_extensions, require_whole_parameters
-from shared.trainer.retuning import changes_of
+from shared.trainer.models import require_extensions, require_whole_parameters
+from shared.trainer.records.history import changes_of
 from shared.trainer.run import build, train_model
 from shared.trainer.settings import parse_words
 

@@ -9,7 +9,7 @@ from test_planner import SMALL, config_of
 
 from shared.finetune.config import AdapterConfig
 from shared.model.counting import block_counts, parameter_counts
-from shared.trainer import fitting
+from shared.trainer.planner import memory as planned_memory
 from shared.trainer.planner.hardware import parse_hardware
 from shared.trainer.planner.memory import copies_weights, run_memory, with_gathering
 from shared.trainer.planner.plan import plan_run
@@ -48,8 +48,8 @@ def test_a_run_whose_whole_weights_do_not_fit_is_planned_block_by_block(monkeypa
     assert [any("block by block" in note for note in plan.notes) for plan in plans] == [True, False]
     assert plans[0].held.drawn_with < plans[1].held.drawn_with
     deciding = max(few.training, few.drawing)
-    monkeypatch.setattr(fitting, "memory_of", lambda device: int(deciding) + 1)
-    fitting.require_memory(replace(one_row, precision="bfloat16"), torch.device("cpu"))
+    monkeypatch.setattr(planned_memory, "memory_of", lambda device: int(deciding) + 1)
+    planned_memory.require_memory(replace(one_row, precision="bfloat16"), torch.device("cpu"))
 
 
 def test_what_is_asked_for_is_not_chosen():
@@ -94,5 +94,5 @@ def test_a_run_whose_copies_have_no_room_is_planned_and_let_through_without_them
     plans = [plan_run(alone, each) for each in (small, hardware)]
     assert [plan.held.drawn_with for plan in plans] == [0, copied.drawn_with] and all(plan.fits for plan in plans)
     assert [each.parallel.activation_checkpointing for each in fitting_configs([alone], 1, tight, {}, None)] == ["none"]
-    monkeypatch.setattr(fitting, "memory_of", lambda device: int(tight))
-    fitting.require_memory(alone, torch.device("cpu"))
+    monkeypatch.setattr(planned_memory, "memory_of", lambda device: int(tight))
+    planned_memory.require_memory(alone, torch.device("cpu"))

@@ -9,7 +9,7 @@ from rich.console import Console
 from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
 from shared.parallel.comm.threads import run_threads
-from shared.trainer import rolling
+from shared.trainer.modes import rollouts
 from shared.trainer.planner.memory import run_memory
 from shared.trainer.run import build
 
@@ -62,7 +62,7 @@ def test_rollouts_copy_weights_for_the_fused_step_where_the_device_has_room(tmp_
     config = preferring_config(tmp_path, base, "grpo", *words)
     [needed] = run_memory(config)
     for there, copied in ((2 * needed.drawing, True), (needed.drawing, False)):
-        monkeypatch.setattr(rolling, "memory_of", lambda device, there=there: there)
+        monkeypatch.setattr(rollouts, "memory_of", lambda device, there=there: there)
         run = build(config, QUIET)
         sampler = run.mode.loaders(run.config, run.strategy)[0].sampler
         run.mode.close()

@@ -11,7 +11,7 @@ from shared.course.errors import CourseError
 from shared.model.counting import parameter_counts
 from shared.preference import rollouts
 from shared.rl import advantages as group_relative
-from shared.trainer.fitting import memory_needed
+from shared.trainer.planner.memory import memory_needed
 from shared.trainer.run import train_model
 
 QUIET = Console(quiet=True)

@@ -25,13 +25,12 @@ from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
-from shared.trainer.axes import RUN_AXES
 from shared.trainer.config import DataConfig, TrainerConfig
-from shared.trainer.initial_weights import find_initial_weights
-from shared.trainer.models import plain_model
-from shared.trainer.pretrain import with_tokenizer_of
+from shared.trainer.models import RUN_AXES, plain_model
+from shared.trainer.modes.pretrain import with_tokenizer_of
 from shared.trainer.run import build
 from shared.trainer.settings import parse_words
+from shared.trainer.weights import find_initial_weights
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 FAMILIES = {
@@ -139,8 +138,8 @@ def test_a_run_a_checkpoint_and_an_export_are_the_same_start(finished):
 
 
 def test_a_checkpoint_of_many_ranks_is_one_to_start_from(tmp_path, prepared):
-    from shared.trainer import start
-    from shared.trainer.loaders import loaders
+    from shared.trainer.launch import start
+    from shared.trainer.modes.pretrain import loaders
 
     config = parse_words(TrainerConfig, [str(settings_file(tmp_path, prepared)), "parallel.fully_sharded=2", "report.export=false"])
     assert start.command_of("fsdp2", [str(tmp_path / "tiny.yaml")])[1] == 2

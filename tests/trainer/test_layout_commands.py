@@ -17,8 +17,8 @@ from trainer_runs import TINY, TRAIN, settings_file, train
 
 from shared.course.errors import CourseError
 from shared.course.launch import refuse
-from shared.trainer import start
 from shared.trainer.config import TrainerConfig
+from shared.trainer.launch import start
 from shared.trainer.settings import parse_text
 
 LAPTOP = TRAIN.with_name("laptop.yaml")

@@ -19,8 +19,8 @@ from trainer_runs import settings_file, train
 
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
-from shared.trainer import start
 from shared.trainer.config import TrainerConfig
+from shared.trainer.launch import start
 from shared.trainer.run import build
 from shared.trainer.settings import parse_words
 
@@ -172,7 +172,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_as_one_proces
 @pytest.mark.slow
 def test_ctrl_c_of_two_ranks_shows_no_lines_of_torchrun_and_the_same_command_goes_on(tmp_path):
     file = settings_file(tmp_path, tmp_path / "prepared", engine={"log_every": 1, "evaluate_every": 0}, report={"completions": 0})
-    words = [sys.executable, "-m", "shared.trainer.start", "dp2", str(file), "steps=100000"]
+    words = [sys.executable, "-m", "shared.trainer.launch.start", "dp2", str(file), "steps=100000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
     running = subprocess.Popen(words, start_new_session=True, **pipes)
     while "step" not in running.stdout.readline().split():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from evaluated_models import RECORDS, SHAPES, model_folder, write_tasks
 
-from shared.trainer.evaluation.evaluate import evaluate_subject
+from shared.trainer.evaluation.command import evaluate_subject
 from shared.trainer.evaluation.lm_eval_adapter import run_tasks
 from shared.trainer.evaluation.measures import pairs_of
 from shared.trainer.evaluation.subject import open_subject

@@ -10,7 +10,7 @@ from trainer_runs import TRAIN, settings_file
 
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.trainer.config import TrainerConfig
-from shared.trainer.loaders import loaders
+from shared.trainer.modes.pretrain import loaders
 from shared.trainer.run import build
 from shared.trainer.settings import parse_words
 

@@ -6,9 +6,9 @@ import pytest
 from trainer_runs import TINY
 
 from shared.course.errors import CourseError
-from shared.trainer import start
 from shared.trainer.config import TrainerConfig
-from shared.trainer.results import bubble_summary, pipeline_line, predicted_traffic
+from shared.trainer.launch import start
+from shared.trainer.planner.layout import bubble_summary, pipeline_line, predicted_traffic
 from shared.trainer.settings import parse_text
 
 

@@ -21,7 +21,7 @@ from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.planning.activations import whole_of
 from shared.parallel.planning.costs import Link
 from shared.trainer.config import DataConfig, TrainerConfig
-from shared.trainer.initial_weights import with_adapter
+from shared.trainer.models import with_adapter
 from shared.trainer.planner.flops import Trained, part_flops
 from shared.trainer.planner.hardware import DEVICES, Hardware, parse_hardware
 from shared.trainer.planner.plan import Parameters, plan_run, trained_of

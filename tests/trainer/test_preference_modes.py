@@ -14,10 +14,9 @@ from shared.model.hf.pretrained import load_pretrained
 from shared.preference.answer_rows import Sample
 from shared.preference.reward_model import load_reward_model, score
 from shared.preference.sampler import Completion
-from shared.trainer.fitting import memory_needed
-from shared.trainer.initial_weights import find_initial_weights
-from shared.trainer.rolling import reward_by
-from shared.trainer.planner.memory import run_memory
+from shared.trainer.planner.memory import memory_needed, run_memory
+from shared.trainer.weights import find_initial_weights
+from shared.trainer.modes.rollouts import reward_by
 from shared.trainer.run import build, train_model
 
 QUIET = Console(quiet=True)

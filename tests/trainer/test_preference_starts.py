@@ -13,10 +13,10 @@ from trainer_runs import settings_file, train
 from tuned_runs import tuned_file
 
 from shared.model.hf.pretrained import load_pretrained
-from shared.trainer import start
-from shared.trainer.chat import AnswerSettings, open_talk
-from shared.trainer.initial_weights import find_initial_weights
+from shared.trainer.launch import start
 from shared.trainer.run import train_model
+from shared.trainer.talk.chat import AnswerSettings, open_talk
+from shared.trainer.weights import find_initial_weights
 
 QUIET = Console(quiet=True)
 

@@ -11,11 +11,11 @@ from test_run_comparison import finished_run
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.config import ParallelConfig
 from shared.trainer import provenance
-from shared.trainer.callbacks import Traffic
-from shared.trainer.comparison import compare_with_single_process, known_causes
 from shared.trainer.config import TrainerConfig
-from shared.trainer.report import code_of
-from shared.trainer.results import predicted_traffic
+from shared.trainer.costs import Traffic
+from shared.trainer.planner.layout import predicted_traffic
+from shared.trainer.reports.page import code_of
+from shared.trainer.results import compare_with_single_process, known_causes
 from shared.trainer.settings import parse_words
 
 TWO = {"parallel": {"data_parallel": 2}}

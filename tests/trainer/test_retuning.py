@@ -7,8 +7,9 @@ from retuned_runs import QUIET, copied, rates_of
 from rich.console import Console
 
 from shared.course.errors import CourseError
-from shared.trainer import provenance, retuning
-from shared.trainer.retuning import changes_of
+from shared.trainer import provenance
+from shared.trainer.records import changes
+from shared.trainer.records.history import changes_of
 from shared.trainer.run import train_model
 
 
@@ -62,10 +63,10 @@ def test_first_weights_that_were_trained_further_since_are_named_by_their_places
     judged = {"ppo": {"reward_model": "r"}}
     for more, named in (({}, "start_from=runs/sft"), (judged, "start_from=runs/sft or ppo.reward_model=r")):
         with pytest.raises(CourseError, match=f"run began with other weights than {named} has now.*the model of step N again") as refused:
-            retuning.require_allowed(before | more, after | more, tmp_path / "run", [])
+            changes.require_allowed(before | more, after | more, tmp_path / "run", [])
         assert "80e1" not in str(refused.value)
     with pytest.raises(CourseError, match="Within a run mode, start cannot change"):
-        retuning.require_allowed(before | {"mode": "sft"}, after | {"mode": "dpo"}, tmp_path / "run", [])
+        changes.require_allowed(before | {"mode": "sft"}, after | {"mode": "dpo"}, tmp_path / "run", [])
 
 
 def test_only_what_is_named_is_taken(tmp_path, prepared, short):

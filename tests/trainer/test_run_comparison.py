@@ -10,13 +10,12 @@ import yaml
 from safetensors.torch import save_file
 from trainer_runs import TINY
 
-from shared.trainer import provenance, stopwatch
-from shared.trainer.callbacks import Costs
-from shared.trainer.comparison import compare_with_single_process, known_causes
+from shared.trainer import costs as stopwatch, provenance
 from shared.trainer.config import TrainerConfig
-from shared.trainer.records.listing import format_value
+from shared.trainer.costs import Costs, Stopwatch
+from shared.trainer.reports.listing import format_value
+from shared.trainer.results import compare_with_single_process, known_causes
 from shared.trainer.settings import merged, parse_text
-from shared.trainer.stopwatch import Stopwatch
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def test_a_folder_whose_name_holds_a_figures_name_changes_nothing():
 
 def test_what_rank_0_saved_is_no_measure_of_this_process(monkeypatch):
     """Every rank is handed rank 0's state, possibly that of one process which held everything."""
-    monkeypatch.setattr("shared.trainer.callbacks.peak_memory", lambda device: 500)
+    monkeypatch.setattr("shared.trainer.costs.peak_memory", lambda device: 500)
     costs = Costs(Stopwatch())
     costs.load_state_dict({"training": 1.0, "overhead": 1.0, "peak_memory": 9000})
     costs.on_start(None)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from shared.course.cli import cli
 from shared.folder_lock import FolderLock
 from shared.trainer.records.record import RunRecord, find_runs, read_run
-from shared.trainer.records.side_by_side import curves, differences, drawn, results
+from shared.trainer.reports.side_by_side import curves, differences, drawn, results
 
 SETTINGS = {
     "mode": "sft", "steps": 4, "seed": 0, "data": {"batch_size": 8, "seq": 64}, "parallel": {"data_parallel": 2, "backend": "torch"},

@@ -17,7 +17,7 @@ from shared.optim.config import ScheduleConfig
 from shared.parallel.planning.memory import StepSizes, estimate_memory
 from shared.trainer.config import TrainerConfig
 from shared.trainer.pipeline.stages import read_pipeline
-from shared.trainer.retuning import require_allowed
+from shared.trainer.records.changes import require_allowed
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_text, parse_words, read_settings, with_shorter_schedule
 

@@ -30,8 +30,9 @@ from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
-from shared.trainer.initial_weights import find_initial_weights, with_adapter
+from shared.trainer.models import with_adapter
 from shared.trainer.run import build, train_model
+from shared.trainer.weights import find_initial_weights
 
 PLAIN = (
     "model.hidden_dropout=0.0", "optimizer.name=sgd", "optimizer.lr=0.5", "schedule.warmup_steps=0", "schedule.decay_steps=0", "steps=3",

@@ -13,10 +13,10 @@ from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.rl.generation import Drawing
-from shared.trainer.chat import AnswerSettings, open_talk
 from shared.trainer.config import TrainerConfig
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
+from shared.trainer.talk.chat import AnswerSettings, open_talk
 
 T5 = {
     "architecture": "encoder-decoder", "position": "relative", "attention_scale": 1.0, "hidden_act": "relu", "gated": False,

@@ -17,8 +17,8 @@ from trainer_runs import settings_file
 from shared.engine.trackers import TRACKERS
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.optim.config import OptimizerConfig
-from shared.trainer import start
 from shared.trainer.config import TrainerConfig
+from shared.trainer.launch import start
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
 

@@ -20,10 +20,10 @@ from shared.model.hf.pretrained import load_pretrained
 from shared.rl.generation import Drawing
 from shared.trainer import provenance, results
 from shared.trainer.config import TrainerConfig
-from shared.trainer.loaders import loaders
+from shared.trainer.costs import IN_ALL, Stopwatch
+from shared.trainer.modes.pretrain import loaders
 from shared.trainer.run import build
 from shared.trainer.settings import parse_text, parse_words
-from shared.trainer.stopwatch import IN_ALL, Stopwatch
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,12 @@ from trainer_runs import settings_file
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.trainer.config import TrainerConfig
+from shared.trainer.costs import IN_ALL
 from shared.trainer.pipeline import chain
 from shared.trainer.pipeline.report import Row, ability_tables, minutes_of, win_rates, write_report
 from shared.trainer.pipeline.stages import FOLDER, Stage, read_pipeline
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
-from shared.trainer.stopwatch import IN_ALL
 
 QUIET = Console(quiet=True)
 STAGES = ("pretrain", "sft", "dpo", "grpo")
@@ -239,7 +239,7 @@ def test_a_signal_reaches_the_stage_and_the_sentence_says_how_to_continue(tmp_pa
                       "signal.signal(signal.SIGINT, lambda *_: sys.exit(130))\n"
                       f"os.kill(os.getppid() if {int(number)} == signal.SIGINT else os.getpid(), {int(number)})\n"
                       "time.sleep(60)\n")  # fmt: skip
-    from shared.trainer import start
+    from shared.trainer.launch import start
 
     monkeypatch.setattr(start, "TRAIN", script)
     before = signal.getsignal(signal.SIGINT)

@@ -16,9 +16,9 @@ from shared.model.families import preset
 from shared.moe.config import MixtureModelConfig
 from shared.parallel.config import parse_layout
 from shared.trainer.config import TrainerConfig
+from shared.trainer.launch.twin import make_twin, small_model
 from shared.trainer.settings import parse_words
 from shared.trainer.shapes import start_shape
-from shared.trainer.twin import make_twin, small_model
 
 FOLDER = CHECKOUT / "chapters" / "12_grpo"
 FILES = sorted([*FOLDER.glob("laptop*.yaml"), *FOLDER.glob("two_3090s*.yaml")])

@@ -42,7 +42,6 @@ def activation_statistics(x: Tensor) -> dict[str, float]:
     """
 
 
-
 def magnitude_histogram(x: Tensor) -> list[int]:
     """How many finite elements lie in each bin, `BINS` numbers.
 

@@ -8,11 +8,13 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from shared.course import terminal
@@ -21,9 +23,86 @@ from shared.data.source import Source
 from shared.engine.checkpoint.folder import STATE
 from shared.output_files import require_writable, write_atomically
 from shared.trainer.evaluation.built_in import BUILT_IN, built_in
-from shared.trainer.evaluation.evaluate import Evaluation, evaluate_run
-from shared.trainer.evaluation.subject import open_subject
+from shared.trainer.evaluation.measures import Judge, TaskResult, measure, requests_of
+from shared.trainer.evaluation.subject import Subject, open_subject
 from shared.trainer.evaluation.tasks import EvalTask, Loaded, load_task, open_task
+
+FORMAT = 1  # of the JSON
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's results."""
+
+    path: Path
+    results: list[TaskResult]
+
+    def numbers(self) -> dict[str, float]:
+        """"task/metric" -> the figure."""
+        return {f"{each.loaded.name}/{name}": metric.mean for each in self.results for name, metric in each.metrics.items()}
+
+    def errors(self) -> dict[str, float]:
+        """"task/metric" -> its standard error; NaN for a task of a single item."""
+        return {f"{each.loaded.name}/{name}": metric.error for each in self.results for name, metric in each.metrics.items()}
+
+    def record(self) -> dict[str, Any]:
+        """What is written as JSON: settings, figures with their errors, what each item adds, and what the model wrote."""
+        return {
+            "format": FORMAT,
+            "model": str(self.path),
+            "tasks": {
+                each.loaded.name: {
+                    "settings": asdict(each.loaded.task),
+                    "items": len(each.loaded.items),
+                    "metrics": {
+                        name: {"value": metric.mean, "error": none_for_nan(metric.error), "items": list(metric.values)}
+                        for name, metric in each.metrics.items()
+                    },
+                    "answers": each.answers,
+                }
+                for each in self.results
+            },
+        }
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, json.dumps(self.record(), indent=1, allow_nan=False).encode())
+
+
+def none_for_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def evaluate_run(
+    path: Path,
+    tasks: Sequence[Loaded] | None = None,
+    *,
+    limit: int | None = None,
+    console: Console | None = None,
+    **opened: Any,
+) -> Evaluation:
+    """Evaluate a run, a checkpoint or a folder of Hugging Face's format.
+
+    Args:
+        tasks: None for the built-in ones.
+        limit: of each task, at most so many items.
+        console: where a progress bar is shown.
+        opened: batch_tokens, device, precision, as for `open_subject`.
+
+    Raises:
+        CourseError: there is no such model, or it cannot be measured.
+    """
+    subject = open_subject(path, **opened)
+    tasks = [built_in(name) for name in BUILT_IN] if tasks is None else tasks
+    return evaluate_subject(subject, [Loaded(each.name, each.task, each.items[:limit]) for each in tasks], console)
+
+
+def evaluate_subject(subject: Subject, tasks: Sequence[Loaded], console: Console | None = None) -> Evaluation:
+    results = []
+    with Judge() as judge, Progress(console=console, disable=console is None or not console.is_terminal, transient=True) as bar:
+        for each in tasks:
+            row = bar.add_task(each.name, total=requests_of(each))
+            results.append(measure(subject, each, judge, lambda count, row=row: bar.advance(row, count)))
+    return Evaluation(subject.path, results)
 
 
 def evaluate_and_show(

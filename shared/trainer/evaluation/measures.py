@@ -1,10 +1,19 @@
-"""Chapter 12. Measures of an evaluation: bits per byte; acc and acc_norm of multiple choice; exact match and pass@k of generated answers.
+"""Chapter 12. Measures of an evaluation, each with its standard error: bits per byte, acc and acc_norm, exact match, pass@k.
 
     bits_per_byte   nats / (ln 2 * bytes of UTF-8): the unit is the byte, so models with other tokenizers compare
     acc             the choice with the largest log-likelihood is the right one
     acc_norm        the same, each divided by the characters of its choice, without the delimiter; acc_bytes: by its bytes
     exact_match     the likeliest answer passes the task's check
     pass@k          at least one of k drawn answers does (`shared.rl.pass_at_k`)
+
+The standard error of a mean, of bits per byte, or of the paired difference of two models:
+
+    mean       sum v / sum w                      v: what an item adds, w: what it weighs (1, or its bytes)
+    error^2    n / (n - 1) * sum (v - mean * w)^2 / (sum w)^2
+
+With w = 1 it is the sample deviation over sqrt(n), as lm-eval has it. Documents are drawn, not bytes: a ratio's error is that of its
+linearization (the delta method; Cochran 1977, section 2.11). Two models answer the same items, so their difference is computed by item:
+what is hard for both cancels out (Miller 2024, "Adding Error Bars to Evals", section 4.2).
 """
 
 import math
@@ -14,6 +23,7 @@ from typing import Any
 
 import torch
 
+from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
 from shared.model.init import stream_seed
 from shared.rl.code_reward import CodeReward
@@ -22,9 +32,50 @@ from shared.rl.pass_at_k import pass_at_k
 from shared.rl.rewards import RewardPart, RewardSet
 from shared.sampling import evaluating
 from shared.trainer.evaluation.likelihood import Advance, Pair
-from shared.trainer.evaluation.statistics import Measured
 from shared.trainer.evaluation.subject import Subject
 from shared.trainer.evaluation.tasks import EvalTask, Item, Loaded
+
+NORMAL = 1.959964  # standard errors on each side of a 95 % interval
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure and the items that it is a mean of. weights: of the items; None for 1 each."""
+
+    values: Sequence[float]
+    weights: Sequence[float] | None = None
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.values) / math.fsum(self.weighed)
+
+    @property
+    def weighed(self) -> Sequence[float]:
+        return self.weights or [1.0] * len(self.values)
+
+    @property
+    def error(self) -> float:
+        """The standard error; NaN for a single item, which says nothing of it."""
+        count, mean = len(self.values), self.mean
+        if count < 2:
+            return math.nan
+        squares = math.fsum((value - mean * weight) ** 2 for value, weight in zip(self.values, self.weighed, strict=True))
+        return math.sqrt(count / (count - 1) * squares) / math.fsum(self.weighed)
+
+    def minus(self, other: "Measured") -> "Measured":
+        """The paired difference.
+
+        Raises:
+            CourseError: the two are of other items.
+        """
+        if len(self.values) != len(other.values) or list(self.weighed) != list(other.weighed):
+            raise CourseError("Two models are compared on the same items only: evaluate both with the same tasks and the same limit.")
+        return Measured([mine - theirs for mine, theirs in zip(self.values, other.values, strict=True)], self.weights)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval, by the normal approximation."""
+        return self.mean - NORMAL * self.error, self.mean + NORMAL * self.error
 
 
 @dataclass(frozen=True)

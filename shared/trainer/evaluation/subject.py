@@ -13,8 +13,8 @@ from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.template import ChatTemplate, spelt
 from shared.model.hf.files import read_json
 from shared.model.transformer import TransformerModel
-from shared.trainer.chat import AnswerSettings, open_talk
 from shared.trainer.evaluation.likelihood import LikelihoodScorer
+from shared.trainer.talk.chat import AnswerSettings, open_talk
 
 
 @dataclass(frozen=True)

@@ -37,17 +37,16 @@ from shared.rl.rewards import RewardPart, RewardSet
 from shared.sampling import evaluating
 from shared.totals import bits_per_byte
 from shared.trainer import provenance
-from shared.trainer.answering import Answering
 from shared.trainer.config import TrainerConfig
-from shared.trainer.dpo import PreferenceTuning
-from shared.trainer.grpo import TaskPolicyOptimization
-from shared.trainer.initial_weights import InitialWeights
-from shared.trainer.loaders import evaluation_loader
+from shared.trainer.mode import by_kind
+from shared.trainer.modes.answering import Answering
+from shared.trainer.modes.grpo import TaskPolicyOptimization
+from shared.trainer.modes.pairs import PreferenceTuning
+from shared.trainer.modes.ppo import PolicyOptimization
+from shared.trainer.modes.pretrain import Pretraining, evaluation_loader
+from shared.trainer.modes.sft import FineTuning
 from shared.trainer.pipeline.stages import Stage
-from shared.trainer.ppo import PolicyOptimization
-from shared.trainer.pretrain import Pretraining
-from shared.trainer.report import by_kind
-from shared.trainer.sft import FineTuning
+from shared.trainer.weights import InitialWeights
 
 FILE = "abilities.json"  # in a stage's folder
 MODES = {"sft": FineTuning, "dpo": PreferenceTuning, "ppo": PolicyOptimization, "grpo": TaskPolicyOptimization}

@@ -62,9 +62,9 @@ def run_pipeline(pipeline: "Pipeline", console: Console) -> None:
 
 def run_stage(stage: "Stage") -> int:
     """Train a stage in processes of its own; returns the exit code, negative where a signal killed it."""
-    from shared.trainer.start import TRAIN
+    from shared.trainer.launch.start import TRAIN
 
-    launcher = ["-m", "shared.trainer.start", stage.layout] if stage.layout else [str(TRAIN)]
+    launcher = ["-m", "shared.trainer.launch.start", stage.layout] if stage.layout else [str(TRAIN)]
     with passed_on() as started:
         child = subprocess.Popen([sys.executable, *launcher, str(stage.file), *stage.words], start_new_session=True)
         started(child)

@@ -16,10 +16,11 @@ from rich.table import Table
 from shared.course import figures as style
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.output_files import write_atomically
+from shared.trainer.costs import IN_ALL
+from shared.trainer.mode import by_kind
 from shared.trainer.pipeline.abilities import ALL, TITLES, Answer, read_kept
 from shared.trainer.pipeline.stages import RECORD, Pipeline, Stage
-from shared.trainer.report import by_kind, code_of, rendered
-from shared.trainer.stopwatch import IN_ALL
+from shared.trainer.reports.page import code_of, rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,10 +24,10 @@ from shared.data.digests import Digests
 from shared.data.prepare import DIGESTS
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
-from shared.trainer.initial_weights import InitialWeights, find_initial_weights, find_reward_model, fingerprint_of
-from shared.trainer.retuning import not_asked_for, words_for
+from shared.trainer.launch.start import TRAIN, command_of
+from shared.trainer.records.changes import not_asked_for, words_for
 from shared.trainer.settings import merged, read_settings, with_one_length, with_shorter_schedule
-from shared.trainer.start import TRAIN, command_of
+from shared.trainer.weights import InitialWeights, find_initial_weights, find_reward_model, fingerprint_of
 
 FOLDER = CHECKOUT / "chapters" / "12_grpo" / "pipelines"  # of the course's own
 RECORD = "stage.json"  # in the folder of a finished stage: its settings, and the fingerprint of the weights that it started from

@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.console import Console
 
 from shared.course.errors import CourseError, SettingError
-from shared.trainer.planner.advice import advise
 from shared.trainer.planner.hardware import hardware_here, parse_hardware
 from shared.trainer.planner.opening import open_planned, reward_shape
 from shared.trainer.planner.plan import plan_run
 from shared.trainer.planner.report import as_dictionary, show_plan
+from shared.trainer.planner.search import advise
 
 
 def run(

@@ -1,7 +1,7 @@
 """Chapter 12. Memory of a run by kind and rank: a step's by the formulas of chapters 06 to 10, models kept beside, batches, and rollouts.
 
-`shared.trainer.fitting` refuses a run by these numbers, and `course plan` shows them. A rank has most of its memory in use either in a
-training step or while answers are drawn, when there are no gradients and activations, but keys and values of the rows.
+`course plan` shows them, and `require_memory` refuses a run that would be out of memory (OOM). A rank has most of its memory in use
+either in a training step or while answers are drawn, when there are no gradients and activations, but keys and values of the rows.
 
 Left out on purpose: short-lived buffers (a chunk of logits, buckets under way), and what the allocator keeps in reserve.
 """
@@ -10,19 +10,40 @@ import math
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import psutil
+import torch
+
+from shared.course.errors import SettingError
 from shared.data.loader import equal_microbatches
 from shared.finetune.config import ALL_LINEAR, AdapterConfig
-from shared.finetune.memory_costs import FrozenBase, estimate_adapted, sizes_of
+from shared.finetune.memory_costs import NF4_BITS, FrozenBase, estimate_adapted, packed_bits, sizes_of
+from shared.finetune.quantization.rounding import Rounding
+from shared.finetune.quantization.saved import KEYS, read_settings
 from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts
+from shared.model.hf.files import read_json
 from shared.parallel.planning.activations import WIDTH, Part, model_of_rank
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, part_counts, state_width, unit_bytes
 from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts
 from shared.preference.gathering import fits_whole
 from shared.trainer.config import TrainerConfig
-from shared.trainer.initial_weights import find_reward_model
-from shared.trainer.modes import ROLLING
-from shared.trainer.planner.base_bits import base_bits
+from shared.trainer.sections import ROLLING
+from shared.trainer.weights import find_initial_weights, find_reward_model
+
+
+def base_bits(config: TrainerConfig) -> float:
+    """Of a weight in the blocks' matrices: 32 where they are floats. A packed base that is not there yet is taken to have the bits and
+    groups that `Rounding` has without settings."""
+    base = config.adapter.base if config.adapter else "float"
+    if base != "packed":
+        return NF4_BITS[True] if base == "nf4" else 32.0
+    rounding = Rounding()
+    if config.start_from is not None and config.start_from.exists():
+        told = read_json(find_initial_weights(config.start_from).folder / "config.json").get("quantization_config")
+        if isinstance(told, dict) and told.get("quant_method") in KEYS:  # or the run refuses it, by its name
+            rounding = read_settings(told)[1]
+    return packed_bits(rounding.bits, rounding.group)
+
 
 IDS = 2 * 8  # bytes of a token in a batch: as input and as target
 
@@ -222,3 +243,33 @@ def rows_of_answers(config: TrainerConfig) -> int:
     """Rows of a step of a mode that draws answers, over all ranks: a row for each, since a prompt may be as long as a row has room for."""
     sizes = getattr(config, config.mode)
     return -(-sizes.prompts * sizes.answers // sizes.minibatches)
+
+
+def require_memory(config: TrainerConfig, device: torch.device) -> None:
+    """Refuse a run whose weights, gradients, optimizer state and activations, by formula, are more than the device has in all.
+
+    What other programs hold is not counted, and a CPU's swap space is: only what is hopeless is refused.
+
+    Raises:
+        SettingError: says how many GiB a rank needs, how many there are, and which settings decide.
+    """
+    there = memory_of(device)
+    needed = memory_needed(with_gathering(config, there), there)
+    if needed > there:
+        raise SettingError(
+            f"This model does not fit into memory: a rank needs about {needed / 2**30:,.0f} GiB and {device} has {there / 2**30:,.0f}. "
+            "Make model.hidden_size, model.num_hidden_layers, data.prepare.vocab_size, data.seq, data.micro_batch_size or data.batch_size "
+            "smaller."
+        )
+
+
+def memory_needed(config: TrainerConfig, usable: float = math.inf) -> float:
+    """Bytes of the rank that has most, of `usable` ones (`shared.trainer.planner.memory`)."""
+    return max(each.peak for each in run_memory(config, usable=usable))
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that a device has in all."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total + psutil.swap_memory().total

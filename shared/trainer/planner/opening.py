@@ -17,11 +17,11 @@ from shared.model.families import PRESETS, preset
 from shared.moe.config import MixtureModelConfig
 from shared.parallel.config import AXES, VIEWS, parse_layout
 from shared.trainer.config import TrainerConfig
-from shared.trainer.initial_weights import InitialWeights, find_initial_weights
 from shared.trainer.model_section import model_section
 from shared.trainer.planner.memory import reward_model_setting
 from shared.trainer.settings import read_settings, with_one_length
 from shared.trainer.shapes import start_shape
+from shared.trainer.weights import InitialWeights, find_initial_weights
 
 
 class PlannedConfig(TrainerConfig):

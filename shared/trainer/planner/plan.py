@@ -13,14 +13,14 @@ from shared.model.config import ModelConfig
 from shared.model.counting import active_feed_forward_size, feed_forward_counts, parameter_counts
 from shared.parallel.config import layout_name
 from shared.parallel.planning.activations import whole_of
-from shared.trainer.config import TrainerConfig, resolve_precision
-from shared.trainer.modes import ROLLING
+from shared.trainer.config import TrainerConfig
+from shared.trainer.models import resolve_precision
 from shared.trainer.planner.flops import Trained, part_flops
 from shared.trainer.planner.hardware import Hardware
 from shared.trainer.planner.memory import RankMemory, run_memory, step_sizes, targets_of, with_gathering
 from shared.trainer.planner.seconds import StepSeconds, step_seconds
 from shared.trainer.planner.traffic import Sent, stage_traffic
-
+from shared.trainer.sections import ROLLING
 
 
 @dataclass(frozen=True)

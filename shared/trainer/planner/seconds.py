@@ -20,12 +20,11 @@ from shared.parallel.planning.data_costs import Weight
 from shared.parallel.planning.memory import StepSizes, data_shards
 from shared.parallel.planning.pipeline_costs import chunk_parts, held_parts, hidden_bytes
 from shared.trainer.config import TrainerConfig
-from shared.trainer.modes import ROLLING
-from shared.trainer.planner.base_bits import base_bits
 from shared.trainer.planner.flops import Flops, Trained, muon_flops, part_flops
 from shared.trainer.planner.hardware import Hardware
-from shared.trainer.planner.memory import reward_model_setting
+from shared.trainer.planner.memory import base_bits, reward_model_setting
 from shared.trainer.planner.traffic import GRADIENTS, RINGS, SHARDS, Sent, own_weights, seconds_of, stride_of
+from shared.trainer.sections import ROLLING
 
 WITHIN = ("tp", "ep")  # axes whose operations every micro-batch waits for
 

@@ -23,9 +23,9 @@ from shared.parallel.planning.memory import StepSizes
 from shared.parallel.planning.pipeline_costs import chunk_parts, held_parts, pipeline_exchanges
 from shared.parallel.planning.tensor_costs import Exchange, context_exchanges, tensor_exchanges
 from shared.trainer.config import TrainerConfig
-from shared.trainer.planner.base_bits import base_bits
 from shared.trainer.planner.flops import Trained
 from shared.trainer.planner.hardware import Hardware
+from shared.trainer.planner.memory import base_bits
 
 GRADIENTS, SHARDS, RINGS = "gradients", "shards", "rings"  # beside what exchanges travel
 

@@ -33,10 +33,11 @@ from shared.rl.groups import GroupLoader
 from shared.rl.grpo import GRPOAdvantages, GRPOObjective
 from shared.rl.rewards import RewardPart
 from shared.rl.tasks import MadeTasks, TasksConfig, open_tasks
-from shared.trainer import grpo
-from shared.trainer.config import PolicyConfig, TrainerConfig
-from shared.trainer.grpo import TaskPolicyOptimization
-from shared.trainer.rolling import Rolling
+from shared.trainer.modes import grpo
+from shared.trainer.sections import PolicyConfig
+from shared.trainer.config import TrainerConfig
+from shared.trainer.modes.grpo import TaskPolicyOptimization
+from shared.trainer.modes.rollouts import Rolling
 
 SEQ = 24
 SMALL = MixtureModelConfig(

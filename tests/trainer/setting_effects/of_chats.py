@@ -9,10 +9,10 @@ from shared.finetune.chat.datasets import ChatSource, open_chats_of
 from shared.finetune.chat.prepare import ChatConfig, prepare_chats
 from shared.preference.config import MadeConfig, PreferenceConfig
 from shared.preference.prepare import prepare_preferences
-from shared.trainer.config import InstructionConfig, TrainerConfig
-from shared.trainer.data_config import DataConfig
-from shared.trainer.preferring import made_set
-from shared.trainer.sft import instruction_files
+from shared.trainer.config import TrainerConfig
+from shared.trainer.modes.pairs import made_set
+from shared.trainer.modes.sft import instruction_files
+from shared.trainer.sections import DataConfig, InstructionConfig
 
 
 def conversations_of(source: ChatSource) -> list[str] | str:

@@ -37,9 +37,8 @@ from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.mesh import Mesh
 from shared.trainer.config import TrainerConfig
-from shared.trainer.data_config import DataConfig
-from shared.trainer.loaders import loaders
-from shared.trainer.pretrain import Pretraining
+from shared.trainer.modes.pretrain import Pretraining, loaders
+from shared.trainer.sections import DataConfig
 
 CODE = {f"f{n}.py": f"def function_{n}(value):\n    return {' + '.join(str(n * k % 97) for k in range(20 + n))}\n" for n in range(24)}
 LINES = "".join(f"    the_{{}}th_name_of_line_{n} = function_of_{n}(value)\n" for n in range(16))

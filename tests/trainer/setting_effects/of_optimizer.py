@@ -15,7 +15,7 @@ from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig, ScheduleConfig
 from shared.optim.loss_scale import LossScaleConfig, LossScaler
 from shared.optim.schedules import factor_at
-from shared.trainer.initial_weights import with_adapter
+from shared.trainer.models import with_adapter
 
 SMALL = ModelConfig(vocab_size=31, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.2, attention_bias=True)
 

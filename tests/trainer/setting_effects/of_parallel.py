@@ -23,7 +23,7 @@ from shared.parallel.comm.communicator import Communicator, SingleRankCommunicat
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
 from shared.trainer import settings
-from shared.trainer.axes import RUN_AXES
+from shared.trainer.models import RUN_AXES
 from shared.trainer.config import TrainerConfig
 
 MODEL = MixtureModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=6, num_attention_heads=2, intermediate_size=24)

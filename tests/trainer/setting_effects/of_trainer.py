@@ -37,9 +37,9 @@ from shared.rl.config import TaskPolicyConfig
 from shared.rl.tasks import MadeTasks, TasksConfig
 from shared.totals import Batch, Objective, Totals
 from shared.trainer import results, run
-from shared.trainer.config import InstructionConfig, PolicyConfig, ReportConfig, TrainerConfig
-from shared.trainer.data_config import DataConfig
-from shared.trainer.pretrain import Pretraining
+from shared.trainer.config import TrainerConfig
+from shared.trainer.modes.pretrain import Pretraining
+from shared.trainer.sections import DataConfig, InstructionConfig, PolicyConfig, ReportConfig
 
 TINY = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 128,

@@ -1,0 +1,1 @@
+"""Chapter 12. From a layout's name to processes: started here, joined by others, or compared with one."""

@@ -1,0 +1,210 @@
+"""Chapter 12. The contract between a run and its training mode: what a mode brings to a run, and what it says of the trained model.
+
+A run and what it is for know each other, so they share a module. `shared.trainer.modes` has the modes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean as mean
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from shared.course.errors import CourseError
+from shared.data.completion import Gap
+from shared.data.loader import StatefulLoader, require_full_step
+from shared.data.tokenizer import TextTokenizer
+from shared.engine.callbacks import Callback
+from shared.engine.engine import RuntimeEngine
+from shared.model.transformer import TransformerModel
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
+from shared.parallel.strategy import ParallelStrategy
+from shared.totals import Objective, Totals
+from shared.trainer.config import TrainerConfig
+from shared.trainer.costs import Costs, Stopwatch, Traffic
+from shared.trainer.records.changes import Changes
+from shared.trainer.weights import InitialWeights
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN = 3  # answers of each kind
+
+
+class Answered(NamedTuple):
+    """A held-out task, what was answered to it before training and after, and whether that was right."""
+
+    kind: str
+    prompt: str
+    wanted: str
+    before: str
+    after: str
+    right_before: bool
+    right_after: bool
+
+
+class Preferred(NamedTuple):
+    """A held-out prompt, what was answered to it before training and after, and the hidden preference's reward of each answer."""
+
+    kind: str
+    prompt: str
+    before: str
+    after: str
+    reward_before: float
+    reward_after: float
+
+    @property
+    def won(self) -> float:
+        """1 where the later answer is preferred, 0 where the earlier one is, 1/2 for equal ones."""
+        return 0.5 + 0.5 * ((self.reward_after > self.reward_before) - (self.reward_after < self.reward_before))
+
+
+@dataclass
+class Judged:
+    """What a mode says of the trained model.
+
+    summary: name -> value, of which the first ones are the mode's. samples: prompt, what the model went on with. completions: gaps that it
+    filled. answered: held-out tasks. preferred: held-out prompts whose answers a hidden preference judged. example: a conversation as
+    pieces of text, each with whether it was trained on. figures: the mode's own, by name. unit: of the loss.
+    """
+
+    summary: dict[str, Any]
+    samples: list[tuple[str, str]] = field(default_factory=list)
+    completions: list[Gap] = field(default_factory=list)
+    answered: list[Answered] = field(default_factory=list)
+    preferred: list[Preferred] = field(default_factory=list)
+    example: list[tuple[str, bool]] = field(default_factory=list)
+    figures: dict[str, "Figure"] = field(default_factory=dict)
+    unit: str = "nats per token"
+
+    def accuracy(self) -> list[tuple[str, int, float, float]]:
+        """For each kind of task, and for all: how many there are, and which share was right before and after."""
+        return [
+            (kind, len(some), mean(each.right_before for each in some), mean(each.right_after for each in some))
+            for kind, some in by_kind(self.answered).items()
+        ]
+
+    def wins(self) -> list[tuple[str, int, float, float, float]]:
+        """For each kind of prompt, and for all: how many there are, the mean reward before and after, and the win rate of the later answers
+        over the earlier ones."""
+        return [
+            (kind, len(some), *(mean(getattr(each, name) for each in some) for name in ("reward_before", "reward_after", "won")))
+            for kind, some in by_kind(self.preferred).items()
+        ]
+
+    def shown(self) -> list[Answered] | list[Preferred]:
+        """The first answers of each kind, which the report puts side by side."""
+        found = by_kind(self.answered or self.preferred)
+        return [each for kind, some in found.items() for each in some[:SHOWN] if kind == each.kind]
+
+
+def by_kind(entries: Sequence[Any]) -> dict[str, list[Any]]:
+    """Entries by their `kind`, and where there are several kinds, all of them."""
+    kinds = {each.kind: [other for other in entries if other.kind == each.kind] for each in entries}
+    return kinds | ({"all": list(entries)} if len(kinds) > 1 else {})
+
+
+class Mode(Protocol):
+    """What a run is for: where its rows come from, what is learned from them, and how it is judged.
+
+    Attributes:
+        text: what was prepared.
+        tokenizer: of that text; the model has a row for each of its ids.
+        end_ids: the tokens that end what the model writes.
+        pad_id: of an exported model; None for what it had at first.
+        left_out: weights that an exported model has not.
+        objective: the loss of a micro-batch.
+
+    A mode is made by its class: Mode(config, start, world, console), on every rank.
+    """
+
+    text: Any
+    tokenizer: TextTokenizer
+    end_ids: list[int]
+    pad_id: int | None
+    left_out: tuple[str, ...]
+    objective: Objective
+
+    def require_answerable(self, config: TrainerConfig) -> None:
+        """Refuse now what the report could not show after the last step."""
+
+    def more_weights(self) -> list[InitialWeights]:
+        """What else than the first weights decides the run's: a reward model."""
+
+    def shaped(self, model: TransformerModel) -> TransformerModel:
+        """The plain model, perhaps without memory yet, with what the mode trains in it, such as a head of another kind. In place."""
+
+    def loaders(self, config: TrainerConfig, strategy: ParallelStrategy) -> tuple[Iterable, Iterable | None]:
+        """What yields this rank's share of each training step, resumable, and of the held-out rows of an evaluation during training; None
+        for no such evaluation. The strategy's model still has its first weights. Every rank calls it."""
+
+    def all_held_out(self, config: TrainerConfig, strategy: ParallelStrategy) -> Iterable | None:
+        """This rank's share of all that is held out, for the last evaluation; None where the mode has no loss of it."""
+
+    def callbacks(self, config: TrainerConfig) -> list[Callback]:
+        """The mode's own."""
+
+    def announcement(self, config: TrainerConfig) -> tuple[str, str]:
+        """How much data there is, as the end of a sentence; and lines about it that a reader should see before the first step."""
+
+    def judge(self, run: "Run", model: TransformerModel, totals: Totals | None) -> Judged:
+        """What the report shows of the trained model, which rank 0 has whole. totals: of the last evaluation, if there was one."""
+
+    def save_beside(self, folder: Any, longest: int) -> None:
+        """Write the tokenizer, and whatever else of text belongs to an exported model."""
+
+
+@dataclass
+class Run:
+    """A run that is ready to be fitted, as one rank sees it."""
+
+    config: TrainerConfig
+    mode: Mode
+    start: InitialWeights | None
+    engine: RuntimeEngine
+    strategy: ParallelStrategy
+    costs: Costs
+    traffic: Traffic
+    changes: Changes
+    watch: Stopwatch
+
+    @property
+    def text(self) -> Any:
+        return self.mode.text
+
+
+Prepared = TypeVar("Prepared")  # has `folder`, the stores `training` and `held_out`, and a `tokenizer`
+
+
+def prepared_once(world: Communicator, folder: Path, make: Callable[[], Prepared], reopen: Callable[[Path], Prepared]) -> Prepared:
+    """Data prepared by one rank of those that share a folder, opened by the others, and then compared over all ranks.
+
+    Args:
+        folder: of all preparations.
+        make, reopen: the two ways to it; `reopen` gets the folder of this preparation.
+
+    Raises:
+        CourseError: on every rank: it cannot be prepared or opened on one of them, or machines that share no folder have different data.
+    """
+    first = ranks_that_share(world, folder)[0]
+    text = agreed(world, lambda: make() if world.rank == first else None)
+    made = world.gather_objects(text and text.folder.name)[first]
+    text = agreed(world, lambda: text or reopen(folder / made))
+    stores = {"training": text.training, "held_out": text.held_out}
+    sizes = {side: {"documents": len(each), "tokens": each.token_count, "sha256": each.fingerprint[:12]} for side, each in stores.items()}
+    require_agreement(world, "text", sizes | {"tokenizer": text.tokenizer.identity[:12], "end_token": text.tokenizer.end})
+    return text
+
+
+def require_rows(loader: StatefulLoader, config: TrainerConfig) -> None:
+    """Refuse more steps than the text has rows for. Said only when it has ended, it would come after the training and before the report."""
+    require_full_step(loader)
+    if config.data.epochs is None:
+        return
+    rows = config.data.epochs * loader.dataset.rows
+    enough = -(-rows // config.data.batch_size)
+    if enough < config.steps:
+        raise CourseError(
+            f"data.epochs is {config.data.epochs}, which gives {rows:,} rows, enough for {enough:,} steps of {config.data.batch_size}, and "
+            f"steps is {config.steps:,}: give more text, more epochs, or fewer steps."
+        )

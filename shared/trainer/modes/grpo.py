@@ -1,0 +1,221 @@
+"""Chapter 12. GRPO on verifiable tasks as a mode of the trainer: rollouts as the loader, rewards by name, and pass@k on held-out tasks.
+
+The policy begins as the model of start_from and answers each task several times. What it is compared with is that first model, kept beside
+it, or the policy without its adapter.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from shared.course import figures as style
+from shared.course.extensions import called
+from shared.data.tokenizer import TextTokenizer
+from shared.engine.callbacks import Callback, Metrics
+from shared.finetune.chat.datasets import Conversation
+from shared.finetune.chat.examples import ChatExamples
+from shared.finetune.chat.prepare import ChatReport, chat_tokenizer
+from shared.finetune.chat.template import ChatTemplate
+from shared.finetune.instructions import Task
+from shared.model.init import stream_seed
+from shared.model.transformer import TransformerModel
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.health.agreement import agreed, require_agreement
+from shared.parallel.strategy import ParallelStrategy
+from shared.preference.rollouts import RolloutMetrics, require_prompts
+from shared.rl.alarms import alarms
+from shared.rl.cached_sampler import CachedSampler
+from shared.rl.code_reward import CodeReward
+from shared.rl.groups import GroupLoader
+from shared.rl.grpo import GRPOAdvantages, GRPOObjective
+from shared.rl.pass_at_k import mean_pass_at_k
+from shared.rl.rewards import TASK, RewardSet
+from shared.rl.tasks import open_tasks
+from shared.rl.verifiers import CODE
+from shared.sampling import evaluating
+from shared.totals import Totals
+from shared.trainer.config import TrainerConfig
+from shared.trainer.mode import Answered, Judged, Run
+from shared.trainer.modes.answering import Answering, trained_parameters
+from shared.trainer.modes.rollouts import Rolling, reward_by, reward_weights
+from shared.trainer.weights import InitialWeights
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN = ("reward", "kl_to_reference", "answer_tokens", "ended", "zero_variance", "entropy")  # of the metrics of a rollout
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """How tasks become prompts, in the form of prepared conversations. report: of no conversations, with what ends an answer."""
+
+    tokenizer: TextTokenizer
+    template: ChatTemplate
+    report: ChatReport
+
+
+class TaskPolicyOptimization(Rolling, Answering):
+    """The mode grpo (`shared.trainer.mode.Mode`).
+
+    Attributes:
+        training: the tasks that are answered. tasks: those that are held out.
+        code: what runs programs, where answers are programs.
+        verdicts: the rewards, from when there are loaders.
+    """
+
+    def __init__(self, config: TrainerConfig, start: InitialWeights, world: Communicator, console: Console):
+        self.start, self.system, self.console = start, config.chats.system, console
+        self.objective, grpo = GRPOObjective(config.grpo), config.grpo
+        self.training, self.tasks = agreed(world, lambda: open_tasks(grpo.tasks))
+        self.text = agreed(world, lambda: prompting(config, start, self.training[0]))
+        self.tokenizer = self.text.tokenizer
+        agreed(world, lambda: start.require_extended(self.tokenizer))
+        written = json.dumps([asdict(task) for task in (*self.training, *self.tasks)]).encode()
+        require_agreement(world, "tasks", {"sha256": hashlib.sha256(written).hexdigest(), "tokenizer": self.tokenizer.identity})
+        if grpo.reward_model:
+            self.rewards = agreed(world, lambda: reward_weights(grpo.reward_model, self.tokenizer, "grpo.rewards"))
+        names, checks = {part.name for part in grpo.rewards}, {task.check for task in (*self.training, *self.tasks)}
+        self.code = CodeReward() if CODE in names | checks else None
+        self.verdicts: RewardSet | None = None
+
+    def require_answerable(self, config: TrainerConfig) -> None:
+        self.require_room(config, self.tasks, "grpo.tasks")
+        if self.tasks:
+            require_prompts(self.prompts_of(self.tasks), config.grpo.new_tokens, config.data.seq)
+
+    def loaders(self, config: TrainerConfig, strategy: ParallelStrategy) -> tuple[GroupLoader, None]:
+        grpo = config.grpo
+        model = reward_by(self.rewards, config, strategy) if self.rewards else None
+        self.verdicts = agreed(strategy.mesh.world, lambda: RewardSet(
+            grpo.rewards, self.training, self.tokenizer.decode, model, self.code, grpo.reward_seconds, grpo.reward_failed
+        ))  # fmt: skip
+        return self.rollouts(
+            GroupLoader, config, strategy, grpo, grpo.reference, prompts=self.prompts_of(self.training), reward=self.verdicts,
+            advantages=GRPOAdvantages(grpo),
+        ), None  # fmt: skip
+
+    def callbacks(self, config: TrainerConfig) -> list[Callback]:
+        self.measured = RolloutAlarms(self.console, self.close)
+        return [self.measured]
+
+    def announcement(self, config: TrainerConfig) -> tuple[str, str]:
+        by = " + ".join(f"{part.weight:g} x {called(part.name)}" for part in config.grpo.rewards)
+        runs = f"Programs run in a sandbox: {self.code.describe()}\n" if self.code else ""
+        return f"{len(self.training):,} tasks to answer ({len(self.tasks):,} held out)", f"Answers are rewarded by {by}.\n{runs}"
+
+    def judge(self, run: Run, model: TransformerModel, totals: Totals | None) -> Judged:
+        first = self.start.load(run.config.model, run.engine.device)
+        try:
+            (old, were), (new, are) = (self.examined(each, run.config) for each in (first, model))
+            answered = [
+                Answered(task.kind, task.prompt, task.answer, one, other, right_one == 1, right_other == 1)
+                for task, one, other, right_one, right_other in zip(
+                    self.tasks, old, new, self.right(self.tasks, old), self.right(self.tasks, new), strict=True
+                )
+            ]
+        finally:
+            self.close()
+        summary: dict[str, Any] = {}
+        for when in ("before", "after"):
+            if answered:
+                summary[f"held-out tasks right {when}"] = sum(getattr(each, f"right_{when}") for each in answered) / len(answered)
+        for k in were:
+            summary |= {f"held-out pass@{k} before": were[k], f"held-out pass@{k} after": are[k]}
+        summary |= self.last_rollout(SHOWN) | {"alarms": " ".join(alarms(self.measured.loader.metrics).values()) or "none"}
+        summary |= {"why the loss says little": self.measured.explained(), "trained parameters": trained_parameters(model)}
+        figures = {"pass_at_k": plot_pass_at_k(were, are)} if were else {}
+        return Judged(summary, answered=answered, figures=figures, unit="mean of advantages, weighed by ratios")
+
+    def examined(self, model: TransformerModel, config: TrainerConfig) -> tuple[list[str], dict[int, float]]:
+        """A model's likeliest answers to the held-out tasks, and pass@k of its drawn ones, by k."""
+        grpo, prompts = config.grpo, self.prompts_of(self.tasks)
+        count = grpo.held_out_answers if prompts else 0
+        texts = self.answers(prompts, model, config, grpo.new_tokens)
+        if not count:
+            return texts, {}
+        sampler = CachedSampler(grpo.new_tokens, self.stops, grpo.temperature)
+        seeds = [stream_seed(f"held-out {number}", config.seed) for number in range(len(prompts) * count)]
+        with torch.no_grad(), evaluating(model):
+            drawn = sampler(model, [prompt for prompt in prompts for _ in range(count)], seeds, lambda is_open: is_open)
+        said = [self.tokenizer.decode(each.said) for each in drawn]
+        right = torch.tensor(self.right([task for task in self.tasks for _ in range(count)], said)).eq(1).reshape(-1, count)
+        counts = right.sum(dim=1).tolist()
+        return texts, {2**power: mean_pass_at_k(counts, count, 2**power) for power in range(count.bit_length())}
+
+    def close(self) -> None:
+        """End the processes that judge; a later answer starts others."""
+        for each in (self.verdicts, self.code):
+            if each is not None:
+                each.close()
+
+    def right(self, tasks: list[Task], answers: list[str]) -> list[float]:
+        """What each task's own check says of its answer; 0 where it fails, since training is over by now."""
+        if self.verdicts.failed is None:
+            self.verdicts.failed = 0.0
+        return self.verdicts.judged(tasks, answers, TASK)[0]
+
+
+class RolloutAlarms(RolloutMetrics):
+    """Logs the metrics of rollouts, and says once of each of them when it is a cause for alarm. close: called when the run ends.
+
+    Attributes:
+        first: the loss and the gradient's norm of the first step.
+    """
+
+    def __init__(self, console: Console, close: Callable[[], None]):
+        super().__init__(None)
+        self.console, self.close, self.said, self.first = console, close, set(), [0.0, 0.0]
+
+    def on_step(self, engine: Any) -> None:
+        if engine.step == 1:
+            self.first = [engine.loss, engine.grad_norm]
+
+    def on_log(self, engine: Any, metrics: Metrics) -> None:
+        for name, sentence in alarms(self.loader.metrics).items():
+            if name not in self.said:
+                self.said.add(name)
+                self.console.print(f"Step {engine.step}: {sentence}", markup=False, highlight=False, soft_wrap=True)
+
+    def on_end(self, engine: Any) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "said": sorted(self.said)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first, self.said = state["first"], {*state["said"]}
+
+    def explained(self) -> str:
+        """A loss of 0 whose gradient is not."""
+        loss, norm = self.first
+        return (
+            "The advantages of a group add up to 0, and right after a rollout all ratios are 1: the loss of a rollout is then near 0, "
+            "whatever its answers are worth. The gradient is not, because it makes the better answers likelier "
+            f"(step 1: loss {loss:.4f}, gradient norm {norm:.4f}). Look at the reward."
+        )
+
+
+def prompting(config: TrainerConfig, start: InitialWeights, task: Task) -> Prompting:
+    """The tokenizer and the template, and what ends an answer, by a task that is rendered with its own answer."""
+    tokenizer, template = chat_tokenizer(config.chats.tokenizer or start.tokenizer_folder(), config.chats.template)
+    messages = [{"role": "user", "content": task.prompt}, {"role": "assistant", "content": task.answer}]
+    [example] = ChatExamples(tokenizer, template, config.data.seq)([Conversation("A task", messages).with_system(config.chats.system)])
+    return Prompting(tokenizer, template, ChatReport(stops=example.stops))
+
+
+def plot_pass_at_k(before: dict[int, float], after: dict[int, float]) -> "Figure":
+    """pass@k against k, before training and after."""
+    figure = style.new_figure()
+    axes = figure.subplots()
+    for name, found in (("before", before), ("after", after)):
+        axes.plot([*found], [*found.values()], "o-", label=name)
+    axes.set(xlabel="k, drawn answers", ylabel="held-out pass@k", xscale="log", ylim=(0, 1))
+    axes.set_xticks([*before], [*map(str, before)])
+    axes.legend()
+    return figure

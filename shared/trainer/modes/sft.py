@@ -1,0 +1,94 @@
+"""Chapter 12. Supervised fine-tuning (SFT) as a mode of the trainer: loss on an assistant's answers, and accuracy on held-out tasks.
+
+The rows are chapter 10's: conversations as a template writes them, packed, with targets only where the assistant speaks; or pairs of texts
+for an encoder-decoder. At the end the model answers tasks that it was not trained on, and the model that the run started from does too.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from shared.data.objectives import encoder_decoder_objective
+from shared.finetune.answer_objective import answer_objective
+from shared.finetune.chat.datasets import ChatSource
+from shared.finetune.chat.prepare import PreparedChats, open_chats, prepare_chats
+from shared.finetune.chat.rows import chat_loaders
+from shared.finetune.instructions import read_tasks, write_instructions
+from shared.model.hf.generation import START
+from shared.model.transformer import TransformerModel
+from shared.parallel.comm.communicator import Communicator
+from shared.parallel.health.agreement import agreed
+from shared.parallel.strategy import ParallelStrategy
+from shared.totals import Totals
+from shared.trainer.config import TrainerConfig
+from shared.trainer.mode import Answered, Judged, Run, prepared_once
+from shared.trainer.modes.answering import Answering, Loaders, trained_parameters
+from shared.trainer.weights import InitialWeights
+
+
+class FineTuning(Answering):
+    """The mode sft (`shared.trainer.mode.Mode`)."""
+
+    def __init__(self, config: TrainerConfig, start: InitialWeights, world: Communicator, console: Console):
+        self.start, folder = start, config.data.prepared
+        self.virtual_tokens, self.system = config.virtual_tokens, config.chats.system
+
+        def make() -> PreparedChats:
+            made, _ = instruction_files(config)
+            chats = config.chats if config.chats.sources else replace(config.chats, sources=(ChatSource(str(made)),))
+            chats = replace(chats, tokenizer=chats.tokenizer or start.tokenizer_folder())
+            return prepare_chats(chats, folder, config.data.seq - self.virtual_tokens, console)
+
+        self.text: PreparedChats = prepared_once(world, folder, make, open_chats)
+        self.tokenizer = self.text.tokenizer
+        agreed(world, lambda: start.require_extended(self.tokenizer))
+        pairs = self.text.template is None
+        self.objective = encoder_decoder_objective if pairs else answer_objective
+        self.start_id = decoder_start(start) if pairs else None
+
+    def require_answerable(self, config: TrainerConfig) -> None:
+        _, tasks = instruction_files(config)
+        self.tasks = read_tasks(tasks)[: config.instructions.tasks] if tasks else []
+        self.require_room(config, self.tasks, tasks)
+
+    def rows(self, config: TrainerConfig, strategy: ParallelStrategy, held_out_rows: int | None) -> Loaders:
+        virtual_ids = range(config.model.vocab_size, config.model.vocab_size + self.virtual_tokens)
+        sizes = self.sizes(config, strategy.mesh, held_out_rows)
+        return chat_loaders(self.text, virtual_ids=virtual_ids, start_id=self.start_id, **sizes)
+
+    def announcement(self, config: TrainerConfig) -> tuple[str, str]:
+        report = self.text.report
+        amount = f"{report.examples:,} conversations ({report.held_out:,} held out), {report.trained / 1e6:.2f} million tokens of answers"
+        return amount, "".join(f"{line}\n" for line in report.lines()[1:3])
+
+    def judge(self, run: Run, model: TransformerModel, totals: Totals) -> Judged:
+        before, after = self.before_and_after(self.prompts_of(self.tasks), run, model)
+        answered = [
+            Answered(task.kind, task.prompt, task.answer, old, new, task.solved_by(old), task.solved_by(new))
+            for task, old, new in zip(self.tasks, before, after, strict=True)
+        ]
+        count = max(1, len(answered))
+        summary = {
+            "held-out loss on answers": totals.mean_loss,
+            "held-out answer tokens guessed right": totals.mean_metrics()["correct"],
+            **({"held-out tasks right before": sum(each.right_before for each in answered) / count} if answered else {}),
+            **({"held-out tasks right after": sum(each.right_after for each in answered) / count} if answered else {}),
+            "trained parameters": trained_parameters(model),
+        }
+        return Judged(summary, answered=answered, example=self.example())
+
+
+def instruction_files(config: TrainerConfig) -> tuple[Path | None, Path | None]:
+    """The files of conversations and of held-out tasks: the set made on the spot where the run names no conversations of its own."""
+    mine = config.instructions
+    if config.chats.sources:
+        return None, mine.file
+    conversations, tasks = write_instructions(config.data.prepared, mine.examples, mine.tasks, mine.seed)
+    return conversations, mine.file or tasks
+
+
+def decoder_start(start: InitialWeights) -> int:
+    """What an encoder-decoder's decoder reads first: T5 takes its padding token, which is 0."""
+    ids = start.open().token_ids
+    return ids.get(START) or ids.get("pad_token_id") or 0

@@ -1,0 +1,1 @@
+"""Chapter 12. Pages and tables of one run or of several."""

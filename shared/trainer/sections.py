@@ -1,0 +1,138 @@
+"""Chapter 12. Sections of the configuration that are the trainer's own: data, instructions, report, policy; and which mode reads which."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from shared.data.fim import FimConfig
+from shared.data.prepare import PrepareConfig
+from shared.engine.config import require
+from shared.finetune.instructions import MOST_TASKS
+from shared.preference.ppo import PPOConfig
+
+
+@dataclass
+class DataConfig:
+    """The text, and how it becomes batches.
+
+    Args:
+        prepare: sources, cleaning, tokenizer.
+        prepared: the folder in which prepared text is kept, for every run that asks for the same.
+        seq: tokens that a row predicts.
+        batch_size: the global batch size: rows in a step, over all micro-batches and ranks. Rollouts have their own (ppo.minibatches).
+        micro_batch_size: rows in one forward and backward of a rank; where its share of the batch is smaller, the share.
+        fim: how often a document's middle is moved to its end.
+        strategy: how documents are packed into rows.
+        epochs: how often the text may be gone through; null for as often as the steps need.
+        held_out_rows: rows of held-out text in an evaluation during training; null for all. The last one has report.held_out_rows.
+    """
+
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    prepared: Path = Path("runs/prepared")
+    seq: int = 256
+    batch_size: int = 16
+    micro_batch_size: int = 8
+    fim: FimConfig = field(default_factory=FimConfig)
+    strategy: Literal["best_fit", "sequential"] = "best_fit"
+    epochs: int | None = None
+    held_out_rows: int | None = 128
+
+    def __post_init__(self):
+        self.prepared = Path(self.prepared).expanduser()
+        for name in ("seq", "batch_size", "micro_batch_size"):
+            require(getattr(self, name) >= 1, f"data.{name} is {getattr(self, name)}: give at least 1.")
+        require(self.epochs is None or self.epochs >= 1, f"data.epochs is {self.epochs}: give at least 1, or null.")
+        require(
+            self.held_out_rows is None or self.held_out_rows >= 1, f"data.held_out_rows is {self.held_out_rows}: give at least 1, or null."
+        )
+        require(
+            self.epochs is None or self.prepare.sources[0].weight is None,
+            "data.epochs limits how often the text is gone through, and sources with a weight are gone through in their shares: "
+            "give data.epochs null, or no weights.",
+        )
+        require(
+            self.batch_size % self.micro_batch_size == 0,
+            f"data.batch_size is {self.batch_size} and not a multiple of data.micro_batch_size, {self.micro_batch_size}: change one.",
+        )
+
+
+@dataclass
+class InstructionConfig:
+    """The instruction set that is made on the spot, and the held-out tasks (`shared.finetune.instructions`).
+
+    Args:
+        examples: conversations made to train on, where chats.sources is empty.
+        tasks: held-out tasks whose accuracy the report shows, before and after; 0 for none.
+        seed: of the set.
+        file: held-out tasks of your own, one JSON object a line with kind, prompt, answer and check; null for those of the set.
+    """
+
+    examples: int = 8000
+    tasks: int = 120
+    seed: int = 0
+    file: Path | None = None
+
+    def __post_init__(self):
+        require(self.examples >= 1, f"instructions.examples is {self.examples}: give at least 1.")
+        require(
+            0 <= self.tasks and (self.tasks <= MOST_TASKS or self.file is not None),
+            f"instructions.tasks is {self.tasks}: give 0 to {MOST_TASKS}, or a file of your own.",
+        )
+
+
+@dataclass
+class ReportConfig:
+    """What the report shows of the trained model.
+
+    Args:
+        prompts: texts that the model continues.
+        completions: gaps in held-out files that the model fills, from the text on both sides.
+        new_tokens: at most, for each prompt.
+        temperature: of the prompts' samples; 0 takes the likeliest token. Gaps are always filled with the likeliest.
+        top_k: how many of the likeliest tokens a sample draws from; null for all.
+        export: also write the model in Hugging Face's format.
+        held_out_rows: rows of held-out text in the last evaluation; null for all.
+    """
+
+    prompts: list[str] = field(default_factory=lambda: ["def ", "class ", "import "])
+    completions: int = 4
+    new_tokens: int = 96
+    temperature: float = 0.7
+    top_k: int | None = 40
+    export: bool = True
+    held_out_rows: int | None = None
+
+    def __post_init__(self):
+        require(self.completions >= 0 and self.new_tokens >= 1, "report.completions must be at least 0, and report.new_tokens at least 1.")
+        require(self.temperature >= 0, f"report.temperature is {self.temperature}: give at least 0.")
+        require(self.top_k is None or self.top_k >= 1, f"report.top_k is {self.top_k}: give at least 1, or null for all.")
+        require(
+            self.held_out_rows is None or self.held_out_rows >= 1, f"report.held_out_rows is {self.held_out_rows}: give 1 or more, or null."
+        )
+        require(all(self.prompts), "report.prompts holds an empty text: give each at least one character.")
+
+
+@dataclass(frozen=True)
+class PolicyConfig(PPOConfig):
+    """PPO: rollouts, losses, and what rewards answers. The first fields are chapter 11's (`shared.preference.ppo`).
+
+    Args:
+        reward: model, or gold for the hidden preference itself, which only prompts that are made on the spot have.
+        reward_model: with reward model, the folder of a run with mode reward, or of transformers' sequence classification.
+        reward_config: a configuration beside this file that trains a reward model where reward_model is not there yet; null to refuse that.
+    """
+
+    reward: Literal["model", "gold"] = "model"
+    reward_model: Path | None = None
+    reward_config: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward == "gold" and self.reward_model is not None:
+            raise ValueError("reward is gold, which asks no reward_model: leave one out.")
+
+
+PREFERRING = ("reward", "dpo", "ppo")
+ROLLING = ("ppo", "grpo")  # whose rows are rollouts
+SECTIONS = {"preferences": PREFERRING} | {name: (name,) for name in ("reward", "dpo", "ppo", "grpo")}  # which modes read them
+FIM_SLACK = 8  # positions that a row keeps free for each piece: three special tokens, and tokens that a cut splits in two

@@ -1,0 +1,248 @@
+"""Chapter 12. Chat with a trained model in the terminal: streaming answers, its own template, history cut to the context by whole turns.
+
+    course chat runs/laptop_sft          a run, finished or not; also a folder of Hugging Face's format, or with GPTQ's or AWQ's codes
+    you: What is 3 plus 4?
+    7
+
+A model without a chat template, such as a pretrained one, continues each line by itself. An encoder-decoder writes one text for each that
+it reads. Lines may be piped in. `course sample` answers one prompt; `shared.trainer.web` is the same conversation in a browser.
+"""
+
+import sys
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from shared.course import terminal
+from shared.course.errors import CourseError
+from shared.data.tokenizer import TextTokenizer
+from shared.finetune.chat.encoding import ChatEncoder
+from shared.finetune.chat.template import FILE, ChatTemplate, Message
+from shared.finetune.peft_format import load_adapter
+from shared.finetune.quantization.packed import fused_kernel, use_kernels
+from shared.finetune.soft_prompts import count_virtual_tokens
+from shared.model.hf.files import PretrainedError, read_json
+from shared.model.hf.generation import START
+from shared.model.transformer import TransformerModel
+from shared.moe.config import MixtureModelConfig
+from shared.rl.generation import Drawing, stream_answer
+from shared.trainer import provenance
+from shared.trainer.weights import find_initial_weights
+
+RESET = "/reset"
+UNFINISHED = "\ufffd"  # the replacement character, which a decoder shows of a character whose bytes are not all there
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How answers are drawn.
+
+    Args:
+        drawing: temperature, top-k, top-p, min-p and repetition penalty.
+        new_tokens: of an answer at most.
+        stop: strings that end an answer, which then ends before the first of them.
+        seed: of what is drawn.
+
+    Raises:
+        ValueError: names the setting.
+    """
+
+    drawing: Drawing = Drawing(temperature=0.7, top_k=40)  # noqa: RUF009 (frozen)
+    new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < 1:
+            raise ValueError(f"new_tokens is {self.new_tokens}: give at least 1.")
+        if "" in self.stop:
+            raise ValueError("stop has an empty string, which would end every answer at once: leave it out.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}: give a whole number from 0 to 2**63 - 1.")
+
+
+@dataclass
+class Talk:
+    """A model that is talked to, and what was said.
+
+    template: None for a model that continues text. dropped: turns that the context had no room for. tokens: of the last answer. cut_off:
+    whether the last answer reached `new_tokens` or the end of the context before it was complete.
+    """
+
+    model: TransformerModel
+    tokenizer: TextTokenizer
+    template: ChatTemplate | None
+    settings: AnswerSettings = AnswerSettings()
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+    dropped: int = 0
+    tokens: int = 0
+    cut_off: bool = False
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.settings.seed)
+        self.context = self.model.config.max_position_embeddings - count_virtual_tokens(self.model)
+        self.is_pair = self.model.config.architecture == "encoder-decoder"
+        ends = self.model.token_ids.get("eos_token_id")
+        names = [name for name in (self.template.special_names if self.template else []) if name in self.tokenizer.special_ids]
+        turns = {self.tokenizer.special(name) for name in names}  # any of them ends an answer: it ends this turn or begins another
+        self.stops = {self.tokenizer.end_id, *turns, *(ends if isinstance(ends, list) else [ends] if ends is not None else [])}
+
+    def reset(self) -> None:
+        self.messages, self.dropped = [], 0
+
+    def answer(self, text: str) -> Iterator[str]:
+        """What the model says to a text: a piece for each token, "" where it completes no character. Remembered when it is complete.
+
+        Raises:
+            CourseError: the text has no room in the context, or the template refuses it.
+        """
+        turn = {"role": "user", "content": text}
+        prompt, settings = self.fitting(turn), self.settings
+        room = self.context - (1 if self.is_pair else len(prompt)) + 1
+        ids: list[int] = []
+        said, stopped = "", False
+        seed = int(torch.randint(2**62, (), generator=self.generator))  # another one for each answer
+        for token in stream_answer(
+            self.model, prompt, settings.new_tokens, context=self.model.config.max_position_embeddings, stops=self.stops,
+            start_id=self.start_id(), drawing=settings.drawing, seeds=[seed],
+        ):  # fmt: skip
+            ids.append(token)
+            written = self.tokenizer.decode(ids)
+            ready = before_stop(written, settings.stop)
+            yield ready[len(said) :]
+            said = ready
+            if stopped := any(each in written for each in settings.stop):
+                break
+        if not stopped and (rest := self.tokenizer.decode(ids)[len(said) :]):  # half a stop string, or half a character
+            yield rest
+            said += rest
+        self.tokens, self.cut_off = len(ids), not stopped and len(ids) == min(settings.new_tokens, room)
+        if self.template:
+            self.messages += [turn, {"role": "assistant", "content": said}]
+
+    def start_id(self) -> int | None:
+        """What the decoder of an encoder-decoder reads first."""
+        return (self.model.token_ids.get(START) or 0) if self.is_pair else None
+
+    def fitting(self, turn: Message) -> list[int]:
+        """The ids of the prompt. The oldest turns are forgotten, question and answer together, until there is room for an answer too."""
+        room = max(1, self.context - min(self.settings.new_tokens, self.context // 2))
+        while len(ids := self.prompt([*self.messages, turn])) > room and self.messages:
+            self.messages, self.dropped = self.messages[2:], self.dropped + 1
+        if len(ids) >= self.context or not ids:
+            what = f"{len(ids):,} tokens, and the model reads {self.context:,} with the answer" if ids else "no token in the vocabulary"
+            raise CourseError(f"This message has {what}: write another one.")
+        return ids
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        if self.template is None:
+            ids = self.tokenizer.encode(messages[-1]["content"])
+            return [*ids, self.tokenizer.end_id] if self.is_pair and ids else ids
+        before = [{"role": "system", "content": self.system}] if self.system else []
+        return ChatEncoder(self.tokenizer).prompt(self.template, [*before, *messages])
+
+
+def open_talk(path: Path, settings: AnswerSettings, system: str | None) -> Talk:
+    """The model of a run or of a folder.
+
+    Raises:
+        CourseError: there is none.
+    """
+    try:
+        model, tokenizer, folder = opened(path)
+    except PretrainedError as error:
+        raise CourseError(str(error)) from None
+    config = folder / "tokenizer_config.json"
+    has_template = (folder / FILE).is_file() or (config.is_file() and "chat_template" in read_json(config))
+    template = ChatTemplate.load(folder) if has_template else None
+    if template:
+        template.variables.setdefault("eos_token", tokenizer.end)
+    return Talk(model.eval(), tokenizer, template, settings, system if template else None)
+
+
+def opened(path: Path) -> tuple[TransformerModel, TextTokenizer, Path]:
+    """The model of a run or of a folder, its tokenizer, and the folder that may have a template."""
+    adapter = path / "adapter"
+    if (adapter / "adapter_config.json").is_file() and not (path / "model").exists():  # virtual tokens, which are in no weight
+        record = provenance.read_record(path / provenance.CONFIG)
+        start = find_initial_weights(Path(str(record.get("start_from"))))
+        size = (record.get("model") or {}).get("vocab_size", start.model.vocab_size)
+        model = start.load(MixtureModelConfig(**vars(replace(start.model, vocab_size=size))), apart=True)
+        load_adapter(model, adapter)
+        return model, TextTokenizer.load(adapter), adapter
+    start = find_initial_weights(path, "RUN")
+    model = start.load()
+    use_kernels(model, fused_kernel)  # of quantized layers
+    return model, start.text_tokenizer(), start.tokenizer_folder()
+
+
+def before_stop(text: str, stop: tuple[str, ...]) -> str:
+    """What may be shown of a text that grows: up to its first stop string, without an end that may become one or half a character."""
+    if found := [text.index(each) for each in stop if each in text]:
+        return text[: min(found)]
+    text = text.rstrip(UNFINISHED)
+    begun = [size for each in stop for size in range(1, len(each)) if text.endswith(each[:size])]
+    return text[: len(text) - max(begun, default=0)]
+
+
+def talk(console: Console, run: str, system: str | None, settings: AnswerSettings) -> None:
+    """Read lines and answer them, until there are no more."""
+    talking = open_talk(Path(run).expanduser(), settings, system)
+    if sys.stdin.isatty():
+        kind = "It answers in turns" if talking.template else "It has no chat template, so it continues each line"
+        terminal.say(console, f"{kind}. {RESET} forgets what was said; Ctrl-D ends.")
+    try:
+        while (line := read_line()) is not None:
+            if line.strip() == RESET:
+                talking.reset()
+                terminal.say(console, "Forgotten.")
+            elif line.strip():
+                print_answer(console, talking, line.rstrip("\n"))
+    except KeyboardInterrupt:
+        print()
+
+
+def sample(run: str, prompt: str, number: int, system: str | None, settings: AnswerSettings) -> None:
+    """Print answers to one prompt, an empty line between two; each has a random stream of its own."""
+    talking = open_talk(Path(run).expanduser(), settings, system)
+    for count in range(number):
+        if count:
+            print()
+        print_pieces(talking.answer(prompt))
+        talking.reset()
+
+
+def print_answer(console: Console, talking: Talk, line: str) -> None:
+    dropped = talking.dropped
+    try:
+        print_pieces(talking.answer(line))
+    except CourseError as error:
+        terminal.say(console, str(error), "red")
+    if talking.dropped > dropped:
+        terminal.say(console, f"({talking.dropped} of the oldest turns are out of the model's context now.)")
+
+
+def print_pieces(pieces: Iterator[str]) -> None:
+    for piece in pieces:
+        print(printable(piece), end="", flush=True)
+    print()
+
+
+def printable(text: str) -> str:
+    """The text with a replacement character for each control or format character but tab and newline: a terminal would obey those."""
+    return "".join(UNFINISHED if unicodedata.category(each)[0] == "C" and each not in "\t\n" else each for each in text)
+
+
+def read_line() -> str | None:
+    """The next line; None where there are no more."""
+    try:
+        return input("you: " if sys.stdin.isatty() else "")
+    except EOFError:
+        if sys.stdin.isatty():
+            print()
+        return None
