@@ -193,7 +193,7 @@ class Sharding:
 
     @property
     def needs_gathering(self) -> bool:
-        """Whether what is done matrix by matrix takes other ranks: not where only a stack of matrices, such as experts, is shared out."""
+        """Whether a per-matrix operation (Muon) needs other ranks. False where only the stack dimension is split, as with experts."""
         region = self.region
         if len(self.shape) > 2 and region.is_box and region.sizes[-2:] == tuple(self.shape[-2:]):
             return False

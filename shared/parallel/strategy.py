@@ -1,4 +1,4 @@
-"""Chapter 06. The distributed strategy of many ranks: data engines, facts on parameters and one placement table make any layout.
+"""Chapter 06. The distributed strategy of many ranks: any layout is data engines, attributes of parameters, and a table of who holds what.
 
     step    data engines exchange gradients  ->  sums over `partial_over`  ->  one gradient norm  ->  update  ->  engines send weights
 
@@ -33,7 +33,7 @@ from shared.parallel.held import Held, Holders
 from shared.parallel.mesh import Mesh
 from shared.totals import Runner, Totals, Updater
 
-OWN = ("output", "trackers", "project", "wandb_mode", "mlflow_uri")  # of the engine's keys: folders are looked into, trackers are rank 0's
+OWN = ("output", "trackers", "project", "wandb_mode", "mlflow_uri")  # may differ: folders are probed, trackers are rank 0's
 
 
 class ParallelStrategy(Held, Strategy):

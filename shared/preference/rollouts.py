@@ -73,7 +73,7 @@ class RolloutLoader:
         position: prompts that were answered so far, over all ranks.
         current: the rollout that is being trained on; None between two.
         metrics: of the rollout that the last step trained on.
-        is_rolling: whether a rollout is being made, or could not be.
+        is_rolling: true while a rollout is generated, and after one has failed.
         once: whether the last rollout gathered all weights once; None before the first.
 
     Raises:

@@ -19,7 +19,7 @@ class CachedSampler:
         temperature: positive.
         top_k, top_p, min_p, repetition_penalty: as `Drawing` takes them. Log-probabilities are those of what is left.
         rows: answers that are drawn at a time.
-        multiple: of which the number of tokens is that the model is given: with sequence parallelism, the tensor-parallel ranks.
+        multiple: pad each forward pass to a multiple of this many tokens: with sequence parallelism, the tensor-parallel ranks.
         fused: see `shared.rl.decoding_cache.DecodingCache`.
 
     Raises:

@@ -126,7 +126,7 @@ def generate_tokens(
         context: positions that the model reads at most, prompt and answer; None for no limit. An answer that reaches it ends there.
         start_id: what the decoder of an encoder-decoder begins with; None for a decoder.
         rows: answers that are drawn at a time.
-        multiple: of which the number of tokens in a pass is; with sequence parallelism, the tensor-parallel ranks.
+        multiple: pad each forward pass to a multiple of this many tokens: with sequence parallelism, the tensor-parallel ranks.
         anyone: see `shared.preference.sampler.Sampler`.
         fused: see `DecodingCache`.
 

@@ -46,7 +46,7 @@ class TrainerConfig:
             refuse a start_from that is not there.
         continue_from: a run, or one of its checkpoints, that is continued in another folder with all of its state: weights, the optimizer's
             state, the step and the place in the data. start_from takes weights alone, and begins at step 0.
-        continue_with: settings that a run is continued with although they change it, such as steps,optimizer.lr; or sections, such as
+        continue_with: settings that are allowed to differ from the run being resumed, such as steps,optimizer.lr; or sections, such as
             schedule. Any other difference from the run that is there is refused.
         impl: whose exercises run: the solutions, yours, or yours where their check passed.
         steps: training steps.

@@ -112,7 +112,7 @@ class Mode(Protocol):
         tokenizer: of that text; the model has a row for each of its ids.
         end_ids: the tokens that end what the model writes.
         pad_id: of an exported model; None for what it had at first.
-        left_out: weights that an exported model has not.
+        left_out: weights that are dropped on export.
         objective: the loss of a micro-batch.
 
     A mode is made by its class: Mode(config, start, world, console), on every rank.

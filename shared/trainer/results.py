@@ -159,8 +159,8 @@ def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
 
 
 def known_causes(config: TrainerConfig) -> dict[str, str]:
-    """What else than rounding makes this run another one than that of a single process. Tensor-parallel ranks alone draw as it does, but
-    for their own heads and their own positions."""
+    """Reasons other than rounding why this run may differ from the single-process run. Tensor-parallel ranks alone draw the same random
+    numbers, but for their own heads and their own positions."""
     parallel, model = config.parallel, config.model
     cut = parallel.ranks > parallel.tensor_parallel or parallel.sequence_parallel or model.attention_dropout
     if (model.hidden_dropout or model.attention_dropout) and parallel.ranks > 1 and cut:

@@ -203,8 +203,8 @@ class Checkpoints:
         return min(losses.items(), key=lambda entry: entry[1]) if losses else None
 
     def remove_old(self, written: int) -> None:
-        """Keep the last ones up to `written`, and the best. What lies after it is of a future that was given up: the run went on from
-        before it because it was damaged."""
+        """Keep the last ones up to `written`, and the best. Later steps are dropped: they were damaged, and the run resumed from an
+        earlier one."""
         steps = [step for step in self.steps() if step <= written]
         best = self.best() if self.keep_best else None
         kept = {*steps[-self.keep_last :], *(best[:1] if best and best[0] <= written else ())}

@@ -1,9 +1,9 @@
 """Chapter 07. Block-sparse attention mask of a sequence in chunks: which queries look at which keys, and so which keys must travel.
 
-A rule of chapter 02 (causal, window, documents) answers for any query and key by their indices in the whole sequence, so each rank asks it
-about its own chunks, block by block, and keeps one number for each block: nobody looks, some do, the causal triangle, all do. The ranks
-exchange these numbers (an all-gather of 4 n bytes for each rank, once per forward pass and type of layer), because a rank that passes on
-keys must know who still looks at them. A tensor of a block's mask is made when the block is computed, and dropped after it.
+Mask rules (chapter 02: causal, window, documents) take global positions, so each rank evaluates them for its own chunks and files every
+block as empty, partial, causal or full. The ranks exchange these numbers (an all-gather of 4 n bytes for each rank, once per forward pass
+and type of layer), because a rank that passes on keys must know who still looks at them. A tensor of a block's mask is made when the block
+is computed, and dropped after it.
 
     early chunks travel up the ring, late ones down, each as far as the last rank that looks at it
 

@@ -222,9 +222,10 @@ class FlatParam:
 
 
 class Unit:
-    """An FSDP unit, whose parameters are gathered and freed together: one `FlatParam`, or several where some are frozen, of another dtype,
-    kept in theirs (`full_precision`, such as a router), shared over other ranks, or cut unevenly: parameters that other ranks hold as well
-    are then sharded there as here.
+    """An FSDP unit: parameters that are gathered and freed together, usually one `FlatParam`.
+
+    Parameters that differ in trainability, dtype (also by `full_precision`, such as a router's), group or evenness get one of their own, so
+    that all ranks lay out the rest alike.
 
     apart: whether parameters whose gradient is partial over other ranks get a flat of their own.
 

@@ -9,9 +9,9 @@ the store of the rendezvous, every second, and reads what the others wrote. It e
     a rank is alive and has not joined an        the message has the line of its code where it is
     operation for half an hour
 
-A rank that still sends heartbeats may take its time: it compiles, saves, prepares data. Collectives are not slowed down; the thread takes
-about a millisecond of every second. A second thread, the watchdog, makes no call that can hang: where the network is cut, a call to the
-store returns after a quarter of an hour, when the kernel gives up the connection.
+A rank that still sends heartbeats is left alone, however long it compiles, saves or prepares data. Collectives are not slowed down; the
+thread takes about a millisecond of every second. A second thread, the watchdog, makes no call that can hang: where the network is cut, a
+call to the store returns after a quarter of an hour, when the kernel gives up the connection.
 
 Left out on purpose: hundreds of ranks, where each would read the messages of a few and not of all.
 """

@@ -1,7 +1,7 @@
 """Chapter 08. Load balancing of pipeline stages: consecutive blocks shared out so that no stage costs much more than the others.
 
-All ranks wait for the dearest stage in every slot of the steady phase, so a step takes about as long as if all stages were as dear. The
-first stage also has the embedding, and the last one the head, which can cost as much as several blocks.
+In steady state every slot lasts as long as the slowest stage, so a step costs as if all stages were that slow. The first stage also has the
+embedding, and the last one the head, which can cost as much as several blocks.
 
 Left out on purpose: blocks cut in two, and stages whose ranks differ in speed.
 """

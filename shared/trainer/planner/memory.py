@@ -53,9 +53,9 @@ class RankMemory:
     """Bytes of a rank, by kind; of a pipeline, one for each stage.
 
     weights, gathered, gradients, optimizer, activations: as `MemoryEstimate` has them. beside: frozen models, a reference or a reward
-    model, and a value head. batch: token ids. cache: keys and values of the answers that are drawn at a time. drawn_with: weights that are
-    there besides meanwhile: what fsdp gathers, all or block by block, or copies for the fused step (`shared.rl.fused_step`). counted: False
-    where there is no formula for all kinds, and the sum is the least.
+    model, and a value head. batch: token ids. cache: keys and values of the answers that are drawn at a time. drawn_with: extra
+    weight memory while answers are generated: what fsdp gathers, all or block by block, or copies for the fused step
+    (`shared.rl.fused_step`). counted: False where there is no formula for all kinds, and the sum is the least.
     """
 
     weights: float

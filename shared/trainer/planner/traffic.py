@@ -33,7 +33,7 @@ GRADIENTS, SHARDS, RINGS = "gradients", "shards", "rings"  # beside what exchang
 @dataclass(frozen=True)
 class Sent:
     """Equal operations of a rank in a step. part: what of the model they belong to. ranks: of the group. bytes: of the whole tensor in each
-    call, as the ledger counts. seconds: of all calls. beside: what they travel beside; empty for what is waited for."""
+    call, as the ledger counts. seconds: of all calls. beside: the computation that hides them; empty if they block."""
 
     part: str
     operation: str
