@@ -1,7 +1,7 @@
 """What the course costs: seconds and peak memory of each chapter's notebook and run, measured here and now.
 
     python tests/benchmarks/costs.py                  prints the table
-    python tests/benchmarks/costs.py 03 05 --write    only these chapters; also puts their rows into README.md, between its two markers
+    python tests/benchmarks/costs.py 03 05 --write    only these chapters; also puts their rows into chapters/COSTS.md, between its two markers
 
 A machine's speed moves by a factor of up to two between minutes: the table says what to expect, it compares nothing.
 """
@@ -67,7 +67,7 @@ def row(chapter: catalogue.Chapter) -> str:
 
 
 def write(text: str, measured: str) -> str:
-    """The README's text with a measured row in the place of the chapter's old one, or where it belongs among the others."""
+    """The page's text with a measured row in the place of the chapter's old one, or where it belongs among the others."""
     head, between, tail = re.fullmatch(f"(.*{re.escape(BEGIN)}\n)(.*?)({re.escape(END)}.*)", text, re.S).groups()
     title, rule, *rows = between.splitlines()
     slug = lambda line: line.split("|")[1].strip()  # noqa: E731
@@ -76,14 +76,14 @@ def write(text: str, measured: str) -> str:
 
 
 def main(words: list[str]) -> None:
-    readme = CHECKOUT / "README.md"
+    page = CHECKOUT / "chapters" / "COSTS.md"
     asked = [word for word in words if word != "--write"]
     for number, chapter in catalogue.chapters().items():
         if not asked or number in asked:
             measured = row(chapter)
             print(measured, flush=True)
             if "--write" in words:
-                readme.write_text(write(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")
+                page.write_text(write(page.read_text(encoding="utf-8"), measured), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -170,8 +170,8 @@ def test_the_readme_says_how_much_of_the_course_a_learner_writes():
     core = [file for file in CHECKOUT.glob("shared/**/*.py") if not file.is_relative_to(CHECKOUT / "shared" / "course")]
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in (*exercises, *builds))
     yours = functions_in(exercises) + functions_in(builds)
-    written = f"the exercises are {functions_in(exercises)} functions and the builds {functions_in(builds)}, together {lines:,} lines."
-    assert written in said and round(functions_in(core) / yours) == 8 and "about eight times as many functions" in said
+    written = f"{functions_in(exercises)} exercise functions and {functions_in(builds)} for the builds, {lines:,} lines in our solutions."
+    assert written in said and round(functions_in(core) / yours) == 8 and "about eight times as many functions." in said
 
 
 def functions_in(files: list[Path]) -> int:

@@ -167,9 +167,9 @@ def test_torchrun_trains_over_ipv6_alone(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_commands_of_the_readme_train_the_model_of_one_process(shared, tmp_path):
-    text = (CHECKOUT / "README.md").read_text()
-    block = re.search(r"\*\*On several machines:.*?```sh\n(.*?)```", text, re.DOTALL)[1]
+def test_the_commands_of_the_page_on_machines_train_the_model_of_one_process(shared, tmp_path):
+    text = (CHECKOUT / "chapters/12_grpo/MACHINES.md").read_text()
+    block = re.search(r"## Several machines.*?```sh\n(.*?)```", text, re.DOTALL)[1]
     lines = [line for line in block.replace("\\\n", " ").splitlines() if not line.startswith("#")]
     laptop, output = "chapters/12_grpo/laptop.yaml", "engine.output=runs/two"
     assert len(lines) == 2 and all(laptop in line and output in line and ".venv/bin/" in line for line in lines)
