@@ -39,8 +39,6 @@ def accumulate_gradients(model: nn.Module, microbatches: Sequence[Batch], object
     >>> totals = accumulate_gradients(weight, [torch.ones(1, 1), torch.ones(3, 1)], objective)
     >>> weight.weight.grad, totals.token_count                     # d(sum)/dw = 1 + 3
     (tensor([[4.]]), tensor(4))
-
-    The solution is in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
     """
 
 
@@ -70,8 +68,6 @@ def apply_update(model: nn.Module, optimizer: Optimizer, token_count: Tensor) ->
     >>> apply_update(model, torch.optim.SGD([weight], lr=0.1), torch.tensor(3))
     >>> weight.data, weight.grad                                   # 1 - 0.1 * 6 / 3
     (tensor([0.8000]), tensor([2.]))
-
-    The solution is in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
     """
 
 
@@ -102,8 +98,6 @@ def train_step(
     The gradients of the step remain in `grad` afterwards, where monitoring can read them; those of an earlier
     step must not be in them, and a parameter that this step did not use has none (`None`). Nothing is skipped: what to do
     with a step of no tokens, or with a loss of NaN, is the updater's decision, and what it raises reaches the caller.
-
-    The solution is in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
     """
 
 
@@ -125,8 +119,6 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], objective: Objective) -
     >>> totals = evaluate(torch.nn.Dropout(), [torch.tensor([1.0]), torch.tensor([3.0, 5.0])], objective)
     >>> totals.loss_sum, totals.mean_loss                          # (1 + 3 + 5) / 3
     (tensor(9.), 3.0)
-
-    The solution is in solutions/01_training_loop.py; `course read shared.loop` shows it in place.
     """
 
 

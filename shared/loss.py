@@ -34,8 +34,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     >>> loss_sum, token_count = cross_entropy(logits, torch.tensor([0, 3, -100]))
     >>> loss_sum, token_count                           # 2 * log(4)
     (tensor(2.7726), tensor(2))
-
-    The solution is in solutions/01_training_loop.py; `course read shared.loss` shows it in place.
     """
 
 

@@ -42,8 +42,6 @@ def sample_next(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
     >>> draws = [sample_next(logits, top_k=2, generator=generator).item() for _ in range(100)]
     >>> sorted(set(draws))                                         # token 0 is cut off
     [1, 2]
-
-    The solution is in solutions/01_training_loop.py; `course read shared.sampling` shows it in place.
     """
 
 

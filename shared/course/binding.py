@@ -1,7 +1,7 @@
 """Floor 0. Binding: `@exercise` gives a contract in the core its body, once, when the core is imported.
 
 `@exercise("01.train_step")` replaces the contract by a plain function: the body's code over the body file's globals,
-under the contract's own module, name and docstring. No wrapper is left, so pickling, `torch.compile`,
+under the contract's own module, name and docstring, which then says where the body is. No wrapper is left, so pickling, `torch.compile`,
 `inspect.getsource` and tracebacks see an ordinary function.
 
 Where the bodies come from is one choice for each process, made before the core is imported:
@@ -114,6 +114,8 @@ def _body_for(exercise_id: str, contract: FunctionType) -> tuple[FunctionType, s
     file, origin = _source(exercise_id, current_choice())
     bodies = load(file)
     bound = _empty(contract, bodies.module.__dict__)
+    where = f"The body is in {shown(file.path)}; `course read {contract.__module__}` shows it in place."
+    bound.__doc__ = f"{contract.__doc__.rstrip()}\n\n    {where}\n    "
     if bodies.complete:
         _fill(bound, contract, _function_in(bodies.module, contract))
     else:  # the body file imports this very module: filled as soon as the file is through

@@ -14,7 +14,7 @@ from shared.course.catalogue import Chapter, Contract
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.course.report import Line
-from shared.course.stubs import BODY_LINE, BodyFile
+from shared.course.stubs import BodyFile
 
 CHAPTER_LINE = re.compile(r"Chapter (\d\d)\.\s+")
 
@@ -123,7 +123,7 @@ def with_bodies(path: Path, body_file: Callable[[Contract], BodyFile | None]) ->
         begin, end = contract.node.lineno - 1, contract.node.body[0].end_lineno
         file = body_file(contract)
         body = withheld(contract) if file is None else body_text(contract, file)
-        lines[begin:end] = [*BODY_LINE.sub("", contract.text).split("\n"), *body]
+        lines[begin:end] = [*contract.text.split("\n"), *body]
     return "\n".join(lines)
 
 

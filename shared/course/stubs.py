@@ -6,7 +6,6 @@ of `chapters/NN_*/exercises.py`, so a stub cannot drift from its contract.
 
 import ast
 import hashlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +21,11 @@ HEADER = '''"""Your part of chapter {number}. Write each body in place of its `r
 Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`.
 """
 '''
-BODY_LINE = re.compile(r"\n\n[ ]*The solution is in [^\n]*")
 
 
 def stub_of(contract: Contract) -> str:
-    """One exercise as the learner finds it: the contract without its pointer to the solution."""
-    text = BODY_LINE.sub("", contract.text)
-    return f'{text}\n    raise NotImplementedError("{contract.exercise}: write this body")\n'
+    """One exercise as the learner finds it."""
+    return f'{contract.text}\n    raise NotImplementedError("{contract.exercise}: write this body")\n'
 
 
 def stub_file(chapter: Chapter) -> str:

@@ -44,8 +44,6 @@ def merge_pair(ids: list[int], pair: tuple[int, int], new_id: int) -> list[int]:
     [9, 5, 9]
     >>> merge_pair([7, 7, 7], (7, 7), 9)                # the first two; the third has no partner left
     [9, 7]
-
-    The solution is in solutions/03_data_pipeline.py; `course read shared.data.bpe` shows it in place.
     """
 
 

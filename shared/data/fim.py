@@ -65,8 +65,6 @@ def fill_in_middle(
     [1, 97, 2, 100, 3, 98, 99, 0]
     >>> fill_in_middle("abcd", 1, 3, "spm", letters, FimTokens(1, 2, 3, 0))
     [1, 2, 100, 3, 97, 98, 99, 0]
-
-    The solution is in solutions/03_data_pipeline.py; `course read shared.data.fim` shows it in place.
     """
 
 

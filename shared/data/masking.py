@@ -49,8 +49,6 @@ def mask_tokens(
     >>> selection, fate = torch.tensor([[0.1, 0.1, 0.1, 0.5, 0.1]]), torch.tensor([[0.3, 0.85, 0.95, 0.3, 0.3]])
     >>> mask_tokens(ids, special, selection, fate, torch.full((1, 5), 99), mask_id=3)
     (tensor([[ 3, 99, 13, 14,  0]]), tensor([[  11,   12,   13, -100, -100]]))
-
-    The solution is in solutions/03_data_pipeline.py; `course read shared.data.masking` shows it in place.
     """
 
 

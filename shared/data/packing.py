@@ -52,8 +52,6 @@ def pack_documents(documents: Sequence[Tensor], seq: int) -> Batch:
     (tensor([5, 6, 7, 8, 0, 0]), tensor([   6,    7,    2,    2, -100, -100]))
     >>> row["documents"], row["positions"]
     (tensor([ 0,  0,  0,  1, -1, -1]), tensor([0, 1, 2, 0, 0, 0]))
-
-    The solution is in solutions/03_data_pipeline.py; `course read shared.data.packing` shows it in place.
     """
 
 

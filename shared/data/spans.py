@@ -78,8 +78,6 @@ def corrupt_spans(input_ids: Tensor, noise: Tensor, sentinels: Sequence[int], en
     >>> noise = torch.tensor([False, True, True, False, True])
     >>> corrupt_spans(torch.tensor([11, 12, 13, 14, 15]), noise, sentinels=[99, 98, 97], end_id=1)
     (tensor([11, 99, 14, 98,  1]), tensor([99, 12, 13, 98, 15,  1]))
-
-    The solution is in solutions/03_data_pipeline.py; `course read shared.data.spans` shows it in place.
     """
 
 

@@ -42,8 +42,6 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora_A: Tensor, 
     >>> x, weight = torch.tensor([[1.0, 2.0]]), torch.eye(2)
     >>> lora_linear(x, weight, None, torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0], [10.0]]), scaling=0.5, dropout=0.0)
     tensor([[ 1., 17.]])
-
-    The solution is in solutions/10_finetuning.py; `course read shared.finetune.lora` shows it in place.
     """
 
 
@@ -66,8 +64,6 @@ def merge_lora(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -
     >>> merge_lora(torch.eye(2), torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0], [10.0]]), scaling=0.5)
     tensor([[1., 0.],
             [5., 6.]])
-
-    The solution is in solutions/10_finetuning.py; `course read shared.finetune.lora` shows it in place.
     """
 
 class LowRankUpdate(nn.Module):

@@ -37,6 +37,4 @@ def lora_sharding(cut: int | None) -> tuple[FactorPlan, FactorPlan]:
 
     >>> lora_sharding(None)
     (FactorPlan(cut=None, summed=False), FactorPlan(cut=None, summed=False))
-
-    The solution is in solutions/10_finetuning.py; `course read shared.finetune.lora_parallel` shows it in place.
     """

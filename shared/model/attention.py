@@ -48,8 +48,6 @@ def grouped_query_attention(
     tensor([[[[2., 2.]]]])
     >>> grouped_query_attention(queries, values, values, mask=torch.tensor([[[[True, False]]]]))
     tensor([[[[1., 0.]]]])
-
-    The solution is in solutions/02_transformer.py; `course read shared.model.attention` shows it in place.
     """
 
 

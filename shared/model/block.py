@@ -36,8 +36,6 @@ def block_forward(x: Tensor, sublayers: Sequence[tuple[Callable[[Tensor], Tensor
     tensor([[[7.]]])
     >>> block_forward(torch.tensor([[[3.0]]]), [(minus_one, double)], pre_norm=False)     # (3 + 2 * 3) - 1
     tensor([[[8.]]])
-
-    The solution is in solutions/02_transformer.py; `course read shared.model.block` shows it in place.
     """
 
 

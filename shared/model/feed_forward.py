@@ -48,8 +48,6 @@ def swiglu(
     >>> x = torch.tensor([1.0, -1.0])
     >>> swiglu(x, gate=lambda x: 10 * x, up=lambda x: x + 2, down=lambda x: 2 * x)     # silu(10) is 10, silu(-10) about 0
     tensor([59.9973, -0.0009])
-
-    The solution is in solutions/02_transformer.py; `course read shared.model.feed_forward` shows it in place.
     """
 
 

@@ -36,8 +36,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     >>> rms_norm(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 10.0]), eps=0.0)      # sqrt((9 + 16) / 2) = 3.5355
     tensor([ 0.8485, 11.3137])
-
-    The solution is in solutions/02_transformer.py; `course read shared.model.norm` shows it in place.
     """
 
 

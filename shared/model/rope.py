@@ -35,8 +35,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     >>> quarter, none = torch.tensor(0.0), torch.tensor(1.0)       # a quarter turn, no turn
     >>> apply_rope(x, torch.stack([quarter, none])[None], torch.stack([none, quarter])[None])
     tensor([[[[0., 2., 1., 0.]]]])
-
-    The solution is in solutions/02_transformer.py; `course read shared.model.rope` shows it in place.
     """
 
 

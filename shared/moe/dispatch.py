@@ -38,8 +38,6 @@ def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
     >>> dispatch(torch.tensor([[2, 0], [0, 1]]), num_experts=4)
     (tensor([1, 2, 3, 0]), tensor([2, 1, 1, 0]))
-
-    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.dispatch` shows it in place.
     """
 
 
@@ -61,8 +59,6 @@ def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     >>> combine(torch.tensor([[1.0], [10.0], [100.0], [1000.0]]), torch.tensor([1, 2, 3, 0]), torch.tensor([[0.5, 0.5], [0.9, 0.1]]))
     tensor([[500.5000],
             [ 19.0000]])
-
-    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.dispatch` shows it in place.
     """
 
 

@@ -59,8 +59,6 @@ def balance_loss(
     >>> probabilities, experts = torch.full((1, 2, 4), 0.25), torch.tensor([[[0, 1], [2, 3]]])
     >>> balance_loss(probabilities, experts, torch.ones(1, 2, dtype=torch.bool))               # 2 tokens * 2 / 4
     tensor(1.)
-
-    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.losses` shows it in place.
     """
 
 
@@ -82,8 +80,6 @@ def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
 
     >>> z_loss(torch.zeros(1, 3, 8), torch.tensor([[True, True, False]]))                       # 2 tokens * log(8) ** 2
     tensor(8.6482)
-
-    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.losses` shows it in place.
     """
 
 

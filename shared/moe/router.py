@@ -66,8 +66,6 @@ def top_k_routing(
     (tensor([0.6250, 0.3750]), tensor([1, 2]))
     >>> top_k_routing(torch.tensor([0.2, 0.5, 0.3]), k=2, normalize=False, bias=torch.tensor([0.4, 0.0, 0.0]))
     (tensor([0.2000, 0.5000]), tensor([0, 1]))
-
-    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.router` shows it in place.
     """
 
 

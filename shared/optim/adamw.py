@@ -50,8 +50,6 @@ def adamw_update(
     >>> adamw_update(w, torch.tensor([4.0]), m, v, 1, lr=0.1, betas=(0.9, 0.99), eps=0.0, weight_decay=0.5)
     >>> w, m, v                                                    # 2 - 0.1 * 0.5 * 2 - 0.1
     (tensor([1.8000]), tensor([0.4000]), tensor([0.1600]))
-
-    The solution is in solutions/05_optimizers.py; `course read shared.optim.adamw` shows it in place.
     """
 
 

@@ -39,8 +39,6 @@ def lion_update(
     >>> lion_update(w, torch.tensor([4.0]), m, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
     >>> w, m                                                       # c = -0.9 + 0.4, so 2 + 0.1 - 0.1 * 0.5 * 2
     (tensor([2.]), tensor([-0.9500]))
-
-    The solution is in solutions/05_optimizers.py; `course read shared.optim.lion` shows it in place.
     """
 
 

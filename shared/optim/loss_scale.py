@@ -49,8 +49,6 @@ def update_scale(state: LossScale, finite: bool, growth: float = 2.0, backoff: f
 
     >>> update_scale(LossScale(8.0, 1), finite=True, interval=2)
     LossScale(scale=16.0, good_steps=0)
-
-    The solution is in solutions/05_optimizers.py; `course read shared.optim.loss_scale` shows it in place.
     """
 
 

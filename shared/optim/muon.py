@@ -57,8 +57,6 @@ def newton_schulz(
     >>> newton_schulz(matrix, steps=1, coefficients=(1.0, 1.0, 0.0))
     tensor([[0.8160, 0.0000],
             [0.0000, 1.3120]])
-
-    The solution is in solutions/05_optimizers.py; `course read shared.optim.muon` shows it in place.
     """
 
 
@@ -101,8 +99,6 @@ def muon_update(
     tensor([[3.8000, 3.8000, 3.8000, 3.8000]])
     >>> b.T
     tensor([[1., 1., 1., 1.]])
-
-    The solution is in solutions/05_optimizers.py; `course read shared.optim.muon` shows it in place.
     """
 
 

@@ -51,8 +51,6 @@ def learning_rate_factor(step: int, name: str, warmup_steps: int, steps: int, de
     [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     >>> [learning_rate_factor(step, "wsd", 2, 8, 3, 0.0) for step in range(1, 10)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.2928932188134524, 0.1339745962155614, 0.0]
-
-    The solution is in solutions/05_optimizers.py; `course read shared.optim.schedules` shows it in place.
     """
 
 

@@ -30,6 +30,4 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None =
     tensor([0.6931, 0.0486])
     >>> bradley_terry_loss(torch.tensor([2.0]), torch.tensor([-1.0]), margin=torch.tensor([3.0]), centering=0.5)   # log 2 + 0.5 * 1
     tensor([1.1931])
-
-    The solution is in solutions/11_preferences.py; `course read shared.preference.bradley_terry` shows it in place.
     """

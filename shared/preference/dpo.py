@@ -36,6 +36,4 @@ def dpo_loss(
     tensor([0.6931])
     >>> dpo_loss(chosen, rejected, torch.tensor([-20.0]), torch.tensor([-20.0]), beta=0.1)          # log(1 + exp(-2))
     tensor([0.1269])
-
-    The solution is in solutions/11_preferences.py; `course read shared.preference.dpo` shows it in place.
     """

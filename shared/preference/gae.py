@@ -38,6 +38,4 @@ def generalized_advantages(
     >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0, 99.0]]), torch.tensor([[0.5, 0.5, 0.5, 99.0]])
     >>> generalized_advantages(rewards, values, torch.tensor([3]), torch.tensor([0.0]), gamma=1.0, lam=0.5)   # deltas 0, 0, 0.5
     tensor([[0.1250, 0.2500, 0.5000, 0.0000]])
-
-    The solution is in solutions/11_preferences.py; `course read shared.preference.gae` shows it in place.
     """

@@ -38,8 +38,6 @@ def sequence_log_probs(token_log_probs: Tensor, counted: Tensor, documents: Tens
     >>> counted = torch.tensor([[False, True, True, False, True, False]])
     >>> sequence_log_probs(token_log_probs, counted, torch.tensor([[0, 0, 0, 1, 1, -1]]), count=3)
     tensor([[-3., -4.,  0.]])
-
-    The solution is in solutions/11_preferences.py; `course read shared.preference.log_probs` shows it in place.
     """
 
 

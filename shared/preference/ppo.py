@@ -54,8 +54,6 @@ def ppo_policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor
     >>> log_probs, old = torch.tensor([1.5, 1.5, 0.5]).log(), torch.zeros(3)
     >>> ppo_policy_loss(log_probs, old, torch.tensor([1.0, -1.0, 1.0]), clip=0.2)
     tensor([-1.2000,  1.5000, -0.5000])
-
-    The solution is in solutions/11_preferences.py; `course read shared.preference.ppo` shows it in place.
     """
 
 

@@ -40,6 +40,4 @@ def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tenso
     tensor([ 0.7070, -0.7070,  0.0000,  0.0000])
     >>> group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), group=2, scale="none")
     tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
-
-    The solution is in solutions/12_grpo.py; `course read shared.rl.advantages` shows it in place.
     """

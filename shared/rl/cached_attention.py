@@ -55,6 +55,4 @@ def cached_attention(
     tensor([[[[6.]]]])
     >>> cached_values.flatten()
     tensor([ 4.,  8., 99., 99.])
-
-    The solution is in solutions/12_grpo.py; `course read shared.rl.cached_attention` shows it in place.
     """

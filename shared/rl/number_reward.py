@@ -29,6 +29,4 @@ def number_reward(answer: str, expected: str) -> float:
 
     >>> number_reward("3 + 4 is 7.", "7"), number_reward("7 or 8", "7"), number_reward("x = 0.50", "1/2"), number_reward("seven", "7")
     (1.0, 0.0, 1.0, 0.0)
-
-    The solution is in solutions/12_grpo.py; `course read shared.rl.number_reward` shows it in place.
     """

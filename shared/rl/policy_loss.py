@@ -54,8 +54,6 @@ def grpo_policy_loss(
     tensor([[-1.2800, -0.5000,  0.0000]])
     >>> grpo_policy_loss(log_probs, old, torch.ones(1, 3), torch.tensor([[0, 0, -1]]), level="sequence")       # 2 * 0.5 is 1
     tensor([[-1., -1.,  0.]])
-
-    The solution is in solutions/12_grpo.py; `course read shared.rl.policy_loss` shows it in place.
     """
 
 
@@ -87,6 +85,4 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str = "k3") -> 
     >>> log_probs, reference = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.5]).log()
     >>> [kl_estimate(log_probs, reference, each) for each in ("k1", "k2", "k3")]
     [tensor([ 0.6931, -0.6931]), tensor([0.2402, 0.2402]), tensor([0.1931, 0.3069])]
-
-    The solution is in solutions/12_grpo.py; `course read shared.rl.policy_loss` shows it in place.
     """

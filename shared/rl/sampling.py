@@ -39,6 +39,4 @@ def draw_tokens(
     (tensor([0]), tensor([-0.4700], dtype=torch.float64))
     >>> draw_tokens(logits, torch.tensor([0.6]), temperature=0.0)
     (tensor([0]), tensor([0.], dtype=torch.float64))
-
-    The solution is in solutions/12_grpo.py; `course read shared.rl.sampling` shows it in place.
     """

@@ -54,6 +54,7 @@ def test_the_bound_function_is_plain_and_carries_the_contracts_name():
     assert (function.__module__, function.__qualname__) == ("shared.loop", "train_step")
     assert function.__code__.co_filename == str(CHAPTER.solution_file)
     assert function.__doc__.startswith("One training step")
+    assert inspect.getdoc(function).endswith("01_training_loop.py; `course read shared.loop` shows it in place.")
 
 
 def test_getsource_shows_the_body():

@@ -57,6 +57,4 @@ def atomic_save(target: Path, write: Callable[[Path], None]) -> None:
     >>> atomic_save(Path("step-7"), lambda folder: (folder / "weights").write_text("new"))
     >>> sorted(Path().iterdir())
     [PosixPath('step-7')]
-
-    The solution is in solutions/04_runtime_engine.py; `course read shared.engine.checkpoint.atomic` shows it in place.
     """

@@ -146,6 +146,4 @@ def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, parts: M
     Raises:
         ValueError: before anything is changed: the weights, the parts or the optimizer's parameters have other names than the
             snapshot's, or a weight has another shape. The message holds the names.
-
-    The solution is in solutions/04_runtime_engine.py; `course read shared.engine.checkpoint.snapshot` shows it in place.
     """

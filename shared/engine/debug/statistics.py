@@ -37,8 +37,6 @@ def activation_statistics(x: Tensor) -> dict[str, float]:
 
     >>> activation_statistics(torch.tensor([0.0, 0.0, -2.0, 2.5, 3.0, 3.5, 3.5, float("inf")]))
     {'mean': 1.5, 'std': 2.0, 'rms': 2.5, 'abs_max': 3.5, 'zeros': 0.25, 'not_finite': 0.125}
-
-    The solution is in solutions/04_runtime_engine.py; `course read shared.engine.debug.statistics` shows it in place.
     """
 
 

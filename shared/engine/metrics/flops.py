@@ -37,8 +37,6 @@ def flops_per_token(config: ModelConfig, seq: int) -> int:
     >>> gpt2 = ModelConfig(vocab_size=50257, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, gated=False)
     >>> flops_per_token(gpt2, 1024) == 6 * (12 * (4 * 768**2 + 2 * 768 * 3072) + 768 * 50257) + 12 * 12 * 768 * 1024
     True
-
-    The solution is in solutions/04_runtime_engine.py; `course read shared.engine.metrics.flops` shows it in place.
     """
 
 

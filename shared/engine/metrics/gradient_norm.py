@@ -30,6 +30,4 @@ def global_gradient_norm(gradients: Iterable[Tensor | None]) -> Tensor:
 
     >>> global_gradient_norm([torch.tensor([3.0, 0.0]), None, torch.tensor([[4.0]])])     # sqrt(9 + 16)
     tensor(5.)
-
-    The solution is in solutions/04_runtime_engine.py; `course read shared.engine.metrics.gradient_norm` shows it in place.
     """

@@ -30,6 +30,4 @@ def assistant_mask(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[i
 
     >>> assistant_mask([(0, 3), (3, 7), (7, 7), (7, 9), (9, 12)], answers=[(6, 9)])
     tensor([False,  True, False,  True, False])
-
-    The solution is in solutions/10_finetuning.py; `course read shared.finetune.chat.masking` shows it in place.
     """

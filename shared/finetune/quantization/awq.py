@@ -42,8 +42,6 @@ def awq_scales(means: Tensor, loss_of: Callable[[Tensor], float], ratios: Sequen
 
     >>> awq_scales(torch.tensor([1.0, 4.0]), lambda scales: abs(scales[1].item() - 2.0), ratios=[0.0, 0.5, 1.0])
     tensor([0.5000, 2.0000])
-
-    The solution is in solutions/10_finetuning.py; `course read shared.finetune.quantization.awq` shows it in place.
     """
 
 

@@ -36,8 +36,6 @@ def gptq_column(weights: Tensor, column: int, inverse: Tensor, quantize: Callabl
     >>> weights, inverse = torch.tensor([[0.6, 0.6]]), torch.tensor([[1.0, -0.5], [0.0, 1.0]])
     >>> gptq_column(weights, 0, inverse, torch.round), weights
     (tensor([-0.4000]), tensor([[1.0000, 0.4000]]))
-
-    The solution is in solutions/10_finetuning.py; `course read shared.finetune.quantization.gptq` shows it in place.
     """
 
 

@@ -47,8 +47,6 @@ def quantize_nf4(weight: Tensor, values: Tensor, block: int) -> tuple[Tensor, Te
     >>> values = torch.cat([torch.arange(-7, 0) / 7, torch.arange(9) / 8])          # -1, six more, 0, seven more, 1
     >>> quantize_nf4(torch.tensor([0.5, -2.0, 4.0, 0.1]), values, block=2)             # codes 9 and 0, 15 and 7
     (tensor([144, 247], dtype=torch.uint8), tensor([2., 4.]))
-
-    The solution is in solutions/10_finetuning.py; `course read shared.finetune.quantization.nf4` shows it in place.
     """
 
 
@@ -69,8 +67,6 @@ def dequantize_nf4(codes: Tensor, scales: Tensor, values: Tensor, block: int, sh
 
     >>> dequantize_nf4(torch.tensor([240, 15]).byte(), torch.tensor([1.0, 10.0]), torch.linspace(-1, 1, 16), 2, (3,), torch.float32)
     tensor([  1.,  -1., -10.])
-
-    The solution is in solutions/10_finetuning.py; `course read shared.finetune.quantization.nf4` shows it in place.
     """
 
 

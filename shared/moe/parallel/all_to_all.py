@@ -51,8 +51,6 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
     >>> exchange_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [2], [2], SingleRankCommunicator())
     tensor([[1., 2.],
             [3., 4.]])
-
-    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.parallel.all_to_all` shows it in place.
     """
 
 

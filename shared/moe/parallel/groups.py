@@ -62,8 +62,6 @@ def gradient_ranks(pipeline: int, data: int, context: int, tensor: int, expert: 
 
     >>> gradient_ranks(pipeline=1, data=4, context=1, tensor=1, expert=2, num_experts=4)[3]
     RankGroups(experts=(2, 4), exchange=[2, 3], same_experts=[1, 3], everything_else=[0, 1, 2, 3])
-
-    The solution is in solutions/09_mixture_of_experts.py; `course read shared.moe.parallel.groups` shows it in place.
     """
 
 

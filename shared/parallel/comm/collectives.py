@@ -51,8 +51,6 @@ def ring_all_reduce(tensor: Tensor, group: Communicator) -> None:
     ...     return tensor
     >>> run_threads(add_up, 3)[0]
     tensor([  0., 111., 222., 333.])
-
-    The solution is in solutions/06_data_parallel.py; `course read shared.parallel.comm.collectives` shows it in place.
     """
 
 

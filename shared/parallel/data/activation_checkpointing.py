@@ -91,8 +91,6 @@ def recompute(
     >>> x, weight = torch.tensor([2.0]), torch.tensor([5.0], requires_grad=True)
     >>> recompute(lambda x: (x * weight).square(), [x], [weight], torch.tensor([0.5]), random_state_of(x))    # 0.5 * 2 * (2 * 5) * 2
     (None, tensor([20.]))
-
-    The solution is in solutions/06_data_parallel.py; `course read shared.parallel.data.activation_checkpointing` shows it in place.
     """
 
 

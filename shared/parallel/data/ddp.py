@@ -127,8 +127,6 @@ def sync_buckets(buckets: Sequence[Bucket]) -> Callable[[], None]:
     >>> finish()
     >>> weight.grad
     tensor([7.])
-
-    The solution is in solutions/06_data_parallel.py; `course read shared.parallel.data.ddp` shows it in place.
     """
 
 

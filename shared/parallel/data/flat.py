@@ -55,8 +55,6 @@ def unshard_unit(whole: Tensor, shard: Tensor, group: Communicator) -> Work:
     >>> unshard_unit(whole, shard, SingleRankCommunicator()).wait()
     >>> first_two
     tensor([1., 2.])
-
-    The solution is in solutions/06_data_parallel.py; `course read shared.parallel.data.flat` shows it in place.
     """
 
 
@@ -87,8 +85,6 @@ def reshard_unit(
     >>> work.wait()
     >>> shard, whole.untyped_storage().nbytes()
     (tensor([5., 6., 0., 0.], dtype=torch.float64), 0)
-
-    The solution is in solutions/06_data_parallel.py; `course read shared.parallel.data.flat` shows it in place.
     """
 
 

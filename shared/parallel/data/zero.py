@@ -51,8 +51,6 @@ def partition(sizes: Sequence[int], whole: Sequence[bool], held: Sequence[int]) 
     [[(0, 4), (4, 7), (7, 10)]]
     >>> partition([2, 6, 8], whole=[True, True, False], held=[0, 0])       # rank 0 holds 6, rank 1 holds 2, and 8 level them out
     [[(0, 0), (0, 2)], [(0, 6), (0, 0)], [(0, 2), (2, 8)]]
-
-    The solution is in solutions/06_data_parallel.py; `course read shared.parallel.data.zero` shows it in place.
     """
 
 

@@ -47,8 +47,6 @@ def balance_stages(blocks: Sequence[float], stages: int, first: float = 0, last:
 
     >>> balance_stages([1, 1, 1, 1, 1, 1, 1], stages=3), balance_stages([1, 1, 1, 1, 1, 1], stages=2, last=2)
     ([range(0, 3), range(3, 5), range(5, 7)], [range(0, 4), range(4, 6)])
-
-    The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.balance` shows it in place.
     """
 
 

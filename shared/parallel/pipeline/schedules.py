@@ -56,8 +56,6 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
     >>> [str(action) for action in gpipe(rank=1, ranks=2, microbatches=3)]
     ['F0', 'F1', 'F2', 'B0', 'B1', 'B2']
-
-    The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.schedules` shows it in place.
     """
 
 
@@ -86,8 +84,6 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[A
 
     >>> [str(action) for action in one_forward_one_backward(rank=0, ranks=2, microbatches=3)]
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
-
-    The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.schedules` shows it in place.
     """
 
 
@@ -121,8 +117,6 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
 
     >>> [str(action) for action in interleaved(rank=1, ranks=2, microbatches=2, chunks=2)]
     ['F0', 'F1', 'F0 of chunk 1', 'B0 of chunk 1', 'F1 of chunk 1', 'B1 of chunk 1', 'B0', 'B1']
-
-    The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.schedules` shows it in place.
     """
 
 

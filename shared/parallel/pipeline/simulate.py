@@ -83,8 +83,6 @@ def simulate(
     >>> schedule = [[Action("F", 0), Action("B", 0)], [Action("F", 0), Action("B", 0)]]
     >>> simulate(schedule, chunks=1, seconds=lambda action, stage: 2.0 if action.kind == "B" else 1.0, transfer=0.5)
     [[(0.0, 1.0), (5.0, 7.0)], [(1.5, 2.5), (2.5, 4.5)]]
-
-    The solution is in solutions/08_pipeline_parallel.py; `course read shared.parallel.pipeline.simulate` shows it in place.
     """
 
 

@@ -39,8 +39,6 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, combine: Callable
     >>> x, weight, bias = torch.tensor([2.0]), torch.tensor([[10.0], [100.0]]), torch.tensor([1.0, 1.0])
     >>> row_linear(x, weight, bias, combine=lambda part: part + torch.tensor([3.0, 4.0]))      # what another rank has
     tensor([ 24., 205.])
-
-    The solution is in solutions/07_tensor_parallel.py; `course read shared.parallel.tensor.layers` shows it in place.
     """
 
 
@@ -73,8 +71,6 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
     >>> logits, targets = torch.tensor([[0.0, 0.0], [0.0, 2.0]]).log1p(), torch.tensor([3, -100])     # 1, 1 and 1, 3 after exp
     >>> vocabulary_cross_entropy(logits, targets, first=2, group=SingleRankCommunicator())
     (tensor([0.6931, 0.0000]), tensor([0.6931, 1.3863]), tensor([ True, False]))
-
-    The solution is in solutions/07_tensor_parallel.py; `course read shared.parallel.tensor.layers` shows it in place.
     """
 
 

@@ -54,8 +54,6 @@ def f_and_g(group: Communicator) -> tuple[Callable[[Tensor], Tensor], Callable[[
     >>> (3 * g(2 * f(x))).sum().backward()
     >>> x.grad
     tensor([6., 6.])
-
-    The solution is in solutions/07_tensor_parallel.py; `course read shared.parallel.tensor.operators` shows it in place.
     """
 
 

@@ -42,8 +42,6 @@ def tensor_shards(shapes: Mapping[str, Sequence[int]], head_dim: int, ranks: int
 
     >>> tensor_shards({"mlp.up_proj.bias": [6], "mlp.down_proj.bias": [4], "head.linear.weight": [5, 4]}, head_dim=2, ranks=2)
     {'mlp.up_proj.bias': (0, [(0, 3), (3, 6)]), 'head.linear.weight': (0, [(0, 3), (3, 5)])}
-
-    The solution is in solutions/07_tensor_parallel.py; `course read shared.parallel.tensor.shards` shows it in place.
     """
 
 
@@ -79,6 +77,4 @@ def gradient_sums(names: Sequence[str], sequence_parallel: bool, copied_heads: b
     >>> names = ["stack.blocks.0.attention.q_norm.weight", "embedding.norm.weight", "stack.final_norm.weight"]
     >>> gradient_sums(names, sequence_parallel=False, copied_heads=False)
     {'stack.blocks.0.attention.q_norm.weight': 'all'}
-
-    The solution is in solutions/07_tensor_parallel.py; `course read shared.parallel.tensor.shards` shows it in place.
     """
