@@ -8,14 +8,13 @@ import json
 import runpy
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from scripts import run_script
+from scripts import code_of, run_script
 
 
 def run_each(script: Path, lines: Iterable[Sequence[object]], cwd: Path, common: Sequence[object] = ()) -> dict[tuple, CompletedProcess]:
@@ -40,17 +39,9 @@ def run_as_main(script: str, words: list[str]) -> None:
 
 def end_of(script: str, words: list[str]) -> tuple[int, str, str]:
     """Exit code, output and errors, as of a process of its own."""
-    code, output, errors = 0, StringIO(), StringIO()
+    output, errors = StringIO(), StringIO()
     with redirect_stdout(output), redirect_stderr(errors):
-        try:
-            run_as_main(script, words)
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-        except BaseException:
-            traceback.print_exc()
-            code = 1
+        code = code_of(lambda: run_as_main(script, words))
     return code, output.getvalue(), errors.getvalue()
 
 

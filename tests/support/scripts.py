@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TextIO
@@ -170,18 +171,23 @@ def become(request: dict) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def exit_code_of(request: dict) -> int:
-    """The script's exit code, with what Python prints for it. Python's own end would also take all modules apart, for a second."""
-    code = 0
+def code_of(run: Callable[[], None]) -> int:
+    """The exit code of a script, with what Python prints where it ends by an exception."""
     try:
-        become(request)
+        run()
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
-        code = 1
+        return 1
+    return 0
+
+
+def exit_code_of(request: dict) -> int:
+    """The exit code of the script that was asked for. Python's own end would also take all modules apart, for a second."""
+    code = code_of(lambda: become(request))
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush(), sys.stderr.flush()
