@@ -10,30 +10,25 @@ from shared.finetune.lora_parallel import lora_sharding
 from shared.finetune.soft_prompts import shard_prefixes
 from shared.model.roles import role_of
 from shared.model.sharding import Range, cut_parameter, sharding_of
+from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
-from shared.parallel.strategy import ParallelStrategy
 
 Cut = tuple[int, Sequence[Range], Communicator]  # a dimension counted from the last one (-2: out, -1: in), each rank's slice, the ranks
 
 
-class AdapterParallel:
+class AdapterParallel(Axis):
     """Adapters as an axis of the mesh, after all that cut the base: each update is cut as its weight is.
 
     It reads how a weight is cut off the weight (`sharding`), and names no layer. Whatever else ranks share out, weights, gradients and
     optimizer state of the updates included, is the data engines' work, as for every parameter.
     """
 
-    brings = ()
-
     def shape(self, model: nn.Module, mesh: Mesh) -> None:
         shard_prefixes(model, mesh)
         for name, layer in adapted_layers(model):
             for update in layer.adapters.values():
                 follow(name, layer, update)
-
-    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        return strategy
 
 
 def follow(name: str, layer: AdaptedLayer, update: LowRankUpdate) -> None:

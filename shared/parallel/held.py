@@ -8,8 +8,9 @@ Left out on purpose: what changes during a run. Parts are where they were when t
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,21 @@ from shared.model.sharding import Region
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
 
+Table = tuple[Mapping[str, Region], Mapping[str, torch.dtype]]  # where this rank's numbers lie in the whole; dtypes of what is to be sent
+
+
+def placement(world: Communicator, *tables: Table) -> list["Holders"]:
+    """The placement of each of this rank's tables over all ranks, by one exchange. Every rank calls it."""
+    mine = [
+        ([[name, *region] for name, region in regions.items()], {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()})
+        for regions, dtypes in tables
+    ]
+    everyone = world.gather_objects(mine)
+    return [Holders([of_rank[number] for of_rank in everyone], world.rank) for number in range(len(tables))]
+
 
 class Holders:
-    """Who holds what. Every rank makes one at the same time.
-
-    Args:
-        regions: name -> where this rank's numbers of that tensor lie in the whole.
-        world: all ranks.
-        dtypes: name -> dtype, for what is to be sent between ranks.
+    """Who holds what. `placement` makes it, on all ranks at the same time.
 
     Attributes:
         by_rank: for each rank its regions by name, without empty ones.
@@ -34,21 +42,19 @@ class Holders:
         dtypes: name -> dtype, of those whose dtype was given.
     """
 
-    def __init__(self, regions: Mapping[str, Region], world: Communicator, dtypes: Mapping[str, torch.dtype] | None = None):
-        everyone = world.gather_objects([[name, *region] for name, region in regions.items()])
-        told = world.gather_objects({name: str(dtype).removeprefix("torch.") for name, dtype in (dtypes or {}).items()})
-        self.dtypes: dict[str, torch.dtype] = {name: getattr(torch, dtype) for each in told for name, dtype in each.items()}
-        self.rank, self.size = world.rank, world.size
+    def __init__(self, everyone: Sequence[tuple[list[list[Any]], dict[str, str]]], rank: int):
+        self.dtypes: dict[str, torch.dtype] = {name: getattr(torch, dtype) for _, dtypes in everyone for name, dtype in dtypes.items()}
+        self.rank, self.size = rank, len(everyone)
         self.by_rank: list[dict[str, Region]] = []
         self.ranks: dict[tuple[str, Region], list[int]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for rank, rows in enumerate(everyone):
+        for number, (rows, _) in enumerate(everyone):
             told = {row[0]: Region(tuple(row[1]), tuple(row[2]), tuple(row[3]), row[4], row[5]) for row in rows}
             self.by_rank.append({name: region for name, region in told.items() if region.numel})
             for name, region in told.items():
                 self.shapes.setdefault(name, region.shape)
                 if region.numel:
-                    self.ranks.setdefault((name, region), []).append(rank)
+                    self.ranks.setdefault((name, region), []).append(number)
 
     @cached_property
     def everywhere(self) -> bool:

@@ -11,7 +11,6 @@ Left out on purpose: the axes that chapters 07 to 09 add. They are passed in as 
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,13 +19,13 @@ from shared.course.errors import SettingError
 from shared.model.init import materialize
 from shared.optim.config import OptimizerConfig
 from shared.optim.routing import Route, route
+from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig, require_built
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.data.ddp import DataParallel
 from shared.parallel.data.engine import DataEngine, Subset
 from shared.parallel.data.fsdp import FullySharded
-from shared.parallel.data.offload import OffloadedOptimizer
 from shared.parallel.data.zero import Zero, muon_matrices
 from shared.parallel.health.agreement import require_agreement
 from shared.parallel.health.replicas import fingerprints
@@ -34,33 +33,12 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.strategy import ParallelStrategy
 
 
-class Axis(Protocol):
-    """A parallel axis, which shards the computation itself (tensor, pipeline or expert parallelism).
-
-    brings: the fields of `ParallelConfig` that it makes take effect.
-    """
-
-    brings: tuple[str, ...]
-
-    def shape(self, model: nn.Module, mesh: Mesh) -> None:
-        """Change a plain model in place, perhaps one on the meta device, and state the facts of its parameters. Does nothing where the mesh
-        does not ask for it."""
-
-    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        """Wrap the strategy, with a pipeline's runner for instance; most axes return it unchanged."""
-
-
-class ActivationCheckpointing:
+class ActivationCheckpointing(Axis):
     """Activation checkpointing as an axis: blocks whose activations are recomputed."""
-
-    brings = ()
 
     def shape(self, model: nn.Module, mesh: Mesh) -> None:
         by_torch = mesh.config.backend == "torch" and mesh.world.size > 1
         apply_activation_checkpointing(model, mesh.config.activation_checkpointing, "torch" if by_torch else "course")
-
-    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        return strategy
 
 
 AXES: tuple[Axis, ...] = (ActivationCheckpointing(),)  # of this floor
@@ -100,12 +78,10 @@ def apply_parallel(
         materialize(model, device, seed)
     whole = muon_matrices(routes) if mesh.config.zero else set()
     engines = data_engines(model, mesh, whole, dtype, device, seed) if mesh.world.size > 1 else []
-    strategy = ParallelStrategy(model, mesh, engines, routes=routes)
+    around = [engine for axis in axes if (engine := axis.engine(model, mesh))]
+    offload = "cpu" if mesh.config.offload_optimizer else None
+    strategy = ParallelStrategy(model, mesh, [*reversed(around), *engines], routes, offload=offload)
     require_effect(strategy)
-    if mesh.config.offload_optimizer:
-        strategy = offload_optimizer(strategy)
-    for axis in axes:
-        strategy = axis.around(strategy)
     return strategy
 
 
@@ -155,14 +131,6 @@ def torch_sharded(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None, devic
         if hasattr(parameter, "shared_over"):
             raise ValueError(f"parallel.backend torch adds every gradient over all data ranks, and {name} has others: use backend course.")
     return TorchSharded(model, mesh, dtype, device, seed)
-
-
-def offload_optimizer(strategy: ParallelStrategy, home: torch.device | str = "cpu") -> ParallelStrategy:
-    """The strategy with its optimizer's parameters, and so their state, at `home`; itself where they are there already."""
-    if next(strategy.module.parameters()).device == torch.device(home):  # the same on every rank, also one without a trained parameter
-        return strategy
-    offload = OffloadedOptimizer(strategy.module, strategy.optim_params, home)
-    return ParallelStrategy(strategy.module, strategy.mesh, strategy.engines, [offload], strategy.routes)
 
 
 def require_sensible(model: nn.Module, mesh: Mesh, trained: bool) -> None:

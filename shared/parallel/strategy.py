@@ -26,12 +26,13 @@ from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint.saver import RankSaver
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, all_of, complete
+from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, add_partial, all_of, complete
+from shared.parallel.data.offload import OffloadedOptimizer
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
-from shared.parallel.held import Held, Holders
+from shared.parallel.held import Held, placement
 from shared.parallel.mesh import Mesh
-from shared.totals import Runner, Totals, Updater
+from shared.totals import Objective, Runner, Totals, Updater
 
 OWN = ("output", "trackers", "project", "wandb_mode", "mlflow_uri")  # may differ: folders are probed, trackers are rank 0's
 
@@ -42,9 +43,10 @@ class ParallelStrategy(Held, Strategy):
     Args:
         module: the plain model, shaped by the axes and sharded by the engines.
         mesh: this rank's.
-        engines: data engines, each for the parameters of one group; their `optim_params` together are what the optimizer steps.
-        around: engines around the optimizer's step, such as its offload, over what the others have.
+        engines: the axes' own, such as a pipeline's runner, then data engines, each for the parameters of one group; their `optim_params`
+            together are what the optimizer steps.
         routes: which rule updates which parameter, decided on the whole model (`shared.optim.routing`); None to decide on this rank's.
+        offload: where the optimizer's parameters and state are; None, or where the model is already, for beside the model.
 
     Attributes: those of `Strategy` and `Held`.
     """
@@ -54,11 +56,11 @@ class ParallelStrategy(Held, Strategy):
         module: nn.Module,
         mesh: Mesh,
         engines: Sequence[DataEngine],
-        around: Sequence[DataEngine] = (),
         routes: Sequence[Route] | None = None,
+        offload: torch.device | str | None = None,
     ):
         super().__init__(module)
-        self.mesh, self.engines, self.around, self.routes = mesh, tuple(engines), tuple(around), routes
+        self.mesh, self.engines, self.routes = mesh, tuple(engines), routes
         self.rank, self.size = mesh.world.rank, mesh.world.size
         self.data_size = mesh.data.size
         wrappers = [engine.model for engine in engines if engine.model is not module and not isinstance(engine.model, Subset)]
@@ -70,12 +72,14 @@ class ParallelStrategy(Held, Strategy):
         weights = self.state.state_dict(keep_vars=True)
         self.weight_regions = {name: region_of(tensor) for name, tensor in weights.items()}
         self.optim_regions = {name: region_of(parameter) for name, parameter in self.state.named_parameters()}
-        self.holders = Holders(self.weight_regions, mesh.world, {name: tensor.dtype for name, tensor in weights.items()})
-        self.optim_holders = Holders(self.optim_regions, mesh.world)
+        dtypes = {name: tensor.dtype for name, tensor in weights.items()}
+        self.holders, self.optim_holders = placement(mesh.world, (self.weight_regions, dtypes), (self.optim_regions, {}))
         self.optim_holders.require_complete()
         self.partial = self.partial_gradients()
-        if around:
-            self.optim_params = self.united([engine.optim_params for engine in around])
+        self.around: tuple[DataEngine, ...] = ()
+        if offload and next(module.parameters()).device != torch.device(offload):  # the same on every rank, also one that trains nothing
+            self.around = (OffloadedOptimizer(module, self.optim_params, offload),)
+            self.optim_params = self.united([engine.optim_params for engine in self.around])
 
     def logical_name(self, name: str) -> str:
         """A parameter's name in the whole model: a pipeline's last stage holds the tied embedding under the head's name."""
@@ -103,6 +107,11 @@ class ParallelStrategy(Held, Strategy):
             engine.console.print(told, highlight=False, soft_wrap=True)
 
     # The parts of a step.
+
+    def objective(self, objective: Objective) -> Objective:
+        for engine in self.engines:
+            objective = engine.objective(objective)
+        return objective
 
     def runner(self, runner: Runner) -> Runner:
         for engine in (*self.engines, *self.around):
@@ -279,15 +288,3 @@ def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each tensor under its first name alone: a tied head is the embedding."""
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
-
-
-def add_partial(parameters: Sequence[nn.Parameter], group: Communicator) -> None:
-    """Sum over a group the gradients of which each rank has a part. One that some rank has not used counts as 0 there; one that no rank has
-    used stays None."""
-    flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
-    gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
-    flat = torch.cat([*(gradient.flatten() for gradient in gradients), flags.to(gradients[0])])
-    group.all_reduce(flat)
-    *parts, users = flat.split([*(gradient.numel() for gradient in gradients), len(parameters)])
-    for parameter, gradient, part, count in zip(parameters, gradients, parts, users.tolist(), strict=True):
-        parameter.grad = gradient.copy_(part.view_as(gradient)) if count else None  # in place: a bucket would keep the part's old numbers

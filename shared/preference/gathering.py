@@ -30,7 +30,7 @@ class Need(NamedTuple):
 
 
 def fits_whole(needed: float, free: float) -> bool:
-    """Whether whole weights and the cache, `needed` bytes, have room in `free` bytes."""
+    """Whether whole weights and the cache, `needed` bytes, fit into `free` bytes."""
     return needed <= ROOM * free
 
 

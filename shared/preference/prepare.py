@@ -76,7 +76,7 @@ def prepare_preferences(config: PreferenceConfig, output: Path, seq: int, consol
 
     Args:
         output: the folder of all preparations; this one gets a folder in it.
-        seq: tokens of a row, in which a pair, the prompt twice, has room (`cut_to_row`). Virtual tokens need theirs beside it.
+        seq: tokens of a row, into which a pair, the prompt twice, must fit (`cut_to_row`). Virtual tokens need theirs beside it.
         console: where a progress bar goes, if it is a terminal.
 
     Raises:

@@ -31,7 +31,7 @@ class RolloutConfig:
         passes: over a rollout's answers.
         minibatches: in each pass; each is one step.
         gather: of fully sharded weights, once for a rollout, or block by block for each token, which is slower and holds little more than
-            the shards; auto gathers once where whole weights and the cache have room on every rank.
+            the shards; auto gathers once where whole weights and the cache fit on every rank.
     """
 
     prompts: int = 32

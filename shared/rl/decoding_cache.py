@@ -41,7 +41,7 @@ class DecodingCache(KeyValueCache):
         places: tokens of a row, at most.
         read_places: the same of what an encoder reads.
         multiple: the number of tokens in a pass is a multiple of this (sequence parallelism).
-        fused: whether a plain model's weights are copied for the fused step (`FusedStep`); None where free memory has room for them.
+        fused: whether a plain model's weights are copied for the fused step (`FusedStep`); None to copy them if they fit into free memory.
 
     Attributes:
         used: rows in use.

@@ -48,7 +48,7 @@ RUN_AXES: tuple[Axis, ...] = (*AXES, PipelineParallel(), ContextParallel(), Tens
 
 
 def plain_model(config: TrainerConfig, mesh: Mesh, device: torch.device, start: InitialWeights | None = None) -> TransformerModel:
-    """The model before it is parallelized, with its adapter; where weights will be cut, without memory, because no rank need have room for
+    """The model before it is parallelized, with its adapter; where weights will be cut, without memory, because no rank need fit
     all of them. Tokens that were added have rows that differ where an adapter leaves them frozen."""
     apart = config.adapter is not None
     if mesh.fsdp.size > 1 or mesh.tp.size > 1 or mesh.pp.size > 1 or config.parallel.expert_parallel > 1:

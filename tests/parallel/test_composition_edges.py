@@ -17,16 +17,17 @@ from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.init import initialize
 from shared.model.transformer import TransformerModel
+from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import CommunicationError, SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.data.engine import DataEngine, Subset
+from shared.parallel.data.engine import DataEngine, Subset, add_partial
 from shared.parallel.data.zero import Zero
 from shared.parallel.health.replicas import ReplicaCheck, ReplicasDiffer, require_equal
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.processes.launch import run_processes
-from shared.parallel.strategy import ParallelStrategy, add_partial
+from shared.parallel.strategy import ParallelStrategy
 from shared.totals import Totals
 
 
@@ -198,18 +199,16 @@ def test_zero_engines_of_two_groups_do_not_wait_within_the_backward_pass(alone):
         assert all(run_threads(work, 4))
 
 
-class Beside:
+class Beside(Axis):
     """An axis that puts an engine of its own in front of the data engines, as a pipeline does; this one does nothing."""
-
-    brings = ()
 
     def shape(self, model, mesh):
         pass
 
-    def around(self, strategy):
-        engine = DataEngine(strategy.module, strategy.mesh.loss)
+    def engine(self, model, mesh):
+        engine = DataEngine(model, mesh.loss)
         engine.optim_params = torch.nn.Module()
-        return ParallelStrategy(strategy.module, strategy.mesh, [engine, *strategy.engines], strategy.around, strategy.routes)
+        return engine
 
 
 def trained_beside(world, layout: ParallelConfig):

@@ -19,7 +19,7 @@ from shared.parallel.health.heartbeat import Timeouts, code_location
 from shared.parallel.processes.launch import run_processes
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.health.replicas import ReplicasDiffer, checksum, require_equal
-from shared.parallel.held import Holders
+from shared.parallel.held import placement
 from shared.model.sharding import whole_region
 from shared.parallel.health.deadlock import Call, HeartbeatMessage, deadlocked_ranks, describe_deadlock, find_mismatch
 from shared.parallel.comm.threads import run_threads
@@ -137,7 +137,7 @@ def test_one_bit_in_one_weight_is_caught_and_its_rank_is_named(ranks, wrong, sen
             with torch.no_grad():
                 model[1].weight[1, 2] = torch.nextafter(model[1].weight[1, 2], torch.tensor(9.0, dtype=kind))
         weights = dict(model.named_parameters())
-        holders = Holders({name: whole_region(tensor.shape) for name, tensor in weights.items()}, world)
+        (holders,) = placement(world, ({name: whole_region(tensor.shape) for name, tensor in weights.items()}, {}))
         require_equal(weights, holders, world, step=8)
 
     run_threads(compare, ranks, [])

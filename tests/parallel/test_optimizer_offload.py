@@ -19,7 +19,7 @@ from shared.optim.build import build_optimizer
 from shared.optim.config import OptimizerConfig
 from shared.optim.loss_scale import LossScaler
 from shared.optim.updater import Update
-from shared.parallel.parallelize import apply_parallel, offload_optimizer
+from shared.parallel.parallelize import apply_parallel
 from shared.parallel.data.offload import copy_of
 from shared.model.sharding import make_shard, split_spans
 from shared.parallel.strategy import ParallelStrategy
@@ -33,8 +33,7 @@ ELSEWHERE = torch.device("cpu", 0)
 
 
 def test_where_the_parameters_are_there_already_nothing_changes():
-    parallel = in_one(build(SMALL))
-    assert offload_optimizer(parallel) is parallel
+    assert not in_one(build(SMALL), offload="cpu").around
     layout = ParallelConfig(offload_optimizer=True)
     assert not apply_parallel(build(SMALL), Mesh(layout, SingleRankCommunicator())).around
 
@@ -42,12 +41,12 @@ def test_where_the_parameters_are_there_already_nothing_changes():
 ONE = Mesh(ParallelConfig(), SingleRankCommunicator())
 
 
-def in_one(model) -> ParallelStrategy:
-    return ParallelStrategy(model, ONE, [])
+def in_one(model, offload=None) -> ParallelStrategy:
+    return ParallelStrategy(model, ONE, [], offload=offload)
 
 
 def elsewhere_in_one(model, home=ELSEWHERE) -> ParallelStrategy:
-    return offload_optimizer(in_one(model), home)
+    return in_one(model, home)
 
 
 def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):
@@ -55,7 +54,7 @@ def trained(world, layout: ParallelConfig, optimizer, elsewhere: bool):
     mesh = Mesh(layout, world)
     parallel = apply_parallel(build(SMALL), mesh, optimizer)
     if elsewhere:
-        parallel = offload_optimizer(parallel, ELSEWHERE)
+        parallel = ParallelStrategy(parallel.module, mesh, parallel.engines, parallel.routes, offload=ELSEWHERE)
         assert parallel.around
     stepper, norms = build_optimizer(parallel.optim_params, optimizer), []
     update = Update(1.0, norm=parallel.grad_norm)

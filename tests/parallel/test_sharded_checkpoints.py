@@ -17,7 +17,7 @@ from shared.parallel.checkpoint import files, saver as saving
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import parse_layout
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.held import Holders
+from shared.parallel.held import placement
 from shared.parallel.checkpoint.files import ShardFiles, key_of, write_shards
 from shared.model.sharding import Box, Region, whole_region
 
@@ -251,7 +251,7 @@ def test_what_all_hold_is_shared_out_evenly():
 
 
 def written_by(held) -> list[list[str]]:
-    writers = run_threads(lambda world: Holders(held[world.rank], world).writers(range(world.size)), len(held))[0]
+    writers = run_threads(lambda world: placement(world, (held[world.rank], {}))[0].writers(range(world.size)), len(held))[0]
     return [sorted(name for (name, _), writer in writers.items() if writer == rank) for rank in range(len(held))]
 
 

@@ -15,7 +15,7 @@ from shared.optim.updater import Update
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.config import ParallelConfig
-from shared.parallel.held import Holders
+from shared.parallel.held import placement
 from shared.parallel.mesh import Mesh
 from shared.model.sharding import (
     Box, Sharding, Span, boxes_of_span, make_shard, region_of, sharding_of, split_dimension, split_spans, whole_region,
@@ -273,7 +273,7 @@ def test_boxes_that_leave_something_out_are_refused():
 def test_ranks_that_hold_too_little_of_a_parameter_may_not_save_it():
     def rank(world):
         kept = {"complete": whole_region([4]), "torn": whole_region([6])._replace(stop=5)}
-        Holders(kept, world).require_complete()
+        placement(world, (kept, {}))[0].require_complete()
 
     with pytest.raises(ValueError, match="5 of the 6 numbers of torn"):
         run_threads(rank, 2)

@@ -15,7 +15,7 @@ from shared.model.transformer import keep_part
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine
 from shared.parallel.mesh import Mesh
-from shared.parallel.strategy import ParallelStrategy
+from shared.parallel.axis import Axis
 from shared.totals import Totals, add_totals
 
 
@@ -59,7 +59,7 @@ def shard(module: nn.Module, name: str, dimension: int, group: Communicator) -> 
     return part
 
 
-class TensorStandIn:
+class TensorStandIn(Axis):
     brings = ("tensor_parallel",)
 
     def shape(self, model: nn.Module, mesh: Mesh) -> None:
@@ -75,11 +75,8 @@ class TensorStandIn:
             block.feed_forward_norm.register_forward_pre_hook(lambda module, inputs: SumBackward.apply(inputs[0], group))
             block.feed_forward_norm.weight.partial_over = group
 
-    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        return strategy
 
-
-class PipelineStandIn:
+class PipelineStandIn(Axis):
     brings = ("pipeline_parallel",)
 
     def shape(self, model: nn.Module, mesh: Mesh) -> None:
@@ -91,11 +88,8 @@ class PipelineStandIn:
         if model.config.tie_word_embeddings:
             (model.embedding.tokens if first else model.head.linear).weight.partial_over = mesh.pp
 
-    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        if strategy.mesh.pp.size == 1:
-            return strategy
-        engines = [TwoStages(strategy.module, strategy.mesh), *strategy.engines]
-        return ParallelStrategy(strategy.module, strategy.mesh, engines, strategy.around, strategy.routes)
+    def engine(self, model: nn.Module, mesh: Mesh) -> DataEngine | None:
+        return TwoStages(model, mesh) if mesh.pp.size > 1 else None
 
 
 class TwoStages(DataEngine):
@@ -197,7 +191,7 @@ class Experts(nn.Module):
         return self.inner(x) + (mixed[0] if self.group is None else OwnRows.apply(mixed, self.group))
 
 
-class ExpertStandIn:
+class ExpertStandIn(Axis):
     brings = ("expert_parallel",)
 
     def shape(self, model: nn.Module, mesh: Mesh) -> None:
@@ -211,9 +205,6 @@ class ExpertStandIn:
             layer = block.feed_forward
             part = shard(layer, "experts", 0, ep)
             part.role, part.shared_over, layer.group = "expert", edp, ep
-
-    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        return strategy
 
 
 def with_experts(model: nn.Module, count: int = 4) -> nn.Module:

@@ -5,7 +5,7 @@ travel first, in an all-to-all of their own, and the host waits for them once: t
 rank that sends and receives nothing calls both all the same, because the others wait for it (Lepikhin et al. 2020, GShard, section 3.2).
 
 On PyTorch's backend the rows take its own differentiable all-to-all (`all_to_all_single_autograd` of its functional collectives), whose
-result is waited for where it is first used, so that exchange has no two halves. The replicas' DDP leaves experts alone: their gradients
+result blocks where it is first used, so that exchange has no two halves. The replicas' DDP leaves experts alone: their gradients
 are added over fewer ranks, by this course's engine.
 
 Left out on purpose: PyTorch's exchanges in the communication trace, where they do not appear; experts beside `fully_shard`, whose every

@@ -25,14 +25,14 @@ from shared.model.sharding import Range, cut_parameter
 from shared.moe.layer import MixtureLayer, mixture_layers
 from shared.moe.parallel.all_to_all import begin_exchange, exchange_counts, exchange_rows
 from shared.moe.parallel.groups import expert_groups
+from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
-from shared.parallel.strategy import ParallelStrategy
 
 ExchangeRows = Callable[[Tensor, Sequence[int], Sequence[int], Communicator], Tensor]
 
 
-class ExpertParallel:
+class ExpertParallel(Axis):
     """Expert parallelism."""
 
     brings = ("expert_parallel",)
@@ -47,9 +47,6 @@ class ExpertParallel:
             from shared.moe.parallel.all_to_all import exchange_rows_by_torch as by_torch
         for layer in mixture_layers(model):
             spread(layer, ep, edp, ranges, by_torch)
-
-    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        return strategy
 
 
 def require_experts(config: ModelConfig, degree: int) -> None:
@@ -82,7 +79,7 @@ class SpreadExperts:
 
     Args:
         compute: what this rank's experts make of rows that are sorted by expert, given how many each of them has.
-        by_torch: PyTorch's exchange, whose result is waited for where it is first used; None for this course's own.
+        by_torch: PyTorch's exchange, whose result blocks where it is first used; None for this course's own.
     """
 
     def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], group: Communicator, by_torch: ExchangeRows | None = None):

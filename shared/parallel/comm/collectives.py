@@ -65,7 +65,7 @@ def reduce_scatter_v(parts: Sequence[Sequence[Tensor]], group: Communicator, kee
     Args:
         parts: parts[r] are this rank's summands of rank r's part, as tensors [n] laid end to end, at least one; sizes are the same on all
             ranks.
-        keep: called with this rank's part of the sum [its size] when the work is waited for.
+        keep: called with this rank's part of the sum [its size] by the work's `wait`.
     """
     sizes = [sum(tensor.numel() for tensor in part) for part in parts]
     own, longest = sizes[group.rank], max(sizes)
@@ -87,7 +87,7 @@ def all_gather_v(part: Tensor, sizes: Sequence[int], group: Communicator, keep: 
     Args:
         part: this rank's part, [sizes[group.rank]].
         sizes: the number of elements of each rank's part.
-        keep: called with the parts of all ranks in order, [sizes[r]] each, when the work is waited for.
+        keep: called with the parts of all ranks in order, [sizes[r]] each, by the work's `wait`.
     """
     if are_equal(sizes):
         whole = part.new_empty(group.size, max(sizes))

@@ -24,16 +24,18 @@ from shared.model.masks import Mask
 from shared.model.rope import rope_tables
 from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
+from shared.parallel.axis import Axis
 from shared.parallel.context.mask import ContextMask
 from shared.parallel.context.ring import ring_attention
 from shared.parallel.context.zigzag import SequenceShare
+from shared.parallel.data.engine import DataEngine
 from shared.parallel.mesh import Mesh
-from shared.parallel.strategy import ParallelStrategy
+from shared.totals import Objective
 
 Attend = Callable[[Tensor, Tensor, Tensor, ContextMask, float], Tensor]
 
 
-class ContextParallel:
+class ContextParallel(Axis):
     """Context parallelism.
 
     Args:
@@ -51,18 +53,29 @@ class ContextParallel:
             require_known(model)
             require_shareable(model.config)
 
-    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        """Have the strategy's objectives work on this rank's positions, and the model's attention reach the others."""
-        if strategy.mesh.cp.size > 1:
-            model, share = strategy.module, SequenceShare(strategy.mesh.cp)
-            model.register_forward_pre_hook(with_positions(share), with_kwargs=True)
-            if model.embedding is not None:
-                model.embedding.register_forward_pre_hook(lambda module, inputs: (*inputs[:3], share.length or inputs[3]))
-            model.stack.context = context_of_share(model.stack, share)
-            for block in model.stack.blocks.values():
-                block.attention.attend = over_ranks(self.attend, block.attention.attend)
-            strategy.objective = share.of_share
-        return strategy
+    def engine(self, model: nn.Module, mesh: Mesh) -> DataEngine | None:
+        """Have objectives work on this rank's positions, and the model's attention reach the others."""
+        if mesh.cp.size == 1:
+            return None
+        share = SequenceShare(mesh.cp)
+        model.register_forward_pre_hook(with_positions(share), with_kwargs=True)
+        if model.embedding is not None:
+            model.embedding.register_forward_pre_hook(lambda module, inputs: (*inputs[:3], share.length or inputs[3]))
+        model.stack.context = context_of_share(model.stack, share)
+        for block in model.stack.blocks.values():
+            block.attention.attend = over_ranks(self.attend, block.attention.attend)
+        return OverPositions(model, mesh, share)
+
+
+class OverPositions(DataEngine):
+    """The engine of context parallelism: objectives get this rank's positions."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, share: SequenceShare):
+        super().__init__(model, mesh.loss)
+        self.optim_params, self.share = nn.Module(), share  # empty: the data engines serve the parameters
+
+    def objective(self, objective: Objective) -> Objective:
+        return self.share.of_share(objective)
 
 
 def require_shareable(config: ModelConfig) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.parallel.comm.communicator import Communicator
-from shared.totals import Runner, Totals, Updater
+from shared.totals import Objective, Runner, Totals, Updater
 
 
 class DataEngine:
@@ -33,6 +33,10 @@ class DataEngine:
         self.model, self.group = model, group
         self.optim_params: nn.Module = model
         self.stored: Mapping[str, nn.Parameter] = {}
+
+    def objective(self, objective: Objective) -> Objective:
+        """Wrap the objective, so that it works on what this rank computes of a batch; in evaluations as well."""
+        return objective
 
     def runner(self, runner: Runner) -> Runner:
         """Wrap the runner, so that it starts the exchange of gradients."""
@@ -143,3 +147,15 @@ class Parameters(nn.Module):
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Names of the whole model, which cannot be registered in this module."""
         return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in self.named.items())
+
+
+def add_partial(parameters: Sequence[nn.Parameter], group: Communicator) -> None:
+    """Sum over a group the gradients of which each rank has a part. One that some rank has not used counts as 0 there; one that no rank has
+    used stays None."""
+    flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+    gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    flat = torch.cat([*(gradient.flatten() for gradient in gradients), flags.to(gradients[0])])
+    group.all_reduce(flat)
+    *parts, users = flat.split([*(gradient.numel() for gradient in gradients), len(parameters)])
+    for parameter, gradient, part, count in zip(parameters, gradients, parts, users.tolist(), strict=True):
+        parameter.grad = gradient.copy_(part.view_as(gradient)) if count else None  # in place: a bucket would keep the part's old numbers

@@ -66,7 +66,7 @@ class Zero(DataParallel):
         stage: 1 or 2.
         whole: names of parameters that must not be cut (`muon_matrices`).
         bucket_megabytes: the size of a bucket of gradients. Each bucket is partitioned by itself, so all ranks are busy with each.
-        alone: whether no other engine exchanges gradients. Beside one, nothing is waited for within the backward pass, because ranks may
+        alone: whether no other engine exchanges gradients. Beside one, nothing blocks within the backward pass, because ranks may
             come to the engines' buckets in different orders.
 
     Attributes:

@@ -17,18 +17,19 @@ from torch import nn
 from shared.course.errors import SettingError
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel, keep_part
+from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
+from shared.parallel.data.engine import DataEngine
 from shared.parallel.mesh import Mesh
 from shared.parallel.pipeline.balance import stage_blocks
 from shared.parallel.pipeline.runner import PipelineRunner
 from shared.parallel.pipeline.schedules import Shape
 from shared.parallel.pipeline.stages import Links, PipelineModel
 from shared.parallel.pipeline.weight_gradients import split_backward
-from shared.parallel.strategy import ParallelStrategy
 
 
-class PipelineParallel:
+class PipelineParallel(Axis):
     """Pipeline parallelism."""
 
     brings = ("pipeline_parallel",)
@@ -47,21 +48,18 @@ class PipelineParallel:
             if mesh.pp.rank in (0, last):
                 (model.head.linear if mesh.pp.rank else model.embedding.tokens).weight.partial_over = ends
 
-    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        mesh, model = strategy.mesh, strategy.module
+    def engine(self, model: nn.Module, mesh: Mesh) -> DataEngine | None:
         if mesh.pp.size == 1:
-            return strategy
+            return None
         chunks, splits = mesh.config.pipeline_chunks, mesh.config.pipeline_schedule == "zero_bubble"
         links = Links(mesh, Shape(mesh.pp.size, chunks))
         parts = model, mesh.pp, links, blocks_of(model.config, mesh), not splits
         if mesh.config.backend == "torch":  # which takes seconds to import
             from shared.parallel.pipeline.on_torch import TorchPipelineModel, TorchPipelineRunner
 
-            runner: PipelineRunner = TorchPipelineRunner(TorchPipelineModel(*parts), mesh)
-        else:
-            waiting = split_backward(model.stack.blocks.values()) if splits else None
-            runner = PipelineRunner(PipelineModel(*parts), mesh, waiting)
-        return ParallelStrategy(model, mesh, [runner, *strategy.engines], strategy.around, strategy.routes)
+            return TorchPipelineRunner(TorchPipelineModel(*parts), mesh)
+        waiting = split_backward(model.stack.blocks.values()) if splits else None
+        return PipelineRunner(PipelineModel(*parts), mesh, waiting)
 
 
 def blocks_of(config: ModelConfig, mesh: Mesh) -> list[range]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LONG = 2**22  # bytes of the full tensor; sends and receives are waited for one by one, which does not pay for short tensors
+LONG = 2**22  # bytes of the full tensor; sends and receives block one by one, which does not pay for short tensors
 WaitFor = Callable[[dist.Work, bool], None]  # waits for an operation; the flag says whether it is a send or a receive
 COMMUNICATORS: WeakSet[Any] = WeakSet()  # every communicator of this process that has not been collected
 TAG = 6  # keeps these messages apart from the sends of a group's users

@@ -111,7 +111,7 @@ FIRST, NEXT = 15.0, 60.0  # seconds of waiting before the first line about it, a
 
 
 class Patience:
-    """Says now and then who is waited for. timeout: seconds that are waited at most."""
+    """Says now and then which ranks are missing. timeout: in seconds."""
 
     def __init__(self, timeout: float):
         self.timeout, self.began = timeout, time.monotonic()

@@ -35,15 +35,15 @@ from shared.model.feed_forward import FeedForward, GatedFeedForward
 from shared.model.sharding import Range, cut_parameter
 from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
+from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
-from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.tensor.layers import RowLinear, ShardDropout, VocabularyEmbedding, VocabularyHead, attend_with_own_dropout
 from shared.parallel.tensor.operators import f_and_g, gather_sequence, join_sequence, scatter_sequence, split_sequence
 from shared.parallel.tensor.shards import gradient_sums, tensor_shards
 
 
-class TensorParallel:
+class TensorParallel(Axis):
     """Tensor and sequence parallelism."""
 
     brings = ("tensor_parallel", "sequence_parallel")
@@ -60,9 +60,6 @@ class TensorParallel:
             parallelize_by_torch(model, mesh)
             return
         Cutter(mesh, model.config.num_key_value_heads).cut_model(model)
-
-    def around(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        return strategy
 
 
 class Cutter:

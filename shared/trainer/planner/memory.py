@@ -240,7 +240,7 @@ def step_sizes(config: TrainerConfig) -> StepSizes:
 
 
 def rows_of_answers(config: TrainerConfig) -> int:
-    """Rows of a step of a mode that draws answers, over all ranks: a row for each, since a prompt may be as long as a row has room for."""
+    """Rows of a step of a mode that draws answers, over all ranks: a row for each, since a prompt may fill a row."""
     sizes = getattr(config, config.mode)
     return -(-sizes.prompts * sizes.answers // sizes.minibatches)
 

@@ -22,6 +22,7 @@ from shared.parallel.processes import torchrun as processes
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
+from shared.parallel.strategy import ParallelStrategy
 from shared.trainer import settings
 from shared.trainer.models import RUN_AXES
 from shared.trainer.config import TrainerConfig
@@ -69,7 +70,12 @@ class Asked(Exception):
 def offloaded(config: ParallelConfig) -> list:
     """Whether a step's optimizer is moved, which on a CPU changes nothing."""
     moved: list = []
-    with patch.object(parallelize, "offload_optimizer", lambda strategy: moved.append(True) or strategy):
+
+    def made(*arguments: Any, offload: str | None, **more: Any) -> ParallelStrategy:
+        moved.append(offload)
+        return ParallelStrategy(*arguments, offload=offload, **more)
+
+    with patch.object(parallelize, "ParallelStrategy", made):
         return [traced(config), moved]
 
 
