@@ -24,7 +24,7 @@ from shared.engine.trackers import TRACKERS, make_tracker
 from shared.engine.trackers.external import settings_of
 from shared.engine.trackers.jsonl import read_jsonl, to_json
 
-ASKED = []  # host names that something in this process wanted to know the address of
+ASKED = []  # host names that something in this process wanted to know the address of, since it was last cleared
 
 
 def note_lookups(event: str, arguments: tuple) -> None:
@@ -64,6 +64,7 @@ def callbacks(*more):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     first, second = Recorder(), Recorder()
+    ASKED.clear()  # other tests of this process ask for machines
     with pytest.raises(RuntimeError, match="power"):
         make_engine(folder, callbacks(first, Break(7)), every=4).fit(Loader(), steps=8)
     statuses = [mlflow_metrics(folder)[1].info.status]
@@ -71,7 +72,7 @@ def run(tmp_path_factory):
     make_engine(folder, callbacks(second, Break(0)), every=4).fit(OtherLoader(), steps=8)
     assert list(first.logs) == [1, 2, 4, 6] and list(second.logs) == [6, 8]
     assert first.logs[6]["train/loss"] != second.logs[6]["train/loss"], "the negative control: nothing else tells the two step 6 apart"
-    return SimpleNamespace(folder=folder, first=first.logs, second=second.logs, statuses=statuses, between=between)
+    return SimpleNamespace(folder=folder, first=first.logs, second=second.logs, statuses=statuses, between=between, asked=[*ASKED])
 
 
 def same(found, expected):
@@ -125,7 +126,7 @@ def test_a_run_that_was_asked_to_leave_is_killed_in_mlflow_and_one_that_stopped_
 
 
 def test_no_tracker_looked_for_another_machine(run):
-    assert not [host for host in ASKED if host not in ("localhost", "127.0.0.1", None)]
+    assert not [host for host in run.asked if host not in ("localhost", "127.0.0.1", None)]
 
 
 def test_trackers_write_into_the_runs_folder_only(run):

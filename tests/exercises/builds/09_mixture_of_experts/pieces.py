@@ -5,6 +5,7 @@ Python. tests/parity/test_09_build.py holds it against transformers' Mixtral and
 order, which moves float64 by some 1e-15 of the largest summand; 1e-9 is far from that and far from any mistake.
 """
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -182,13 +183,16 @@ def python_steps(function: Callable[[], Any]) -> int:
         steps += event == "line"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # a collection may run lines of others, which count whenever it happens to come
     sys.settrace(trace)
     try:
         with TakenOut() as taken:
             function()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return steps + taken.numbers
 
 
