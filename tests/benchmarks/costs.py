@@ -1,7 +1,7 @@
 """What the course costs: seconds and peak memory of each chapter's notebook and run, measured here and now.
 
     python tests/benchmarks/costs.py                  prints the table
-    python tests/benchmarks/costs.py 03 05 --write    only these chapters; also puts their rows into chapters/COSTS.md, between its two markers
+    python tests/benchmarks/costs.py 03 05 --write    only these chapters; also puts their rows into chapters/COSTS.md
 
 A machine's speed moves by a factor of up to two between minutes: the table says what to expect, it compares nothing.
 """
