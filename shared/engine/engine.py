@@ -51,7 +51,7 @@ class RuntimeEngine(RunState):
         parts: name -> whatever else changes from step to step and must be saved, such as a dynamic loss scale.
         console: where the engine speaks.
 
-    Attributes: those of `RunState`.
+    Attributes: see `RunState`.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ def apply_parallel(
     engines = data_engines(model, mesh, whole, dtype, device, seed) if mesh.world.size > 1 else []
     around = [engine for axis in axes if (engine := axis.engine(model, mesh))]
     offload = "cpu" if mesh.config.offload_optimizer else None
-    strategy = ParallelStrategy(model, mesh, [*reversed(around), *engines], routes, offload=offload)
+    strategy = ParallelStrategy(model, mesh, [*around, *engines], routes, offload=offload)
     require_effect(strategy)
     return strategy
 

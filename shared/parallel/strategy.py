@@ -48,7 +48,7 @@ class ParallelStrategy(Held, Strategy):
         routes: which rule updates which parameter, decided on the whole model (`shared.optim.routing`); None to decide on this rank's.
         offload: where the optimizer's parameters and state are; None, or where the model is already, for beside the model.
 
-    Attributes: those of `Strategy` and `Held`.
+    Attributes: see `Strategy` and `Held`.
     """
 
     def __init__(

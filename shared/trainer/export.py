@@ -37,7 +37,7 @@ def export(run: Run) -> None:
 
 
 def token_ids(run: Run) -> dict[str, Any]:
-    """The special tokens of an exported model: those of the model that it began as, and what ends a text now."""
+    """Special token ids of the exported model: the initial model's, with the current end-of-text ids."""
     rows, ends = run.config.model.vocab_size, run.mode.end_ids
     known = {name: number for name, number in run.strategy.module.token_ids.items() if isinstance(number, int) and 0 <= number < rows}
     padding = {} if run.mode.pad_id is None else {"pad_token_id": run.mode.pad_id}

@@ -63,9 +63,9 @@ class Preferred(NamedTuple):
 class Judged:
     """What a mode says of the trained model.
 
-    summary: name -> value, of which the first ones are the mode's. samples: prompt, what the model went on with. completions: gaps that it
-    filled. answered: held-out tasks. preferred: held-out prompts whose answers a hidden preference judged. example: a conversation as
-    pieces of text, each with whether it was trained on. figures: the mode's own, by name. unit: of the loss.
+    summary: name -> value, of which the first ones are the mode's. samples: prompt and continuation. completions: filled gaps.
+    answered: held-out tasks. preferred: held-out prompts whose answers a hidden preference judged. example: a conversation as pieces of
+    text, each with whether it was trained on. figures: the mode's own, by name. unit: of the loss.
     """
 
     summary: dict[str, Any]

@@ -136,7 +136,7 @@ def show(results: Results, console: Console) -> None:
 
 
 def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
-    """How far losses and weights are from those of the same run in one process, where a finished one lies beside this run's folder.
+    """Differences in losses and weights from the single-process run, if a finished one lies beside this run's folder.
 
     `make run LAYOUT=dp2` writes to `runs/laptop-dp2`, and looks for `runs/laptop`.
     """

@@ -163,7 +163,6 @@ def test_what_is_gathered_keeps_its_dtype_and_is_a_copy():
     assert not other and first["0.weight"] == (torch.bfloat16, True) and first["1.num_batches_tracked"][0] == torch.int64
 
 
-
 class Chain(torch.nn.Module):
     """x times six weights of every rank, and after each plus one of six that every second rank shares, where these are used."""
 

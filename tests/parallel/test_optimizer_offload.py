@@ -181,7 +181,6 @@ def plain_update(model, optimizer, token_count):
     optimizer.step()
 
 
-
 def test_a_copy_is_gathered_where_its_shard_is():
     """There ranks can talk; the copy's own device may be the CPU of a run over NCCL."""
     parameter = nn.Parameter(torch.zeros(2, 5))

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shared.model.init import local_initial_value
+from shared.model.sharding import Range, Sharding, make_shard, split_dimension
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.data.fsdp import compile_each
 from shared.parallel.mesh import Mesh
 from shared.parallel.processes.torchrun import all_gather_single, reduce_scatter_single
-from shared.model.sharding import Range, Sharding, make_shard, split_dimension
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
+from shared.model.sharding import Range, Sharding, Span, make_shard, part_sizes, split_spans
 from shared.optim.routing import Route
-from shared.parallel.data.ddp import Bucket, DataParallel, take_gradients
+from shared.parallel.comm.collectives import all_gather_v, are_equal, reduce_scatter_v
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.comm.work import Work
+from shared.parallel.data.ddp import Bucket, DataParallel, take_gradients
 from shared.parallel.data.engine import Parameters
-from shared.model.sharding import Range, Sharding, Span, make_shard, part_sizes, split_spans
-from shared.parallel.comm.collectives import all_gather_v, are_equal, reduce_scatter_v
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 MAX_UNDER_WAY = 2  # buckets: one is exchanged while the next one fills

@@ -1,7 +1,7 @@
 """Chapter 06. Rendezvous of ranks that have not met yet: an empty part of the store, who is missing, and the network interface.
 
 A rank that never connected sends nothing, so a machine that is gone cannot be told from one that reads its packages from a slow disk: both
-are waited for as long as `parallel.init_timeout` says. Meanwhile a line names who is missing.
+get `parallel.init_timeout` to connect. Meanwhile a line names the missing ranks.
 
 The network interface that ranks speak over (GLOO_SOCKET_IFNAME) is the one on the route to MASTER_ADDR. Left alone, gloo takes the address
 of the machine's own hostname. On Debian that is 127.0.1.1, which no other machine can reach, and elsewhere the name may lead nowhere: one
