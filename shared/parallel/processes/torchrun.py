@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from shared.course.errors import CourseError
-from shared.parallel.comm.communicator import (
 from shared.parallel.processes import gloo_routes
 from shared.parallel.processes.rendezvous import choose_interface, route_to
+from shared.parallel.comm.communicator import (
     CommunicationError,
     Communicator,
     DeferredWork,
