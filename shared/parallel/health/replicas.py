@@ -108,10 +108,11 @@ def require_equal_state(held: Held, snapshot: Snapshot, notes: Mapping[str, Any]
     require_agreement(world, "state", common)
     require_equal(weights_of(held), held.holders, world, snapshot.step)
     tensors, values = snapshot.optimizer.tensors, snapshot.optimizer.values
+    device = next((tensor.device for state in tensors.values() for _, tensor in sorted(state.items())), torch.device("cpu"))
 
     def sum_of_state(name: str) -> Tensor:
         sums = [checksum(tensor) for _, tensor in sorted(tensors.get(name, {}).items())]
-        total = sums[0] if sums else torch.tensor(0)
+        total = sums[0] if sums else torch.zeros((), dtype=torch.int64, device=device)  # frozen, or not used yet
         for number, each in enumerate(sums[1:], start=1):
             total = total + (2 * number + 1) * each.to(total.device)
         return total + zlib.crc32(str(sorted(values.get(name, {}).items())).encode())
