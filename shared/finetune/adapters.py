@@ -66,9 +66,6 @@ def attach_adapter(model: TransformerModel, config: AdapterConfig, name: str = D
 
     Returns:
         The model.
-
-    Raises:
-        SettingError: a target that no layer's name matches, or that cannot have an update; a rank above its smaller side; a taken name.
     """
     if config.kind != "lora":
         attach_soft_prompt(model, config, seed)
@@ -104,11 +101,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 
 def target_modules(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """The names of the layers that some patterns mean, in the model's order.
-
-    Raises:
-        SettingError: a pattern that no layer's name matches.
-    """
+    """The names of the layers that some patterns mean, in the model's order."""
     possible = {name: module for name, module in model.named_modules() if can_adapt(module)}
     found: set[str] = set()
     for pattern in targets:
@@ -210,9 +203,6 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
 def use_adapters(model: nn.Module, names: Sequence[str], trained: bool = True) -> None:
     """Let these adapters take part in the forward pass, and be trained. The others rest, frozen. None: the base model. Updates add up, and
     each DoRA scales the base's rows alone, so their order does not matter.
-
-    Raises:
-        SettingError: an adapter that the model does not have; or active ones are merged.
     """
     if unknown := [name for name in names if name not in adapters_of(model)]:
         raise SettingError(f"The model has no adapter {unknown[0]!r}: it has {sorted(adapters_of(model))}.")
@@ -242,9 +232,6 @@ def base_model(model: nn.Module) -> Iterator[None]:
 def merge_adapter(model: TransformerModel) -> None:
     """Add the active updates to the weights, which then compute the same at a plain model's cost. Each weight is rounded once to its dtype;
     the one that it was is kept, so `unmerge_adapter` loses nothing. Also on a tensor-parallel rank, with its slices.
-
-    Raises:
-        SettingError: a weight that another layer uses too, one that is not kept as floats, or one whose ranks hold flattened parts.
     """
     require_untied(model, [name for name, layer in adapted_layers(model) if layer.updates])
     for name, layer in adapted_layers(model):

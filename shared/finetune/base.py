@@ -36,9 +36,6 @@ def merged_weights(model: TransformerModel, weights: Weights | None = None) -> W
         model: this process's part of it.
         weights: of the model, with its adapters (`ParallelStrategy.weights`); None for a model that this process holds whole. All processes
             collect the same names in the same order.
-
-    Raises:
-        SettingError: an update of an embedding or head that are tied.
     """
     weights = weights or whole_weights(model)
     adapters = [(name, adapters_of(model)[name]) for name in getattr(model, "active_adapters", ())]

@@ -165,9 +165,6 @@ def read_tasks(path: Path, checks: Collection[str] = tuple(CHECKS)) -> list[Task
 
     Args:
         checks: that there are.
-
-    Raises:
-        CourseError: names the first line that is none.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -56,9 +56,6 @@ def estimate_adapted(
     Args:
         model: a dense decoder.
         layout: dp, fsdp, ZeRO, tp with or without sequence parallelism, recomputed blocks.
-
-    Raises:
-        ValueError: a model or layout for which there is no formula.
     """
     require_formula(model)
     if model.experts is not None or layout.pipeline_parallel > 1 or layout.context_parallel > 1:

@@ -61,9 +61,6 @@ def save_adapter(
         base: the folder or the hub's name of the base model, for `base_model_name_or_path`.
         fingerprint: of the base's files (`shared.finetune.base.fingerprint`).
         model_type: the base's format; None for the first that can hold the model.
-
-    Raises:
-        SettingError, ValueError: no such adapter, or an update that peft's layers cannot express, named.
     """
     weights, adapter = weights or whole_weights(model), adapters_of(model)[name]
     config = adapter.config
@@ -100,11 +97,7 @@ def modules_to_save(model: TransformerModel) -> list[str]:
 
 
 def layers_in_peft(model: TransformerModel, name: str = DEFAULT, model_type: str | None = None) -> dict[Place, list[str]]:
-    """The layers of peft's that an adapter's updates are saved in, and which of ours each of them holds.
-
-    Raises:
-        ValueError: an update that peft's layers cannot express, named.
-    """
+    """The layers of peft's that an adapter's updates are saved in, and which of ours each of them holds."""
     adapter = adapters_of(model)[name]
     files = layers_in_files(model.config, list(adapter.layers), model_type)
     for place, modules in files.items():
@@ -158,9 +151,6 @@ def load_adapter(
     Args:
         model: the base, whole and plain; it may be on the meta device, and may have other adapters.
         base, fingerprint: of the base, as for `save_adapter`; None to compare nothing.
-
-    Raises:
-        PretrainedError: no such files, damaged ones, or an adapter that is not for this model or of a kind that is not built here.
     """
     folder = Path(folder)
     raw, (tensors, metadata) = read_json(folder / CONFIG), read_tensors(folder)

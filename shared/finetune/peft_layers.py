@@ -66,9 +66,6 @@ def unpacked(
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, LayerUpdate]]:
     """Our layers' values by (module, what), and each layer's update, of an adapter's tensors. alphas: by pattern of peft's layers' names.
     parameters: `target_parameters`.
-
-    Raises:
-        PretrainedError: the tensors do not fit the model.
     """
     values: dict[tuple[str, str], Tensor] = {}
     layers: dict[str, LayerUpdate] = {}

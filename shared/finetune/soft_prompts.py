@@ -50,9 +50,6 @@ def attach_soft_prompt(model: TransformerModel, config: AdapterConfig, seed: int
 
     Args:
         config: kind prompt or prefix, and virtual_tokens.
-
-    Raises:
-        SettingError: an encoder-decoder, or a model without rotary positions that has fewer positions than virtual tokens.
     """
     if model.config.architecture != "decoder":
         raise SettingError(f"adapter.kind {config.kind} is for decoders, and model.architecture is {model.config.architecture}: use lora.")
@@ -194,9 +191,6 @@ def from_peft(table: Tensor, names: dict[str, torch.Size]) -> dict[str, Tensor]:
 
     Args:
         names: name -> shape of the model's virtual tokens (`VirtualTokens`).
-
-    Raises:
-        SettingError: the tensor does not fit the model.
     """
     in_order = sorted(names, key=lambda name: int(name.split(".")[2]) if name.startswith("stack.") else 0)
     wanted = (next(iter(names.values()))[0], sum(names[name][1:].numel() for name in in_order))

@@ -34,9 +34,6 @@ def extend_tokenizer(tokenizer: TextTokenizer, texts: Iterable[str], new_tokens:
         tokenizer: byte-level BPE; left unchanged.
         texts: of the new language or domain, read once; their distinct words are held.
         new_tokens: how many to add. Small text may give fewer.
-
-    Raises:
-        TokenizerError: another kind of tokenizer, fewer than one new token, or text in which no pair occurs twice.
     """
     if new_tokens < 1:
         raise TokenizerError(f"new_tokens is {new_tokens}: give at least 1.")

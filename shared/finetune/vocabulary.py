@@ -75,9 +75,6 @@ def resized(
         config: differs from `model.config` in a larger `vocab_size`, or in what no weight depends on.
         builders: what its pieces are made of.
         apart: whether new rows differ from one another (`MeanRows`), for a model whose embedding and head stay frozen.
-
-    Raises:
-        SettingError: a smaller vocabulary, or a parameter of another shape or name.
     """
     with torch.device("meta"):
         made = TransformerModel(config, builders)

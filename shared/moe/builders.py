@@ -35,11 +35,7 @@ CALLED_WITH = {
 
 
 def own_part(config: ModelConfig, kind: str) -> Callable[..., nn.Module] | None:
-    """The builder of a part by import path, or None where the configuration names none.
-
-    Raises:
-        SettingError: it cannot be loaded, or takes other arguments.
-    """
+    """The builder of a part by import path, or None where the configuration names none."""
     extension = getattr(getattr(config, "parts", None), kind, None)
     return extension and extension.bound(f"model.parts.{kind}", *CALLED_WITH[kind])
 

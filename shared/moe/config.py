@@ -185,9 +185,6 @@ class MixtureModelConfig(ModelConfig):
 def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
     """Refuse layouts in which a mixture of experts is not proved equal to one process, and models in which no block would have one.
     Not a matter of `MixtureModelConfig`: the first blocks of a model, whose costs a pipeline's balance asks for, may all be dense.
-
-    Raises:
-        SettingError: names the setting.
     """
     experts, by_torch = config.experts, parallel.backend == "torch"
     if experts is None:

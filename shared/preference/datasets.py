@@ -54,11 +54,7 @@ class Preference:
 
 
 def open_preferences_of(source: ChatSource) -> Iterator[Preference]:
-    """The preferences of a source, in its order.
-
-    Raises:
-        CourseError: there is no such source, it cannot be read, or a record is no preference, which the sentence names.
-    """
+    """The preferences of a source, in its order."""
     for number, (place, record) in enumerate(records(source)):
         if number == source.limit:
             return
@@ -66,11 +62,7 @@ def open_preferences_of(source: ChatSource) -> Iterator[Preference]:
 
 
 def preference_of(record: Any, place: str) -> Preference:
-    """A record of one of the three shapes.
-
-    Raises:
-        ChatError: it has none of the shapes, an answer that says nothing, two equal answers, or a label or margin that is none.
-    """
+    """A record of one of the three shapes."""
     if not isinstance(record, dict):
         refuse_record(place, "is not a record with fields")
     fields = {name: value for name, value in record.items() if value is not None}

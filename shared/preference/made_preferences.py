@@ -71,11 +71,7 @@ class Judge:
         self.tasks = {task.prompt: task for task in tasks}
 
     def __call__(self, prompt: str, answer: str) -> float:
-        """The gold reward of an answer, from 0 to 1.
-
-        Raises:
-            KeyError: a prompt of no task.
-        """
+        """The gold reward of an answer, from 0 to 1."""
         task = self.tasks[prompt]
         return float(SCORES[task.check](answer.strip(), task.answer))
 

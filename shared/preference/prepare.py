@@ -78,9 +78,6 @@ def prepare_preferences(config: PreferenceConfig, output: Path, seq: int, consol
         output: the folder of all preparations; this one gets a folder in it.
         seq: tokens of a row, into which a pair, the prompt twice, must fit (`cut_to_row`). Virtual tokens need theirs beside it.
         console: where a progress bar goes, if it is a terminal.
-
-    Raises:
-        CourseError: a source, the tokenizer or the template cannot be used, a record is no preference, or nothing is left.
     """
     return open_preferences(prepared_folder(config, output, seq, console, SECTION, write_preferences))
 

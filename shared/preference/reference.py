@@ -123,9 +123,6 @@ def cached_reference(
         seq: tokens that a row predicts.
         batch_size: rows in a batch of one rank.
         world, data: all ranks, and those that share out the rows; None for a single process.
-
-    Raises:
-        CourseError: a document does not fit into a row; or the file cannot be written.
     """
     world, data = world or SingleRankCommunicator(), data or SingleRankCommunicator()
     if (longest := int(store.lengths.max()) - 1) > seq:

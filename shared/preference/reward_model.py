@@ -84,9 +84,6 @@ def as_reward_model(model: TransformerModel, seed: int = 0) -> TransformerModel:
 
     Returns:
         The model. Its configuration ties nothing any more, and its files have the format of transformers' sequence classification.
-
-    Raises:
-        SettingError: the model is no decoder.
     """
     if model.config.architecture != "decoder":
         raise SettingError(f"A reward model is a decoder, and model.architecture is {model.config.architecture}: start from a decoder.")
@@ -119,10 +116,6 @@ def open_reward_model(
     Args:
         seed: of a new head's weight.
         dtype, builders: as for `open_pretrained`.
-
-    Raises:
-        PretrainedError: as for `open_pretrained`; or the files hold another number of labels than one.
-        SettingError: the model is no decoder.
     """
     change, files = partial(as_reward_model, seed=seed), TensorFolder(Path(folder))
     if SCORE in files.shapes:
@@ -209,9 +202,6 @@ def score(model: nn.Module, sequences: Sequence[Sequence[int]], batch_size: int 
 
     Returns:
         A reward for each sequence, in their order.
-
-    Raises:
-        ValueError: a sequence without tokens.
     """
     if empty := [number for number, ids in enumerate(sequences) if not len(ids)]:
         raise ValueError(f"Sequence {empty[0]} has no tokens, so there is none to read a reward at: give prompt and answer.")

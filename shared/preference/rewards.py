@@ -38,11 +38,7 @@ def reward_of_texts(function: Callable[[str, str], float], texts: Sequence[str],
 
 
 def reward_all(reward: Reward, samples: Sequence[Sample]) -> list[float]:
-    """The rewards of some answers.
-
-    Raises:
-        CourseError: the reward raised, or gave another number of rewards, or one that is no finite number.
-    """
+    """The rewards of some answers."""
     scores = numbers_of(reward, samples)
     for sample, score in zip(samples, scores, strict=True):
         if not math.isfinite(score):

@@ -75,9 +75,6 @@ class RolloutLoader:
         metrics: of the rollout that the last step trained on.
         is_rolling: true while a rollout is generated, and after one has failed.
         once: whether the last rollout gathered all weights once; None before the first.
-
-    Raises:
-        CourseError: no prompts, one that is empty or too long, or answers that cannot be shared equally among the ranks.
     """
 
     strategy: ParallelStrategy
@@ -253,11 +250,7 @@ class RolloutLoader:
 
 
 def require_prompts(prompts: Sequence[Sequence[int]], new_tokens: int, seq: int) -> None:
-    """Refuse prompts that cannot be answered.
-
-    Raises:
-        CourseError: names the first.
-    """
+    """Refuse prompts that cannot be answered."""
     if not len(prompts):
         raise CourseError("There are no prompts to answer: give at least one.")
     for number, prompt in enumerate(prompts):

@@ -35,9 +35,6 @@ class ComparedDocuments:
         seq: positions in a row.
         whole: the last token of each document is an input as well, without a target: a reward model reads its reward there.
         virtual_ids: come before each document.
-
-    Raises:
-        CourseError: what stands together is longer than a row.
     """
 
     def __init__(
@@ -169,9 +166,6 @@ def preference_loaders(
         virtual_ids: come before each answer's prompt (`shared.finetune.soft_prompts`).
 
     For the others see `PackedLoader`.
-
-    Raises:
-        CourseError: what stands together is longer than a row, or pairs are wanted and there are single answers.
     """
     training, held_out = (compared_documents(prepared, held_out, seq, whole, answers, virtual_ids) for held_out in (False, True))
     sizes = {"rank": rank, "ranks": ranks}

@@ -65,9 +65,6 @@ class PlainSampler:
         temperature: positive.
         rows: answers that are drawn at a time.
         multiple: of which the length is that the model is given: with sequence parallelism, the tensor-parallel ranks.
-
-    Raises:
-        ValueError: a temperature of 0, or what `require_drawing` refuses; a size below 1.
     """
 
     new_tokens: int

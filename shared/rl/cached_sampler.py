@@ -21,9 +21,6 @@ class CachedSampler:
         rows: answers that are drawn at a time.
         multiple: pad each forward pass to a multiple of this many tokens: with sequence parallelism, the tensor-parallel ranks.
         fused: see `shared.rl.decoding_cache.DecodingCache`.
-
-    Raises:
-        ValueError: a temperature of 0, or what `Drawing` refuses; a size below 1.
     """
 
     new_tokens: int

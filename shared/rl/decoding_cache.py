@@ -46,9 +46,6 @@ class DecodingCache(KeyValueCache):
     Attributes:
         used: rows in use.
         lengths: [rows] int64, the tokens of each that the cache holds.
-
-    Raises:
-        ValueError: the cache cannot serve this model.
     """
 
     def __init__(self, model: nn.Module, rows: int, places: int, read_places: int = 0, multiple: int = 1, fused: bool | None = None):
@@ -243,11 +240,7 @@ class DecodingCache(KeyValueCache):
 
 
 def decoder_of(model: nn.Module) -> TransformerModel:
-    """The `TransformerModel` with a decoder within a model.
-
-    Raises:
-        ValueError: there is none, or one whose attention is not chapter 02's.
-    """
+    """The `TransformerModel` with a decoder within a model."""
     found = next((module for module in model.modules() if isinstance(module, TransformerModel)), None)
     if found is None or found.config.architecture == "encoder":
         raise ValueError(f"A {type(model).__name__} without a decoder writes no text: give a decoder or an encoder-decoder.")
@@ -258,11 +251,7 @@ def decoder_of(model: nn.Module) -> TransformerModel:
 
 
 def require_room(decoder: TransformerModel, places: int) -> None:
-    """Refuse texts that a model cannot continue with a cache.
-
-    Raises:
-        ValueError: more learned positions than there are; more than dynamic RoPE scaling leaves the frequencies of the first keys for.
-    """
+    """Refuse texts that a model cannot continue with a cache."""
     config = decoder.config
     dynamic = config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"
     if (config.position == "learned" or dynamic) and places > config.max_position_embeddings:

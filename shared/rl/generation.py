@@ -208,11 +208,7 @@ def stream(new_tokens: int, seed: int) -> list[float]:
 
 
 def stop_strings(decode: Callable[[list[int]], str], strings: Collection[str]) -> Callable[[list[int]], bool]:
-    """A rule for `stop_here`: the text of the ids contains one of the strings.
-
-    Raises:
-        ValueError: an empty string, which stands in every text.
-    """
+    """A rule for `stop_here`: the text of the ids contains one of the strings."""
     if "" in strings:
         raise ValueError("A stop string is empty: every answer would end at once. Leave it out.")
 

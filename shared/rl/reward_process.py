@@ -26,9 +26,6 @@ class RewardProcess:
         functions: by name: None for a verifier, the pattern of a format, or the options of a function by import path. Verifiers that calls
             name besides are loaded when they do.
         seconds: that one reward may take, loading apart.
-
-    Raises:
-        CourseError: names a function that cannot be had, and says why.
     """
 
     def __init__(self, functions: Mapping[str, str | None | dict[str, Any]], seconds: float):

@@ -24,11 +24,7 @@ Function = Callable[[str, str, str], Any]  # prompt, answer, expected answer -> 
 
 
 def function_of(name: str, settings: str | dict | None) -> Function:
-    """A verifier; the format with its pattern; or a function by import path with its options.
-
-    Raises:
-        SettingError: there is no such function, or it takes something else.
-    """
+    """A verifier; the format with its pattern; or a function by import path with its options."""
     if isinstance(settings, str):
         return partial(matches, re.compile(settings))
     if name in VERIFIERS:

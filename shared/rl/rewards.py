@@ -87,9 +87,6 @@ class RewardSet:
     Attributes:
         parts: for each answer of the last call, name without module -> reward without weight; and with a number for `failed`, whether one
             failed.
-
-    Raises:
-        CourseError: a name stands twice; a function of one's own cannot be loaded.
     """
 
     def __init__(
@@ -161,9 +158,6 @@ class RewardSet:
 
         Args:
             found: numbers, and words where a reward failed.
-
-        Raises:
-            CourseError: one failed, and nothing was chosen.
         """
         reasons = [reason_against(each) for each in found]
         for reason, task, answer in zip(reasons, tasks, answers, strict=True):

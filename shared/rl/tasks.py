@@ -88,11 +88,7 @@ class TaskSet(NamedTuple):
 
 
 def open_tasks(config: TasksConfig) -> TaskSet:
-    """The tasks of a configuration. No prompt is on both sides.
-
-    Raises:
-        CourseError: a source cannot be read, a record is no task, or there are too few.
-    """
+    """The tasks of a configuration. No prompt is on both sides."""
     if not config.sources:
         return TaskSet(list(islice(draw_tasks(config.made, False), config.made.training)),
                        list(islice(draw_tasks(config.made, True), config.held_out)))  # fmt: skip
@@ -115,11 +111,7 @@ def read_source(source: ChatSource, config: TasksConfig) -> Iterator[Task]:
 
 
 def task_of(record: Any, place: str, config: TasksConfig) -> Task:
-    """A record as a task. Its own answer must pass its own check: nothing that a model writes could pass otherwise.
-
-    Raises:
-        CourseError: names the place and what is missing there.
-    """
+    """A record as a task. Its own answer must pass its own check: nothing that a model writes could pass otherwise."""
     if not isinstance(record, dict):
         refuse_record(place, "is not a record with fields")
     for name in (config.prompt_field, config.answer_field):
@@ -167,11 +159,7 @@ MAKERS |= {kind: lambda draw, digits, make=make: make(draw) for kind, make in IN
 
 
 def draw_tasks(made: MadeTasks, held_out: bool) -> Iterator[Task]:
-    """Tasks of one side without end, each kind in its turn. What is held out is drawn once.
-
-    Raises:
-        CourseError: there are no more held-out ones.
-    """
+    """Tasks of one side without end, each kind in its turn. What is held out is drawn once."""
     draw, seen = random.Random(f"tasks/{made.seed}/{held_out}"), set()
     while True:
         for kind in made.kinds:

@@ -91,11 +91,7 @@ class Conversation:
 
 
 def open_chats_of(source: ChatSource) -> Iterator[Conversation]:
-    """The conversations of a source, in its order.
-
-    Raises:
-        CourseError: there is no such source, it cannot be read, or a record is no conversation, which the sentence names.
-    """
+    """The conversations of a source, in its order."""
     for number, (place, record) in enumerate(records(source)):
         if number == source.limit:
             return
@@ -157,11 +153,7 @@ def refuse_record(place: str, reason: str) -> None:
 
 
 def conversation_of(record: Any, place: str) -> Conversation:
-    """A record of one of the three shapes as a conversation.
-
-    Raises:
-        ChatError: it has none of the shapes, or what it has is no conversation.
-    """
+    """A record of one of the three shapes as a conversation."""
     if not isinstance(record, dict):
         refuse_record(place, "is not a record with fields")
     fields = {name: parsed(value) if name in ("messages", "conversations", "tools") else value for name, value in record.items()}

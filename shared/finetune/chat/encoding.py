@@ -76,10 +76,6 @@ class ChatEncoder:
         return Encoded(ids, offsets)
 
     def prompt(self, template: ChatTemplate, messages: Sequence[Message], tools: Any = None) -> list[int]:
-        """The ids that a model continues with its answer to messages.
-
-        Raises:
-            TemplateError: the template does not render them.
-        """
+        """The ids that a model continues with its answer to messages."""
         text = template.render(self.guarded(list(messages)), generation_prompt=True, tools=self.guarded(tools))
         return self.encode([text])[0].ids

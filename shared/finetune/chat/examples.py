@@ -64,10 +64,6 @@ class ChatExamples(Examples):
         self.template, self.encoder = template, ChatEncoder(tokenizer)
 
     def __call__(self, conversations: Sequence[Conversation]) -> list[Example]:
-        """
-        Raises:
-            TemplateError, ChatError: a conversation cannot be rendered, or its answers cannot be told from the rest; names it.
-        """
         rendered = []
         for one in conversations:
             try:
@@ -95,10 +91,6 @@ class PairExamples(Examples):
     """
 
     def __call__(self, conversations: Sequence[Conversation]) -> list[Example]:
-        """
-        Raises:
-            ChatError: the last answer says nothing, or nothing is said before it.
-        """
         texts = []
         for one in conversations:
             last = max(number for number, message in enumerate(one.messages) if message["role"] == "assistant")

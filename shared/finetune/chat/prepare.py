@@ -121,9 +121,6 @@ def prepare_chats(config: ChatConfig, output: Path, seq: int, console: Console |
         seq: tokens that a row predicts; a conversation is cut after seq + 1 tokens, and left out if no trained one is left. Of pairs, each
             text is cut so.
         console: where a progress bar goes, if it is a terminal.
-
-    Raises:
-        CourseError: a source, the tokenizer or the template cannot be used, a record is no conversation, or nothing is left.
     """
     return open_chats(prepared_folder(config, output, seq, console, "chats", write_chats))
 

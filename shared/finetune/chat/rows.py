@@ -119,9 +119,6 @@ def chat_loaders(
         start_id: for pairs: what the decoder reads first.
 
     For the others see `PackedLoader`.
-
-    Raises:
-        CourseError: conversations that are longer than a row.
     """
     stores = [PrefixedDocuments(store, virtual_ids) if len(virtual_ids) else store for store in (chats.training, chats.held_out)]
     pairs = chats.template is None

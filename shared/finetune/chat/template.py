@@ -83,9 +83,6 @@ class ChatTemplate:
 
         Args:
             beside: the folder whose `tokenizer_config.json` names the special tokens, where `path` lies elsewhere.
-
-        Raises:
-            TemplateError: there is none, or it cannot be read.
         """
         path = Path(path).expanduser()
         folder = path if path.is_dir() else path.parent
@@ -110,11 +107,7 @@ class ChatTemplate:
         write_atomically(Path(folder) / FILE, self.source.encode())
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False, tools: Any = None) -> str:
-        """The text of messages; with a generation prompt, up to where the assistant's answer begins.
-
-        Raises:
-            TemplateError: the template does not render them.
-        """
+        """The text of messages; with a generation prompt, up to where the assistant's answer begins."""
         return self.render_all([call_of(messages, generation_prompt, tools)])[0].text
 
     def render_all(self, calls: Sequence[dict[str, Any]]) -> list[Rendered]:

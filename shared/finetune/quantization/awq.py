@@ -83,9 +83,6 @@ class InputMean:
 def search_scales(block: Block, group: SharedInput, inputs: Sequence[BlockInput], settings: AWQ, name: str) -> Tensor:
     """The scales [channels] of the input that some layers share: those with the smallest squared error of the outputs of `group.within`
     when these layers are quantized with them. The block is as before afterwards.
-
-    Raises:
-        ValueError: inputs that are all 0.
     """
     mean = InputMean()
     watch(block, inputs, group.layers[0], lambda arguments, kept: mean.add(arguments[0][kept]))
@@ -117,9 +114,6 @@ def search_scales(block: Block, group: SharedInput, inputs: Sequence[BlockInput]
 def fold_scales(block: Block, group: SharedInput, scales: Tensor) -> None:
     """Multiply the columns of layers that share an input by `scales` [channels], and divide what makes that input: a norm's weight and
     bias, or the rows of the linear layer before. The block computes what it did, up to rounding.
-
-    Raises:
-        ValueError: nothing can take the scales.
     """
     if group.before is None:
         raise ValueError(f"Nothing before {', '.join(group.layers)} can take scales.")

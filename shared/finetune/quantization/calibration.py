@@ -47,9 +47,6 @@ def shared_inputs(block: Block, name: str) -> list[SharedInput]:
 
     `before` is None where the input cannot be scaled channel by channel: behind a norm whose output is the residual stream too, an
     activation that is not linear in it, or values that several heads share.
-
-    Raises:
-        ValueError: layers of other kinds, experts for instance, by their name.
     """
     attention, feed_forward = block.attention, block.feed_forward
     for part, module, known in (("attention", attention, Attention), ("feed_forward", feed_forward, FeedForward)):
@@ -78,9 +75,6 @@ def blocks_with_inputs(model: TransformerModel, batches: Iterable[Batch]) -> Ite
     Args:
         model: a decoder or encoder; run in evaluation mode, without gradients.
         batches: as chapter 03's loader makes them, or `input_ids` alone; iterated over once.
-
-    Raises:
-        ValueError: no batches, or an encoder-decoder.
     """
     if model.encoder is not None:
         raise ValueError("An encoder-decoder cannot be quantized with calibration: its blocks share more than hidden states.")

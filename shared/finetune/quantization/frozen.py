@@ -104,11 +104,7 @@ class FrozenLinear(nn.Module):
     # Tensor parallelism (`shared.parallel.tensor.axis`).
 
     def cut_weight(self, dimension: int, ranges: Sequence[Range], group: Communicator) -> None:
-        """Leave this rank's slice of a dimension of the weight, -2 or -1, as `cut_parameter` does.
-
-        Raises:
-            SettingError: a cut that would leave ranks with parts of a block.
-        """
+        """Leave this rank's slice of a dimension of the weight, -2 or -1, as `cut_parameter` does."""
         by_column = dimension == -1
         if by_column and any(end % self.unit for each in ranges for end in each):
             raise SettingError(

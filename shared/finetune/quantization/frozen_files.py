@@ -37,19 +37,12 @@ def open_frozen(files: FrozenFolder, dtype: torch.dtype = torch.float32) -> Tran
     Args:
         files: of the folder.
         dtype: of what is not quantized.
-
-    Raises:
-        PretrainedError: as for `open_pretrained`; a quantized weight that is not one linear layer's.
     """
     return with_frozen_layers(open_pretrained(files.folder, dtype=dtype, files=files), files)
 
 
 def with_frozen_layers(model: TransformerModel, files: FrozenFolder) -> TransformerModel:
-    """A model on the meta device, opened with these files, whose linear layers that are quantized there become frozen ones, in place.
-
-    Raises:
-        PretrainedError: as for `open_frozen`.
-    """
+    """A model on the meta device, opened with these files, whose linear layers that are quantized there become frozen ones, in place."""
     known, config, _ = read_folder(files.folder, files.settings)
     stored = {entry.name: entry for entry in known.tensors(model.config)}
     for name, full in names_in_files(known, stored, files, config).items():

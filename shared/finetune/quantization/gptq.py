@@ -49,9 +49,6 @@ class GPTQ:
         act_order: quantize the columns with the largest inputs first. Groups stay those of neighbouring columns, and their scales are
             then taken from the weights as they were ("static groups"); otherwise from the weights as updated when a group begins.
         block: columns whose updates of later columns are made in one product.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     rounding: Rounding = Rounding()

@@ -37,9 +37,6 @@ def quantize_model(model: TransformerModel, batches: Iterable[Batch], method: Ro
         model: a decoder or encoder, in float32; changed in place.
         batches: calibration text, as `blocks_with_inputs` takes it.
         method: `Rounding` alone rounds to nearest.
-
-    Raises:
-        ValueError: no text, no inputs at a layer, layers that are not plain, groups or sizes that do not fit; named.
     """
     rounding = method if isinstance(method, Rounding) else method.rounding
     require_sizes(model, rounding)

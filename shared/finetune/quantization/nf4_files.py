@@ -46,9 +46,6 @@ def save_nf4(model: TransformerModel, folder: Path | str, *, max_shard_bytes: in
     Args:
         model: without adapters.
         max_shard_bytes, weights: as `save_pretrained` takes them; every process calls it where there are `weights`.
-
-    Raises:
-        ValueError: a model without such layers or with adapters, or one whose format keeps them in another way.
     """
     folder, (known, raw) = Path(folder), write_config(model.config)
     weights, layers = weights or whole_weights(model), {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Nf4Linear)}
@@ -123,9 +120,6 @@ class Nf4Folder(FrozenFolder):
     """The tensors of such a folder.
 
     states: name of a four-bit weight -> its state.
-
-    Raises:
-        PretrainedError: as `TensorFolder`; no weight in NF4, or one in another format, or without all of its tensors.
     """
 
     def __init__(self, folder: Path):
@@ -152,11 +146,7 @@ class Nf4Folder(FrozenFolder):
             return file.get_tensor(name)
 
     def read_state(self, name: str) -> dict[str, Any]:
-        """What is said of a weight.
-
-        Raises:
-            PretrainedError: what is not understood here.
-        """
+        """What is said of a weight."""
         try:
             state = json.loads(bytes(self.whole(f"{name}.{STATE}").tolist()))
             wrong = [key for key, value in NUMBERS.items() if state.get(key, value) != value]
@@ -200,8 +190,5 @@ def open_nf4(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Trans
 
     Args:
         dtype: of what is not in four bits.
-
-    Raises:
-        PretrainedError: as for `open_frozen`; weights that are not NF4 as it is here.
     """
     return open_frozen(Nf4Folder(Path(folder)), dtype)

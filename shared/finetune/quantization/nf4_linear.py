@@ -171,9 +171,6 @@ def quantize_base(model: nn.Module, targets: Sequence[str] = ALL, double: bool =
 
     Returns:
         The names of the layers.
-
-    Raises:
-        ValueError: no layer has such a name, or one cannot be quantized.
     """
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and ".blocks." in name]
     found = [name for name in linears if matches(name, targets)]

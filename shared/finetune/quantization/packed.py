@@ -28,9 +28,6 @@ class QuantizedLinear(FrozenLinear):
     Attributes:
         codes: [out, in / 32, bits] int32, as `pack` makes them. scales: [out, groups]. zeros: [out, groups] uint8.
         kernel: computes the product where no gradient is asked for; None for the reference path: unpack, dequantize, multiply.
-
-    Raises:
-        ValueError: inputs that are no multiple of 32 or of the group.
     """
 
     stored = ("codes", "scales", "zeros")

@@ -27,9 +27,6 @@ class PackedFolder(FrozenFolder):
     """The tensors of such a folder.
 
     told: its `quantization_config`. rounding: bits and groups.
-
-    Raises:
-        PretrainedError: as `TensorFolder`; another quantization, or tensors that do not fit their `quantization_config`, or one another.
     """
 
     def __init__(self, folder: Path):
@@ -138,9 +135,6 @@ def load_quantized(folder: Path | str, *, dtype: torch.dtype = torch.float32) ->
 
     Args:
         dtype: of what is not quantized.
-
-    Raises:
-        PretrainedError: no such folder, damaged files, a model that is not quantized or not in these layouts, tensors that do not fit.
     """
     model = open_frozen(PackedFolder(Path(folder)), dtype)
     materialize(model, "cpu", seed=0)

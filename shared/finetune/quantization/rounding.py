@@ -54,9 +54,6 @@ class Rounding:
         """The scale and the zero point of numbers that share them: [..., n] -> [...] and [...], in the dtype of `weights`.
 
         Numbers that are all 0 get the scale 1, and keep their value.
-
-        Raises:
-            ValueError: numbers too large for the dtype that scales are kept in.
         """
         low, high = weights.amin(dim=-1).clamp(max=0), weights.amax(dim=-1).clamp(min=0)
         if self.symmetric:

@@ -36,9 +36,6 @@ def save_quantized(
     Args:
         layout: "gptq", or "awq" for four bits.
         token_ids, max_shard_bytes: as `save_pretrained` takes them.
-
-    Raises:
-        ValueError: a model that is not quantized, or that the layout or the model's format cannot hold.
     """
     folder, (known, raw) = Path(folder), write_config(model.config)
     settings = file_settings(require_one_rounding(model), layout)
@@ -66,11 +63,7 @@ def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
 
 
 def quantized_layer(model: TransformerModel, entry: FileTensor) -> QuantizedLinear | None:
-    """The quantized layer whose weight a tensor of the plain format holds; None where it holds anything else.
-
-    Raises:
-        ValueError: the tensor is not this weight as it is.
-    """
+    """The quantized layer whose weight a tensor of the plain format holds; None where it holds anything else."""
     found = [model.get_submodule(name.rpartition(".")[0]) for name in entry.ours if name.endswith(".weight")]
     layers = [module for module in found if isinstance(module, QuantizedLinear)]
     if not layers:
@@ -97,11 +90,7 @@ def require_outputs(model: TransformerModel, bits: int) -> None:
 
 
 def file_settings(rounding: Rounding, layout: str) -> dict[str, Any]:
-    """`quantization_config`, in the words of the two tools.
-
-    Raises:
-        ValueError: a layout that is not known, or that has no such codes.
-    """
+    """`quantization_config`, in the words of the two tools."""
     if layout not in KEYS:
         raise ValueError(f"layout is {layout!r}: give one of {', '.join(KEYS)}.")
     if layout == "awq" and rounding.bits != 4:

@@ -50,11 +50,7 @@ class ExpertParallel(Axis):
 
 
 def require_experts(config: ModelConfig, degree: int) -> None:
-    """Refuse a model whose experts cannot be spread over `degree` ranks.
-
-    Raises:
-        SettingError: names the setting.
-    """
+    """Refuse a model whose experts cannot be spread over `degree` ranks."""
     if degree > 1 and config.experts is None:
         raise SettingError(
             f"parallel.expert_parallel is {degree}, and the model has no experts: leave it out, or give it some (model.experts)."

@@ -63,11 +63,7 @@ BUILT_IN |= {kind: lambda kind=kind: made_task(kind) for kind in get_args(Kind)}
 
 
 def built_in(name: str) -> Loaded:
-    """A built-in task by name.
-
-    Raises:
-        SettingError: there is none.
-    """
+    """A built-in task by name."""
     if name not in BUILT_IN:
         raise SettingError(f"There is no task {name!r}: give a YAML file that describes one, or {', '.join(BUILT_IN)}.")
     task, items = BUILT_IN[name]()

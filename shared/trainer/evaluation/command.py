@@ -87,9 +87,6 @@ def evaluate_run(
         limit: of each task, at most so many items.
         console: where a progress bar is shown.
         opened: batch_tokens, device, precision, as for `open_subject`.
-
-    Raises:
-        CourseError: there is no such model, or it cannot be measured.
     """
     subject = open_subject(path, **opened)
     tasks = [built_in(name) for name in BUILT_IN] if tasks is None else tasks
@@ -125,11 +122,7 @@ def evaluate_and_show(
 
 
 def tasks_of(names: Sequence[str], data: Sequence[str], limit: int | None, samples: int | None) -> list[Loaded]:
-    """The tasks that a command names: texts, built-in ones and YAML files; all built-in ones where it names nothing.
-
-    Raises:
-        CourseError: one of them cannot be had, or two have the same name.
-    """
+    """The tasks that a command names: texts, built-in ones and YAML files; all built-in ones where it names nothing."""
     found = [open_task(Path(text).name, EvalTask("text", Source(path=text), limit=limit)) for text in data]
     for name in names or ([] if data else BUILT_IN):
         path = Path(name).expanduser()
@@ -189,11 +182,7 @@ def run_harness(
     output: Path | None,
     **opened: object,
 ) -> None:
-    """Hand tasks over to lm-eval, show its figures and write its results as JSON.
-
-    Raises:
-        CourseError: lm-eval is not installed, or cannot run the tasks.
-    """
+    """Hand tasks over to lm-eval, show its figures and write its results as JSON."""
     try:
         from shared.trainer.evaluation import lm_eval_adapter
     except ImportError as error:

@@ -68,11 +68,7 @@ class LikelihoodScorer:
         return (alone, whole[len(alone) :]) if len(alone) < len(whole) else (whole[:-1], whole[-1:])
 
     def windows(self, tokens: Sequence[int], overlap: int = 1) -> Iterator[Pair]:
-        """The rolling windows of one document.
-
-        Raises:
-            ValueError: an overlap that leaves no token to predict.
-        """
+        """The rolling windows of one document."""
         if not 1 <= overlap <= self.context:
             raise ValueError(f"overlap is {overlap}: give 1 to {self.context}, the tokens that this model reads.")
         ids, done = [self.prefix_id, *tokens], 0
@@ -91,11 +87,7 @@ class LikelihoodScorer:
 
     @torch.no_grad()
     def score(self, pairs: Sequence[Pair], advance: Advance = lambda count: None) -> list[Scored]:
-        """Each continuation behind its context, which loses its beginning where both have no room.
-
-        Raises:
-            CourseError: a continuation of no token, or of more than the model reads; a log-likelihood that is no finite number.
-        """
+        """Each continuation behind its context, which loses its beginning where both have no room."""
         for context, continuation in pairs:
             if not context or not 1 <= len(continuation) <= self.context:
                 raise CourseError(

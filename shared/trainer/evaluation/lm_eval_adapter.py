@@ -89,9 +89,6 @@ def run_tasks(
         include_path: a folder with tasks beside its own.
         limit: items of a task, at most.
         shots: few-shot examples; None for each task's own number.
-
-    Raises:
-        CourseError: there is no such task, or its data cannot be had.
     """
     manager = TaskManager(include_path=include_path)
     if missing := [name for name in names if not manager.match_tasks([name])]:

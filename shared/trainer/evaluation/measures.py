@@ -63,11 +63,7 @@ class Measured:
         return math.sqrt(count / (count - 1) * squares) / math.fsum(self.weighed)
 
     def minus(self, other: "Measured") -> "Measured":
-        """The paired difference.
-
-        Raises:
-            CourseError: the two are of other items.
-        """
+        """The paired difference."""
         if len(self.values) != len(other.values) or list(self.weighed) != list(other.weighed):
             raise CourseError("Two models are compared on the same items only: evaluate both with the same tasks and the same limit.")
         return Measured([mine - theirs for mine, theirs in zip(self.values, other.values, strict=True)], self.weights)
@@ -88,11 +84,7 @@ class TaskResult:
 
 
 def measure(subject: Subject, loaded: Loaded, judge: "Judge", advance: Advance = lambda count: None) -> TaskResult:
-    """A model's figures in one task. advance: called with how many more requests are done, of `requests_of`.
-
-    Raises:
-        CourseError: a log-likelihood is no number; a text has no room; what runs code does not start here.
-    """
+    """A model's figures in one task. advance: called with how many more requests are done, of `requests_of`."""
     if loaded.task.kind == "text":
         return measure_text(subject, loaded, advance)
     if loaded.task.kind == "choice":

@@ -49,9 +49,6 @@ def open_subject(path: Path, batch_tokens: int = 4096, device: str = "auto", pre
         batch_tokens: positions that are computed at a time.
         device: auto, cpu, cuda or mps.
         precision: of the weights: float32, or bfloat16, which takes half of the memory.
-
-    Raises:
-        CourseError: there is none, or it is no decoder.
     """
     talk = open_talk(path, AnswerSettings(), None)
     model, tokenizer = talk.model, talk.tokenizer

@@ -133,9 +133,6 @@ def load_task(path: Path, limit: int | None = None) -> Loaded:
 
     Args:
         limit: takes the place of the file's; None to keep that.
-
-    Raises:
-        CourseError: the file is no task, its data cannot be read, or a record does not fit it; says which, and why.
     """
     task = configured(EvalTask, read_yaml(path), path.stem)
     task = replace(task, limit=limit or task.limit)
@@ -145,11 +142,7 @@ def load_task(path: Path, limit: int | None = None) -> Loaded:
 
 
 def open_task(name: str, task: EvalTask) -> Loaded:
-    """A task with its questions.
-
-    Raises:
-        CourseError: as for `load_task`.
-    """
+    """A task with its questions."""
     limit = replace(task.data, limit=task.limit) if task.limit else task.data
     if task.kind == "text":
         items = [Item(document.content.decode()) for document in open_source(limit, lambda name, reason: None)]
@@ -196,11 +189,7 @@ class RecordReader:
         return found
 
     def item(self, place: str, record: Any) -> Item:
-        """A record as a question.
-
-        Raises:
-            CourseError: names the place, and what is missing or wrong there.
-        """
+        """A record as a question."""
         if not isinstance(record, dict):
             refuse_record(place, "is not a record with fields")
         made = {name: self.value(place, name, make, record) for name, make in self.compiled.items()}

@@ -87,11 +87,7 @@ class Rolling:
 
 
 def reward_weights(folder: Path, tokenizer: TextTokenizer, setting: str) -> InitialWeights:
-    """A reward model's. setting: what names it, such as ppo.reward_model.
-
-    Raises:
-        SettingError: it is none, or reads other tokens than the policy writes.
-    """
+    """A reward model's. setting: what names it, such as ppo.reward_model."""
     found = find_reward_model(folder, setting)
     mine, theirs = (each.tokenizer.get_vocab(with_added_tokens=True) for each in (tokenizer, found.text_tokenizer()))
     if odd := sorted(token for token, number in mine.items() if theirs.get(token) != number):

@@ -149,9 +149,6 @@ def read_record(path: Path) -> dict[str, Any] | None:
 def read_pipeline(path: Path, words: Sequence[str] = ()) -> Pipeline:
     """The stages of a file, under the words of a command line: output=FOLDER and layout=LAYOUT are the pipeline's,
     stages.NAME.KEY=VALUE is for one stage, and any other for all.
-
-    Raises:
-        CourseError: names the stage and the setting that cannot be.
     """
     entry, asked = read_entry(path)
     own, for_all = shared_out(words, asked)

@@ -21,11 +21,7 @@ PIPED = 200  # columns of a table that no terminal shows
 
 
 def list_runs(console: Console, folder: Path) -> None:
-    """Print a table of the runs in and below a folder, the latest last.
-
-    Raises:
-        CourseError: there are none.
-    """
+    """Print a table of the runs in and below a folder, the latest last."""
     runs = sorted(map(read_run, find_runs(folder)), key=lambda run: run.changed)
     if not runs:
         raise CourseError(f"{folder} holds no runs: give the folder that they are in. `make run` writes to runs/.")

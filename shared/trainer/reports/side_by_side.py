@@ -43,11 +43,7 @@ Rows = list[tuple[str, list[str]]]
 
 
 def report_runs(console: Console, folders: Sequence[Path], page: Path) -> None:
-    """Print the tables of several runs, and write the page.
-
-    Raises:
-        CourseError: a folder holds no run, or is given twice.
-    """
+    """Print the tables of several runs, and write the page."""
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise CourseError("One run is given twice: give different ones.")
     runs = [read_run(folder) for folder in folders]

@@ -148,11 +148,7 @@ class Talk:
 
 
 def open_talk(path: Path, settings: AnswerSettings, system: str | None) -> Talk:
-    """The model of a run or of a folder.
-
-    Raises:
-        CourseError: there is none.
-    """
+    """The model of a run or of a folder."""
     try:
         model, tokenizer, folder = opened(path)
     except PretrainedError as error:

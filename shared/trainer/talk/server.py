@@ -207,11 +207,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(console: Console, talk: Talk, name: str, port: int) -> None:
-    """Serve the page until Ctrl-C.
-
-    Raises:
-        CourseError: the port is taken.
-    """
+    """Serve the page until Ctrl-C."""
     try:
         server = ChatServer(talk, name, port)
     except OSError as error:
