@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from shared.course import build_command, builds, catalogue, hints, hunts, maintainer_commands, reading, reset, spine, status, terminal
+from shared.course import build_command, builds, catalogue, hints, hunts, maintainer_commands, reading, reset, rings, status, terminal
 from shared.course import trainer_commands
 from shared.course.click_group import CourseGroup, examples
 from shared.course.errors import CourseError
@@ -171,15 +171,16 @@ def status_command() -> None:
     terminal.print_lines(console, [*build_command.status_lines(find_workspace()), *hunts.status_lines(find_workspace())])
 
 
-@cli.command("map", epilog=examples("course map", "course map 01", "course map --spine"))
+@cli.command("map", epilog=examples("course map", "course map 01", "course map --spine", "course map --rings"))
 @click.argument("chapter", required=False, metavar="[NN]")
 @click.option("--spine", "show_spine", is_flag=True, help="List the modules that train a model, in reading order, with lines and minutes.")
-def map_command(chapter: str | None, show_spine: bool) -> None:
-    """Say how large the core is by chapter, what it gained with one, or which modules are its spine."""
-    if show_spine and chapter is not None:
-        raise CourseError("Give a chapter, `course map 01`, or ask for the core's spine, `course map --spine`, and not both.")
-    if show_spine:
-        lines = spine.spine_lines()
+@click.option("--rings", "show_rings", is_flag=True, help="Count modules and lines of the spine, of the core, and of what is around it.")
+def map_command(chapter: str | None, show_spine: bool, show_rings: bool) -> None:
+    """Say how large the core is by chapter or by ring, what it gained with a chapter, or which modules are its spine."""
+    if (chapter is not None) + show_spine + show_rings > 1:
+        raise CourseError("Give a chapter, `course map 01`, its spine, `course map --spine`, or its rings, `course map --rings`: one of them.")
+    if show_spine or show_rings:
+        lines = rings.spine_lines() if show_spine else rings.ring_lines()
     else:
         lines = reading.size_lines() if chapter is None else reading.map_lines(catalogue.find_chapter(chapter))
     terminal.print_lines(terminal.open_console(), lines)

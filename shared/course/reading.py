@@ -80,14 +80,19 @@ def code_lines(source: str) -> int:
     return sum(bool(line) and line[0] != "#" and number not in docstrings for number, line in enumerate(text, start=1))
 
 
+def size_of(path: Path) -> Counter:
+    """A module's lines, and its lines of code."""
+    source = path.read_text(encoding="utf-8")
+    return Counter(modules=1, lines=len(source.splitlines()), code=code_lines(source))
+
+
 def size_lines() -> list[Line]:
     """The text of `course map`: how large the core is, capability by capability."""
     sizes = {number: Counter() for number in catalogue.chapters()}
     for path in catalogue.core_files():
-        source = path.read_text(encoding="utf-8")
-        opening = CHAPTER_LINE.match(ast.get_docstring(ast.parse(source)) or "")
+        opening = CHAPTER_LINE.match(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
         if opening:
-            sizes[opening[1]] += Counter(modules=1, lines=len(source.splitlines()), code=code_lines(source))
+            sizes[opening[1]] += size_of(path)
     whole = sum(sizes.values(), Counter())
     rows = [(catalogue.chapters()[number].slug, each) for number, each in sizes.items()] + [("all", whole)]
     lines = [Line("The core, chapter by chapter", "bold"), Line(), Line(f"{'chapter':<24}{'modules':>8}{'lines':>8}{'of code':>9}", "bold")]

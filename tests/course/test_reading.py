@@ -7,7 +7,7 @@ import pytest
 from import_graph import import_graph
 from workspace import COMMAND, Learner
 
-from shared.course import catalogue, reading, spine, stubs
+from shared.course import catalogue, reading, rings, stubs
 from shared.course.paths import CHECKOUT
 
 FIRST = "01.cross_entropy"
@@ -53,28 +53,28 @@ def test_a_pipe_that_closes_early_is_no_error(learner):
 
 def test_spine_is_read_in_a_weekend_and_never_jumps_ahead():
     """The modules exist, each stands after those of the spine that it imports, and the minutes fit the lines."""
-    counts = {stop.path: stop.lines for stop in spine.SPINE}
-    assert len(counts) == len(spine.SPINE) and 25 <= len(counts) <= 32 and 4500 <= sum(counts.values()) <= 7000
-    assert sum(stop.minutes for stop in spine.SPINE) <= 16 * 60
-    assert all(2 <= counts[stop.path] / stop.minutes <= 13 for stop in spine.SPINE)
-    modules, graph = [catalogue.module_name(stop.file) for stop in spine.SPINE[1:]], import_graph()
+    counts = {stop.path: stop.lines for stop in rings.SPINE}
+    assert len(counts) == len(rings.SPINE) and 25 <= len(counts) <= 32 and 4500 <= sum(counts.values()) <= 7000
+    assert sum(stop.minutes for stop in rings.SPINE) <= 16 * 60
+    assert all(2 <= counts[stop.path] / stop.minutes <= 13 for stop in rings.SPINE)
+    modules, graph = [catalogue.module_name(stop.file) for stop in rings.SPINE[1:]], import_graph()
     for place, module in enumerate(modules):
         assert not (later := graph[module] & set(modules[place + 1 :])), f"{module} imports {later}, which the spine lists after it"
 
 
 def test_spine_holds_the_training_step_of_every_chapter():
     """Chapters in rising order, none left out, and the exercises that a step of the trainer cannot do without."""
-    docstrings = [ast.get_docstring(ast.parse(stop.file.read_text(encoding="utf-8"))) for stop in spine.SPINE[1:]]
+    docstrings = [ast.get_docstring(ast.parse(stop.file.read_text(encoding="utf-8"))) for stop in rings.SPINE[1:]]
     chapters = [reading.CHAPTER_LINE.match(docstring)[1] for docstring in docstrings]
     assert chapters == sorted(chapters) and {*chapters} == {*catalogue.chapters(), "12"}
-    paths = {stop.file for stop in spine.SPINE}
+    paths = {stop.file for stop in rings.SPINE}
     for name in ("01.train_step", "02.block_forward", "03.pack_documents", "05.muon_update", "06.sync_buckets", "06.unshard_unit"):
         assert catalogue.contracts()[name].path in paths
 
 
 def test_map_of_the_spine_prints_each_module_with_lines_and_minutes(learner):
     shown = learner.course("map", "--spine").stdout
-    for stop in spine.SPINE:
+    for stop in rings.SPINE:
         assert f"\n{stop.lines:>5}  {stop.minutes:>3}  {stop.path} " in shown
     assert learner.course("map", "01", "--spine").exit_code == 64
 
