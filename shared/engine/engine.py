@@ -46,7 +46,8 @@ class RuntimeEngine(RunState):
         model: the model, which is moved to the device; or the strategy of a model that is parallel (chapter 06).
         optimizer: over the model's parameters, or the strategy's `optim_params`.
         config: how the run is watched, saved and ended.
-        objective, runner, updater: the parts of a step, as `shared.loop.train_step` takes them; the strategy completes them over ranks.
+        objective, updater: parts of a step, as `shared.loop.train_step` takes them; the strategy completes them over ranks.
+        runner: the complete one, such as `scaler.scaled(strategy.runner(accumulate_gradients))`; None for the strategy's.
         callbacks: None for those that `config` asks for (`shared.engine.defaults`). Ranks other than 0 have those with `every_rank` alone.
         parts: name -> whatever else changes from step to step and must be saved, such as a dynamic loss scale.
         console: where the engine speaks.
@@ -61,7 +62,7 @@ class RuntimeEngine(RunState):
         config: EngineConfig | None = None,
         *,
         objective: Objective = next_token_objective,
-        runner: Runner = accumulate_gradients,
+        runner: Runner | None = None,
         updater: Updater = apply_update,
         callbacks: Sequence[Callback] | None = None,
         parts: Mapping[str, Stateful] | None = None,
@@ -73,7 +74,7 @@ class RuntimeEngine(RunState):
         self.strategy = model if isinstance(model, Strategy) else Strategy(model.to(self.device))
         self.model, self.optimizer = self.strategy.model, remember_rates(optimizer)
         self.timer, self.objective = PhaseTimer(self.device), self.strategy.objective(objective)
-        self.runner = self.timer.timed("compute", self.strategy.runner(runner))
+        self.runner = self.timer.timed("compute", runner or self.strategy.runner(accumulate_gradients))
         self.reducer = self.timer.timed("reduce", self.strategy.reducer)
         self.updater = self.timer.timed("update", self.strategy.updater(updater))
         if callbacks is None:

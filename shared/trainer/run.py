@@ -134,7 +134,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
     own = mesh.pp.rank * mesh.loss.size + mesh.loss.rank  # ranks with other rows, positions or layers draw other dropout
     torch.manual_seed(config.seed + own)
     strategy = parallel_model(config, mesh, device, start, mode.shaped)
-    scaler = LossScaler() if config.precision == "float16" else None
+    scaler, runner = LossScaler() if config.precision == "float16" else None, strategy.runner(accumulate_gradients)
     costs, traffic = Costs(watch), Traffic(mesh.world.trace)
     watching = [KeepChanges(config, changes, leads), costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]
     engine = RuntimeEngine(
@@ -142,7 +142,7 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
         build_optimizer(strategy.optim_params, config.optimizer, strategy.routes),
         config.engine,
         objective=autocast_objective(objective_of(config, mode.objective), config.precision),
-        runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
+        runner=scaler.scaled(runner) if scaler else runner,
         updater=Update(config.max_grad_norm, scaler, strategy.grad_norm),
         callbacks=[*watching, *mode.callbacks(config), *callbacks_of(config, device, scaler)],
         console=console,

@@ -35,7 +35,7 @@ def train(world: Communicator, layout: ParallelConfig, scale: float, steps: int 
     strategy = apply_parallel(TransformerModel(CONFIG, replace(PLAIN, feed_forward=BalancedExperts), seed=1).double(), mesh, ADAMW)
     scaler = LossScaler(LossScaleConfig(initial=scale))
     optimizer = build_optimizer(strategy.optim_params, ADAMW)
-    runner = strategy.runner(scaler.scaled(accumulate_gradients))
+    runner = scaler.scaled(strategy.runner(accumulate_gradients))
     parts = runner, strategy.reducer, strategy.updater(Update(1.0, scaler, strategy.grad_norm))
     for step in range(steps):
         batches = [batch_of(12, seed=2 * step + number) for number in range(2)]

@@ -5,6 +5,7 @@ import torch
 from pipeline_runs import on_ranks, runner_of
 
 from shared.course.errors import SettingError
+from shared.loop import accumulate_gradients
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.parallel.config import ParallelConfig
 from shared.parallel.pipeline.schedules import Action
@@ -67,10 +68,9 @@ def test_a_runner_that_scales_losses_by_itself_is_refused():
     def work(run):
         def doubling(model, microbatches, objective):
             doubled = lambda model, batch: objective(model, batch)._replace(loss_sum=2 * objective(model, batch).loss_sum)  # noqa: E731
-            return accumulate(model, microbatches, doubled)
+            return accumulate_gradients(model, microbatches, doubled)
 
-        accumulate, run.accumulate = run.accumulate, doubling
-        run.train(1)
+        run.parallel.runner(doubling)
 
-    with pytest.raises(ValueError, match="multiplies losses by"):
+    with pytest.raises(ValueError, match="in place of accumulate_gradients"):
         on_ranks(work, "pp2")

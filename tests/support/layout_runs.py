@@ -40,14 +40,15 @@ class LayoutRun:
         self.objective = self.parallel.objective(objective)
         self.optimizer = build_optimizer(self.parallel.optim_params, optimizer, self.parallel.routes)
         self.update = Update(1.0, scaler, self.parallel.grad_norm)
-        self.accumulate = scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients
+        runner = self.parallel.runner(accumulate_gradients)
+        self.runner = scaler.scaled(runner) if scaler else runner
         self.step = 0
 
     def train(self, steps: int) -> "LayoutRun":
         for _ in range(steps):
             self.totals = train_step(
                 self.parallel.model, self.optimizer, self.shares(), self.objective,
-                self.parallel.runner(self.accumulate), self.parallel.reducer, self.parallel.updater(self.update),
+                self.runner, self.parallel.reducer, self.parallel.updater(self.update),
             )  # fmt: skip
             self.step += 1
         return self

@@ -63,7 +63,7 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor:
         """received: hidden states [batch, seq, D], none on the first stage. number: [1] int64, of the micro-batch. Returns hidden states,
-        or the scaled loss on the last stage."""
+        or the loss on the last stage."""
         return self.runner[0].compute(Action("F", int(number), self.chunk), *received)
 
 
@@ -107,7 +107,7 @@ class TorchPipelineRunner(PipelineRunner):
         finally:
             self.model.handed = None
         self.totals.append(add_totals([totals]))
-        return totals.loss_sum * self.model.module.loss_scale
+        return totals.loss_sum
 
     def prepare(self, microbatches: Sequence[Batch]) -> None:
         """Make stages and schedule for micro-batches of this number and shape, unless the last step had the same.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from shared.loop import accumulate_gradients
 from shared.parallel.data.engine import DataEngine
 from shared.parallel.mesh import Mesh
 from shared.parallel.pipeline.schedules import Action, Schedule, make_schedule
@@ -46,7 +47,6 @@ class PipelineRunner(DataEngine):
         self.name = mesh.config.pipeline_schedule
         self.schedules: dict[int, Schedule] = {}
         self.most = 0
-        self.chain_is_known = False
         self.dtypes: dict[str, str] = {}
 
     def schedule_for(self, microbatches: int) -> Schedule:
@@ -65,25 +65,14 @@ class PipelineRunner(DataEngine):
         self.schedules[microbatches] = schedule
 
     def runner(self, runner: Runner) -> Runner:
-        """Run a schedule in place of the innermost runner. Those around it, such as the loss scale's, stay in effect: they are called with
-        an objective that runs all micro-batches, and whose backward pass has been done."""
+        """A runner that executes the schedule.
 
-        def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
-            scale, factor = 1.0, torch.zeros((), requires_grad=True)
-
-            def whole_step(model: nn.Module, first: Batch) -> Totals:
-                nonlocal scale
-                scale = self.model.module.loss_scale
-                totals = self.execute(self.schedule_for(len(microbatches)), microbatches, objective)
-                return totals._replace(loss_sum=totals.loss_sum + factor)
-
-            totals = runner(model, microbatches[:1], whole_step)
-            if not self.chain_is_known and factor.grad != scale:
-                raise ValueError(f"A runner multiplies losses by {factor.grad} and told the model {scale} (`set_loss_scale`).")
-            self.chain_is_known = True  # compared once: it waits for the device
-            return totals
-
-        return run
+        Raises:
+            ValueError: `runner` is another one than `accumulate_gradients`, and would be lost.
+        """
+        if runner is not accumulate_gradients:
+            raise ValueError("A pipeline runs its schedule in place of accumulate_gradients: wrap the runner that strategy.runner returns.")
+        return lambda model, batches, objective: self.execute(self.schedule_for(len(batches)), batches, objective)
 
     def execute(self, schedule: Schedule, microbatches: Sequence[Batch], objective: Objective) -> Totals:
         """Do this rank's actions in order. Returns the totals of all micro-batches, on every rank."""
@@ -116,7 +105,7 @@ class PipelineRunner(DataEngine):
             else:
                 if message is not None:
                     raise ValueError("The objective returned on a stage without a head, so it has not called the model.")
-                result = totals.loss_sum * self.model.module.loss_scale
+                result = totals.loss_sum
                 self.totals.append(add_totals([totals]))
         self.graphs[action[1:]] = self.model.received, result
 

@@ -105,7 +105,7 @@ def engine_of(machine: Machine, folder: Path, config, precision: str, counting: 
         build_optimizer(strategy.optim_params, OptimizerConfig("muon", lr=1e-4), strategy.routes),
         usual,
         objective=autocast_objective(packed_next_token_objective, precision),
-        runner=scaler.scaled(accumulate_gradients) if scaler else accumulate_gradients,
+        runner=scaler.scaled(strategy.runner(accumulate_gradients)) if scaler else None,
         updater=Update(1.0, scaler, strategy.grad_norm),
         callbacks=[counting, *default_callbacks(usual, machine.device, config)],
         console=Console(quiet=True),
