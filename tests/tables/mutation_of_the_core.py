@@ -24,11 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from changed import nearest_tests
-from dependencies import Dependencies
-from edits import by_cosmic_ray, by_our_rules
 
-from shared.course.paths import CHECKOUT
+sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
+
+from changed import nearest_tests  # noqa: E402
+from dependencies import Dependencies  # noqa: E402
+from edits import by_cosmic_ray, by_our_rules  # noqa: E402
+
+from shared.course.paths import CHECKOUT  # noqa: E402
 
 KILLED, STUCK, WAITING, ALIVE = "killed", "time is up", "waits for ever", "alive"
 LOOK = 0.25  # seconds between two looks at the processor time

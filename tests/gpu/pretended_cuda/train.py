@@ -1,0 +1,115 @@
+"""Train on the pretended cards, and on the CPU beside them: `python tests/gpu/pretended_cuda/train.py RESULT.json CASE.json`.
+
+CASE.json is a list of cases, each {"words": [...], "ranks": n}: a configuration's file and its overrides. A case runs twice: with
+engine.device=cuda in the folder that the words name, and with engine.device=cpu in the folder beside it with "-cpu" at its end. Ranks are
+threads, each with a card of its own. RESULT.json gets for each case the waits of its last step that is neither logged nor saved, the losses
+of both runs, and how far their final weights are apart.
+"""
+
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[3])]
+
+from pretended_cuda import backend  # noqa: E402
+
+LIBRARY = backend.start()
+
+import torch  # noqa: E402
+from pretended_cuda.waits import Waits, count_hidden  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from shared.engine.engine import RuntimeEngine  # noqa: E402
+from shared.parallel.comm.communicator import Communicator  # noqa: E402
+from shared.parallel.comm.threads import ThreadCommunicator, run_threads  # noqa: E402
+from shared.trainer.config import TrainerConfig  # noqa: E402
+from shared.trainer.run import train_model  # noqa: E402
+from shared.trainer.settings import parse_words  # noqa: E402
+
+
+def on_own_card(value: Any) -> Any:
+    """What arrives from another rank, on this rank's card: autograd has one thread for each card, and hooks that wait in it for another rank
+    would never end if ranks shared one."""
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.device("cuda", torch.cuda.current_device())) if value.is_cuda else value
+    if isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value):
+        return [on_own_card(each) for each in value]
+    return value
+
+
+def ranks_have_cards() -> None:
+    """Bring what ranks exchange to the card of the rank that gets it."""
+    exchange = ThreadCommunicator.exchange
+
+    def exchange_to_own_card(self: Any, operation: str, detail: str, own: Any, finish: Any) -> Any:
+        return exchange(self, operation, detail, own, lambda inputs: finish([on_own_card(each) for each in inputs]))
+
+    ThreadCommunicator.exchange = exchange_to_own_card
+
+
+def plain_steps() -> list[Counter]:
+    """Record rank 0's waits in each step that is neither logged nor saved; the list fills while a run goes on."""
+    steps, after_step = [], RuntimeEngine.after_step
+
+    def recorded(engine: RuntimeEngine) -> None:
+        waits = Waits.counting
+        if waits is not None and engine.strategy.rank == 0 and not engine.log_due:
+            steps.append(Counter(waits.places))
+        after_step(engine)
+        if waits is not None and engine.strategy.rank == 0:
+            waits.places.clear()
+
+    RuntimeEngine.after_step = recorded
+    return steps
+
+
+def run(words: list[str], ranks: int) -> Path:
+    """Train as the words say, and return the folder of the run."""
+    config = parse_words(TrainerConfig, words, lambda line: None)
+
+    def on_rank(world: Communicator | None = None) -> None:
+        torch.set_num_threads(1)
+        if config.engine.device == "cpu":
+            train_model(config, Console(quiet=True), world)
+            return
+        torch.cuda.set_device(world.rank if world else 0)
+        if world is not None and world.rank:
+            train_model(config, Console(quiet=True), world)
+            return
+        with Waits():
+            train_model(config, Console(quiet=True), world)
+
+    if ranks > 1:
+        run_threads(on_rank, ranks)
+    else:
+        on_rank()
+    return config.engine.output
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def main() -> None:
+    result, cases = (Path(word) for word in sys.argv[1:])
+    count_hidden()
+    ranks_have_cards()
+    steps, told = plain_steps(), []
+    for case in json.loads(cases.read_text(encoding="utf-8")):
+        steps.clear()
+        began = time.process_time()
+        card = run([*case["words"], "engine.device=cuda"], case["ranks"])
+        seconds = time.process_time() - began
+        host = run([*case["words"], "engine.device=cpu", f"engine.output={card}-cpu"], case["ranks"])
+        waits = [[count, what, where] for (what, where), count in steps[-1].most_common()]
+        told.append({"waits": waits, "card": losses(card), "host": losses(host), "seconds": seconds, "peak": LIBRARY.pretended_cuda_peak()})
+        result.write_text(json.dumps(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
