@@ -5,18 +5,17 @@ Exit codes: 0 all is well (every check passed), 1 something failed, 2 nothing fa
 at once, and only a check pays for loading it.
 """
 
-import os
+import importlib
 import re
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import click
 
 from shared.course import build_command, builds, catalogue, hints, hunts, maintainer_commands, reading, reset, rings, status, terminal
-from shared.course import trainer_commands
 from shared.course.click_group import CourseGroup, examples
 from shared.course.errors import CourseError
-from shared.course.paths import find_workspace, shown
+from shared.course.paths import CHECKOUT, find_workspace, shown
 from shared.course.progress import Progress
 from shared.course.stubs import BodyFile
 
@@ -176,7 +175,7 @@ def status_command() -> None:
 @click.option("--spine", "show_spine", is_flag=True, help="List the modules that train a model, in reading order, with lines and minutes.")
 @click.option("--rings", "show_rings", is_flag=True, help="Count modules and lines of the spine, of the core, and of what is around it.")
 def map_command(chapter: str | None, show_spine: bool, show_rings: bool) -> None:
-    """Say how large the core is by chapter or by ring, what it gained with a chapter, or which modules are its spine."""
+    """Count the core by chapter or by ring, or list what a chapter added, or the spine."""
     if (chapter is not None) + show_spine + show_rings > 1:
         raise CourseError("Give a chapter, `course map 01`, its spine, `course map --spine`, or its rings, `course map --rings`: one of them.")
     if show_spine or show_rings:
@@ -204,40 +203,14 @@ def read(module: str, implementation: str, reveal: bool) -> None:
     terminal.print_python(terminal.open_console(), reading.with_bodies(path, body_file))
 
 
-@cli.command(
-    epilog=examples(
-        "course doctor",
-        "course doctor --machines 2 --machine 0 --address 192.168.1.10",
-        "course doctor --machines 2 --machine 1 --address 192.168.1.10 --folder /shared/runs",
-    )
-)
-@click.option("--machines", type=click.IntRange(min=2), help="Check so many machines instead: the same command on each, within a minute.")
-@click.option("--machine", type=click.IntRange(min=0), default=0, show_default=True, help="This machine's number, from 0.")
-@click.option("--address", default="127.0.0.1", show_default=True, help="Of machine 0, by which the others reach it.")
-@click.option("--port", type=click.IntRange(1, 65535), default=29400, show_default=True, help="On machine 0, as torchrun's --master-port.")
-@click.option("--folder", type=click.Path(path_type=Path), help="A folder that all machines should share.")
-@click.option("--wait", type=click.FloatRange(min=1), default=60.0, show_default=True, help="Seconds until all must have connected.")
-def doctor(machines: int | None, machine: int, address: str, port: int, folder: Path | None, wait: float) -> None:
-    """Say what is wrong with the set-up, and what to do about it.
-
-    With --machines it says whether several machines can train together: their addresses, whether they run the same code, how fast the links
-    between them are, and whether they share a folder.
-    """
-    from shared.course import doctor as examining
-
-    findings = examining.examine(find_workspace())
-    if machines is not None:
-        if machine >= machines:
-            raise CourseError(f"--machine {machine}: {machines} machines have the numbers 0 to {machines - 1}.")
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or each try to connect prints a page; read when torch is loaded
-        from shared.parallel.processes.machines import examine_machines
-
-        findings = examine_machines(machine, machines, address, port, folder, wait)
-    sys.exit(examining.print_examination(terminal.open_console(), findings))
+def registered() -> Iterator[click.Command]:
+    """Commands that packages of the core bring: `COMMANDS` in each `shared/*/commands.py`, none of which imports torch."""
+    for path in sorted(CHECKOUT.glob("shared/*/commands.py")):
+        yield from importlib.import_module(catalogue.module_name(path)).COMMANDS
 
 
-trainer_commands.add_to(cli)
-maintainer_commands.add_to(cli)
+for command in (*registered(), *maintainer_commands.COMMANDS):
+    cli.add_command(command)
 
 
 def main() -> None:

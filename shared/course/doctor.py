@@ -62,7 +62,7 @@ def print_examination(console: Console, findings: Iterable[Finding]) -> int:
     return 1 if problems else 0
 
 
-def examine(workspace: Path) -> Iterator[Finding]:
+def examine(workspace: Path, corpus: Callable[[], Finding]) -> Iterator[Finding]:
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     yield from guarded("Python", lambda: python_version(project["requires-python"]))
     yield command_on_path()
@@ -155,15 +155,6 @@ def devices() -> Finding:
     graphics += ["Apple GPU (mps)"] if torch.backends.mps.is_available() else []
     found = ", ".join(graphics) or "no GPU: everything runs on the CPU, the longer runs take longer"
     return Finding(OK, "PyTorch", f"{torch.__version__}, {count(torch.get_num_threads(), 'CPU thread')}; {found}")
-
-
-def corpus() -> Finding:
-    from shared.corpus import embedded_corpus
-
-    found = embedded_corpus()
-    documents = [*found.training, *found.held_out]
-    size = sum(len(document.content) for document in documents)
-    return Finding(OK, "corpus", f"{count(len(documents), 'file')}, {size / 1e6:.1f} MB, checksums as recorded")
 
 
 def core() -> Finding:

@@ -15,11 +15,6 @@ from shared.course.paths import CHECKOUT, shown
 from shared.course.report import count
 
 
-def add_to(group: click.Group) -> None:
-    for command in (stubs_command, release_command, refresh_command, mutants_command):
-        group.add_command(command)
-
-
 def chosen(number: str | None) -> list[Chapter]:
     return [catalogue.find_chapter(number)] if number else list(catalogue.chapters().values())
 
@@ -122,3 +117,6 @@ def verdict(mutant: mutants.Mutant, outcome: Outcome) -> str:
     if outcome.state == FAIL and outcome.misconception == mutant.sentence:
         return REJECTED
     return f"another's sentence: {outcome.misconception}" if outcome.misconception else "no sentence"
+
+
+COMMANDS = (stubs_command, release_command, refresh_command, mutants_command)

@@ -11,6 +11,7 @@ from workspace import Learner
 from shared import corpus
 from shared.course import doctor, released
 from shared.course.doctor import OK, PROBLEM, WARNING
+from shared.parallel import commands
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_changed_corpus_is_a_problem(monkeypatch):
         raise corpus.CorpusError("The files of sympy are not those of its wheel.")
 
     monkeypatch.setattr(corpus, "embedded_corpus", changed)
-    [found] = doctor.guarded("corpus", doctor.corpus)
+    [found] = doctor.guarded("corpus", commands.corpus)
     assert found == doctor.Finding(PROBLEM, "corpus", "The files of sympy are not those of its wheel.")
 
 

@@ -1,4 +1,7 @@
-"""Floor 0. Commands of the trainer: what a user does with a configuration before it runs, and with a run afterwards."""
+"""Chapter 12. Command line of the trainer: what a user does with a configuration before it runs, and with a run afterwards.
+
+`course` finds the commands by this file's name (`shared.course.cli`). Torch is imported when one of them runs.
+"""
 
 import sys
 from collections.abc import Callable
@@ -11,11 +14,6 @@ from shared.course import terminal
 from shared.course.click_group import TRAINER, CourseCommand, examples
 from shared.course.errors import CourseError
 from shared.course.importing import all_stays
-
-
-def add_to(group: click.Group) -> None:
-    for command in (plan, twin, chat, sample, evaluate, runs, report, rendezvous):
-        group.add_command(command)
 
 
 @click.command(
@@ -261,3 +259,6 @@ def report(folders: tuple[Path, ...], output: Path | None) -> None:
 
     folders = tuple(folder.expanduser() for folder in folders)
     report_runs(terminal.open_console(), folders, output or folders[0].resolve().parent / "comparison.html")
+
+
+COMMANDS = (plan, twin, chat, sample, evaluate, runs, report, rendezvous)
