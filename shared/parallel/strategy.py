@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from shared.engine.callbacks import Callback
-from shared.engine.checkpoint.folder import CheckpointError
+from shared.engine.checkpoint.saver import Saver
+from shared.engine.checkpoint.soundness import CheckpointError
 from shared.engine.metrics.gradient_norm import global_gradient_norm
 from shared.engine.strategy import Strategy
 from shared.model.hf.pretrained import Weights
 from shared.model.sharding import Region, region_of, sharding_of
 from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
-from shared.parallel.checkpoint.saver import RankSaver
+from shared.parallel.checkpoint import RankSaver
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, add_partial, all_of, complete
 from shared.parallel.data.offload import OffloadedOptimizer
@@ -247,8 +248,9 @@ class ParallelStrategy(Held, Strategy):
 
         return Weights(like, collect, self.rank == 0)
 
-    def saver(self, folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True) -> RankSaver:
-        return RankSaver(self, folder, keep_last, keep_best, asynchronous)
+    def saver(self, folder: Path, keep_last: int = 2, keep_best: bool = True, asynchronous: bool = True) -> Saver:
+        options = folder, keep_last, keep_best, asynchronous
+        return RankSaver(self, *options) if self.size > 1 else super().saver(*options)
 
     def callbacks(self) -> Sequence[Callback]:
         check = self.mesh.config.check_every

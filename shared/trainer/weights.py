@@ -40,7 +40,7 @@ from shared.model.sharding import Region
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureModelConfig
-from shared.parallel.checkpoint.files import files_of, read_region, shards_in, wrong_shards
+from shared.engine.checkpoint.files import files_of, read_region, shards_in, wrong_shards
 from shared.preference.reward_model import open_reward_model
 from shared.preference.value_head import VALUE
 from shared.trainer import provenance

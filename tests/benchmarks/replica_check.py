@@ -6,6 +6,7 @@
 import statistics
 import time
 
+from shared.engine.checkpoint.folder import whole_files
 from shared.engine.checkpoint.saver import copied
 from shared.engine.checkpoint.snapshot import take_snapshot
 from shared.model.config import ModelConfig
@@ -35,7 +36,7 @@ def measured(world: Communicator, layout: str) -> dict[str, list[float]]:
     timed = {
         "weights": lambda: require_equal(weights_of(strategy), strategy.holders, world),
         "all, before a save": lambda: require_equal_state(strategy, snapshot, {}),
-        "the save's copy": lambda: copied(snapshot),
+        "the save's copy": lambda: copied(whole_files(snapshot)),
     }
     found: dict[str, list[float]] = {what: [] for what in timed}
     for _ in range(ROUNDS):

@@ -17,7 +17,7 @@ from runs import Loader, held_out, resumable_engine, weights
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.engine.checkpoint.folder import CheckpointError, Checkpoints
-from shared.engine.checkpoint import folder as checkpointing
+from shared.engine.checkpoint import files as checkpointing
 from shared.engine.config import CheckpointConfig
 
 SCRIPT = CHECKOUT / "tests" / "support" / "runs.py"
@@ -132,11 +132,11 @@ class FullDisk:
     def __init__(self, saves: int):
         self.before, self.left = checkpointing.save_tensors, saves
 
-    def write(self, tensors, path):
+    def write(self, tensors, path, metadata=None):
         self.left -= path.stem == "weights"
         if self.left < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.before(tensors, path)
+        self.before(tensors, path, metadata)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -225,9 +225,9 @@ def test_what_is_written_on_the_thread_is_what_was_when_it_was_saved(tmp_path):
             pass
 
     class Late(Checkpoints):
-        def save(self, snapshot, notes=None):
+        def write(self, *content):
             part["count"] = 99
-            return super().save(snapshot, notes)
+            return super().write(*content)
 
     class SavesLate(Strategy):
         def saver(self, folder, *options):
@@ -241,11 +241,11 @@ def test_tensors_that_wait_for_the_thread_are_copies(tmp_path):
     """The next step, which changes weights and moments in place, may be over before the thread writes them."""
 
     class Late(Checkpoints):
-        def save(self, snapshot, notes=None):
+        def write(self, *content):
             with torch.no_grad():
                 for tensor in [*engine.model.parameters(), *(t for state in engine.optimizer.state.values() for t in state.values())]:
                     tensor.fill_(99)
-            return super().save(snapshot, notes)
+            return super().write(*content)
 
     class SavesLate(Strategy):
         def saver(self, folder, *options):

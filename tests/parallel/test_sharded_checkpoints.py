@@ -13,12 +13,13 @@ from sharded_runs import ADAMW, MUON, SMALL, alone
 
 from shared.engine.checkpoint.folder import CheckpointError, Checkpoints, fingerprint
 from shared.engine.checkpoint.saver import Saver
-from shared.parallel.checkpoint import files, saver as saving
+from shared.engine.checkpoint import files
+from shared.parallel import checkpoint as saving
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import parse_layout
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.held import placement
-from shared.parallel.checkpoint.files import ShardFiles, key_of, write_shards
+from shared.engine.checkpoint.files import ShardFiles, key_of, write_shards
 from shared.model.sharding import Box, Region, whole_region
 
 LAYOUTS = ("one", "dp2", "dp3_zero1", "dp2_zero2", "fsdp2", "fsdp3", "dp2_fsdp2")
@@ -76,13 +77,16 @@ def test_what_one_process_writes_is_chapter_04s_folder(tmp_path):
     run("one", plainly)
     here, there = (Checkpoints(tmp_path / name).path(1) for name in ("here", "there"))
     assert [path.name for path in sorted(here.iterdir())] == [path.name for path in sorted(there.iterdir())]
-    assert fingerprint(here / "weights.safetensors") == fingerprint(there / "weights.safetensors")
+    for name in ("weights", "optimizer"):
+        assert fingerprint(here / f"{name}.safetensors") == fingerprint(there / f"{name}.safetensors")
     assert run("fsdp2", lambda run: run.restore(tmp_path / "there").step) == [1, 1]
 
 
-def test_chapter_04s_storage_says_who_can_read_what_ranks_wrote(saved):
-    with pytest.raises(CheckpointError, match="holds no optimizer.safetensors: several processes have written it"):
-        Checkpoints(saved).load(2)
+def test_chapter_04_reads_whole_what_ranks_wrote(saved):
+    snapshot, weights = Checkpoints(saved).load(2), run("one", lambda run: run.restore(saved).weights())[0]
+    assert largest_difference(snapshot.weights, weights) == 0
+    moments = [tensor for tensor in snapshot.optimizer.tensors["head.linear.weight"].values() if tensor.dim()]
+    assert {tensor.shape for tensor in moments} == {weights["head.linear.weight"].shape}
 
 
 @pytest.mark.parametrize("layout", ["dp2", "dp2_zero1", "fsdp2"])
@@ -175,7 +179,7 @@ def test_ranks_with_different_checkpoint_folders_are_refused(saved, tmp_path_fac
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_rank_that_cannot_write_fails_all_with_one_sentence(saved, asynchronous, monkeypatch):
     """The checkpoints before it stand, training goes on, and a later save succeeds."""
-    failed, before = threading.Event(), saving.write_files
+    failed, before = threading.Event(), saving.stage_files
 
     def write(folder, files, problem):
         if "weights-rank-00001.safetensors" in files and not failed.is_set():
@@ -192,7 +196,7 @@ def test_a_rank_that_cannot_write_fails_all_with_one_sentence(saved, asynchronou
         saver.close()
         return said
 
-    monkeypatch.setattr(saving, "write_files", write)
+    monkeypatch.setattr(saving, "stage_files", write)
     said = run("fsdp2", work)
     assert said[0] == said[1]
     assert (
@@ -203,14 +207,14 @@ def test_a_rank_that_cannot_write_fails_all_with_one_sentence(saved, asynchronou
 
 def test_nobody_takes_a_checkpoint_for_complete_before_all_have_written(tmp_path, monkeypatch):
     """And what is written is what the weights were when it was asked for."""
-    go_on, before = threading.Event(), saving.write_files
+    go_on, before = threading.Event(), saving.stage_files
 
     def slow(folder, files, problem):
         if any("rank-00001" in name for name in files):
             assert go_on.wait(600)
         return before(folder, files, problem)
 
-    monkeypatch.setattr(saving, "write_files", slow)
+    monkeypatch.setattr(saving, "stage_files", slow)
 
     def work(run):
         saver, weights = run.train(1).saver(tmp_path), run.weights()

@@ -17,7 +17,7 @@ from shared.parallel.parallelize import AXES, apply_parallel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.mesh import Mesh
-from shared.parallel.checkpoint.saver import RankSaver
+from shared.parallel.checkpoint import RankSaver
 from shared.totals import Batch
 
 

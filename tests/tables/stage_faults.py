@@ -24,7 +24,7 @@ from layout_runs import LayoutRun, largest_difference  # noqa: E402
 from pipeline_runs import make, on_ranks, runner_of  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from shared.parallel.checkpoint import saver  # noqa: E402
+from shared.engine.checkpoint import files  # noqa: E402
 from shared.parallel.comm.communicator import CommunicationError, Communicator  # noqa: E402
 from shared.parallel.config import parse_layout  # noqa: E402
 from shared.parallel.health import heartbeat  # noqa: E402
@@ -101,7 +101,7 @@ def kill(folder: Path) -> None:
 def arm(run: LayoutRun, place: str, end: Callable[[], None]) -> None:
     """Call `end` in the second forward or backward pass of the coming step, or when a checkpoint's shards have been written in part."""
     if place == "save":
-        saver.write_shards = at_call(2, end, saver.write_shards)
+        files.write_shards = at_call(2, end, files.write_shards)
     elif run.mesh.pp.size > 1:
         runner = runner_of(run)
         setattr(runner, place, at_call(2, end, getattr(runner, place)))

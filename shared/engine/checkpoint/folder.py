@@ -4,62 +4,35 @@
 
 The manifest is written last and lists the size and SHA-256 of the others, so a file that was cut short or edited is named; `state.json`
 lists what the files must hold (`shared.engine.checkpoint.soundness`). Nothing is unpickled, so a checkpoint from a stranger can hold wrong
-numbers and nothing worse. Names are logical: whole tensors, by the names of
-the plain model, whatever layout wrote them.
+numbers and nothing worse. Names are logical, those of the plain model, whatever layout wrote them.
 
-Left out on purpose: tensors that are spread over processes. Chapter 06 hands in another `Storage`.
+Left out on purpose: what several processes must agree on before a folder is complete. Chapter 06 adds it (`shared.parallel.checkpoint`).
 """
 
-import hashlib
 import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from shared.engine.checkpoint.atomic import atomic_save
+from shared.engine.checkpoint.files import ShardFiles, Shards, contents_of, fingerprint, rank_file, whole_shards, write_files
 from shared.engine.checkpoint.optimizer_state import OptimizerState
-from shared.engine.checkpoint.snapshot import RandomState, Snapshot, require_usable
-from shared.engine.checkpoint.soundness import FORMAT, CheckpointError, DamagedCheckpoint, Described, described, difference, problem_of
+from shared.engine.checkpoint.snapshot import RandomState, Snapshot, get_random_state, require_usable
+from shared.engine.checkpoint.soundness import FORMAT, RANDOM_STATE, CheckpointError, DamagedCheckpoint, Described, misfit, problem_of
 from shared.engine.checkpoint.soundness import unlisted
 from shared.output_files import system_reason
-from shared.tensor_files import save_tensors
 
 FOLDER = re.compile(r"step-(\d{8})")
 STATE, MANIFEST = "state.json", "manifest.json"
+LEFTOVERS = (".removed", ".old", ".ranks")  # how the names of folders end that killed processes leave behind
+RANDOM_OF_RANKS = "random_of_ranks"  # in the state: Python's and NumPy's random state of the ranks after the first
 Result = TypeVar("Result")
-
-
-class Storage(Protocol):
-    """How a set of named tensors is read from a folder.
-
-    read(folder, name, expected): the tensors of the set `name`, after comparing them with `expected`, their entry in the table of contents.
-    Raises DamagedCheckpoint where they differ.
-    """
-
-    def read(self, folder: Path, name: str, expected: Any) -> dict[str, Tensor]: ...
-
-
-class Safetensors:
-    """One file for each set of tensors."""
-
-    def read(self, folder: Path, name: str, expected: Any) -> dict[str, Tensor]:
-        path = folder / f"{name}.safetensors"
-        if not path.exists():
-            raise CheckpointError(
-                f"{folder} holds no {path.name}: several processes have written it, and it is read by a layout's storage."
-            )
-        tensors = load_file(path)
-        if wrong := difference(described(tensors), expected):
-            raise DamagedCheckpoint.of(folder, f"{wrong}.")
-        return tensors
 
 
 class Checkpoints:
@@ -69,12 +42,14 @@ class Checkpoints:
         folder: holds them; made when the first one is saved.
         keep_last: how many of the newest stay.
         keep_best: whether the one with the lowest validation loss stays as well.
-        storage: how tensors are read.
+        shards: reads what this process holds of each tensor; None for all of it.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 2, keep_best: bool = True, storage: Storage | None = None):
+    rank = 0
+
+    def __init__(self, folder: Path, keep_last: int = 2, keep_best: bool = True, shards: ShardFiles | None = None):
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
-        self.storage = storage or Safetensors()
+        self.shards = shards or ShardFiles()
 
     def steps(self) -> list[int]:
         """The steps that are saved, ascending, by the folders' names: nothing is opened."""
@@ -85,22 +60,27 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def save(self, snapshot: Snapshot, notes: dict[str, Any] | None = None) -> Path:
-        """Write a snapshot, whole or not at all, then remove what is no longer kept.
+        """Write a snapshot of a single process, as `write` does.
 
         Args:
             notes: what a reader of the folder wants to know, as JSON can hold it; `validation_loss` decides which is the best.
+        """
+        files = whole_files(snapshot)
+        return self.write(snapshot.step, files, state_text(snapshot, notes or {}, contents_of(files)))
+
+    def write(self, step: int, files: Mapping[str, Shards], state: str) -> Path:
+        """Write a checkpoint, whole or not at all, then remove what is no longer kept.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written. What was saved before is as it was.
         """
-        target = self.path(snapshot.step)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            atomic_save(target, lambda folder: self.write(folder, snapshot, notes or {}))
-            self.remove_old(snapshot.step)
+            atomic_save(self.path(step), lambda folder: complete(folder, write_files(folder, files), state))
+            self.remove_old(step)
         except (OSError, SafetensorError) as error:
-            raise self.unwritten(snapshot.step, reason_of(error)) from error
-        return target
+            raise self.unwritten(step, reason_of(error)) from error
+        return self.path(step)
 
     def unwritten(self, step: int, reason: str) -> CheckpointError:
         """The error for a save that failed."""
@@ -109,17 +89,6 @@ class Checkpoints:
             f"The checkpoint of step {step} could not be written to {self.path(step)} ({reason}). {kept}: free space there, or choose "
             "another output folder."
         )
-
-    def write(self, folder: Path, snapshot: Snapshot, notes: dict[str, Any]) -> None:
-        optimizer = {f"{key}/{name}": tensor for name, tensors in snapshot.optimizer.tensors.items() for key, tensor in tensors.items()}
-        sets = {"weights": snapshot.weights, "optimizer": optimizer, "random": snapshot.random.torch}
-        for name, tensors in sets.items():
-            tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-            save_tensors(tensors, folder / f"{name}.safetensors")
-        contents = {name: described(tensors) for name, tensors in sets.items()}
-        (folder / STATE).write_text(json.dumps(state_of(snapshot, notes, contents)), encoding="utf-8")
-        files = {str(path.relative_to(folder)): fingerprint(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-        (folder / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
 
     def load(self, step: int) -> Snapshot:
         """Read a checkpoint after checking every file of it, and that it agrees with itself.
@@ -134,23 +103,26 @@ class Checkpoints:
             state = read_state(folder, step)
             sets = state["contents"]["tensors"]
             tensors: dict[str, dict[str, Tensor]] = {}
-            for entry, tensor in self.storage.read(folder, "optimizer", sets["optimizer"]).items():
+            for entry, tensor in self.shards.read(folder, "optimizer", sets["optimizer"]).items():
                 key, name = entry.split("/", 1)
                 tensors.setdefault(name, {})[key] = tensor
             optimizer = OptimizerState(tensors, state["optimizer"]["values"], state["optimizer"]["groups"])
-            weights = self.storage.read(folder, "weights", sets["weights"])
+            weights = self.shards.read(folder, "weights", sets["weights"])
             return Snapshot(step, weights, optimizer, state["parts"], self.random_state(folder, state))
         except (OSError, SafetensorError) as error:
             raise DamagedCheckpoint.of(folder, f"it cannot be read ({reason_of(error)}).") from error
 
     def random_state(self, folder: Path, state: dict[str, Any]) -> RandomState:
-        return self.usable(folder, "random", state, state["random"])
-
-    def usable(self, folder: Path, name: str, state: dict[str, Any], rest: dict[str, Any]) -> RandomState:
-        """The random state of one process, which the generators can take."""
-        torch_states = self.storage.read(folder, name, state["contents"]["tensors"].get(name))
+        """This process's random state. A rank that did not exist when the run was saved keeps the state that it was started with."""
+        if wrong := misfit(state.get(RANDOM_OF_RANKS, []), [RANDOM_STATE], RANDOM_OF_RANKS):
+            raise DamagedCheckpoint.of(folder, f"{wrong}.")
+        of_ranks = [state["random"], *state.get(RANDOM_OF_RANKS, [])]
+        if self.rank >= len(of_ranks):
+            return get_random_state()
+        name = Path(rank_file("random", self.rank, len(of_ranks))).stem
+        torch_states = self.shards.read(folder, name, state["contents"]["tensors"].get(name))
         try:
-            return require_usable(RandomState(torch_states, **rest))
+            return require_usable(RandomState(torch_states, **of_ranks[self.rank]))
         except (TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError) as error:
             raise DamagedCheckpoint.of(folder, f"its {name} is not a state of the generators ({error}).") from error
 
@@ -211,7 +183,7 @@ class Checkpoints:
         for step in set(self.steps()) - kept:
             doomed = self.path(step).rename(self.path(step).with_suffix(".removed"))  # a kill now leaves no half that looks whole
             shutil.rmtree(doomed)
-        for leftover in [*self.folder.glob("*.removed"), *self.folder.glob("*.old")]:
+        for leftover in (path for ending in LEFTOVERS for path in self.folder.glob(f"*{ending}")):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -233,27 +205,47 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
     return state
 
 
-def state_of(snapshot: Snapshot, notes: dict[str, Any], tensors: dict[str, Described]) -> dict[str, Any]:
-    """What `state.json` holds: everything of a snapshot but its tensors, and a table of contents. tensors: the tensors of each set."""
-    return {
+def whole_files(snapshot: Snapshot) -> dict[str, Shards]:
+    """What a single process writes: whole tensors, by file."""
+    optimizer = {f"{key}/{name}": tensor for name, tensors in snapshot.optimizer.tensors.items() for key, tensor in tensors.items()}
+    sets = {"weights": snapshot.weights, "optimizer": optimizer, "random": snapshot.random.torch}
+    return {rank_file(name, 0, 1): whole_shards(tensors) for name, tensors in sets.items()}
+
+
+def state_text(snapshot: Snapshot, notes: dict[str, Any], tensors: dict[str, Described], others: Sequence[dict[str, Any]] = ()) -> str:
+    """The content of `state.json`: everything of a snapshot but its tensors, and a table of contents.
+
+    Args:
+        tensors: the tensors of each set.
+        others: the random states of the other ranks, as `plain_random` gives them.
+    """
+    return json.dumps({
         "format": FORMAT,
         "step": snapshot.step,
         "notes": notes,
         "parts": snapshot.parts,
         "optimizer": {"values": snapshot.optimizer.values, "groups": snapshot.optimizer.groups},
-        "random": {key: value for key, value in asdict(snapshot.random).items() if key != "torch"},
+        "random": plain_random(snapshot),
         "contents": {"parts": list(snapshot.parts), "tensors": tensors},
-    }
+        RANDOM_OF_RANKS: list(others),
+    })  # fmt: skip
+
+
+def plain_random(snapshot: Snapshot) -> dict[str, Any]:
+    """The random state without torch's, whose states are tensors."""
+    return {"python": snapshot.random.python, "numpy": snapshot.random.numpy}
+
+
+def complete(folder: Path, files: Mapping[str, Any], state: str) -> None:
+    """Add the state and the manifest to a folder that holds the tensors' files, given with their fingerprints."""
+    (folder / STATE).write_text(state, encoding="utf-8")
+    manifest = {**files, STATE: fingerprint(folder / STATE)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def reason_of(error: Exception) -> str:
     """The operating system's words, without its numbers."""
     return system_reason(error) or str(error)
-
-
-def fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def require_intact(folder: Path, share: slice = slice(None)) -> None:

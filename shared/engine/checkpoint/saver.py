@@ -6,7 +6,6 @@ steps; writing, hashing and forcing onto the disk is slow and happens on the thr
 Left out on purpose: more than one save at a time. A second one waits for the first, so memory holds one copy at most.
 """
 
-import copy
 import math
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shared.course.errors import CourseError
-from shared.engine.checkpoint.folder import Checkpoints
+from shared.engine.checkpoint.files import Shards, contents_of
+from shared.engine.checkpoint.folder import Checkpoints, state_text, whole_files
 from shared.engine.checkpoint.optimizer_state import require_same_settings, require_settings, retuned
 from shared.engine.checkpoint.snapshot import Snapshot, Stateful, restore, take_snapshot, weights_of
 from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoint
@@ -68,7 +68,9 @@ class Saver:
 
     def writing(self, snapshot: Snapshot, notes: dict[str, Any]) -> Callable[[], Any]:
         """What writes the snapshot, perhaps on the thread: it holds copies where the next step would change the originals."""
-        return partial(self.checkpoints.save, copied(snapshot) if self.asynchronous else snapshot, notes)
+        files = whole_files(snapshot)
+        state = state_text(snapshot, notes, contents_of(files))
+        return partial(self.checkpoints.write, snapshot.step, copied(files) if self.asynchronous else files, state)
 
     def finished(self, wait: bool = False) -> Path | None:
         """The checkpoint that was completed since the last call, if any.
@@ -193,16 +195,6 @@ def shared_callbacks(parts: Mapping[str, Stateful], snapshot: Snapshot) -> tuple
     return {name: part for name, part in parts.items() if name not in odd}, replace(snapshot, parts=kept)
 
 
-def copied(snapshot: Snapshot) -> Snapshot:
-    """The snapshot with nothing in it that the next step could change; its tensors in the CPU's memory."""
-    optimizer = replace(
-        snapshot.optimizer,
-        tensors={name: copies(tensors) for name, tensors in snapshot.optimizer.tensors.items()},
-        values=copy.deepcopy(snapshot.optimizer.values),
-        groups=copy.deepcopy(snapshot.optimizer.groups),
-    )
-    return replace(snapshot, weights=copies(snapshot.weights), optimizer=optimizer, parts=copy.deepcopy(snapshot.parts))
-
-
-def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+def copied(files: Mapping[str, Shards]) -> dict[str, Shards]:
+    """The same numbers in tensors of the CPU's memory that the next step does not change."""
+    return {file: {at: tensor.to("cpu", copy=True) for at, tensor in shards.items()} for file, shards in files.items()}

@@ -12,12 +12,11 @@ Left out on purpose: values. Wrong numbers in the right places are a checkpoint.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shared.course.errors import CourseError
 from shared.course.typed import shown
@@ -91,11 +90,6 @@ def problem_of(state: Any, step: int) -> str | None:
     if strangers := sorted(stepped - set(names)):
         return f"it holds an optimizer's state of {strangers[0] or 'nothing'}, which no group has"
     return None
-
-
-def described(tensors: Mapping[str, Tensor]) -> Described:
-    """The table's entry of each tensor."""
-    return {name: table_entry(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def table_entry(dtype: torch.dtype, shape: Sequence[int]) -> list[Any]:

@@ -1,17 +1,18 @@
-"""Chapter 06. Sharded checkpoint files and resharding: each rank writes its shards, and a run in another layout reads what it needs.
+"""Chapter 04. Checkpoint files and resharding: a process writes its shards of each tensor, and a run in another layout reads what it needs.
 
     weights-rank-00001.safetensors     `blocks.0.feed_forward.up_proj.weight[512:1024]`          a span: numbers 512 to 1023, flattened
                                        `blocks.0.attention.o_proj.weight[0:24,12:24]`             a box: columns 12 to 23 of all rows
                                        `blocks.0.attention.o_proj.weight[0:24,12:24][100:200]`    a span of a box
 
-A key without a region is a whole tensor in its shape, so what one process writes (chapter 04) is the simplest case, and any layout can
-read a checkpoint of any other. No rank ever assembles a full tensor: regions are intersected as boxes, and only the rows that are needed
-are read from the memory-mapped files.
+A key without a region is a whole tensor in its shape: all that a single process writes, to `weights.safetensors`. Regions come with the
+layouts of chapter 06, and any layout reads a checkpoint of any other. No rank ever assembles a full tensor that it does not hold: regions
+are intersected as boxes, and only the rows that are needed are read from the memory-mapped files.
 
 Left out on purpose: `torch.distributed.checkpoint`. There a shard must be a box, one per file and name, so a flattened span cannot be
 expressed; and it exchanges its plans over `torch.distributed`, which does not work for ranks that are threads.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -28,6 +29,7 @@ from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoin
 from shared.model.sharding import Box, Region, whole_region
 from shared.tensor_files import save_tensors
 
+Shards = dict[tuple[str, Region], Tensor]  # name of a tensor, and where the numbers lie in the whole
 KEY = re.compile(r"(.+?)(?:\[(\d+:\d+(?:,\d+:\d+)*)\])?(?:\[(\d+):(\d+)\])?")
 
 
@@ -40,7 +42,7 @@ class StoredShard(NamedTuple):
 
 
 class ShardFiles:
-    """A `Storage` of one rank's shards.
+    """Reads this process's numbers of the tensors in a checkpoint. Without arguments, all of every tensor.
 
     Args:
         weights: name -> where this rank's numbers of a weight lie in the whole.
@@ -48,13 +50,19 @@ class ShardFiles:
         elsewhere: names that other ranks hold, and this one does not.
     """
 
-    def __init__(self, weights: Mapping[str, Region], optimizer: Mapping[str, Region], elsewhere: Collection[str]):
-        self.wanted: dict[str, Mapping[str, Region]] = {"weights": weights, "optimizer": optimizer}
+    def __init__(
+        self, weights: Mapping[str, Region] | None = None, optimizer: Mapping[str, Region] | None = None, elsewhere: Collection[str] = ()
+    ):
+        self.wanted: dict[str, Mapping[str, Region]] = {"weights": weights or {}, "optimizer": optimizer or {}}
         self.elsewhere = set(elsewhere)
 
     def read(self, folder: Path, name: str, expected: Any) -> dict[str, Tensor]:
-        """This rank's numbers of each tensor: in the shape of its box, or flat. State of which it holds nothing is left out, and what only
-        other ranks hold.
+        """The numbers of each tensor of a set, in the shape of this rank's box, or flat. State of which it holds nothing is left out, and
+        what only other ranks hold.
+
+        Args:
+            name: of the set: `weights`, `optimizer`, `random`.
+            expected: its entry in the table of contents.
 
         Raises:
             DamagedCheckpoint: the shards are not what the table of contents says, or do not make up the whole of each tensor.
@@ -124,7 +132,7 @@ def empty_like(shard: StoredShard) -> Tensor:
 
 
 def rank_file(name: str, rank: int, ranks: int) -> str:
-    """One of several ranks has a number in its files' names; one alone writes chapter 04's."""
+    """The file of a set of tensors: with the rank's number where there are several."""
     return f"{name}-rank-{rank:05d}.safetensors" if ranks > 1 else f"{name}.safetensors"
 
 
@@ -141,13 +149,41 @@ def key_of(name: str, region: Region) -> str:
     return key if region.is_box else f"{key}[{region.start}:{region.stop}]"
 
 
-def write_shards(path: Path, shards: Mapping[tuple[str, Region], Tensor]) -> None:
-    """One rank's file: (name, where in the whole) -> the numbers there."""
+def whole_shards(tensors: Mapping[str, Tensor]) -> Shards:
+    return {(name, whole_region(tensor.shape)): tensor.detach() for name, tensor in tensors.items()}
+
+
+def write_files(folder: Path, files: Mapping[str, Shards]) -> dict[str, dict[str, Any]]:
+    """Write this process's files. Returns the fingerprint of each, by its name."""
+    for name, shards in files.items():
+        write_shards(folder / name, shards)
+    return {name: fingerprint(folder / name) for name in files}
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def write_shards(path: Path, shards: Shards) -> None:
     shapes = {name: region.shape for name, region in shards if not region.is_whole}
     tensors = {}
     for (name, region), tensor in shards.items():
         tensors[key_of(name, region)] = tensor.detach().cpu().reshape(region.local_shape).contiguous()
     save_tensors(tensors, path, metadata={"shapes": json.dumps(shapes)} if shapes else None)
+
+
+def contents_of(files: Mapping[str, Shards]) -> dict[str, Described]:
+    """This process's share of the table of contents: by set of tensors, dtype and shape of the whole of each of which it writes a shard.
+    The random state of each rank is a set of its own."""
+    found: dict[str, Described] = {}
+    for file, shards in files.items():
+        name = Path(file).stem
+        tensors = found.setdefault(name if name.startswith("random") else name.split("-")[0], {})
+        for (entry, region), tensor in shards.items():
+            tensors[entry] = table_entry(tensor.dtype, region.shape)
+    return found
 
 
 def shards_in(file: Any) -> dict[str, list[StoredShard]]:

@@ -14,9 +14,8 @@ each machine does there what rank 0 does above. A run is resumed from the newest
 import json
 import platform
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,82 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shared.engine.checkpoint.atomic import atomic_save, force_to_disk
-from shared.engine.checkpoint.folder import MANIFEST, STATE, fingerprint, reason_of, state_of
-from shared.engine.checkpoint.saver import Saver
+from shared.engine.checkpoint.files import ShardFiles, Shards, contents_of, rank_file, whole_shards, write_files
+from shared.engine.checkpoint.folder import MANIFEST, STATE, Checkpoints, Result, complete, plain_random, reason_of, require_intact
+from shared.engine.checkpoint.folder import state_text
+from shared.engine.checkpoint.saver import Saver, copied
 from shared.engine.checkpoint.snapshot import Snapshot
-from shared.engine.checkpoint.soundness import CheckpointError, Described, table_entry
-from shared.model.sharding import Region, whole_region
-from shared.parallel.checkpoint.files import rank_file, write_shards
-from shared.parallel.checkpoint.folder import RANDOM, RankCheckpoints
-from shared.parallel.health.agreement import rank_names, ranks_that_share
+from shared.engine.checkpoint.soundness import CheckpointError, DamagedCheckpoint, Described
+from shared.model.sharding import whole_region
+from shared.parallel.health.agreement import agreed, rank_names, ranks_that_share
 from shared.parallel.health.replicas import require_equal_state
 from shared.parallel.held import Held
 
-Shards = dict[tuple[str, Region], Tensor]
+
+class RankCheckpoints(Checkpoints):
+    """Chapter 04's checkpoints as one rank of many reads them: its shards of the tensors, and its share of the checksums.
+
+    Every rank makes the same calls at the same time, and gets the same answers.
+    """
+
+    def __init__(self, folder: Path, keep_last: int, keep_best: bool, held: Held):
+        elsewhere = {*held.holders.shapes, *held.optim_holders.shapes}
+        super().__init__(folder, keep_last, keep_best, ShardFiles(held.weight_regions, held.optim_regions, elsewhere))
+        self.held, self.world, self.rank = held, held.mesh.world, held.mesh.world.rank
+        self.sharing: Sequence[int] = range(self.world.size)  # the ranks that see this folder, until `RankSaver.begin` has looked
+
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks see the same folder."""
+        return len(self.sharing) == self.world.size
+
+    def candidates(self) -> tuple[Sequence[int], list[str]]:
+        """The steps that all machines have, and a sentence for each newer one that is not everywhere."""
+        everyone = self.world.gather_objects({str(step): self.identity(step) for step in self.steps()})
+        for rank, of_rank in enumerate(everyone):
+            if self.shared and of_rank.keys() != everyone[0].keys():
+                raise CheckpointError(
+                    f"Rank {rank} sees checkpoints of steps {list(of_rank)} in {self.folder}, and rank 0 sees {list(everyone[0])}: "
+                    "all ranks need the same folder, on storage that all machines share."
+                )
+        found = sorted({int(step) for of_rank in everyone for step in of_rank})
+        common = [step for step in found if len({of_rank.get(str(step), "") for of_rank in everyone}) == 1]
+        if found and not common:
+            seen = "; ".join(f"rank {rank} has {', '.join(of_rank) or 'none'}" for rank, of_rank in enumerate(everyone))
+            raise CheckpointError(
+                f"The machines share no folder, and no step is the same in {self.folder} on all of them ({seen}): copy the checkpoints of "
+                "one machine to the others, or choose another output folder."
+            )
+        return common, [f"Step {step} of {self.folder} is not the same on all machines." for step in found if step > max(common)]
+
+    def identity(self, step: int) -> str:
+        """What tells a step apart from the same step of another run, without reading all of it; every machine has the same."""
+        try:
+            return json.loads((self.path(step) / MANIFEST).read_text(encoding="utf-8"))[STATE]["sha256"]
+        except (OSError, ValueError, TypeError, KeyError):
+            return "damaged"
+
+    def load(self, step: int) -> Snapshot:
+        """The snapshot with this rank's numbers, and of the optimizer's groups and values those that it has parameters of."""
+        snapshot = self.agreed(partial(super().load, step))
+        held, everywhere = self.held.optim_regions, self.held.optim_holders.shapes
+        values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if name not in held or held[name].numel}
+        groups = [
+            group | {"names": [name for name in group["names"] if name in held or name not in everywhere]}
+            for group in snapshot.optimizer.groups
+        ]
+        values = {name: of_name for name, of_name in values.items() if name in held or name not in everywhere}
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, values=values, groups=groups))
+
+    def require_intact(self, folder: Path) -> None:
+        """Verify checksums on all ranks, before any rank reads a file that may be damaged."""
+        share = slice(self.sharing.index(self.world.rank), None, len(self.sharing))
+        self.agreed(partial(require_intact, folder, share))
+
+    def agreed(self, call: Callable[[], Result]) -> Result:
+        """Return the result of `call`; where it fails on any rank, raise the same error on all. Damage comes first: what is
+        damaged fits no run."""
+        return agreed(self.world, call, CheckpointError, DamagedCheckpoint)
 
 
 class RankSaver(Saver):
@@ -95,9 +158,7 @@ class RankSaver(Saver):
         files = self.own_files(snapshot)
         self.common = self.common_state(snapshot, notes, files)
         problem = next(filter(None, self.world.gather_objects(empty_folder(staging) if self.leads else None)), None)
-        if self.asynchronous:
-            files = {file: {at: tensor.to("cpu", copy=True) for at, tensor in shards.items()} for file, shards in files.items()}
-        return partial(write_files, staging, files, problem)
+        return partial(stage_files, staging, copied(files) if self.asynchronous else files, problem)
 
     def own_files(self, snapshot: Snapshot) -> dict[str, Shards]:
         """The shards that this rank writes, by file: each shard is written by one rank only of those that share the folder."""
@@ -119,7 +180,7 @@ class RankSaver(Saver):
                 optimizer[f"{key}/{name}", region if is_sharded else whole_region(tensor.shape)] = tensor.detach()
         files = {("weights", rank): weights, ("optimizer", rank): optimizer}
         for of_rank, states in self.random_states(snapshot).items():
-            files["random", of_rank] = {(name, whole_region(state.shape)): state for name, state in states.items()}
+            files["random", of_rank] = whole_shards(states)
         return {rank_file(name, of_rank, self.world.size): shards for (name, of_rank), shards in files.items()}
 
     def random_states(self, snapshot: Snapshot) -> dict[int, dict[str, Tensor]]:
@@ -135,8 +196,7 @@ class RankSaver(Saver):
         gives them."""
         held = self.held.optim_regions
         values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if held[name].numel}
-        random = {key: value for key, value in asdict(snapshot.random).items() if key != "torch"}
-        own = [values, random, [group["names"] for group in snapshot.optimizer.groups], contents_of(files)]
+        own = [values, plain_random(snapshot), [group["names"] for group in snapshot.optimizer.groups], contents_of(files)]
         everyone = self.world.gather_objects(own)
         merged = {name: of_name for values, *_ in reversed(everyone) for name, of_name in values.items()}
         groups = []
@@ -148,7 +208,7 @@ class RankSaver(Saver):
             for name, tensors in of_rank.items():
                 contents.setdefault(name, {}).update(tensors)
         snapshot = replace(snapshot, optimizer=replace(snapshot.optimizer, values=merged, groups=groups))
-        text = json.dumps(state_of(snapshot, notes, contents) | {RANDOM: [random for _, random, *_ in everyone[1:]]})
+        text = state_text(snapshot, notes, contents, [random for _, random, *_ in everyone[1:]])
         return text if self.checkpoints.shared else self.world.gather_objects(text)[0]
 
     def finished(self, wait: bool = False) -> Path | None:
@@ -175,13 +235,6 @@ class RankSaver(Saver):
             raise self.checkpoints.unwritten(self.step, problems[0])
         return self.checkpoints.path(self.step)
 
-    def close(self) -> None:
-        """Finish writing this rank's files. Only a single rank completes its save: with several, others may be gone."""
-        super().close()
-        if self.world.size == 1:
-            with suppress(CheckpointError):  # the error that ends the run says more
-                self.finished()
-
     def complete(self, files: dict[str, dict[str, Any]]) -> None:
         """Put the ranks' files into a folder with state and manifest, atomically."""
         target = self.checkpoints.path(self.step)
@@ -190,9 +243,7 @@ class RankSaver(Saver):
         def write(folder: Path) -> None:
             for name in files:
                 (staging / name).rename(folder / name)
-            (folder / STATE).write_text(self.common, encoding="utf-8")
-            manifest = files | {STATE: fingerprint(folder / STATE)}
-            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            complete(folder, files, self.common)
 
         atomic_save(target, write)
         shutil.rmtree(staging)
@@ -200,18 +251,6 @@ class RankSaver(Saver):
     def is_best(self, loss: float) -> bool:
         """Whether a loss is the best so far, decided by rank 0."""
         return self.world.gather_objects(super().is_best(loss))[0]
-
-
-def contents_of(files: Mapping[str, Shards]) -> dict[str, Described]:
-    """This rank's share of the table of contents: by set of tensors, dtype and shape of the whole of each of which it writes a shard. The
-    random state of each rank is a set of its own."""
-    found: dict[str, Described] = {}
-    for file, shards in files.items():
-        name = Path(file).stem
-        tensors = found.setdefault(name if name.startswith("random") else name.split("-")[0], {})
-        for (entry, region), tensor in shards.items():
-            tensors[entry] = table_entry(tensor.dtype, region.shape)
-    return found
 
 
 def empty_folder(path: Path) -> str | None:
@@ -234,13 +273,12 @@ def problem_of(work: Callable[[], None]) -> str | None:
     return None
 
 
-def write_files(folder: Path, files: dict[str, Shards], problem: str | None) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Write this rank's files. Returns each file's fingerprint (checksum), and an error message."""
+def stage_files(folder: Path, files: dict[str, Shards], problem: str | None) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Write this rank's files, and force them to the disk of its machine. Returns each file's fingerprint, and an error message."""
     try:
-        if problem is None:
-            for name, shards in files.items():
-                write_shards(folder / name, shards)
-                force_to_disk(folder / name)
-        return {name: fingerprint(folder / name) for name in files} if problem is None else {}, problem
+        written = write_files(folder, files) if problem is None else {}
+        for name in written:
+            force_to_disk(folder / name)
+        return written, problem
     except (OSError, SafetensorError) as error:
         return {}, reason_of(error)
