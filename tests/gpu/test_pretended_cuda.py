@@ -1,5 +1,5 @@
-"""The trainer on a pretended CUDA device (tests/gpu/pretended_cuda): runs end, mix no devices, train what the CPU trains, and seldom make the
-host wait for the card. No GPU is needed; what only a GPU can say, `make gpu` says."""
+"""The trainer on a pretended CUDA device (tests/gpu/pretended_cuda): runs end, mix no devices, train what the CPU trains, and seldom make
+the host wait for the card. No GPU is needed; what only a GPU can say, `make gpu` says."""
 
 import json
 import os

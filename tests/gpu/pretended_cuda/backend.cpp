@@ -1,8 +1,8 @@
 // A pretended CUDA backend for CPU builds of PyTorch. Memory is the host's and kernels are the CPU's, but tensors say that they are on
-// "cuda:0" or "cuda:1", and mixing devices is refused as CUDA's wrappers refuse it. `backend.py` compiles and loads it.
+// "cuda:0" or "cuda:1", and mixing devices is refused as CUDA's wrappers refuse it. `backend.py` compiles it and loads it.
 //
-// It registers what PyTorch asks of a backend: a device guard, hooks (pinned memory, generators), an allocator, and one boxed fallback under
-// the dispatch key CUDA, which checks devices and then runs the CPU's kernel on tensors over the same memory.
+// It registers what PyTorch asks of a backend: a device guard, hooks (pinned memory, generators), an allocator, and one boxed fallback
+// under the dispatch key CUDA, which checks devices and then runs the CPU's kernel on tensors over the same memory.
 // It cannot see streams, races, NCCL, the choice of an attention kernel, rounding on the card, fragmentation and speed.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -223,6 +223,10 @@ const Tensor& resize_(const Tensor& tensor, at::IntArrayRef size, std::optional<
   return tensor;
 }
 
+bool holds_tensor(c10::ArrayRef<c10::IValue> list) {
+  return std::any_of(list.begin(), list.end(), [](const c10::IValue& each) { return each.isTensor(); });
+}
+
 // Applies `change` to each tensor among `count` values of the stack that begin at `first`, in lists too.
 template <class Change>
 void change_tensors(torch::jit::Stack* stack, size_t first, size_t count, Change change) {
@@ -234,7 +238,7 @@ void change_tensors(torch::jit::Stack* stack, size_t first, size_t count, Change
       c10::List<Tensor> list;
       for (const Tensor& each : value.toTensorVector()) list.push_back(change(each, i - first));
       value = list;
-    } else if (value.isList() && std::any_of(value.toListRef().begin(), value.toListRef().end(), [](auto& each) { return each.isTensor(); })) {
+    } else if (value.isList() && holds_tensor(value.toListRef())) {
       c10::List<std::optional<Tensor>> list;
       for (const c10::IValue& each : value.toListRef())
         list.push_back(each.isTensor() ? std::optional<Tensor>(change(each.toTensor(), i - first)) : std::nullopt);

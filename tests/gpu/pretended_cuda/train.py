@@ -32,8 +32,8 @@ from shared.trainer.settings import parse_words  # noqa: E402
 
 
 def on_own_card(value: Any) -> Any:
-    """What arrives from another rank, on this rank's card: autograd has one thread for each card, and hooks that wait in it for another rank
-    would never end if ranks shared one."""
+    """A tensor from another rank, copied to this rank's card: autograd has one thread for each card, and hooks that wait in it for another
+    rank would never end if ranks shared one."""
     if isinstance(value, torch.Tensor):
         return value.to(torch.device("cuda", torch.cuda.current_device())) if value.is_cuda else value
     if isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value):
