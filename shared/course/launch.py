@@ -6,12 +6,14 @@ dataclass; its fields are the keys of the YAML file and, dotted, the options of 
 
 import json
 import os
+import re
 import signal
 import sys
 import time
+from argparse import Action
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from shared.course import binding
 from shared.course.errors import CourseError, SettingError
@@ -75,9 +77,18 @@ def print_help(config_class: type, usage: str, asked: str = "--help") -> NoRetur
 
     asked: `--help`, or `--KEY.help` for the fields of what may stand at a key.
     """
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-    parser = ArgumentParser(description=config_class.__doc__.splitlines()[0], usage=usage)
+    class Formatter(DefaultHelpFormatter):
+        def _expand_help(self, action: Action) -> str:  # `Optional[Annotated[int, at least 1]]` becomes `int (at least 1) | null`
+            text = re.sub(r"Annotated\[(\w+), ([^\]]+)\]", r"\1 (\2)", super()._expand_help(action))
+            return re.sub(r"Optional\[([^\[\]]+)\]", r"\1 | null", text)
+
+    class Parser(ArgumentParser):
+        def __init__(self, **options: Any) -> None:  # also of the parser that jsonargparse makes for --KEY.help
+            super().__init__(**{"formatter_class": Formatter} | options)
+
+    parser = Parser(description=config_class.__doc__.splitlines()[0], usage=usage)
     parser.add_class_arguments(config_class, fail_untyped=True)
     if asked in ("-h", "--help"):
         parser.print_help()

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from shared.course.bounds import RENAMED_VALUES, OutOfBounds, close_choices
 from shared.course.errors import SettingError
 from shared.course.extensions import Extension, ImportPath, is_import_path, located
 from shared.course.strict_yaml import parse_yaml
@@ -26,11 +27,6 @@ RENAMED = {  # keys of older files -> their names now; a section's keys have the
     "data.prepare.cleaning.shortest": "data.prepare.cleaning.min_bytes",
     "data.prepare.cleaning.longest": "data.prepare.cleaning.max_bytes",
     "data.prepare.cleaning.certainty": "data.prepare.cleaning.min_probability",
-}
-RENAMED_VALUES = {  # (last name of the key, value of older files) -> what it is called now
-    ("activation_checkpointing", "blocks"): "full",
-    ("attention", "naive"): "eager",
-    ("attention", "fused"): "sdpa",
 }
 KINDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", PathText: "a path",
@@ -62,6 +58,8 @@ def configured(config_class: type[Config], settings: Any, key: str = "", base: C
             raise SettingError(f"{prefix}{name} is missing: give {wanted(hints[name])}.")
     try:
         return config_class(**values) if base is None else replace(base, **values)
+    except OutOfBounds as error:
+        raise SettingError(f"{prefix}{error}") from error
     except ValueError as error:
         named = not key or f"{key.rpartition('.')[2]}." in str(error) or prefix in str(error)
         raise SettingError(str(error) if named else f"{key}: {error}") from error
@@ -118,9 +116,10 @@ def chosen(hint: Any, value: Any, key: str, whole: Any) -> Any:
     for choice in choices:
         if choice == value and type(choice) is type(value):
             return choice
-    if (now := RENAMED_VALUES.get((key.rpartition(".")[2], str(value)))) in choices:
-        raise SettingError(f"{key} {value} is an older name: write {now}.")
-    near = difflib.get_close_matches(str(value), [choice for choice in choices if isinstance(choice, str)], n=1)
+    name = key.rpartition(".")[2]
+    near = close_choices(name, value, choices)
+    if (name, str(value)) in RENAMED_VALUES and near:
+        raise SettingError(f"{key} {value} is an older name: write {near[0]}.")
     raise SettingError(f"{key} is {shown(value)}: give {wanted(whole)}.{f' Did you mean {near[0]!r}?' if near else ''}")
 
 

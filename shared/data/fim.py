@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from shared.course.binding import exercise
-from shared.model.config import require_choices
+from shared.course.bounds import UnitFloat, checked
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[list[int]], str]
@@ -89,6 +89,7 @@ def undo_fim(ids: Sequence[int], tokens: FimTokens, decode: Decode) -> str:
 
 
 @dataclass(frozen=True)
+@checked
 class FimConfig:
     """How often a document's middle is moved, and where it is cut.
 
@@ -99,15 +100,9 @@ class FimConfig:
             cuts between tokens fails where a user's cursor stands inside one (there, section 4.4).
     """
 
-    rate: float = 0.5
-    spm_share: float = 0.5
+    rate: UnitFloat = 0.5
+    spm_share: UnitFloat = 0.5
     split: Literal["character", "line", "token"] = "character"
-
-    def __post_init__(self) -> None:
-        require_choices(self)
-        for name in ("rate", "spm_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a share between 0 and 1.")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Generator, Tensor
 
 from shared.course.binding import exercise
+from shared.course.bounds import Share, checked
 from shared.data.packing import PADDING
 from shared.totals import Batch
 
@@ -53,6 +54,7 @@ def mask_tokens(
 
 
 @dataclass(frozen=True)
+@checked
 class Masking:
     """Turns packed batches into BERT's task: `task(batch, generator) -> batch`, with draws of its own each time.
 
@@ -69,11 +71,9 @@ class Masking:
     mask_id: int
     special_ids: Sequence[int]
     vocab_size: int
-    rate: float = 0.15
+    rate: Share = 0.15
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"rate is {self.rate}: give a share above 0 and up to 1.")
         if not len(self.ordinary()):
             raise ValueError(f"All {self.vocab_size} tokens are special: there is none to put in place of another.")
 

@@ -26,6 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from shared.course.bounds import Fraction, NonNegativeInt, PositiveInt, checked
 from shared.course.extensions import Extension, content_hash, is_import_path
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.cleaning.report import CleaningReport
@@ -46,6 +47,7 @@ SIDES = {"training": False, "held_out": True}
 
 
 @dataclass(frozen=True)
+@checked
 class PrepareConfig:
     """What to prepare and how.
 
@@ -64,13 +66,13 @@ class PrepareConfig:
 
     sources: tuple[Source, ...] = (Source(),)
     cleaning: CleaningConfig = field(default_factory=CleaningConfig)
-    held_out_share: float = 0.05
+    held_out_share: Fraction = 0.05
     tokenizer: Path | None = None
     vocab_size: int = 4096
-    sentinels: int = 100
-    tokenizer_bytes: int = 2**25
-    part_bytes: int = 2**25
-    workers: int = 0
+    sentinels: NonNegativeInt = 100
+    tokenizer_bytes: PositiveInt = 2**25
+    part_bytes: PositiveInt = 2**25
+    workers: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -80,13 +82,8 @@ class PrepareConfig:
         kinds = [vars(source) | {"weight": None, "path": os.path.realpath(os.path.expanduser(source.path))} for source in self.sources]
         if twice := [source.path for source, kind in zip(self.sources, kinds, strict=True) if kinds.count(kind) > 1]:
             raise ValueError(f"prepare.sources holds {twice[-1]} twice: give each source once, and a weight if it is to count more.")
-        if not 0 < self.held_out_share < 1:
-            raise ValueError(f"held_out_share is {self.held_out_share}: give more than 0 and less than 1.")
         if self.tokenizer is None and self.vocab_size < (least := SMALLEST_VOCABULARY + self.sentinels):
             raise ValueError(f"vocab_size is {self.vocab_size}: give at least {least} (with {self.sentinels} sentinels and bytes).")
-        for name, least in (("tokenizer_bytes", 1), ("part_bytes", 1), ("workers", 0), ("sentinels", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least {least}.")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from shared.corpus import CorpusError, find
+from shared.course.bounds import PositiveFloat, PositiveInt, checked
 from shared.course.typed import PathText
 
 Kind = Literal["auto", "embedded", "text", "jsonl", "csv", "parquet", "saved", "hub"]
@@ -17,6 +18,7 @@ WILDCARD = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
+@checked
 class Source:
     """One source of text.
 
@@ -43,16 +45,12 @@ class Source:
     config: str | None = None
     revision: str | None = None
     streaming: bool = True
-    limit: int | None = None
-    weight: float | None = None
+    limit: PositiveInt | None = None
+    weight: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
         if not self.path.strip() or "\0" in self.path:
             raise ValueError(f"prepare.sources has the path {self.path!r}: give a file, a folder, a pattern, a hub dataset, or embedded.")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}: give at least 1 document, or null for all.")
-        if self.weight is not None and not 0 < self.weight < float("inf"):
-            raise ValueError(f"weight is {self.weight}: give a positive number, or leave the source out.")
 
     def resolved_kind(self) -> str:
         """What `auto` stands for.

@@ -18,12 +18,14 @@ Left out on purpose: the objective (`shared.data.objectives`), which is that of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from shared.course.binding import exercise
+from shared.course.bounds import Bounds, Fraction, checked
 from shared.loss import IGNORED
 from shared.totals import Batch
 
@@ -82,6 +84,7 @@ def corrupt_spans(input_ids: Tensor, noise: Tensor, sentinels: Sequence[int], en
 
 
 @dataclass(frozen=True)
+@checked
 class SpanConfig:
     """Which share of the tokens is cut out, and how long a span is on average.
 
@@ -89,14 +92,8 @@ class SpanConfig:
         ValueError: a share that leaves nothing to read or nothing to write, or spans shorter than one token.
     """
 
-    density: float = 0.15
-    mean_length: float = 3.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.density < 1:
-            raise ValueError(f"density is {self.density}: give a share between 0 and 1, such as 0.15.")
-        if self.mean_length < 1:
-            raise ValueError(f"mean_length is {self.mean_length}: a span has at least one token.")
+    density: Fraction = 0.15
+    mean_length: Annotated[float, Bounds(ge=1)] = 3.0
 
     def counts(self, length: int) -> tuple[int, int]:
         """How many tokens of a text of `length` are cut out, and in how many spans.

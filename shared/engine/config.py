@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from shared.course.bounds import Bounds, NonNegativeFloat, NonNegativeInt, PositiveInt, checked
 from shared.course.extensions import Extension
 
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]  # the keys of `shared.engine.trackers.TRACKERS`
 
 
 @dataclass
+@checked
 class CheckpointConfig:
     """When checkpoints are saved, and which are kept.
 
@@ -21,18 +23,15 @@ class CheckpointConfig:
         resume: resume from the newest intact checkpoint in the output folder; false refuses a folder that has one.
     """
 
-    every: int = 100
-    keep_last: int = 2
+    every: NonNegativeInt = 100
+    keep_last: PositiveInt = 2
     keep_best: bool = True
     asynchronous: bool = True
     resume: bool = True
 
-    def __post_init__(self):
-        require(self.every >= 0, f"engine.checkpoint.every is {self.every}: give steps, or 0 to save only at the end.")
-        require(self.keep_last >= 1, f"engine.checkpoint.keep_last is {self.keep_last}: keep at least 1, or a damaged one leaves nothing.")
-
 
 @dataclass
+@checked
 class AnomalyConfig:
     """Detection of NaN, inf and loss spikes. The batch of such a step is saved for replay.
 
@@ -43,15 +42,12 @@ class AnomalyConfig:
     """
 
     stop_on_nonfinite: bool = True
-    spike_deviations: float = 12.0
-    window: int = 64
-
-    def __post_init__(self):
-        require(self.spike_deviations >= 0, f"engine.anomalies.spike_deviations is {self.spike_deviations}: give at least 0.")
-        require(self.window >= 8, f"engine.anomalies.window is {self.window}: give at least 8 losses to judge by.")
+    spike_deviations: NonNegativeFloat = 12.0
+    window: Annotated[int, Bounds(ge=8)] = 64
 
 
 @dataclass
+@checked
 class DumpConfig:
     """When weights, gradients and activations are dumped by name, with statistics and histograms.
 
@@ -60,14 +56,12 @@ class DumpConfig:
         on_anomaly: dump when an anomaly is detected.
     """
 
-    every: int = 0
+    every: NonNegativeInt = 0
     on_anomaly: bool = True
-
-    def __post_init__(self):
-        require(self.every >= 0, f"engine.dump.every is {self.every}: give steps, or 0 for none.")
 
 
 @dataclass
+@checked
 class ProfileConfig:
     """Which steps torch.profiler traces; a trace opens in Perfetto.
 
@@ -76,14 +70,12 @@ class ProfileConfig:
         steps: how many steps are profiled.
     """
 
-    first_step: int = 0
-    steps: int = 3
-
-    def __post_init__(self):
-        require(self.first_step >= 0 and self.steps >= 1, "engine.profile.first_step must be at least 0, and profile.steps at least 1.")
+    first_step: NonNegativeInt = 0
+    steps: PositiveInt = 3
 
 
 @dataclass
+@checked
 class EngineConfig:
     """Options of the training engine.
 
@@ -110,9 +102,9 @@ class EngineConfig:
     output: Path = Path("runs/engine")
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     compile: bool = False
-    log_every: int = 10
-    evaluate_every: int = 100
-    early_stopping: int = 0
+    log_every: PositiveInt = 10
+    evaluate_every: NonNegativeInt = 100
+    early_stopping: NonNegativeInt = 0
     callbacks: list[Extension] = field(default_factory=list)
     trackers: list[Tracker] = field(default_factory=lambda: ["console", "jsonl"])
     project: str = "train-language-models"
@@ -125,9 +117,6 @@ class EngineConfig:
 
     def __post_init__(self):
         self.output = Path(self.output).expanduser()
-        require(self.log_every >= 1, f"log_every is {self.log_every}: give at least 1 step.")
-        require(self.evaluate_every >= 0, f"evaluate_every is {self.evaluate_every}: give steps, or 0 for one at the end.")
-        require(self.early_stopping >= 0, f"early_stopping is {self.early_stopping}: give evaluations, or 0 for never.")
         require(
             not self.early_stopping or self.evaluate_every > 0,
             "early_stopping counts evaluations, and evaluate_every is 0: there is only one, at the end. Give evaluate_every.",

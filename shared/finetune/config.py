@@ -11,12 +11,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.model.config import require_choices, require_positive
+from shared.course.bounds import BelowOne, PositiveFloat, PositiveInt, checked
+
 
 ALL_LINEAR = "all-linear"  # in place of names: each linear layer but the head, as in peft
 
 
 @dataclass(frozen=True)
+@checked
 class AdapterConfig:
     """What is trained in place of a model's own weights, which stay frozen.
 
@@ -39,23 +41,16 @@ class AdapterConfig:
     """
 
     kind: Literal["lora", "prompt", "prefix"] = "lora"
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    dropout: BelowOne = 0.0
     targets: tuple[str, ...] = ("q_proj", "v_proj")
     rank_stabilized: bool = False
     decomposed: bool = False
-    virtual_tokens: int = 20
+    virtual_tokens: PositiveInt = 20
     base: Literal["float", "nf4", "packed"] = "float"
 
     def __post_init__(self) -> None:
-        require_choices(self)
-        for name in ("rank", "virtual_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"adapter.{name} is {getattr(self, name)}: give at least 1.")
-        require_positive("adapter.alpha", self.alpha)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"adapter.dropout is {self.dropout}: give a probability of at least 0 and below 1.")
         if isinstance(self.targets, str) or not self.targets or not all(isinstance(each, str) and each.strip() for each in self.targets):
             raise ValueError(f"adapter.targets is {self.targets!r}: give a list of layers' names, like [q_proj, v_proj] or [{ALL_LINEAR}].")
         if self.kind != "lora" and self.base != "float":

@@ -7,38 +7,16 @@ values of the published models, `shared.model.hf` reads and writes their `config
 Left out on purpose: how a model is trained or sharded, and token ids with a meaning (end of text, padding).
 """
 
-import difflib
-import math
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-MOST_BLOCKS = 10_000
-RENAMED = {"fused": "sdpa", "naive": "eager"}  # values of `attention` in older configurations
-hints_of = cache(get_type_hints)  # which takes a millisecond, and is asked for with each configuration that is made
+from shared.course.bounds import BelowOne, Bounds, NonNegativeInt, PositiveFloat, PositiveInt, checked
 
-
-def require_choices(record: object) -> None:
-    """Refuse a value that its field's `Literal` does not list, and offer the nearest one.
-
-    Raises:
-        ValueError: names the field, the value and the choices.
-    """
-    for name, hint in hints_of(type(record)).items():
-        if get_origin(hint) is Literal and getattr(record, name) not in get_args(hint):
-            value, choices = getattr(record, name), get_args(hint)
-            nearest = [RENAMED[value]] if value in RENAMED else difflib.get_close_matches(str(value), choices, n=1)
-            offered = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"{name} is {value!r}: choose {', '.join(map(repr, choices))}.{offered}")
-
-
-def require_positive(name: str, value: float | None) -> None:
-    """Refuse a number that is not above 0 and finite; None stands for a default and passes."""
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value}: give a number above 0.")
+Blocks = Annotated[int, Bounds(ge=1, le=10_000)]
 
 
 @dataclass(frozen=True)
+@checked
 class RopeScaling:
     """How RoPE's frequencies are changed so that a model reads further than it was trained to. See `shared.model.rope`.
 
@@ -55,29 +33,23 @@ class RopeScaling:
     """
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
-    factor: float
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
+    factor: Annotated[float, Bounds(ge=1)]
+    original_max_position_embeddings: PositiveInt | None = None
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    attention_factor: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        require_choices(self)
-        if not 1 <= self.factor < math.inf:
-            raise ValueError(f"rope_scaling.factor is {self.factor}: scaling lengthens the context, so give at least 1.")
         if self.rope_type in ("yarn", "llama3") and not self.original_max_position_embeddings:
             raise ValueError(f"{self.rope_type} scaling needs original_max_position_embeddings, the length of training.")
-        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
-            require_positive(f"rope_scaling.{name}", getattr(self, name))
-        if (self.original_max_position_embeddings or 1) < 1:
-            raise ValueError(f"rope_scaling.original_max_position_embeddings is {self.original_max_position_embeddings}: give at least 1.")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(f"high_freq_factor is {self.high_freq_factor}: give more than low_freq_factor ({self.low_freq_factor}).")
 
 
 @dataclass(frozen=True)
+@checked
 class ExpertsConfig:
     """Mixture of experts in place of feed-forward layers: what is asked of chapter 09's configuration, which derives from this one.
 
@@ -88,12 +60,8 @@ class ExpertsConfig:
         has_losses, has_formula: whether such a layer adds losses of its own, and whether `saved_bytes` says what it keeps.
     """
 
-    num_experts: int
+    num_experts: PositiveInt
     has_losses, has_formula = False, False
-
-    def __post_init__(self) -> None:
-        if self.num_experts < 1:
-            raise ValueError(f"experts.num_experts is {self.num_experts}: give at least 1.")
 
     def parameter_counts(self, config: "ModelConfig", layer: int) -> dict[str, int]:
         """Parameters by role in the feed-forward layer of block `layer` of a resolved configuration, the router included."""
@@ -124,6 +92,7 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+@checked
 class ModelConfig:
     """One transformer.
 
@@ -176,25 +145,25 @@ class ModelConfig:
         ValueError: an unknown choice, sizes that do not divide, or options that exclude each other.
     """
 
-    vocab_size: int = 256
-    hidden_size: int = 256
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 4
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    max_position_embeddings: int = 1024
+    vocab_size: PositiveInt = 256
+    hidden_size: PositiveInt = 256
+    num_hidden_layers: Blocks = 4
+    num_attention_heads: PositiveInt = 4
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    intermediate_size: PositiveInt | None = None
+    max_position_embeddings: PositiveInt = 1024
 
     architecture: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
-    num_encoder_layers: int | None = None
+    num_encoder_layers: Blocks | None = None
     position: Literal["none", "learned", "rope", "alibi", "relative"] = "rope"
-    rope_theta: float = 10000.0
+    rope_theta: PositiveFloat = 10000.0
     rope_scaling: RopeScaling | None = None
-    relative_attention_num_buckets: int = 32
-    relative_attention_max_distance: int = 128
+    relative_attention_num_buckets: PositiveInt = 32
+    relative_attention_max_distance: PositiveInt = 128
 
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    norm_eps: float = 1e-5
+    norm_eps: PositiveFloat = 1e-5
     norm_position: Literal["pre", "post"] = "pre"
     embedding_norm: bool = False
     qk_norm: bool = False
@@ -205,22 +174,21 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
-    attention_scale: float | None = None
-    sliding_window: int | None = None
+    attention_scale: PositiveFloat | None = None
+    sliding_window: PositiveInt | None = None
     layer_types: tuple[str, ...] | None = None
     attention: Literal["sdpa", "eager"] = "sdpa"
 
-    type_vocab_size: int = 0
+    type_vocab_size: NonNegativeInt = 0
     head: Literal["linear", "mlm"] = "linear"
     tie_word_embeddings: bool = False
-    logit_scale: float = 1.0
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    initializer_range: float = 0.02
+    logit_scale: PositiveFloat = 1.0
+    hidden_dropout: BelowOne = 0.0
+    attention_dropout: BelowOne = 0.0
+    initializer_range: PositiveFloat = 0.02
 
     def __post_init__(self) -> None:
-        require_choices(self)
-        require_sizes(self)
+        require_divisible(self)
         require_compatible(self)
 
     def resolved(self) -> "ModelConfig":
@@ -253,18 +221,7 @@ def default_intermediate_size(hidden_size: int, gated: bool) -> int:
     return -(-8 * hidden_size // (3 * 64)) * 64 if gated else 4 * hidden_size
 
 
-def require_sizes(config: ModelConfig) -> None:
-    whole = {name: value for name, value in vars(config).items() if isinstance(value, int) and not isinstance(value, bool)}
-    for name, value in whole.items():
-        if value < (0 if name == "type_vocab_size" else 1):
-            raise ValueError(f"{name} is {value}: give at least {0 if name == 'type_vocab_size' else 1}.")
-        if name in ("num_hidden_layers", "num_encoder_layers") and value > MOST_BLOCKS:
-            raise ValueError(f"{name} is {value}: give at most {MOST_BLOCKS:,}.")
-    for name in ("rope_theta", "norm_eps", "attention_scale", "logit_scale", "initializer_range"):
-        require_positive(name, getattr(config, name))
-    for name in ("hidden_dropout", "attention_dropout"):
-        if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}: it is a probability, so give at least 0 and less than 1.")
+def require_divisible(config: ModelConfig) -> None:
     heads, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     if config.head_dim is None and config.hidden_size % heads:
         raise ValueError(

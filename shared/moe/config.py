@@ -8,13 +8,13 @@ that steers the choice in place of a loss, groups of experts, shared experts, de
 Left out on purpose: experts of different widths, biases in experts, a mixture in every second layer only.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from shared.course.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, checked
 from shared.course.errors import SettingError
 from shared.course.extensions import Extension
-from shared.model.config import ExpertsConfig, ModelConfig, require_choices, require_positive
+from shared.model.config import ExpertsConfig, ModelConfig
 from shared.moe.memory_costs import saved_by_experts
 from shared.parallel.config import ParallelConfig
 
@@ -25,6 +25,7 @@ CAPACITY_OF_WHOLE_ROWS = (
 
 
 @dataclass(frozen=True)
+@checked
 class MixtureConfig(ExpertsConfig):
     """A mixture of experts in place of the feed-forward layers. Names are Hugging Face's where one exists.
 
@@ -55,41 +56,31 @@ class MixtureConfig(ExpertsConfig):
         ValueError: a number out of range, or sizes that do not fit each other.
     """
 
-    moe_intermediate_size: int
-    num_experts_per_tok: int = 2
+    moe_intermediate_size: PositiveInt
+    num_experts_per_tok: PositiveInt = 2
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
-    num_shared_experts: int = 0
-    first_k_dense: int = 0
-    balance_coefficient: float = 0.01
+    routed_scaling_factor: PositiveFloat = 1.0
+    n_group: PositiveInt = 1
+    topk_group: PositiveInt = 1
+    num_shared_experts: NonNegativeInt = 0
+    first_k_dense: NonNegativeInt = 0
+    balance_coefficient: NonNegativeFloat = 0.01
     balance_convention: Literal["megatron", "switch", "transformers"] = "megatron"
-    z_coefficient: float = 0.0
-    bias_update_rate: float | None = None
-    capacity_factor: float | None = None
+    z_coefficient: NonNegativeFloat = 0.0
+    bias_update_rate: NonNegativeFloat | None = None
+    capacity_factor: PositiveFloat | None = None
     implementation: Literal["grouped", "batched", "loop"] = "grouped"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choices(self)
-        for name in ("routed_scaling_factor", "capacity_factor"):
-            require_positive(f"experts.{name}", getattr(self, name))
-        for name, least in (("moe_intermediate_size", 1), ("num_shared_experts", 0), ("first_k_dense", 0), ("n_group", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"experts.{name} is {getattr(self, name)}: give at least {least}.")
-        for name in ("balance_coefficient", "z_coefficient", "bias_update_rate"):
-            if not 0 <= (getattr(self, name) or 0) < math.inf:
-                raise ValueError(f"experts.{name} is {getattr(self, name)}: give a finite number that is at least 0.")
         if self.num_experts % self.n_group or (self.n_group > 1 and self.num_experts < 2 * self.n_group):
             raise ValueError(
                 f"experts.n_group is {self.n_group}, which must divide experts.num_experts ({self.num_experts}) into groups of 2 or more."
             )
-        if not 1 <= self.topk_group <= self.n_group:
+        if self.topk_group > self.n_group:
             raise ValueError(f"experts.topk_group is {self.topk_group}: give 1 to experts.n_group ({self.n_group}).")
         reachable = self.num_experts // self.n_group * self.topk_group
-        if not 1 <= self.num_experts_per_tok <= reachable:
+        if self.num_experts_per_tok > reachable:
             raise ValueError(f"experts.num_experts_per_tok is {self.num_experts_per_tok}: a token has {reachable} to choose from.")
 
     def is_sparse(self, layer: int) -> bool:

@@ -3,10 +3,10 @@
 It is apart from the optimizers so that a script can read its options before the core is bound to the exercises' implementation.
 """
 
-import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from shared.course.bounds import BelowOne, Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat, checked
 from shared.course.extensions import ImportPath, is_import_path
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -21,6 +21,7 @@ FOR_ALL = ("name", "options", "lr", "weight_decay", "no_decay")  # of these fiel
 
 
 @dataclass
+@checked
 class OptimizerConfig:
     """Which optimizer updates the weights, and its hyperparameters.
 
@@ -44,16 +45,16 @@ class OptimizerConfig:
     """
 
     name: Literal["adamw", "lion", "muon", "sgd"] | ImportPath = "adamw"
-    lr: float = 1e-3
-    weight_decay: float = 0.1
+    lr: PositiveFloat = 1e-3
+    weight_decay: NonNegativeFloat = 0.1
     betas: tuple[float, float] | None = None
-    eps: float = 1e-8
-    momentum: float = 0.95
+    eps: NonNegativeFloat = 1e-8
+    momentum: BelowOne = 0.95
     nesterov: bool = True
     scaling: Scaling = "match_rms_adamw"
-    newton_schulz_steps: int = 5
+    newton_schulz_steps: Annotated[int, Bounds(ge=1, le=100)] = 5
     newton_schulz_dtype: Literal["bfloat16", "float32", "float64"] | None = None
-    adamw_lr: float | None = None
+    adamw_lr: PositiveFloat | None = None
     fused: bool = False
     no_decay: list[str] = field(default_factory=list)
     to_adamw: list[str] = field(default_factory=list)
@@ -71,18 +72,10 @@ class OptimizerConfig:
             if getattr(self, option) and self.name not in rules:
                 given = getattr(self, option)
                 raise ValueError(f"{option} is {given!r} and {self.name} does not use it: it is for {' and '.join(rules)}.")
-        for option in ("lr", "adamw_lr"):
-            if (rate := getattr(self, option)) is not None and not 0 < rate < math.inf:
-                raise ValueError(f"{option} is {rate}: give a positive learning rate.")
-        if not (0 <= self.weight_decay < math.inf and 0 <= self.eps < math.inf):
-            raise ValueError(f"weight_decay is {self.weight_decay} and eps is {self.eps}: neither may be negative.")
-        if not all(0 <= beta < 1 for beta in (*(self.betas or ()), self.momentum)):
-            raise ValueError(f"betas are {self.betas} and momentum is {self.momentum}: each must be at least 0 and below 1.")
-        if not 1 <= self.newton_schulz_steps <= 100:
-            raise ValueError(f"newton_schulz_steps is {self.newton_schulz_steps}: give at least 1 and at most 100.")
+        if not all(0 <= beta < 1 for beta in self.betas or ()):
+            raise ValueError(f"betas are {self.betas}: give each at least 0 and below 1.")
         if self.name == "muon" and self.scaling == "original" and self.adamw_lr is None:
             raise ValueError("muon with the original scaling needs about ten times adamw's learning rate: give adamw_lr for adamw's share.")
-
 
     @property
     def is_extension(self) -> bool:
@@ -91,6 +84,7 @@ class OptimizerConfig:
 
 
 @dataclass
+@checked
 class ScheduleConfig:
     """The learning-rate schedule of a run.
 
@@ -106,10 +100,10 @@ class ScheduleConfig:
     """
 
     name: Literal["constant", "linear", "cosine", "wsd"] | ImportPath = "cosine"
-    steps: int = 1000
-    warmup_steps: int = 50
-    decay_steps: int = 200
-    minimum: float = 0.1
+    steps: PositiveInt = 1000
+    warmup_steps: NonNegativeInt = 50
+    decay_steps: NonNegativeInt = 200
+    minimum: UnitFloat = 0.1
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,13 +111,6 @@ class ScheduleConfig:
             raise ValueError(f"options are for a schedule by import path, and name is {self.name}: leave them out.")
         if self.name not in ("constant", "linear", "cosine", "wsd") and not is_import_path(self.name):
             raise ValueError(f"There is no schedule {self.name!r}: choose constant, linear, cosine or wsd.")
-        if self.steps < 1 or self.warmup_steps < 0 or self.decay_steps < 0:
-            raise ValueError(
-                f"A schedule of {self.steps} steps with warmup_steps {self.warmup_steps} and decay_steps {self.decay_steps}: "
-                "give at least one step, and no negative number."
-            )
-        if not 0 <= self.minimum <= 1:
-            raise ValueError(f"The schedule's minimum is {self.minimum}: it is a fraction of the peak, so give a number from 0 to 1.")
         needed = {"constant": 0, "wsd": self.warmup_steps + self.decay_steps}.get(self.name, self.warmup_steps + 1)
         needed = 0 if is_import_path(self.name) else needed
         if needed > self.steps:

@@ -10,11 +10,12 @@ Left out on purpose: bfloat16 needs none of this. It has float32's range.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from torch import nn
 
 from shared.course.binding import exercise
+from shared.course.bounds import Bounds, Fraction, PositiveFloat, PositiveInt, checked
 from shared.engine.callbacks import Callback, Metrics
 from shared.engine.run_state import RunState
 from shared.model.transformer import set_loss_scale
@@ -53,6 +54,7 @@ def update_scale(state: LossScale, finite: bool, growth: float = 2.0, backoff: f
 
 
 @dataclass
+@checked
 class LossScaleConfig:
     """Options of dynamic loss scaling.
 
@@ -64,14 +66,10 @@ class LossScaleConfig:
         interval: good steps in a row.
     """
 
-    initial: float = 2.0**10
-    growth: float = 2.0
-    backoff: float = 0.5
-    interval: int = 2000
-
-    def __post_init__(self) -> None:
-        if not (self.initial > 0 and self.growth > 1 and 0 < self.backoff < 1 and self.interval >= 1):
-            raise ValueError(f"{self}: give initial > 0, growth > 1, backoff between 0 and 1, and an interval of at least 1.")
+    initial: PositiveFloat = 2.0**10
+    growth: Annotated[float, Bounds(gt=1)] = 2.0
+    backoff: Fraction = 0.5
+    interval: PositiveInt = 2000
 
 
 class LossScaler:

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shared.course.bounds import NonNegativeInt, PositiveFloat, PositiveInt, checked
+
 AXES = {  # from outside in
     "pp": "pipeline_parallel",
     "dp": "data_parallel",
@@ -28,6 +30,7 @@ LATER = {  # the field, and the chapter whose axis makes it take effect
 
 
 @dataclass
+@checked
 class ParallelConfig:
     """How a run is spread over ranks.
 
@@ -64,31 +67,28 @@ class ParallelConfig:
     """
 
     backend: Literal["course", "torch"] = "course"
-    pipeline_parallel: int = 1
+    pipeline_parallel: PositiveInt = 1
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    pipeline_chunks: int = 1
+    pipeline_chunks: PositiveInt = 1
     pipeline_layers: Literal["flops", "memory"] | tuple[int, ...] = "flops"
-    data_parallel: int = 1
-    fully_sharded: int = 1
-    context_parallel: int = 1
-    tensor_parallel: int = 1
+    data_parallel: PositiveInt = 1
+    fully_sharded: PositiveInt = 1
+    context_parallel: PositiveInt = 1
+    tensor_parallel: PositiveInt = 1
     sequence_parallel: bool = False
-    expert_parallel: int = 1
+    expert_parallel: PositiveInt = 1
     zero: Literal[0, 1, 2] = 0
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     reshard_after_forward: bool = True
-    prefetch: int = 1
-    bucket_megabytes: float = 25.0
+    prefetch: NonNegativeInt = 1
+    bucket_megabytes: PositiveFloat = 25.0
     offload_optimizer: bool = False
-    heartbeat_timeout: float = 30.0
-    collective_timeout: float = 1800.0
-    init_timeout: float = 300.0
-    check_every: int = 100
+    heartbeat_timeout: PositiveFloat = 30.0
+    collective_timeout: PositiveFloat = 1800.0
+    init_timeout: PositiveFloat = 300.0
+    check_every: NonNegativeInt = 100
 
     def __post_init__(self):
-        for name in (*AXES.values(), *VIEWS.values(), "pipeline_chunks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"parallel.{name} is {getattr(self, name)}: give at least 1.")
         if self.data_ranks % self.expert_parallel:
             raise ValueError(
                 f"parallel.expert_parallel is {self.expert_parallel}, which does not divide the {self.data_ranks} data-parallel ranks "
@@ -118,16 +118,10 @@ class ParallelConfig:
             )
         if self.zero and self.fully_sharded > 1:
             raise ValueError("parallel.zero beside fully_sharded: full sharding already cuts gradients and state. Set zero to 0.")
-        if self.prefetch < 0 or self.check_every < 0 or not self.bucket_megabytes > 0:
-            raise ValueError(
-                f"parallel.prefetch is {self.prefetch}, check_every {self.check_every} and bucket_megabytes {self.bucket_megabytes}: "
-                "prefetch and check_every must be at least 0, and bucket_megabytes above 0."
-            )
-        longest, shortest = (bound(self.collective_timeout, self.init_timeout) for bound in (max, min))
-        if not 0 < self.heartbeat_timeout <= shortest <= longest < math.inf:
+        if self.heartbeat_timeout > min(self.collective_timeout, self.init_timeout):
             raise ValueError(
                 f"parallel.heartbeat_timeout is {self.heartbeat_timeout}, collective_timeout {self.collective_timeout} and init_timeout "
-                f"{self.init_timeout}: heartbeat_timeout must be above 0, and the other two finite and no shorter."
+                f"{self.init_timeout}: the other two must be no shorter than heartbeat_timeout."
             )
         if self.backend == "torch" and self.context_parallel > 1:
             raise ValueError("parallel.context_parallel with backend torch is not built: use backend course.")

@@ -6,13 +6,16 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from shared.course.bounds import Bounds, NonNegativeInt, checked
 from shared.finetune.chat.prepare import PAIRS, ChatConfig
 
 MOST_PROMPTS = 200  # that are held out for the judge: of sums there are few more than a fourth as many
 
 
 @dataclass(frozen=True)
+@checked
 class MadeConfig:
     """Pairs that code makes by a hidden preference, and held-out prompts whose answers it judges.
 
@@ -24,19 +27,15 @@ class MadeConfig:
         file: held-out prompts of your own, one JSON object a line with kind, prompt, answer and check; null for the set's own.
     """
 
-    pairs: int = 3000
-    prompts: int = 120
+    pairs: Annotated[int, Bounds(ge=40)] = 3000
+    prompts: NonNegativeInt = 120
     seed: int = 0
-    flipped: float = 0.0
+    flipped: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0
     file: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.pairs < 40:
-            raise ValueError(f"made.pairs is {self.pairs}: give at least 40, so that some can be held out.")
-        if self.prompts < 0 or (self.prompts > MOST_PROMPTS and self.file is None):
+        if self.prompts > MOST_PROMPTS and self.file is None:
             raise ValueError(f"made.prompts is {self.prompts}: give 0 to {MOST_PROMPTS}, or a file of your own.")
-        if not 0 <= self.flipped < 0.5:
-            raise ValueError(f"made.flipped is {self.flipped}: give at least 0 and less than 0.5, or the preference is its opposite.")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Chapter 11. Settings of DPO and its relatives: which loss, how strong, and where the reference's log-probabilities come from."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from shared.model.config import require_choices, require_positive
+from shared.course.bounds import Bounds, NonNegativeFloat, PositiveFloat, checked
+
 
 OF_LOSSES = {  # a setting that would do nothing is refused
     "label_smoothing": ("dpo", "robust"),
@@ -17,6 +18,7 @@ OF_LOSSES = {  # a setting that would do nothing is refused
 
 
 @dataclass(frozen=True)
+@checked
 class DPOConfig:
     """The loss on preferences.
 
@@ -39,23 +41,16 @@ class DPOConfig:
     """
 
     loss: Literal["dpo", "robust", "hinge", "ipo", "simpo", "orpo", "kto"] = "dpo"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
+    beta: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0
     per_token: bool = False
     target_margin: float = 0.0
-    sft_weight: float = 0.0
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    sft_weight: NonNegativeFloat = 0.0
+    desirable_weight: PositiveFloat = 1.0
+    undesirable_weight: PositiveFloat = 1.0
     reference: Literal["cached", "beside"] = "cached"
 
     def __post_init__(self) -> None:
-        require_choices(self)
-        for name in ("beta", "desirable_weight", "undesirable_weight"):
-            require_positive(name, getattr(self, name))
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing is {self.label_smoothing}: give a share of wrong labels of at least 0 and below 0.5.")
-        if self.sft_weight < 0:
-            raise ValueError(f"sft_weight is {self.sft_weight}: give at least 0.")
         for name, losses in OF_LOSSES.items():
             if getattr(self, name) != type(self).__dataclass_fields__[name].default and self.loss not in losses:
                 raise ValueError(f"{name} has no effect with loss {self.loss}: leave it out, or choose {' or '.join(losses)}.")

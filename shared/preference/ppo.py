@@ -10,7 +10,6 @@ The samples were drawn by an older policy, so each token's advantage is weighted
 Left out on purpose: a bonus for entropy, which language models that start from a good policy do without.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.course.binding import exercise
+from shared.course.bounds import NonNegativeFloat, PositiveFloat, PositiveInt, UnitFloat, checked
 from shared.engine.callbacks import Metrics
 from shared.loss import IGNORED
 from shared.preference.gae import generalized_advantages
@@ -58,6 +58,7 @@ def ppo_policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor
 
 
 @dataclass(frozen=True)
+@checked
 class PPOConfig(RolloutConfig):
     """PPO on answers: the fields of a rollout, and these.
 
@@ -74,29 +75,19 @@ class PPOConfig(RolloutConfig):
         whiten: bring the advantages of a rollout to mean 0 and deviation 1.
     """
 
-    clip: float = 0.2
-    value_clip: float = 0.2
-    value_coefficient: float = 0.1
-    gamma: float = 1.0
-    lam: float = 0.95
-    kl_coefficient: float = 0.05
-    target_kl: float | None = None
-    kl_horizon: int = 10_000
-    unended_penalty: float = 0.0
+    clip: PositiveFloat = 0.2
+    value_clip: PositiveFloat = 0.2
+    value_coefficient: NonNegativeFloat = 0.1
+    gamma: UnitFloat = 1.0
+    lam: UnitFloat = 0.95
+    kl_coefficient: NonNegativeFloat = 0.05
+    target_kl: PositiveFloat | None = None
+    kl_horizon: PositiveInt = 10_000
+    unended_penalty: NonNegativeFloat = 0.0
     whiten: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("clip", "value_clip", "target_kl", "kl_horizon"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}: give a positive number.")
-        for name in ("value_coefficient", "kl_coefficient", "unended_penalty"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more.")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number from 0 to 1.")
         if self.target_kl is not None and self.kl_coefficient == 0:
             raise ValueError("kl_coefficient is 0, and target_kl would multiply it: give a positive number to begin with.")
 

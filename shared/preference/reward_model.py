@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from shared.course.bounds import NonNegativeFloat, checked
 from shared.course.errors import SettingError
 from shared.loss import IGNORED
 from shared.model.builders import Builders
@@ -41,6 +42,7 @@ WIDTH = 16  # sequences are padded to multiples of this, which sequence-parallel
 
 
 @dataclass(frozen=True)
+@checked
 class RewardConfig:
     """The loss of a reward model.
 
@@ -52,13 +54,8 @@ class RewardConfig:
         ValueError: a negative number.
     """
 
-    centering: float = 0.0
-    margin_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("centering", "margin_scale"):
-            if not 0 <= getattr(self, name) < torch.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number of at least 0.")
+    centering: NonNegativeFloat = 0.0
+    margin_scale: NonNegativeFloat = 1.0
 
 
 class ScalarHead(ScalarProjection):

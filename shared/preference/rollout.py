@@ -4,7 +4,6 @@ The columns are [answers, time]: an answer begins at time 0 and ends at its leng
 every number to its last bit.
 """
 
-import math
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shared.course.bounds import PositiveFloat, PositiveInt, checked
 from shared.engine.callbacks import Metrics
 from shared.preference.answer_rows import Sample
 from shared.preference.gathering import Gather
@@ -19,6 +19,7 @@ from shared.preference.sampler import Completion
 
 
 @dataclass(frozen=True)
+@checked
 class RolloutConfig:
     """How answers are sampled, and how often they are trained on.
 
@@ -34,21 +35,16 @@ class RolloutConfig:
             the shards; auto gathers once where whole weights and the cache fit on every rank.
     """
 
-    prompts: int = 32
-    answers: int = 1
-    new_tokens: int = 64
-    temperature: float = 1.0
-    rows: int = 64
-    passes: int = 2
-    minibatches: int = 2
+    prompts: PositiveInt = 32
+    answers: PositiveInt = 1
+    new_tokens: PositiveInt = 64
+    temperature: PositiveFloat = 1.0
+    rows: PositiveInt = 64
+    passes: PositiveInt = 2
+    minibatches: PositiveInt = 2
     gather: Gather = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "answers", "new_tokens", "rows", "passes", "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1.")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}: answers that are learned from are drawn, so give a positive number.")
         if self.prompts * self.answers % self.minibatches:
             raise ValueError(
                 f"minibatches is {self.minibatches} and does not divide the {self.prompts * self.answers} answers of a rollout "

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from shared.sampling import require_drawing
+from shared.course.bounds import PositiveFloat, PositiveInt, checked
 
 
 class Completion(NamedTuple):
@@ -56,6 +56,7 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True)
+@checked
 class PlainSampler:
     """Draws answers with a pass over the whole sequence for each token, as chapter 01's `generate` does.
 
@@ -67,18 +68,11 @@ class PlainSampler:
         multiple: of which the length is that the model is given: with sequence parallelism, the tensor-parallel ranks.
     """
 
-    new_tokens: int
+    new_tokens: PositiveInt
     stops: Collection[int]
-    temperature: float = 1.0
-    rows: int = 64
-    multiple: int = 1
-
-    def __post_init__(self) -> None:
-        require_drawing(self.temperature, None)
-        if self.temperature == 0:
-            raise ValueError("temperature is 0: answers that are learned from must be drawn, so give a positive number.")
-        if min(self.new_tokens, self.rows, self.multiple) < 1:
-            raise ValueError(f"new_tokens is {self.new_tokens}, rows {self.rows}, multiple {self.multiple}: give at least 1 of each.")
+    temperature: PositiveFloat = 1.0
+    rows: PositiveInt = 64
+    multiple: PositiveInt = 1
 
     @torch.no_grad()
     def __call__(

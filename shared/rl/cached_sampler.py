@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shared.course.bounds import PositiveFloat, PositiveInt, Share, checked
 from shared.preference.sampler import Completion
 from shared.rl.generation import Drawing, generate_tokens
 
 
 @dataclass(frozen=True)
+@checked
 class CachedSampler:
     """Draws answers with a pass over one token of each row for each token (`shared.preference.sampler.Sampler`).
 
@@ -23,23 +25,16 @@ class CachedSampler:
         fused: see `shared.rl.decoding_cache.DecodingCache`.
     """
 
-    new_tokens: int
+    new_tokens: PositiveInt
     stops: Collection[int]
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    rows: int = 64
-    multiple: int = 1
+    temperature: PositiveFloat = 1.0
+    top_k: PositiveInt | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repetition_penalty: PositiveFloat = 1.0
+    rows: PositiveInt = 64
+    multiple: PositiveInt = 1
     fused: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.temperature == 0:
-            raise ValueError("temperature is 0: answers that are learned from must be drawn, so give a positive number.")
-        if min(self.new_tokens, self.rows, self.multiple) < 1:
-            raise ValueError(f"new_tokens is {self.new_tokens}, rows {self.rows}, multiple {self.multiple}: give at least 1 of each.")
-        Drawing.of(self)
 
     def __call__(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], seeds: Sequence[int], anyone: Callable[[bool], bool]

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shared.course.bounds import NonNegativeInt, PositiveFloat, checked
 from shared.course.extensions import called
 from shared.rl.grpo import GRPOConfig
 from shared.rl.rewards import MODEL, RewardPart
@@ -15,6 +16,7 @@ from shared.rl.tasks import TasksConfig
 
 
 @dataclass(frozen=True)
+@checked
 class TaskPolicyConfig(GRPOConfig):
     """GRPO: rollouts, losses, tasks and rewards. It has the fields of `shared.rl.grpo.GRPOConfig`, and these.
 
@@ -32,9 +34,9 @@ class TaskPolicyConfig(GRPOConfig):
     reference: bool = True
     tasks: TasksConfig = field(default_factory=TasksConfig)
     rewards: tuple[RewardPart, ...] = (RewardPart(),)
-    reward_seconds: float = 5.0
+    reward_seconds: PositiveFloat = 5.0
     reward_failed: float | None = None
-    held_out_answers: int = 8
+    held_out_answers: NonNegativeInt = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,12 +47,10 @@ class TaskPolicyConfig(GRPOConfig):
             ),
             (not self.rewards, "rewards is empty: give at least one, such as [{name: task}]."),
             (len({called(part.name) for part in self.rewards}) < len(self.rewards), "rewards names one reward twice: give each once."),
-            (not 0 < self.reward_seconds < math.inf, f"reward_seconds is {self.reward_seconds}: give a positive number."),
             (
                 self.reward_failed is not None and not math.isfinite(self.reward_failed),
                 f"reward_failed is {self.reward_failed}: give a finite number, or null.",
             ),
-            (self.held_out_answers < 0, f"held_out_answers is {self.held_out_answers}: give 0 or more."),
         ]
         for is_wrong, reason in wrong:
             if is_wrong:

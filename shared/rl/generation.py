@@ -14,16 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shared.course.bounds import NonNegativeFloat, PositiveFloat, PositiveInt, Share, checked
 from shared.finetune.soft_prompts import virtual_ids
 from shared.model.transformer import TransformerModel
 from shared.rl import sampling
 from shared.rl.decoding_cache import DecodingCache
-from shared.sampling import evaluating, require_drawing
+from shared.sampling import evaluating
 
 REFILL = 4  # prompts are read when 1 / REFILL of the rows are free: a pass over few prompts costs about as much as one over many
 
 
 @dataclass(frozen=True)
+@checked
 class Drawing:
     """How the next token is drawn from logits: min-p and repetition penalty change them first, then comes `draw_tokens`.
 
@@ -38,24 +40,16 @@ class Drawing:
         ValueError: names the setting.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    temperature: NonNegativeFloat = 1.0
+    top_k: PositiveInt | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repetition_penalty: PositiveFloat = 1.0
 
     @classmethod
     def of(cls, settings: Any) -> "Drawing":
         """The drawing that an object with fields of these names describes."""
         return cls(**{entry.name: getattr(settings, entry.name) for entry in fields(cls)})
-
-    def __post_init__(self) -> None:
-        require_drawing(self.temperature, self.top_k)
-        for name in ("top_p", "min_p"):
-            if (share := getattr(self, name)) is not None and not 0 < share <= 1:
-                raise ValueError(f"{name} is {share}: give a share above 0 and at most 1, or null to cut nothing off.")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give a number above 0; 1 changes nothing.")
 
     def __call__(self, logits: Tensor, uniform: Tensor, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities, [rows] each (`draw_tokens`). texts: the ids of each row so far."""

@@ -19,13 +19,13 @@ Left out on purpose: a bonus for entropy, clipping from above of ratios with a n
 that a string ends has drawn no token that ends it, and would not learn to.
 """
 
-import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from shared.course.bounds import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, checked
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Metrics
 from shared.loss import IGNORED
@@ -45,6 +45,7 @@ OWN_SAMPLES = 0.02  # nats for each token by which the sampler's log-probabiliti
 
 
 @dataclass(frozen=True)
+@checked
 class GRPOConfig(RolloutConfig):
     """GRPO on answers: the fields of a rollout, of which `answers` is the size of a group, and these.
 
@@ -74,48 +75,38 @@ class GRPOConfig(RolloutConfig):
         repetition_penalty: what positive logits of tokens that stand in the text already are divided by; 1 for nothing.
     """
 
-    answers: int = 8
-    passes: int = 1
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    answers: Annotated[int, Bounds(ge=2)] = 8
+    passes: PositiveInt = 1
+    clip_low: Share = 0.2
+    clip_high: PositiveFloat = 0.28
     level: Level = "token"
     scale: Scale = "group"
     aggregation: Aggregation = "token"
-    kl_coefficient: float = 0.0
+    kl_coefficient: NonNegativeFloat = 0.0
     kl_estimator: Estimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     kl_times_ratio: bool = False
     mask_truncated: bool = False
-    overlong_tokens: int = 0
-    overlong_penalty: float = 0.0
-    rounds: int = 1
-    importance_limit: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    overlong_tokens: NonNegativeInt = 0
+    overlong_penalty: NonNegativeFloat = 0.0
+    rounds: PositiveInt = 1
+    importance_limit: Annotated[float, Bounds(ge=1)] | None = None
+    top_k: PositiveInt | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repetition_penalty: PositiveFloat = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         wrong = [
-            (self.answers < 2, f"answers is {self.answers}: an answer is compared with others to its prompt, so give at least 2."),
-            (not 0 < self.clip_low <= 1, f"clip_low is {self.clip_low}: give more than 0 and at most 1."),
-            (not 0 < self.clip_high < math.inf, f"clip_high is {self.clip_high}: give a positive number."),
-            (not 0 <= self.kl_coefficient < math.inf, f"kl_coefficient is {self.kl_coefficient}: give 0 or more."),
             (self.kl_times_ratio and self.kl_in == "reward", "kl_times_ratio is for kl_in loss, which is differentiated: leave it out."),
             (
-                not 0 <= self.overlong_tokens <= self.new_tokens,
+                self.overlong_tokens > self.new_tokens,
                 f"overlong_tokens is {self.overlong_tokens} of new_tokens {self.new_tokens}: give from 0 to as many.",
             ),
-            (not 0 <= self.overlong_penalty < math.inf, f"overlong_penalty is {self.overlong_penalty}: give 0 or more."),
             (
                 (self.overlong_tokens > 0) != (self.overlong_penalty > 0),
                 "overlong_tokens and overlong_penalty belong together, and one of them is 0: give both, or none.",
-            ),
-            (self.rounds < 1, f"rounds is {self.rounds}: give at least 1."),
-            (
-                self.importance_limit is not None and not 1 <= self.importance_limit < math.inf,
-                f"importance_limit is {self.importance_limit}: give at least 1, or null.",
             ),
             (
                 self.drawing != Drawing(self.temperature) and self.importance_limit is None,

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from shared.course.bounds import Bounds, NonNegativeInt, PositiveInt, checked
 from shared.course.errors import CourseError
 from shared.finetune.chat.datasets import ChatSource, records, refuse_record
 from shared.finetune.instructions import NOUNS, Task, dashes, function, header, json_object, upper_case
@@ -34,6 +35,7 @@ Kind = Literal["sum", "count", "function", "list", "upper_case", "json", "signat
 
 
 @dataclass(frozen=True)
+@checked
 class MadeTasks:
     """Tasks that code makes.
 
@@ -45,17 +47,17 @@ class MadeTasks:
     """
 
     kinds: tuple[Kind, ...] = ("sum", "count", "function")
-    digits: int = 2
-    training: int = 2000
+    digits: Annotated[int, Bounds(ge=1, le=100)] = 2
+    training: PositiveInt = 2000
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.kinds or not 1 <= self.digits <= 100 or self.training < 1:
-            raise ValueError(f"made has kinds {list(self.kinds)}, digits {self.digits}, training {self.training}: give at least one kind, "
-                             "1 to 100 digits, and at least 1 task.")  # fmt: skip
+        if not self.kinds:
+            raise ValueError("made.kinds is empty: give at least one kind.")
 
 
 @dataclass(frozen=True)
+@checked
 class TasksConfig:
     """Prompts to answer, with what verifies the answers.
 
@@ -72,14 +74,12 @@ class TasksConfig:
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     check: str = "number"
-    held_out: int = 120
+    held_out: NonNegativeInt = 120
     made: MadeTasks = field(default_factory=MadeTasks)
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
             raise ValueError(f"check is {self.check}: choose {', '.join(CHECKS)}.")
-        if self.held_out < 0:
-            raise ValueError(f"held_out is {self.held_out}: give 0 or more.")
 
 
 class TaskSet(NamedTuple):

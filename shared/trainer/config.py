@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 
+from shared.course.bounds import PositiveFloat, PositiveInt, Seed, checked
 from shared.course.extensions import Extension
 from shared.course.typed import keys_of, unknown_key, usable_path
 from shared.data.loader import equal_microbatches
@@ -33,6 +34,7 @@ from shared.trainer.sections import FIM_SLACK, PREFERRING, ROLLING, SECTIONS, Da
 
 
 @dataclass
+@checked
 class TrainerConfig:
     """Train a language model.
 
@@ -78,8 +80,8 @@ class TrainerConfig:
     continue_from: Path | None = None
     continue_with: list[str] | str = field(default_factory=list)
     impl: Literal["reference", "mine", "mixed"] = "reference"
-    steps: int = 1000
-    seed: int = 0
+    steps: PositiveInt = 1000
+    seed: Seed = 0
     data: DataConfig = field(default_factory=DataConfig)
     chats: ChatConfig = field(default_factory=ChatConfig)
     instructions: InstructionConfig = field(default_factory=InstructionConfig)
@@ -94,7 +96,7 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: PositiveFloat | None = 1.0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     elastic: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -127,13 +129,7 @@ class TrainerConfig:
         known = {*keys_of(TrainerConfig)} if self.continue_with else set()
         for name in self.continue_with:
             require(name in known, f"continue_with: {unknown_key(name, sorted(known))}")
-        require(self.steps >= 1, f"steps is {self.steps}: give at least 1.")
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}: give at least 0 and less than 2**63.")
         self.schedule = replace(self.schedule, steps=self.steps)
-        require(
-            self.max_grad_norm is None or self.max_grad_norm > 0,
-            f"max_grad_norm is {self.max_grad_norm}: give a positive length, or null.",
-        )
         require_mode(self)
         require_layout(self.model, self.parallel)
         require_experts(self.model, self.parallel.expert_parallel)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shared.course.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt, checked
 from shared.data.fim import FimConfig
 from shared.data.prepare import PrepareConfig
 from shared.engine.config import require
@@ -12,6 +13,7 @@ from shared.preference.ppo import PPOConfig
 
 
 @dataclass
+@checked
 class DataConfig:
     """The text, and how it becomes batches.
 
@@ -29,22 +31,16 @@ class DataConfig:
 
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     prepared: Path = Path("runs/prepared")
-    seq: int = 256
-    batch_size: int = 16
-    micro_batch_size: int = 8
+    seq: PositiveInt = 256
+    batch_size: PositiveInt = 16
+    micro_batch_size: PositiveInt = 8
     fim: FimConfig = field(default_factory=FimConfig)
     strategy: Literal["best_fit", "sequential"] = "best_fit"
-    epochs: int | None = None
-    held_out_rows: int | None = 128
+    epochs: PositiveInt | None = None
+    held_out_rows: PositiveInt | None = 128
 
     def __post_init__(self):
         self.prepared = Path(self.prepared).expanduser()
-        for name in ("seq", "batch_size", "micro_batch_size"):
-            require(getattr(self, name) >= 1, f"data.{name} is {getattr(self, name)}: give at least 1.")
-        require(self.epochs is None or self.epochs >= 1, f"data.epochs is {self.epochs}: give at least 1, or null.")
-        require(
-            self.held_out_rows is None or self.held_out_rows >= 1, f"data.held_out_rows is {self.held_out_rows}: give at least 1, or null."
-        )
         require(
             self.epochs is None or self.prepare.sources[0].weight is None,
             "data.epochs limits how often the text is gone through, and sources with a weight are gone through in their shares: "
@@ -57,6 +53,7 @@ class DataConfig:
 
 
 @dataclass
+@checked
 class InstructionConfig:
     """The instruction set that is made on the spot, and the held-out tasks (`shared.finetune.instructions`).
 
@@ -67,20 +64,20 @@ class InstructionConfig:
         file: held-out tasks of your own, one JSON object a line with kind, prompt, answer and check; null for those of the set.
     """
 
-    examples: int = 8000
-    tasks: int = 120
+    examples: PositiveInt = 8000
+    tasks: NonNegativeInt = 120
     seed: int = 0
     file: Path | None = None
 
     def __post_init__(self):
-        require(self.examples >= 1, f"instructions.examples is {self.examples}: give at least 1.")
         require(
-            0 <= self.tasks and (self.tasks <= MOST_TASKS or self.file is not None),
+            self.tasks <= MOST_TASKS or self.file is not None,
             f"instructions.tasks is {self.tasks}: give 0 to {MOST_TASKS}, or a file of your own.",
         )
 
 
 @dataclass
+@checked
 class ReportConfig:
     """What the report shows of the trained model.
 
@@ -95,20 +92,14 @@ class ReportConfig:
     """
 
     prompts: list[str] = field(default_factory=lambda: ["def ", "class ", "import "])
-    completions: int = 4
-    new_tokens: int = 96
-    temperature: float = 0.7
-    top_k: int | None = 40
+    completions: NonNegativeInt = 4
+    new_tokens: PositiveInt = 96
+    temperature: NonNegativeFloat = 0.7
+    top_k: PositiveInt | None = 40
     export: bool = True
-    held_out_rows: int | None = None
+    held_out_rows: PositiveInt | None = None
 
     def __post_init__(self):
-        require(self.completions >= 0 and self.new_tokens >= 1, "report.completions must be at least 0, and report.new_tokens at least 1.")
-        require(self.temperature >= 0, f"report.temperature is {self.temperature}: give at least 0.")
-        require(self.top_k is None or self.top_k >= 1, f"report.top_k is {self.top_k}: give at least 1, or null for all.")
-        require(
-            self.held_out_rows is None or self.held_out_rows >= 1, f"report.held_out_rows is {self.held_out_rows}: give 1 or more, or null."
-        )
         require(all(self.prompts), "report.prompts holds an empty text: give each at least one character.")
 
 

@@ -292,7 +292,7 @@ def test_a_stage_that_drops_spares_the_later_ones():
         ({"stages": ("length", "length")}, "give each at most once"),
         ({"languages": ("en",)}, "need each other"),
         ({"stages": ("language",)}, "need each other"),
-        ({"similarity": 0.0}, "similarity is 0.0: give more than 0 and at most 1"),
+        ({"similarity": 0.0}, "similarity is 0.0: give a number above 0 and at most 1"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused(options, said):

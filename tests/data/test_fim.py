@@ -152,7 +152,7 @@ def test_a_broken_document_is_refused(ids):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"rate": 1.5}, "rate is 1.5"), ({"spm_share": -0.1}, "spm_share is -0.1"), ({"split": "word"}, "'character', 'line', 'token'")],
+    [({"rate": 1.5}, "rate is 1.5"), ({"spm_share": -0.1}, "spm_share is -0.1"), ({"split": "word"}, "character, line, token")],
 )
 def test_a_configuration_that_cannot_be_meant_is_refused(options, said):
     with pytest.raises(ValueError, match=said):

@@ -88,7 +88,7 @@ def test_a_folder_is_read_file_by_file_each_by_its_ending(tmp_path):
     assert texts(str(folder), suffixes=(".py",)) == ["print()", "pass"]
     assert texts(str(folder), limit=1) == ["print()"]
     for none in (0, -1):  # neither is ever reached, so all would be read
-        with pytest.raises(ValueError, match=f"limit is {none}: give at least 1 document"):
+        with pytest.raises(ValueError, match=f"limit is {none}: give at least 1, or null"):
             Source(str(folder), limit=none)
     with pytest.raises(CorpusError, match=r"no file ending in \['\.rs'\]; endings there: .*'\.jsonl', '\.py'"):
         read(str(folder), suffixes=(".rs",))

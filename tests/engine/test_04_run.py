@@ -56,7 +56,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, text_file):
 
 
 BAD = [
-    (["--engine.log_every", "0"], "log_every is 0: give at least 1 step"),
+    (["--engine.log_every", "0"], "log_every is 0: give at least 1"),
     (["--engine.trackers", "[tensorbord]"], "Did you mean 'tensorboard'"),
     (["--engine.checkpoint.evry", "3"], "checkpoint.every"),
     (["--seq", "256"], "seq is 256 and model.max_position_embeddings only 128"),

@@ -176,7 +176,7 @@ def test_adapters_that_are_not_for_a_model_are_refused_in_a_sentence(bases, tmp_
         ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
         ({"bias": "all"}, "bias 'all'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
-        ({"r": 0}, "adapter.rank is 0"),
+        ({"r": 0}, "rank is 0"),
         ({"lora_alpha": None}, "does not say what an adapter needs"),
     ]:
         bad = tmp_path / "bad"

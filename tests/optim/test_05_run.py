@@ -75,7 +75,7 @@ def test_other_optimizers_and_precisions_are_an_option_away(in_halves, precision
 BAD = [
     (["--optimizer.name", "adam"], "adam"),
     (["--optimizer.learning_rate", "1"], "learning_rate"),
-    (["--optimizer.lr", "-1"], "positive learning rate"),
+    (["--optimizer.lr", "-1"], "optimizer.lr is -1.0: give a number above 0"),
     (["--schedule.warmup_steps", "20"], "warm-up and decay need 21 steps and the run has 20"),
     (["--optimizer.to_adamw", "[nothing]"], "to_adamw: no trainable parameter has a name like 'nothing'"),
     (["--max_norm", "0"], "max_norm is 0.0"),

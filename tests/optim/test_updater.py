@@ -54,9 +54,9 @@ def test_the_callback_counts_with_the_engine():
     ("settings", "said"),
     [
         ({"name": "cosin"}, "no schedule 'cosin'"),
-        ({"steps": 0}, "at least one step"),
-        ({"warmup_steps": -1}, "no negative number"),
-        ({"minimum": 1.5}, "from 0 to 1"),
+        ({"steps": 0}, "^steps is 0: give at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps is -1: give at least 0"),
+        ({"minimum": 1.5}, "minimum is 1.5: give at least 0 and at most 1"),
         ({"steps": 50, "warmup_steps": 50}, "need 51 steps and the run has 50"),
         ({"name": "wsd", "steps": 100, "warmup_steps": 50, "decay_steps": 51}, "need 101 steps and the run has 100"),
     ],

@@ -84,15 +84,15 @@ def test_too_few_ranks_are_refused_with_the_degrees():
 @pytest.mark.parametrize(
     "given, sentence",
     [
-        ({"data_parallel": 0}, "parallel.data_parallel is 0: give at least 1"),
+        ({"data_parallel": 0}, "data_parallel is 0: give at least 1"),
         ({"expert_parallel": 2, "data_parallel": 3}, "expert_parallel is 2, which does not divide the 3"),
         ({"sequence_parallel": True}, "needs tensor parallelism"),
         ({"zero": 2, "data_parallel": 2, "pipeline_parallel": 2}, "Use zero 1"),
         ({"zero": 1}, "there is one replica"),
         ({"zero": 1, "data_parallel": 2, "fully_sharded": 2}, "full sharding already cuts"),
         ({"zero": 2, "data_parallel": 2, "backend": "torch"}, "PyTorch has no such engine"),
-        ({"prefetch": -1}, "prefetch and check_every must be at least 0"),
-        ({"heartbeat_timeout": 0.0}, "heartbeat_timeout must be above 0"),
+        ({"prefetch": -1}, "prefetch is -1: give at least 0"),
+        ({"heartbeat_timeout": 0.0}, "heartbeat_timeout is 0.0: give a number above 0"),
         ({"bucket_megabytes": 0.0}, "bucket_megabytes"),
     ],
 )

@@ -284,9 +284,9 @@ def test_the_report_says_what_was_cut(tmp_path, model):
     ("section", "said"),
     [
         ({"template": "pairs"}, "preferences: template is pairs, which is for an encoder-decoder"),
-        ({"held_out_share": 0}, "preferences: held_out_share is 0.0: give more than 0"),
+        ({"held_out_share": 0}, "preferences.held_out_share is 0.0: give a number above 0"),
         ({"made": {"pairs": 3}}, "made.pairs is 3: give at least 40"),
-        ({"made": {"flipped": 0.5}}, "made.flipped is 0.5: give at least 0 and less than 0.5"),
+        ({"made": {"flipped": 0.5}}, "made.flipped is 0.5: give at least 0 and below 0.5"),
         ({"made": {"prompts": 10_000}}, "made.prompts is 10000: give 0 to"),
         ({"paris": 1}, "There is no setting preferences.paris. Did you mean"),
     ],

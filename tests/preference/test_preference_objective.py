@@ -171,7 +171,7 @@ def test_router_losses_weigh_each_pair_or_answer_alike(loss):
     [
         ({"loss": "dop"}, "loss is 'dop'"),
         ({"beta": 0.0}, "beta is 0.0"),
-        ({"label_smoothing": 0.5}, "label_smoothing is 0.5: give a share"),
+        ({"label_smoothing": 0.5}, "label_smoothing is 0.5: give at least 0 and below 0.5"),
         ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing has no effect with loss ipo: leave it out, or choose dpo or robust."),
         ({"loss": "orpo", "per_token": True}, "per_token has no effect with loss orpo"),
         ({"sft_weight": -1.0}, "sft_weight is -1.0"),

@@ -130,5 +130,5 @@ def test_a_text_without_tokens_is_named():
 def test_settings_out_of_range_are_named():
     for name in ("centering", "margin_scale"):
         for value in (-0.1, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=f"{name} is {value}: give a number of at least 0"):
+            with pytest.raises(ValueError, match=f"{name} is {value}: give at least 0"):
                 RewardConfig(**{name: value})

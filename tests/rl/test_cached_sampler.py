@@ -88,7 +88,7 @@ def test_a_layout_draws_what_one_process_draws_without_a_cache(word, model, more
 
 @pytest.mark.parametrize(("settings", "said"), [
     ({"temperature": 0.0}, "temperature is 0"), ({"temperature": -1.0}, "temperature is"), ({"temperature": math.nan}, "temperature is"),
-    ({"top_p": 0.0}, "top_p is 0"), ({"top_k": 0}, "top_k is 0"), ({"rows": 0}, "rows 0"), ({"new_tokens": 0}, "new_tokens is 0"),
+    ({"top_p": 0.0}, "top_p is 0"), ({"top_k": 0}, "top_k is 0"), ({"rows": 0}, "rows is 0"), ({"new_tokens": 0}, "new_tokens is 0"),
 ])  # fmt: skip
 def test_settings_that_draw_nothing_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):

@@ -27,7 +27,7 @@ from shared.trainer.settings import parse_text, parse_words, read_settings, with
     [
         (["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
         (["steps=many"], "steps is 'many': give a whole number"),
-        (["steps=0"], "A schedule of 0 steps"),
+        (["steps=0"], "steps is 0: give at least 1."),
         (["data.seq=4096"], "data.seq is 4096 and model.max_position_embeddings only 96"),
         (["data.micro_batch_size=3"], "not a multiple of data.micro_batch_size, 3"),
         (["schedule.decay_steps=60"], "warm-up and decay need 61 steps and the run has 6"),
@@ -42,7 +42,7 @@ from shared.trainer.settings import parse_text, parse_words, read_settings, with
         (["data.epochs=0"], "data.epochs is 0: give at least 1, or null"),
         (["engine.early_stopping=2", "engine.evaluate_every=0"], "early_stopping counts evaluations, and evaluate_every is 0"),
         (["parallel.heartbeat_timeout=.inf"], "parallel.heartbeat_timeout is inf: give a finite number"),
-        (["data.prepare.sources=[{path: x, limit: 0}]"], "limit is 0: give at least 1 document"),
+        (["data.prepare.sources=[{path: x, limit: 0}]"], "data.prepare.sources[0].limit is 0: give at least 1, or null."),
         (["parallel.recompute=blocks"], "parallel.recompute is an older name: write parallel.activation_checkpointing"),
         (["parallel.activation_checkpointing=blocks"], "parallel.activation_checkpointing blocks is an older name: write full."),
         (["model.attention=naive"], "model.attention naive is an older name: write eager."),

@@ -19,6 +19,7 @@ import numpy as np
 from shared.course.errors import SettingError
 from shared.course.extensions import Extension, ImportPath, is_import_path
 from shared.corpus import Document
+from shared.course.bounds import NonNegativeInt, Share, checked
 from shared.data.cleaning.duplicates import ExactDuplicates, NearDuplicates
 from shared.data.cleaning.quality import CodeQuality, ProseQuality
 from shared.data.cleaning.report import LENGTH_BINS, CleaningReport, StageReport
@@ -29,6 +30,7 @@ CHUNK = 32  # documents sent to a worker at a time
 
 
 @dataclass(frozen=True)
+@checked
 class CleaningConfig:
     """How to clean.
 
@@ -48,11 +50,11 @@ class CleaningConfig:
 
     stages: tuple[ImportPath | Extension, ...] = ("repair", "length", "exact duplicates", "quality", "near duplicates")
     text: Literal["code", "prose"] = "code"
-    min_bytes: int = 64
+    min_bytes: NonNegativeInt = 64
     max_bytes: int = 2_000_000
     languages: tuple[str, ...] = ()
-    min_probability: float = 0.5
-    similarity: float = 0.8
+    min_probability: Share = 0.5
+    similarity: Share = 0.8
 
     def __post_init__(self) -> None:
         for stage in self.stages:
@@ -63,11 +65,8 @@ class CleaningConfig:
             raise ValueError(f"The cleaning stages are {list(self.stages)}: give each at most once.")
         if bool(self.languages) != ("language" in self.stages):
             raise ValueError("Languages and the cleaning stage 'language' need each other: give both or neither.")
-        if not 0 <= self.min_bytes <= self.max_bytes:
-            raise ValueError(f"min_bytes is {self.min_bytes} and max_bytes {self.max_bytes}: give at least 0, and max_bytes no less.")
-        for name in ("min_probability", "similarity"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give more than 0 and at most 1.")
+        if self.min_bytes > self.max_bytes:
+            raise ValueError(f"min_bytes is {self.min_bytes} and max_bytes {self.max_bytes}: give max_bytes no less.")
 
     def build(self) -> list[Stage]:
         """The stages, new ones that remember nothing."""

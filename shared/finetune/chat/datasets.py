@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared.corpus import CorpusError
+from shared.course.bounds import PositiveInt, checked
 from shared.course.errors import CourseError
 from shared.course.typed import PathText
 from shared.data import hub, tables
@@ -32,6 +33,7 @@ class ChatError(CourseError):
 
 
 @dataclass(frozen=True)
+@checked
 class ChatSource:
     """One source of conversations.
 
@@ -53,13 +55,11 @@ class ChatSource:
     config: str | None = None
     revision: str | None = None
     streaming: bool = True
-    limit: int | None = None
+    limit: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         if not self.path.strip() or "\0" in self.path:
             raise ValueError(f"sources has the path {self.path!r}: give a file, a folder, or the name of a hub dataset.")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}: give at least 1 conversation, or null for all.")
 
     def resolved_kind(self) -> str:
         """What `auto` stands for; "text" is a folder, or a file of another kind."""

@@ -20,6 +20,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
+from shared.course.bounds import Fraction, checked
 from shared.course.errors import CourseError
 from shared.data.digests import Digests
 from shared.data.prepare import DIGESTS, SIDES
@@ -40,6 +41,7 @@ PAIRS = "pairs"  # in place of a template: text to text
 
 
 @dataclass(frozen=True)
+@checked
 class ChatConfig:
     """Conversations to fine-tune on.
 
@@ -56,11 +58,9 @@ class ChatConfig:
     template: str | None = "chatml"
     tokenizer: Path | None = None
     system: str | None = None
-    held_out_share: float = 0.05
+    held_out_share: Fraction = 0.05
 
     def __post_init__(self) -> None:
-        if not 0 < self.held_out_share < 1:
-            raise ValueError(f"held_out_share is {self.held_out_share}: give more than 0 and less than 1.")
         if self.template is not None and not self.template.strip():
             raise ValueError("template is empty: give chatml, a file or folder, pairs, or null for the one beside the tokenizer.")
 

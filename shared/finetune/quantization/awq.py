@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shared.course.binding import exercise
+from shared.course.bounds import PositiveInt, checked
 from shared.finetune.quantization.calibration import BlockInput, SharedInput, watch
 from shared.finetune.quantization.rounding import Rounding, round_to_nearest
 from shared.model.block import Block
@@ -46,6 +47,7 @@ def awq_scales(means: Tensor, loss_of: Callable[[Tensor], float], ratios: Sequen
 
 
 @dataclass(frozen=True)
+@checked
 class AWQ:
     """Settings of AWQ.
 
@@ -56,12 +58,8 @@ class AWQ:
     """
 
     rounding: Rounding = Rounding(symmetric=False)
-    ratios: int = 20
+    ratios: PositiveInt = 20
     clip: bool = True
-
-    def __post_init__(self) -> None:
-        if self.ratios < 1:
-            raise ValueError(f"ratios is {self.ratios}: give at least 1 power to try.")
 
 
 class InputMean:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shared.course.binding import exercise
+from shared.course.bounds import NonNegativeFloat, PositiveInt, checked
 from shared.finetune.quantization.rounding import QuantizedWeight, Rounding, decode, require_groups
 
 
@@ -40,6 +41,7 @@ def gptq_column(weights: Tensor, column: int, inverse: Tensor, quantize: Callabl
 
 
 @dataclass(frozen=True)
+@checked
 class GPTQ:
     """Settings of GPTQ.
 
@@ -52,15 +54,9 @@ class GPTQ:
     """
 
     rounding: Rounding = Rounding()
-    damping: float = 0.01
+    damping: NonNegativeFloat = 0.01
     act_order: bool = False
-    block: int = 128
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.damping < float("inf"):
-            raise ValueError(f"damping is {self.damping}: give 0 or more, such as 0.01.")
-        if self.block < 1:
-            raise ValueError(f"block is {self.block}: give at least 1 column.")
+    block: PositiveInt = 128
 
 
 class Hessian:

@@ -12,11 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shared.course.bounds import PositiveInt, checked
+
 BITS = (2, 3, 4, 8)
 WORD = 32  # bits of the integers that codes are packed into
 
 
 @dataclass(frozen=True)
+@checked
 class Rounding:
     """How numbers become codes of a few bits.
 
@@ -31,15 +34,13 @@ class Rounding:
     """
 
     bits: int = 4
-    group: int | None = 128
+    group: PositiveInt | None = 128
     symmetric: bool = True
     kept_in: torch.dtype = torch.float16
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits is {self.bits}: give one of {', '.join(map(str, BITS))}.")
-        if self.group is not None and self.group < 1:
-            raise ValueError(f"group is {self.group}: give at least 1 column, or null for whole rows.")
 
     @property
     def last(self) -> int:

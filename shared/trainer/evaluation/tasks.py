@@ -20,6 +20,7 @@ from typing import Any, Literal
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shared.course.bounds import NonNegativeInt, PositiveFloat, PositiveInt, checked
 from shared.course.errors import CourseError, SettingError
 from shared.course.strict_yaml import read_yaml
 from shared.course.typed import configured
@@ -34,6 +35,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True)
+@checked
 class EvalTask:
     """One task of an evaluation.
 
@@ -65,18 +67,18 @@ class EvalTask:
     choices: str = ""
     answer: str = ""
     delimiter: str = " "
-    shots: int = 0
+    shots: NonNegativeInt = 0
     shots_from: Source | None = None
     shots_delimiter: str = "\n\n"
     seed: int = 0
     chat: bool = False
     check: str = "exact"
-    new_tokens: int = 64
+    new_tokens: PositiveInt = 64
     stop: tuple[str, ...] = ()
-    samples: int = 0
-    temperature: float = 0.8
-    overlap: int = 1
-    limit: int | None = None
+    samples: NonNegativeInt = 0
+    temperature: PositiveFloat = 0.8
+    overlap: PositiveInt = 1
+    limit: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         needed = {"text": (), "choice": ("choices", "answer"), "generate": ("prompt", "answer")}[self.kind]
@@ -84,11 +86,6 @@ class EvalTask:
             raise ValueError(f"{missing[0]} is empty, and a task of kind {self.kind} needs it.")
         if self.check not in CHECKS:
             raise ValueError(f"check is {self.check}: choose {', '.join(CHECKS)}.")
-        for name, least in (("shots", 0), ("samples", 0), ("new_tokens", 1), ("overlap", 1), ("limit", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"{name} is {value}: give at least {least}.")
-        if not 0 < self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: give a positive number; the likeliest answer is judged anyway.")
         if "" in self.stop:
             raise ValueError("stop holds an empty text, which ends every answer at once: leave it out.")
         for name, compile_ in (("prompt", SANDBOX.from_string), ("choices", expression), ("answer", expression)):

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from shared.course import terminal
+from shared.course.bounds import PositiveInt, Seed, checked
 from shared.course.errors import CourseError
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.encoding import ChatEncoder
@@ -38,6 +39,7 @@ UNFINISHED = "\ufffd"  # the replacement character, which a decoder shows of a c
 
 
 @dataclass(frozen=True)
+@checked
 class AnswerSettings:
     """How answers are drawn.
 
@@ -52,17 +54,13 @@ class AnswerSettings:
     """
 
     drawing: Drawing = Drawing(temperature=0.7, top_k=40)  # noqa: RUF009 (frozen)
-    new_tokens: int = 128
+    new_tokens: PositiveInt = 128
     stop: tuple[str, ...] = ()
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if self.new_tokens < 1:
-            raise ValueError(f"new_tokens is {self.new_tokens}: give at least 1.")
         if "" in self.stop:
             raise ValueError("stop has an empty string, which would end every answer at once: leave it out.")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}: give a whole number from 0 to 2**63 - 1.")
 
 
 @dataclass

@@ -27,7 +27,7 @@ CHAPTERS = [
     Row("chapter 05: an infinite rate", chapter("05", "--optimizer.lr", ".inf"), "optimizer.lr is inf"),
     Row("chapter 06: a renamed key", chapter("06", "--parallel.recompute", "blocks"), "write parallel.activation_checkpointing"),
     Row("chapter 06: a renamed time-out", chapter("06", "--parallel.timeout", "3"), "write parallel.heartbeat_timeout."),
-    Row("chapter 06: no such layout", chapter("06", "--layout", "dp0"), "parallel.data_parallel is 0", code=1),
+    Row("chapter 06: no such layout", chapter("06", "--layout", "dp0"), "data_parallel is 0", code=1),
 ]
 
 
