@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.parallel.comm.communicator import Communicator, Reduction
-from shared.parallel.comm.trace import CommTrace
-from shared.parallel.comm.work import CompletedWork, Work
+from shared.parallel.comm.communicator import Communicator, Finish, Reduction
+from shared.parallel.comm.trace import CommTrace, Work
 
 
 @dataclass(frozen=True)
@@ -77,49 +76,49 @@ class FakeGroup(Communicator):
         return actions
 
     def dispatch(
-        self, operation: str, payload: Tensor | int, start: Callable[[], Work], asynchronous: bool, peer: int | None = None,
-        is_traffic: bool = True,
+        self, operation: str, payload: Tensor | int, start: Callable[[], Finish], asynchronous: bool, peer: int | None = None,
+        is_traffic: bool = True, choice: str = "",
     ) -> Work:  # fmt: skip
         if peer is not None:
             raise ValueError(f"{operation}: a dry run has no other rank to send to or to receive from. Run it in threads.")
         if not is_traffic:
-            return super().dispatch(operation, payload, start, asynchronous, is_traffic=False)
+            return super().dispatch(operation, payload, start, asynchronous, is_traffic=False, choice=choice)
         self.recorder.record_compute(self.trace.phase)
-        work = RecordedWork(super().dispatch(operation, payload, start, asynchronous=True), self.recorder, self.trace)
+        work = RecordedWork(super().dispatch(operation, payload, start, asynchronous=True, choice=choice), self.recorder, self.trace)
         self.recorder.record(Begin(operation, self.trace.entries[-1].bytes, self.size))
         if not asynchronous:
             work.wait()
         return work
 
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return CompletedWork()
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Finish:
+        return None
 
-    def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
+    def _all_gather(self, whole: Tensor, part: Tensor) -> Finish:
         whole.view(self.size, -1).copy_(part.flatten().expand(self.size, -1).clone())
-        return CompletedWork()
+        return None
 
-    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
+    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Finish:
         part.view(-1).copy_(whole.view(self.size, -1)[self.rank])
-        return CompletedWork()
+        return None
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        return CompletedWork()
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        return None
 
-    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
+    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Finish:
         """Every other rank sends what this one sends to itself, where that has the size that is expected."""
         own = sent[self.rank]
         for tensor in received:
             tensor.copy_(own) if own.shape == tensor.shape else tensor.zero_()
-        return CompletedWork()
+        return None
 
-    def _send(self, tensor: Tensor, to: int) -> Work:
-        return CompletedWork()
+    def _send(self, tensor: Tensor, to: int) -> Finish:
+        return None
 
-    def _receive(self, tensor: Tensor, source: int) -> Work:
-        return CompletedWork()
+    def _receive(self, tensor: Tensor, source: int) -> Finish:
+        return None
 
-    def _barrier(self) -> Work:
-        return CompletedWork()
+    def _barrier(self) -> Finish:
+        return None
 
     def _gather_texts(self, text: str) -> list[str]:
         return [text] * self.size

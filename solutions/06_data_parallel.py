@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shared.parallel.data.ddp import Bucket
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.work import Work
+from shared.parallel.comm.trace import Work
 from shared.model.sharding import Range
 from shared.parallel.data.activation_checkpointing import random_numbers_from
 

@@ -203,7 +203,7 @@ def one_fails_late(world):
 @pytest.mark.parametrize(
     ("function", "error", "sentence"),
     [
-        (quarrel, CommunicationError, r"rank 0 calls all_reduce\(sum\) of float32 \(4,\); rank 1 calls all_gather of float32 \(4,\)"),
+        (quarrel, CommunicationError, r"rank 0 calls all_reduce\(sum\) of float32 \(4,\); rank 1 calls all_gather of float32 \(12,\)"),
         (two_fail, ArithmeticError, "of rank 1"),
         (one_fails_late, ArithmeticError, "of rank 2"),
     ],

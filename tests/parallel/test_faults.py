@@ -17,11 +17,11 @@ from parallel_script import make_model, parsed, train
 from shared.parallel.comm.communicator import CommunicationError
 from shared.parallel.health.heartbeat import Timeouts, code_location
 from shared.parallel.processes.launch import run_processes
-from shared.parallel.comm.trace import CommTrace
+from shared.parallel.comm.trace import CommTrace, TraceEntry
 from shared.parallel.health.replicas import ReplicasDiffer, checksum, require_equal
 from shared.parallel.held import placement
 from shared.model.sharding import whole_region
-from shared.parallel.health.deadlock import Call, HeartbeatMessage, deadlocked_ranks, describe_deadlock, find_mismatch
+from shared.parallel.comm.deadlock import HeartbeatMessage, deadlocked_ranks, describe_deadlock, find_mismatch
 from shared.parallel.comm.threads import run_threads
 
 LONG_TIMEOUTS = Timeouts(120.0, 600.0, heartbeat_interval=0.2)  # a rank of a busy machine is not taken for dead
@@ -31,7 +31,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that ranks nee
 
 
 def call(operation="all_reduce", number=1, ranks=(0, 1), bytes=8, split=0, point_to_point=False):
-    return Call(operation, number, bytes, f"{operation} #{number} of {'world' if split == 0 else split}", split, point_to_point, ranks)
+    axis, peer = "world" if split == 0 else str(split), ranks[1] if point_to_point else None
+    return TraceEntry(operation, axis, bytes, len(ranks), number=number, peer=peer, split_number=split, ranks=ranks)
 
 
 def beat(waiting=None, *begun, ended=""):
@@ -190,8 +191,8 @@ def kinds(world):
         (groups, "deadlock: rank 0 waits in barrier #1 of first; rank 1 waits in barrier #1 of second"),
         (lambda world: world.rank or world.barrier(), "deadlock: rank 0 waits in barrier #1 of world; rank 1 has finished"),
         (lambda world: world.receive(torch.zeros(1), 1 - world.rank), "rank 0 waits in receive from rank 1; rank 1 waits in receive"),
-        (kinds, "mismatch: rank 0 calls all_reduce #1 of world with 8 bytes; rank 1 calls barrier #1 of world with 0 bytes"),
-        (sizes, r"mismatch: rank 0 calls all_reduce #1 of world with 80,000 bytes; rank 1 calls .* 40,000 bytes|ended with signal SIGABRT"),
+        (kinds, r"mismatch: in operation #1 of world, rank 0 calls all_reduce\(sum\) of float32 \(2,\); rank 1 calls barrier"),
+        (sizes, r"mismatch: in operation #1 of world, rank 0 calls .*\(20000,\); rank 1 calls .*\(10000,\)|ended with signal SIGABRT"),
     ],
 )
 def test_deadlocks_and_mismatches_of_processes_are_reported(function, sentence):

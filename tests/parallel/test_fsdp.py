@@ -27,7 +27,7 @@ from shared.loop import accumulate_gradients, evaluate
 from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.comm.work import CompletedWork
+from shared.parallel.comm.trace import Work
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.mesh import Mesh
@@ -225,7 +225,7 @@ def exchange_nothing(parallel: FullySharded) -> None:
 
     def reduce_scatter(part, whole, asynchronous):
         part.copy_(whole.view(parallel.mesh.fsdp.size, -1)[parallel.mesh.fsdp.rank])
-        return CompletedWork()
+        return Work()
 
     parallel.mesh.fsdp.reduce_scatter = reduce_scatter
 

@@ -41,7 +41,7 @@ RUNS = {
     "sleep": Run("rank 1 sleeps for ever", f"--fault sleep --collective-timeout 5 {SLOW}", "rank 1 is alive and has not joined", 60),
     "error": Run("rank 1 alone raises an error", f"--fault error {SLOW}", "rank 1 ends: a file", 60),
     "elsewhere": Run("rank 1 calls a barrier that nobody else calls", f"--fault elsewhere {SLOW}", "deadlock: rank 0 waits", 60),
-    "once more": Run("rank 1 adds up its totals once more than the others", f"--fault more {SLOW}", "mismatch: rank 0 calls", 60),
+    "once more": Run("rank 1 adds up its totals once more than the others", f"--fault more {SLOW}", "mismatch: in operation #", 60),
     "nudge": Run("one weight of rank 1 changes in its last bit", f"--fault nudge {SLOW}", "the weights of rank 1 differ from", 60),
     "two nodes": Run("two machines; rank 1, on the second, is killed", f"--fault kill {SLOW}", "rank 1 has sent no heartbeat", 60, 2),
 }

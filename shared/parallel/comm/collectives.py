@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shared.course.binding import exercise
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.work import DeferredWork, Work
+from shared.parallel.comm.trace import Work
 
 
 @exercise("06.ring_all_reduce")
@@ -74,11 +74,11 @@ def reduce_scatter_v(parts: Sequence[Sequence[Tensor]], group: Communicator, kee
         whole = torch.cat([tensor for part in padded for tensor in part])
         total = whole.new_empty(longest)
         work = group.reduce_scatter(total, whole, asynchronous=True)
-        return DeferredWork(lambda: (work.wait(), keep(total[:own])))
+        return Work(lambda: (work.wait(), keep(total[:own])))
     sent = torch.cat([tensor for part in parts for tensor in part]).split(sizes)
     received = sent[0].new_empty(group.size, own)
     work = group.all_to_all(list(received), sent, asynchronous=True)
-    return DeferredWork(lambda: (work.wait(), keep(received.sum(0))))
+    return Work(lambda: (work.wait(), keep(received.sum(0))))
 
 
 def all_gather_v(part: Tensor, sizes: Sequence[int], group: Communicator, keep: Callable[[Sequence[Tensor]], None]) -> Work:
@@ -94,7 +94,7 @@ def all_gather_v(part: Tensor, sizes: Sequence[int], group: Communicator, keep: 
         mine = whole[group.rank]
         mine[: len(part)], mine[len(part) :] = part, 0
         work = group.all_gather(whole, mine, asynchronous=True)
-        return DeferredWork(lambda: (work.wait(), keep([row[:size] for row, size in zip(whole, sizes, strict=True)])))
+        return Work(lambda: (work.wait(), keep([row[:size] for row, size in zip(whole, sizes, strict=True)])))
     received = [part.new_empty(size) for size in sizes]
     work = group.all_to_all(received, [part] * group.size, asynchronous=True)
-    return DeferredWork(lambda: (work.wait(), keep(received)))
+    return Work(lambda: (work.wait(), keep(received)))

@@ -9,17 +9,16 @@ Left out on purpose: how bytes travel. `shared.parallel.comm.threads` copies the
 """
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
 from shared.course.errors import CourseError
-from shared.parallel.comm.trace import CommTrace, TraceEntry
-from shared.parallel.comm.work import CompletedWork, DeferredWork, TracedWork, Work
+from shared.parallel.comm.trace import CommTrace, TraceEntry, Work
 
 Reduction = Literal["sum", "max", "min"]
+Finish = Callable[[], Any] | None  # completes an operation that was started; None where it is complete
 
 
 class CommunicationError(CourseError):
@@ -30,11 +29,12 @@ class RankStopped(CommunicationError):
     """This rank was stopped because another one failed: the cause is there."""
 
 
-class Communicator(ABC):
+class Communicator:
     """One rank's end of a process group.
 
     Every operation works in place on contiguous tensors, and autograd does not see it. With `asynchronous=True` a call returns before the
     operation is complete: always call `wait` on the work that it returns. Otherwise the operation is complete when the call returns.
+    In a group of one rank every operation is the identity, and nothing is sent or recorded.
 
     Attributes:
         rank: this rank's number within the group, from 0.
@@ -54,12 +54,14 @@ class Communicator(ABC):
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", asynchronous: bool = False) -> Work:
         """Replace every rank's `tensor` by the sum (or max, min) over the ranks, with the same bits on all of them."""
         tensor = raw_buffer(tensor)
-        return self.dispatch("all_reduce", tensor, lambda: self._all_reduce(tensor, op), asynchronous)
+        return self.dispatch("all_reduce", tensor, lambda: self._all_reduce(tensor, op), asynchronous, choice=f"({op})")
 
     def all_gather(self, whole: Tensor, part: Tensor, asynchronous: bool = False) -> Work:
         """Concatenate the ranks' `part` [n] in `whole` [size * n]. `part` may be its own slice of `whole`."""
         whole, part = raw_buffer(whole), raw_buffer(part)
         require_shards("all_gather", whole, part, self.size)
+        if self.size == 1:
+            return copied(part, whole)
         return self.dispatch("all_gather", whole, lambda: self._all_gather(whole, part), asynchronous)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, asynchronous: bool = False) -> Work:
@@ -67,13 +69,15 @@ class Communicator(ABC):
         the rest of which is undefined afterwards."""
         whole, part = raw_buffer(whole), raw_buffer(part)
         require_shards("reduce_scatter", whole, part, self.size)
+        if self.size == 1:
+            return copied(whole, part)
         return self.dispatch("reduce_scatter", whole, lambda: self._reduce_scatter(part, whole), asynchronous)
 
     def broadcast(self, tensor: Tensor, root: int, asynchronous: bool = False) -> Work:
         """Copy the `tensor` of `root`, a rank of this group, to every rank."""
         tensor = raw_buffer(tensor)
         self.require_member("broadcast", root)
-        return self.dispatch("broadcast", tensor, lambda: self._broadcast(tensor, root), asynchronous)
+        return self.dispatch("broadcast", tensor, lambda: self._broadcast(tensor, root), asynchronous, choice=f"(from {root})")
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], asynchronous: bool = False) -> Work:
         """Copy rank r's `sent[s]` to rank s's `received[r]`. All tensors have one dtype; sizes may differ and may be 0."""
@@ -84,8 +88,10 @@ class Communicator(ABC):
         if len({tensor.dtype for tensor in (*received, *sent)}) > 1:
             raise ValueError("all_to_all: the tensors have several dtypes, and are sent as one tensor: convert them to one dtype.")
         received, sent = [raw_buffer(tensor) for tensor in received], [raw_buffer(tensor) for tensor in sent]
-        sent_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
-        return self.dispatch("all_to_all", sent_bytes, lambda: self._all_to_all(received, sent), asynchronous)
+        if self.size == 1:
+            return copied(sent[0], received[0])
+        start, sent_bytes = lambda: self._all_to_all(received, sent), sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        return self.dispatch("all_to_all", sent_bytes, start, asynchronous, choice=f" of {dtype_name(sent[0])}")
 
     def send(self, tensor: Tensor, to: int, asynchronous: bool = False) -> Work:
         """Send `tensor` to a rank of this group. A send is complete once that rank has called `receive`, so two ranks that both send first
@@ -108,9 +114,9 @@ class Communicator(ABC):
         """Gather every rank's `value`, in rank order, on every rank. Values are small, travel as JSON, and are no traffic in the trace; a
         training step does not use this."""
         text, texts = json.dumps(value), []
-        start = lambda: DeferredWork(lambda: texts.extend(self._gather_texts(text)))  # noqa: E731
+        start = lambda: lambda: texts.extend(self._gather_texts(text))  # noqa: E731
         self.dispatch("gather_objects", len(text), start, asynchronous=False, is_traffic=False)
-        return [json.loads(each) for each in texts]
+        return [json.loads(each) for each in texts or [text]]
 
     def split(self, axis: str, groups: Sequence[Sequence[int]]) -> "Communicator":
         """Split the world into groups, and return the one of this rank. Every rank of the world calls it with the same `groups`, which
@@ -121,8 +127,8 @@ class Communicator(ABC):
         self.splits += 1
         mine = next(group for group in groups if self.members[self.rank] in group)
         made: list[Communicator] = []
-        start = lambda: DeferredWork(lambda: made.append(self._split(axis, groups, mine)))  # noqa: E731
-        self.dispatch("split", 0, start, asynchronous=False, is_traffic=False)
+        start = lambda: lambda: made.append(self._split(axis, groups, mine))  # noqa: E731
+        self.dispatch("split", 0, start, asynchronous=False, is_traffic=False, choice=f" into {axis} {groups}")
         return SingleRankCommunicator(axis, mine[0], self.trace, self.splits) if len(mine) == 1 else made[0]
 
     def require_member(self, operation: str, rank: int) -> None:
@@ -137,114 +143,91 @@ class Communicator(ABC):
         self,
         operation: str,
         payload: Tensor | int,
-        start: Callable[[], Work],
+        start: Callable[[], Finish],
         asynchronous: bool,
         peer: int | None = None,
         is_traffic: bool = True,
+        choice: str = "",
     ) -> Work:
         """Record an operation in the trace, and start it. It is recorded first, so that one that never returns can be named.
 
         Args:
             payload: the full tensor, or its bytes.
-            start: starts the operation and returns its work.
+            start: starts the operation and returns what completes it.
             peer: the other rank of a send or receive; None for a collective, which is numbered within the group.
             is_traffic: whether the trace counts and lists it.
+            choice: what all ranks must pass alike besides a tensor of this dtype and shape.
         """
-        size = payload if isinstance(payload, int) else payload.numel() * payload.element_size()
+        if self.size == 1:
+            return Work()
         self.number += peer is None
-        entry = self.entry(operation, size, peer)
+        if isinstance(payload, int):
+            entry = self.entry(operation, payload, peer, choice)
+        else:
+            about = f"{choice} of {dtype_name(payload)} {tuple(payload.shape)}"
+            entry = self.entry(operation, payload.numel() * payload.element_size(), peer, about)
         self.trace.record(entry, is_traffic)
-        work = TracedWork(start(), entry, self.trace)
+        finish = start()
+        work = Work(lambda: self.trace.wait(entry, finish))
         if not asynchronous:
             work.wait()
         return work
 
-    def entry(self, operation: str, size_in_bytes: int, peer: int | None = None) -> TraceEntry:
+    def entry(self, operation: str, size_in_bytes: int, peer: int | None = None, arguments: str = "") -> TraceEntry:
         """An operation of this group, for the trace. peer: the other rank of a send or receive."""
         entry = TraceEntry(operation, self.axis, size_in_bytes, self.size, number=self.number, split_number=self.split_number)
-        entry.ranks = self.members
+        entry.ranks, entry.arguments = self.members, arguments
         if peer is not None:
             me, entry.peer = self.members[self.rank], self.members[peer]
             entry.ranks = (me, entry.peer) if operation == "send" else (entry.peer, me)
         return entry
 
-    @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work: ...
+    # How bytes travel: each starts an operation of several ranks, and returns what completes it.
 
-    @abstractmethod
-    def _all_gather(self, whole: Tensor, part: Tensor) -> Work: ...
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Finish:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work: ...
+    def _all_gather(self, whole: Tensor, part: Tensor) -> Finish:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _broadcast(self, tensor: Tensor, root: int) -> Work: ...
+    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Finish:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work: ...
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _send(self, tensor: Tensor, to: int) -> Work: ...
+    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Finish:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _receive(self, tensor: Tensor, source: int) -> Work: ...
+    def _send(self, tensor: Tensor, to: int) -> Finish:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _barrier(self) -> Work: ...
+    def _receive(self, tensor: Tensor, source: int) -> Finish:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _gather_texts(self, text: str) -> list[str]: ...
+    def _barrier(self) -> Finish:
+        raise NotImplementedError
 
-    @abstractmethod
+    def _gather_texts(self, text: str) -> list[str]:
+        raise NotImplementedError
+
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> "Communicator":
         """Return the group `mine`, one of `groups`. Where `mine` is this rank alone, it is called as well and its result is not used."""
+        raise NotImplementedError
 
 
 class SingleRankCommunicator(Communicator):
-    """The process group of a single rank, a world size of 1: every operation is the identity, and nothing is sent."""
+    """The process group of a single rank, a world size of 1."""
 
     def __init__(self, axis: str = "world", member: int = 0, trace: CommTrace | None = None, split_number: int = 0):
         super().__init__((member,), 0, axis, trace or CommTrace(), split_number)
 
-    def dispatch(self, operation: str, payload: Tensor | int, start: Callable[[], Work], *options: Any, **more: Any) -> Work:
-        work = start()  # nothing is sent, so nothing is recorded
-        work.wait()
-        return work
 
-    def _gather_texts(self, text: str) -> list[str]:
-        return [text]
-
-    def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
-        return self
-
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return CompletedWork()
-
-    def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
-        if whole.data_ptr() != part.data_ptr():
-            whole.copy_(part)
-        return CompletedWork()
-
-    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
-        if whole.data_ptr() != part.data_ptr():
-            part.copy_(whole)
-        return CompletedWork()
-
-    def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        return CompletedWork()
-
-    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
-        received[0].copy_(sent[0])
-        return CompletedWork()
-
-    def _send(self, tensor: Tensor, to: int) -> Work:
-        raise AssertionError("require_member refuses it: there is no rank to send to")
-
-    def _receive(self, tensor: Tensor, source: int) -> Work:
-        raise AssertionError("require_member refuses it: there is no rank to receive from")
-
-    def _barrier(self) -> Work:
-        return CompletedWork()
+def copied(source: Tensor, to: Tensor) -> Work:
+    """What a group of one rank does with two tensors."""
+    if source.data_ptr() != to.data_ptr():
+        to.copy_(source)
+    return Work()
 
 
 def require_shards(operation: str, whole: Tensor, part: Tensor, size: int) -> None:

@@ -1,8 +1,8 @@
 """Chapter 06. Ranks as threads of one process: collectives for notebooks, checks and tests, with deadlocks found at once.
 
 N ranks run the same function at the same time and share a `ThreadWorld`. A rank that starts an operation leaves copies of its tensors
-there; waiting for the operation reads the copies of all ranks, so a result has the same bits whatever the order of arrival. The world knows
-where each rank waits, so a deadlock raises an error at once, which says which rank waits in which operation.
+there; waiting for the operation reads the copies of all ranks, so a result has the same bits whatever the order of arrival. A deadlock raises
+an error at once, which says which rank waits in which operation.
 
     results = run_threads(lambda world: world.gather_objects(world.rank), 4)
 
@@ -20,37 +20,29 @@ from torch import Tensor
 from shared.parallel.comm.communicator import (
     CommunicationError,
     Communicator,
-    SingleRankCommunicator,
+    Finish,
     RankStopped,
     Reduction,
-    DeferredWork,
-    Work,
+    SingleRankCommunicator,
     dtype_name,
     require_finished,
 )
-from shared.parallel.comm.trace import CommTrace
+from shared.parallel.comm.deadlock import HeartbeatMessage, deadlocked_ranks, describe_deadlock, find_mismatch, mismatch_of
+from shared.parallel.comm.trace import CommTrace, TraceEntry
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class Rendezvous:
-    """One collective of one group, called `name` in messages: the point where the threads exchange their tensors.
+    """One collective of one group: the point where the threads exchange their tensors.
 
-    calls: rank -> the operation and its arguments, which must be the same for all. inputs: rank -> its tensors. readers: how many ranks
-    have read their result.
+    calls: rank -> its operation. inputs: rank -> its tensors. readers: how many ranks have read their result.
     """
 
-    name: str
-    calls: dict[int, str] = field(default_factory=dict)
+    calls: dict[int, TraceEntry] = field(default_factory=dict)
     inputs: dict[int, Any] = field(default_factory=dict)
     readers: int = 0
-
-    def require_same_calls(self) -> None:
-        first, *others = sorted(self.calls.items())
-        for rank, call in others:
-            if call != first[1]:
-                raise CommunicationError(f"mismatch: in {self.name}, rank {first[0]} calls {first[1]}; rank {rank} calls {call}")
 
 
 @dataclass
@@ -64,24 +56,27 @@ class Mailbox:
 
 @dataclass
 class ThreadWorld:
-    """The state that the threads of one world share. Every access holds the condition `changed`."""
+    """The state that the threads of one world share. Every access holds the condition `changed`.
 
-    size: int
+    traces: of all ranks. waiting: rank -> whether the operation that it waits for can complete.
+    """
+
+    traces: list[CommTrace]
     changed: threading.Condition = field(default_factory=threading.Condition)
     rendezvous: dict[tuple, Rendezvous] = field(default_factory=dict)  # (split, members, number) -> rendezvous
     mailboxes: dict[tuple, Mailbox] = field(default_factory=dict)  # (split, from, to) -> mailbox
-    waiting: dict[int, tuple[str, Callable[[], bool]]] = field(default_factory=dict)  # rank -> operation, and whether it can complete
+    waiting: dict[int, Callable[[], bool]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     failed: dict[int, BaseException] = field(default_factory=dict)
     problem: CommunicationError | None = None
 
-    def wait_until(self, rank: int, operation: str, ready: Callable[[], bool]) -> None:
-        """Wait in `operation` until `ready()`; the caller holds `changed`.
+    def wait_until(self, rank: int, ready: Callable[[], bool]) -> None:
+        """Wait until `ready()`; the caller holds `changed`.
 
         Raises:
             CommunicationError: a deadlock, a mismatch, or another rank failed.
         """
-        self.waiting[rank] = (operation, ready)
+        self.waiting[rank] = ready
         while self.problem is None and not ready():
             self.check_for_deadlock()
             if self.problem is None:
@@ -92,19 +87,15 @@ class ThreadWorld:
     def check_for_deadlock(self) -> None:
         """Fail where every rank waits or has ended and none can continue. The cause is a rank that failed, or calls that differ, or else a
         deadlock. It is checked only once no rank runs, so the message does not depend on which thread was faster."""
-        if len(self.waiting) + len(self.finished) < self.size or any(ready() for _, ready in self.waiting.values()) or not self.waiting:
+        running = len(self.traces) - len(self.waiting) - len(self.finished)
+        if running or not self.waiting or any(ready() for ready in self.waiting.values()):
             return
         if self.failed:
             rank, error = min(self.failed.items())
             return self.fail(RankStopped(f"rank {rank} stopped with {type(error).__name__}: {error}"))
-        try:
-            for rendezvous in self.rendezvous.values():
-                rendezvous.require_same_calls()
-        except CommunicationError as mismatch:
-            return self.fail(mismatch)
-        states = {rank: f"waits in {operation}" for rank, (operation, _) in self.waiting.items()}
-        states |= dict.fromkeys(self.finished, "has finished")
-        self.fail(CommunicationError("deadlock: " + "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states))))
+        ended = dict.fromkeys(self.finished, "has finished")
+        messages = {rank: HeartbeatMessage.of(0, trace, ended=ended.get(rank, "")) for rank, trace in enumerate(self.traces)}
+        self.fail(CommunicationError(find_mismatch(messages) or describe_deadlock(messages, deadlocked_ranks(messages))))
 
     def fail(self, problem: CommunicationError) -> None:
         """Stop every rank; the caller holds `changed`. The first problem is the one that is raised."""
@@ -125,76 +116,77 @@ class ThreadCommunicator(Communicator):
         super().__init__(members, rank, axis, trace, split_number)
         self.thread_world = thread_world
 
-    def exchange(self, operation: str, detail: str, own: Any, finish: Callable[[list[Any]], Any]) -> Work:
-        """Start a collective with the input `own`; waiting for it calls `finish` with the inputs of all ranks, in rank order."""
-        key, me, name = (self.split_number, self.members, self.number), self.members[self.rank], f"#{self.number} of {self.axis}"
+    def exchange(self, own: Any, finish: Callable[[list[Any]], Any]) -> Finish:
+        """Start the collective that was recorded last, with the input `own`; it completes by `finish` with the inputs of all ranks, in rank
+        order."""
+        key, me, call = (self.split_number, self.members, self.number), self.members[self.rank], self.trace.last
         with self.thread_world.changed:
             self.thread_world.raise_if_failed()
-            rendezvous = self.thread_world.rendezvous.setdefault(key, Rendezvous(f"operation {name}"))
-            rendezvous.calls[me], rendezvous.inputs[self.rank] = f"{operation}{detail}", own
+            rendezvous = self.thread_world.rendezvous.setdefault(key, Rendezvous())
+            rendezvous.calls[me], rendezvous.inputs[self.rank] = call, own
             self.thread_world.changed.notify_all()
 
         def wait() -> None:
             with self.thread_world.changed:
-                self.thread_world.wait_until(me, f"{operation} {name}", lambda: len(rendezvous.inputs) == self.size)
-                rendezvous.require_same_calls()
+                self.thread_world.wait_until(me, lambda: len(rendezvous.inputs) == self.size)
+                if problem := mismatch_of(rendezvous.calls):
+                    raise CommunicationError(problem)
                 rendezvous.readers += 1
                 if rendezvous.readers == self.size:
                     self.thread_world.rendezvous.pop(key, None)
             finish([rendezvous.inputs[rank] for rank in range(self.size)])
 
-        return DeferredWork(wait)
+        return wait
 
     def mailbox(self, source: int, to: int) -> Mailbox:
         return self.thread_world.mailboxes.setdefault((self.split_number, self.members[source], self.members[to]), Mailbox())
 
     def _gather_texts(self, text: str) -> list[str]:
         found: list[str] = []
-        self.exchange("gather_objects", "", text, found.extend).wait()
+        self.exchange(text, found.extend)()
         return found
 
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
-        self.exchange("split", f" into {axis} {groups}", None, lambda all: None).wait()
+        self.exchange(None, lambda all: None)()
         return ThreadCommunicator(self.thread_world, mine, mine.index(self.members[self.rank]), axis, self.trace, self.splits)
 
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        return self.exchange(f"all_reduce({op})", shape_of(tensor), tensor.clone(), lambda all: tensor.copy_(reduce_in_rank_order(all, op)))
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Finish:
+        return self.exchange(tensor.clone(), lambda all: tensor.copy_(reduce_in_rank_order(all, op)))
 
-    def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
-        finish = lambda all: torch.cat([each.flatten() for each in all], out=whole.view(-1))  # noqa: E731
-        return self.exchange("all_gather", shape_of(part), part.clone(), finish)
+    def _all_gather(self, whole: Tensor, part: Tensor) -> Finish:
+        return self.exchange(part.clone(), lambda all: torch.cat([each.flatten() for each in all], out=whole.view(-1)))
 
-    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
+    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Finish:
         def finish(all: list[Tensor]) -> None:
             total = reduce_in_rank_order([each.view(self.size, -1)[self.rank] for each in all])
             if whole.is_floating_point():
                 whole.fill_(torch.nan)  # undefined in other worlds: a caller that reads it must notice
             part.view(-1).copy_(total)
 
-        return self.exchange("reduce_scatter", shape_of(whole), whole.clone(), finish)
+        return self.exchange(whole.clone(), finish)
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
         bring = tensor.clone() if self.rank == root else None
-        return self.exchange(f"broadcast(from {root})", shape_of(tensor), bring, lambda all: tensor.copy_(all[root]))
+        return self.exchange(bring, lambda all: tensor.copy_(all[root]))
 
-    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
+    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Finish:
         def finish(all: list[list[Tensor]]) -> None:
             for source, place, theirs in zip(self.members, received, all, strict=True):
                 self.require_same("all_to_all", source, place, theirs[self.rank])
                 place.copy_(theirs[self.rank].view_as(place))
 
-        return self.exchange("all_to_all", f" of {dtype_name(sent[0])}", [tensor.clone() for tensor in sent], finish)
+        return self.exchange([tensor.clone() for tensor in sent], finish)
 
-    def _send(self, tensor: Tensor, to: int) -> Work:
+    def _send(self, tensor: Tensor, to: int) -> Finish:
         with self.thread_world.changed:
             mailbox = self.mailbox(self.rank, to)
             mailbox.sends += 1
             number = mailbox.sends
             mailbox.messages[number] = tensor.clone()
             self.thread_world.changed.notify_all()
-        return self.deferred(f"send to rank {self.members[to]}", lambda: mailbox.receives >= number)
+        return self.deferred(lambda: mailbox.receives >= number)
 
-    def _receive(self, tensor: Tensor, source: int) -> Work:
+    def _receive(self, tensor: Tensor, source: int) -> Finish:
         with self.thread_world.changed:
             mailbox = self.mailbox(source, self.rank)
             mailbox.receives += 1
@@ -206,17 +198,17 @@ class ThreadCommunicator(Communicator):
             self.require_same("receive", self.members[source], tensor, message)
             tensor.copy_(message.view_as(tensor))
 
-        return self.deferred(f"receive from rank {self.members[source]}", lambda: number in mailbox.messages, read)
+        return self.deferred(lambda: number in mailbox.messages, read)
 
-    def deferred(self, operation: str, ready: Callable[[], bool], finish: Callable[[], None] = lambda: None) -> Work:
-        """Work that waits until it is `ready`, and then calls `finish`."""
+    def deferred(self, ready: Callable[[], bool], finish: Callable[[], None] = lambda: None) -> Finish:
+        """Wait until `ready()`, and then call `finish`."""
 
         def wait() -> None:
             with self.thread_world.changed:
-                self.thread_world.wait_until(self.members[self.rank], operation, ready)
+                self.thread_world.wait_until(self.members[self.rank], ready)
                 finish()
 
-        return DeferredWork(wait)
+        return wait
 
     def require_same(self, operation: str, source: int, expected: Tensor, message: Tensor) -> None:
         if expected.numel() != message.numel() or expected.dtype != message.dtype:
@@ -225,8 +217,8 @@ class ThreadCommunicator(Communicator):
                 f"from rank {source}, which sends {message.numel()} of {dtype_name(message)}"
             )
 
-    def _barrier(self) -> Work:
-        return self.exchange("barrier", "", None, lambda all: None)
+    def _barrier(self) -> Finish:
+        return self.exchange(None, lambda all: None)
 
 
 def run_threads(function: Callable[..., Result], ranks: int, *arguments: Any) -> list[Result]:
@@ -239,7 +231,7 @@ def run_threads(function: Callable[..., Result], ranks: int, *arguments: Any) ->
         CommunicationError: the ranks deadlock, make calls that do not match, or end with work that they never waited for.
         Exception: what the first rank that failed raised, with a note that says which rank it was.
     """
-    thread_world = ThreadWorld(ranks)
+    thread_world = ThreadWorld([CommTrace() for _ in range(ranks)])
     results: list[Any] = [None] * ranks
     failures: dict[int, BaseException] = {}
     grad_enabled = torch.is_grad_enabled()
@@ -247,7 +239,8 @@ def run_threads(function: Callable[..., Result], ranks: int, *arguments: Any) ->
     def run(rank: int) -> None:
         problem = None
         try:
-            world = SingleRankCommunicator() if ranks == 1 else ThreadCommunicator(thread_world, range(ranks), rank, "world", CommTrace())
+            trace = thread_world.traces[rank]
+            world = SingleRankCommunicator() if ranks == 1 else ThreadCommunicator(thread_world, range(ranks), rank, "world", trace)
             with torch.set_grad_enabled(grad_enabled):
                 results[rank] = function(world, *arguments)
             require_finished(world)
@@ -291,7 +284,3 @@ def raise_first(failures: dict[int, BaseException], ranks: int) -> None:
         if not isinstance(error, CommunicationError):
             error.add_note(f"on rank {rank} of {ranks}")
         raise error
-
-
-def shape_of(tensor: Tensor) -> str:
-    return f" of {dtype_name(tensor)} {tuple(tensor.shape)}"

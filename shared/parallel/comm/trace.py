@@ -1,4 +1,5 @@
-"""Chapter 06. The communication trace of a rank, or flight recorder: each collective, send and receive with its bytes and its time.
+"""Chapter 06. The communication trace of a rank, or flight recorder: each collective, send and receive with its bytes and its time; and
+the handle of an asynchronous operation.
 
 `bytes` is the size of the full tensor of an operation. How much a rank sends for it depends on the algorithm; the formulas are in
 `shared.parallel.planning.costs`.
@@ -9,10 +10,28 @@ Left out on purpose: when bytes are really on the wire. `begin` and `end` are th
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 MAX_ENTRIES = 100_000  # so that a run of a million steps does not fill the memory with them
 RECENT = 4  # operations kept for each group of ranks
+VARIABLE_SIZE = {"gather_objects", "all_to_all"}  # operations for which each rank may pass a different number of bytes
+
+
+class Work:
+    """A handle of an asynchronous operation. Do not read or write its tensors before `wait` has returned.
+
+    finish: completes the operation, in the first call of `wait`; None where it is complete.
+    """
+
+    def __init__(self, finish: Callable[[], Any] | None = None):
+        self.finish = finish
+
+    def wait(self) -> None:
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
 
 
 @dataclass(slots=True)
@@ -29,6 +48,7 @@ class TraceEntry:
         peer: the other global rank of a send or receive; None for collectives.
         split_number: which split of the world made the group; 0 is the world.
         ranks: the global ranks that take part, in the group's order; for a send or receive, (sender, receiver).
+        arguments: what all ranks must pass alike: reduction, root, dtype and shape.
     """
 
     operation: str
@@ -42,6 +62,17 @@ class TraceEntry:
     peer: int | None = None
     split_number: int = 0
     ranks: tuple[int, ...] = ()
+    arguments: str = ""
+
+    @property
+    def key(self) -> tuple[int, bool, tuple[int, ...]]:
+        """Operations with one key are started in the same order by all of its ranks."""
+        return self.split_number, self.peer is None, self.ranks
+
+    def matches(self, other: "TraceEntry") -> bool:
+        """Whether two ranks' operations of one key and number are the same."""
+        same_size = self.bytes == other.bytes or self.operation in VARIABLE_SIZE
+        return same_size and (self.peer is not None or (self.operation, self.arguments) == (other.operation, other.arguments))
 
     @property
     def description(self) -> str:
@@ -73,7 +104,7 @@ class CommTrace:
     def record(self, entry: TraceEntry, is_traffic: bool) -> None:
         """Record that an operation starts, now. is_traffic: whether it is counted and listed in `entries`."""
         entry.begin, entry.phase = time.perf_counter() - self.zero, self.phase
-        recent = self.recent.setdefault((entry.split_number, entry.peer is None, entry.ranks), deque(maxlen=RECENT))
+        recent = self.recent.setdefault(entry.key, deque(maxlen=RECENT))
         if entry.peer is not None:
             entry.number = recent[-1].number + 1 if recent else 1
         recent.append(entry)
@@ -84,6 +115,17 @@ class CommTrace:
             self.byte_counts[entry.operation, entry.axis] += entry.bytes
             if len(self.entries) >= 2 * MAX_ENTRIES:
                 del self.entries[:MAX_ENTRIES]
+
+    def wait(self, entry: TraceEntry, finish: Callable[[], Any] | None) -> None:
+        """Complete an operation. Where `finish` raises, `waiting` still names it."""
+        self.waiting = entry
+        if finish is not None:
+            finish()
+        self.waiting = None
+        self.note_end(entry)
+
+    def note_end(self, entry: TraceEntry) -> None:
+        entry.end = time.perf_counter() - self.zero
 
     def calls(self) -> Counter[tuple[str, str]]:
         """(operation, axis) -> number of calls."""

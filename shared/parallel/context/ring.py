@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from shared.model.attention import sdpa_attention
 from shared.model.masks import AttentionMask
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.work import DeferredWork, Work
+from shared.parallel.comm.trace import Work
 from shared.parallel.context.blocks import Part, attend_block, block_gradients, merge_attention
 from shared.parallel.context.mask import ContextMask
 from shared.parallel.context.zigzag import own_chunks
@@ -139,7 +139,7 @@ class Returning:
     def __init__(self, mask: ContextMask):
         self.mask, self.home = mask, {}
         self.arriving: dict[int, Tensor] = {}
-        self.work: Work = DeferredWork(lambda: None)
+        self.work: Work = Work()
 
     def add(self, hops: int, found: dict[int, Tensor]) -> None:
         """Add what this rank found at a step to what arrived, and send it on."""
@@ -180,7 +180,7 @@ def exchange(group: Communicator, sends: Mapping[int, Message], receives: Mappin
     calls = [(peer, group.rank > peer, chunk, group.send, tensor) for chunk, (peer, tensor) in sends.items()]
     calls += [(peer, group.rank < peer, chunk, group.receive, tensor) for chunk, (peer, tensor) in receives.items()]
     works = [start(tensor, peer, asynchronous=True) for peer, _, _, start, tensor in sorted(calls, key=lambda call: call[:3])]
-    return DeferredWork(lambda: wait_for(works))
+    return Work(lambda: wait_for(works))
 
 
 def wait_for(works: Sequence[Work]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shared.course.binding import exercise
 from shared.model.sharding import part_sizes
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.work import Work
+from shared.parallel.comm.trace import Work
 from shared.parallel.data.engine import DataEngine
 from shared.totals import Batch, Objective, Runner, Totals
 

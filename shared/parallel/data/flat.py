@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shared.course.binding import exercise
 from shared.model.sharding import Span, make_shard, part_sizes, split_spans
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.work import Work
+from shared.parallel.comm.trace import Work
 
 
 @dataclass

@@ -76,15 +76,16 @@ class TorchReplicas(DataEngine):
 
 def summed(group: Communicator, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A DDP communication hook: all-reduces a bucket as a sum, where DDP's default divides it by the number of ranks."""
-    buffer = bucket.buffer()
-    start = lambda: dist.all_reduce(buffer, group=group.torch_group, async_op=True)  # noqa: E731
-    traced = group.dispatch("all_reduce", buffer, start, asynchronous=True)
+    buffer, started = bucket.buffer(), []
+    start = lambda: started.append(dist.all_reduce(buffer, group=group.torch_group, async_op=True))  # noqa: E731
+    group.dispatch("all_reduce", buffer, start, asynchronous=True)
+    entry = group.trace.last
 
     def arrived(future: torch.futures.Future) -> Tensor:
-        traced.note_end()
+        group.trace.note_end(entry)
         return future.value()[0]
 
-    return traced.work.get_future().then(arrived)
+    return started[0].get_future().then(arrived)
 
 
 class TorchZero(TorchReplicas):

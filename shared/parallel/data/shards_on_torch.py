@@ -229,7 +229,7 @@ class Noted:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def note(self, operation: str, whole: Tensor, start: Callable[[], dist.Work]) -> None:
-        self.group.dispatch(operation, whole, start, asynchronous=False)
+        self.group.dispatch(operation, whole, lambda: start().wait, asynchronous=False)
 
 
 class NotedAllGather(Noted):

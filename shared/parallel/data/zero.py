@@ -21,7 +21,7 @@ from shared.model.sharding import Range, Sharding, Span, make_shard, part_sizes,
 from shared.optim.routing import Route
 from shared.parallel.comm.collectives import all_gather_v, are_equal, reduce_scatter_v
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.work import Work
+from shared.parallel.comm.trace import Work
 from shared.parallel.data.ddp import Bucket, DataParallel, take_gradients
 from shared.parallel.data.engine import Parameters
 from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals

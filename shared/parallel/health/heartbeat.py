@@ -5,7 +5,7 @@ the store of the rendezvous, every second, and reads what the others wrote. It e
 
     a rank's heartbeat stops                     it died, its process hangs, or its machine cannot be reached
     the store does not answer                    rank 0's machine is gone, or cannot be reached
-    calls do not match, or ranks deadlock        found by `shared.parallel.health.deadlock`
+    calls do not match, or ranks deadlock        found by `shared.parallel.comm.deadlock`
     a rank is alive and has not joined an        the message has the line of its code where it is
     operation for half an hour
 
@@ -31,7 +31,7 @@ from torch.distributed import Store, Work
 
 from shared.parallel.comm.communicator import CommunicationError, RankStopped
 from shared.parallel.comm.trace import CommTrace
-from shared.parallel.health.deadlock import HeartbeatMessage, deadlocked_ranks, describe_deadlock, find_mismatch
+from shared.parallel.comm.deadlock import HeartbeatMessage, deadlocked_ranks, describe_deadlock, find_mismatch
 
 EXIT_CODE = 75  # of a rank that ends because of others: "temporary failure, try again" in sysexits.h
 MISSED = 3  # heartbeats after which a rank counts as dead, where a connection broke too
@@ -234,8 +234,7 @@ class Heartbeat:
             self.waiting_entry, self.waiting_since = entry, now
         if entry is None or now - self.waiting_since < self.timeouts.collective_timeout:
             return None
-        call = self.last_seen[self.rank].waiting
-        missing = [rank for rank in entry.ranks if rank != self.rank and not (call and self.last_seen[rank].has_started(call))]
+        missing = [rank for rank in entry.ranks if rank != self.rank and not self.last_seen[rank].has_started(entry)]
         states = "; ".join(
             f"rank {rank} is alive and has not joined: {self.last_seen[rank].last_call()}, {self.last_seen[rank].location}"
             for rank in missing

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shared.course.errors import SettingError
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.comm.work import Work
+from shared.parallel.comm.trace import Work
 from shared.parallel.mesh import Mesh
 from shared.parallel.pipeline.schedules import Action, Message, Schedule, Shape
 from shared.totals import Totals

@@ -28,11 +28,10 @@ from shared.parallel.processes.rendezvous import choose_interface, route_to
 from shared.parallel.comm.communicator import (
     CommunicationError,
     Communicator,
-    DeferredWork,
+    Finish,
     RankStopped,
     Reduction,
     SingleRankCommunicator,
-    Work,
 )
 from shared.parallel.health.agreement import program, require_agreement
 from shared.parallel.health.heartbeat import RAISE_GRACE, Heartbeat, Timeouts, deadline
@@ -76,23 +75,23 @@ class ProcessCommunicator(Communicator):
         self.process, self.torch_group = process, torch_group
         gloo_routes.COMMUNICATORS.add(self)
 
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Finish:
         return self.wrap(dist.all_reduce(tensor, REDUCTIONS[op], self.torch_group, async_op=True))
 
-    def _all_gather(self, whole: Tensor, part: Tensor) -> Work:
+    def _all_gather(self, whole: Tensor, part: Tensor) -> Finish:
         if whole.is_cpu:
-            return DeferredWork(gloo_routes.all_gather(whole, part, self.torch_group, self.wait_for))
+            return gloo_routes.all_gather(whole, part, self.torch_group, self.wait_for)
         return self.wrap(all_gather_single(whole.view(-1), part.view(-1), self.torch_group, async_op=True))
 
-    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
+    def _reduce_scatter(self, part: Tensor, whole: Tensor) -> Finish:
         if whole.is_cpu:
-            return DeferredWork(gloo_routes.reduce_scatter(part, whole, self.torch_group, self.wait_for))
+            return gloo_routes.reduce_scatter(part, whole, self.torch_group, self.wait_for)
         return self.wrap(reduce_scatter_single(part.view(-1), whole.view(-1), group=self.torch_group, async_op=True))
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
         return self.wrap(dist.broadcast(tensor, self.members[root], self.torch_group, async_op=True))
 
-    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Work:
+    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Finish:
         into, out = gloo_routes.end_to_end(received), gloo_routes.end_to_end(sent)
         sizes = [tensor.numel() for tensor in received]
 
@@ -104,24 +103,24 @@ class ProcessCommunicator(Communicator):
         counts = sizes, [tensor.numel() for tensor in sent]
         return self.wrap(dist.all_to_all_single(into, out, *counts, self.torch_group, async_op=True), unpack)
 
-    def _send(self, tensor: Tensor, to: int) -> Work:
+    def _send(self, tensor: Tensor, to: int) -> Finish:
         return self.wrap(dist.isend(tensor, self.members[to], self.torch_group), point_to_point=True)
 
-    def _receive(self, tensor: Tensor, source: int) -> Work:
+    def _receive(self, tensor: Tensor, source: int) -> Finish:
         return self.wrap(dist.irecv(tensor, self.members[source], self.torch_group), point_to_point=True)
 
-    def _barrier(self) -> Work:
+    def _barrier(self) -> Finish:
         return self.wrap(dist.barrier(self.torch_group, async_op=True))
 
     def _gather_texts(self, text: str) -> list[str]:
         """Gathered as bytes, padded to the longest text: nothing is pickled. Over gloo, which ranks on GPUs and on CPUs have in common."""
         own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
-        self._all_gather(lengths, lengths.new_tensor([len(own)])).wait()
+        self._all_gather(lengths, lengths.new_tensor([len(own)]))()
         padded = own.new_zeros(int(lengths.max()))
         padded[: len(own)] = own
         everyone = own.new_zeros(self.size, len(padded))
-        self._all_gather(everyone, padded).wait()
+        self._all_gather(everyone, padded)()
         return [bytes(row[:length].tolist()).decode() for row, length in zip(everyone, lengths.tolist(), strict=True)]
 
     def _split(self, axis: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]) -> Communicator:
@@ -133,14 +132,14 @@ class ProcessCommunicator(Communicator):
             raise ValueError(f"torch {torch.__version__} would sort the ranks {list(members)} of the group {axis!r}: use torch 2.13.")
         return dist.new_group(list(members), self.process.timeout, group_desc=axis, **KEEP_ORDER)
 
-    def wrap(self, work: dist.Work, finish: Callable[[], None] = lambda: None, point_to_point: bool = False) -> Work:
-        """Torch's work as ours: waiting for it watches the heartbeat, and then calls `finish`."""
+    def wrap(self, work: dist.Work, finish: Callable[[], None] = lambda: None, point_to_point: bool = False) -> Finish:
+        """Complete torch's work: watch the heartbeat while it is waited for, and then call `finish`."""
 
         def wait() -> None:
             self.wait_for(work, point_to_point)
             finish()
 
-        return DeferredWork(wait)
+        return wait
 
     def wait_for(self, work: dist.Work, point_to_point: bool) -> None:
         """Wait for torch's work, unless the heartbeat finds a problem. point_to_point: whether it is a send or a receive."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.comm.threads import run_threads
-from shared.parallel.comm.work import Work
+from shared.parallel.comm.trace import Work
 from shared.parallel.pipeline.schedules import one_forward_one_backward
 
 

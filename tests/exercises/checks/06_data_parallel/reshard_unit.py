@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.course.checking import Case, Check
 from shared.parallel.comm.communicator import SingleRankCommunicator
-from shared.parallel.comm.work import CompletedWork
+from shared.parallel.comm.trace import Work
 
 from .watched import CONTRACT, begun, finished, over_ranks, overlaps
 
@@ -145,7 +145,7 @@ def none_at_a_time(gradients, **arguments):
 def devices(function, gradients, sizes, padding, dtype):
     """Where things lie when the weights are not on the CPU: on meta, a device that every machine has, of shapes without numbers."""
     world, handed = SingleRankCommunicator(), []
-    world.reduce_scatter = lambda part, of, asynchronous=False: handed.append(of) or CompletedWork()
+    world.reduce_scatter = lambda part, of, asynchronous=False: handed.append(of) or Work()
     whole = weights_of(gradients, sizes, padding).to("meta")
     mine = [None if each is None else each.to("meta") for each in gradients[0]]
     shard, operation = function(whole, mine, sizes, dtype, world)

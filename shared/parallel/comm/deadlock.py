@@ -1,55 +1,18 @@
-"""Chapter 06. Deadlock detection between processes: from what each rank's heartbeat says, find the ranks that can never continue.
+"""Chapter 06. Deadlock detection: from what each rank last did, find calls that do not match, and the ranks that can never continue.
 
 A rank that waits in the n-th operation of a group continues once every other member has started its own n-th. So ranks that do not wait
 can continue, and so can ranks that wait only for operations that have started, or for ranks that can continue. All others are deadlocked
-(this reduces the wait-for graph). Time plays no part in it, so a slow rank never counts as deadlocked.
+(this reduces the wait-for graph). Time plays no part in it, so a slow rank never counts as deadlocked. Processes send each other their
+last operations in heartbeats (`shared.parallel.health.heartbeat`); threads read each other's traces.
 
 Left out on purpose: what a tensor means. Ranks that add up different tensors of one size are found by `shared.parallel.health.replicas`.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
 
 from shared.parallel.comm.trace import CommTrace, TraceEntry
-
-VARIABLE_SIZE = {"gather_objects", "all_to_all"}  # operations for which each rank may pass a different number of bytes
-
-
-class Call(NamedTuple):
-    """One collective, send or receive, as a heartbeat message describes it to the other ranks.
-
-    ranks: the global ranks that take part, in the group's order; for a send or receive, (sender, receiver).
-    number: counts the calls with the same `key` from 1.
-    """
-
-    operation: str
-    number: int
-    bytes: int
-    description: str
-    split_number: int
-    point_to_point: bool
-    ranks: tuple[int, ...]
-
-    @classmethod
-    def of(cls, entry: TraceEntry) -> "Call":
-        kind = entry.operation, entry.number, entry.bytes, entry.description
-        return cls(*kind, entry.split_number, entry.peer is not None, entry.ranks)
-
-    @classmethod
-    def from_json(cls, fields: list) -> "Call":
-        return cls(*fields[:-1], tuple(fields[-1]))
-
-    @property
-    def key(self) -> tuple[int, bool, tuple[int, ...]]:
-        """Calls with one key are made in the same order by all of its ranks."""
-        return self.split_number, self.point_to_point, self.ranks
-
-    def matches(self, other: "Call") -> bool:
-        """Whether two ranks' calls of one key and number are the same operation."""
-        sizes = self.bytes == other.bytes or self.operation in VARIABLE_SIZE
-        return sizes and (self.point_to_point or self.operation == other.operation)
 
 
 @dataclass(frozen=True)
@@ -68,35 +31,35 @@ class HeartbeatMessage:
 
     number: int
     step: int = 0
-    waiting: Call | None = None
+    waiting: TraceEntry | None = None
     last: str = ""
     location: str = ""
-    recent: list[list[Call]] = field(default_factory=list)
+    recent: list[list[TraceEntry]] = field(default_factory=list)
     ended: str = ""
 
     @classmethod
-    def of(cls, number: int, trace: CommTrace, location: str, ended: str = "") -> "HeartbeatMessage":
+    def of(cls, number: int, trace: CommTrace, location: str = "", ended: str = "") -> "HeartbeatMessage":
         """`waiting` is read before `recent`: an operation that starts in between makes more calls look started, never fewer."""
         waiting, last = trace.waiting, trace.last
-        recent = [[Call.of(entry) for entry in entries.copy()] for entries in list(trace.recent.values())]
-        return cls(number, trace.step, waiting and Call.of(waiting), last.description if last else "", location, recent, ended)
+        recent = [list(entries.copy()) for entries in list(trace.recent.values())]
+        return cls(number, trace.step, waiting, last.description if last else "", location, recent, ended)
 
     def to_json(self) -> str:
-        return json.dumps(vars(self))
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "HeartbeatMessage":
         fields = json.loads(text)
-        fields["waiting"] = fields["waiting"] and Call.from_json(fields["waiting"])
-        fields["recent"] = [[Call.from_json(each) for each in calls] for calls in fields["recent"]]
+        fields["waiting"] = fields["waiting"] and entry_of(fields["waiting"])
+        fields["recent"] = [[entry_of(each) for each in calls] for calls in fields["recent"]]
         return cls(**fields)
 
     @property
-    def state(self) -> tuple[Call | None, list[list[Call]]]:
+    def state(self) -> tuple[TraceEntry | None, list[list[TraceEntry]]]:
         """Changes whenever the rank makes progress, and never returns to an earlier value."""
         return self.waiting, self.recent
 
-    def has_started(self, call: Call) -> bool:
+    def has_started(self, call: TraceEntry) -> bool:
         """Whether this rank has started its own part of `call`."""
         return any(calls[-1].number >= call.number for calls in self.recent if calls and calls[-1].key == call.key)
 
@@ -104,19 +67,29 @@ class HeartbeatMessage:
         return f"its last operation was {self.last}" if self.last else "it has not started any operation"
 
 
+def entry_of(fields: dict) -> TraceEntry:
+    return TraceEntry(**fields | {"ranks": tuple(fields["ranks"])})
+
+
 def find_mismatch(messages: Mapping[int, HeartbeatMessage]) -> str | None:
     """A sentence about two ranks whose calls do not match, where the recent calls show any."""
-    first: dict[tuple, tuple[int, Call]] = {}
+    together: dict[tuple, dict[int, TraceEntry]] = {}
     for rank, message in sorted(messages.items()):
         for call in (call for calls in message.recent for call in calls):
-            other_rank, other = first.setdefault((call.key, call.number), (rank, call))
-            if not other.matches(call):
-                return f"mismatch: rank {other_rank} calls {describe(other)}; rank {rank} calls {describe(call)}"
+            together.setdefault((call.key, call.number), {})[rank] = call
+    return next(filter(None, map(mismatch_of, together.values())), None)
+
+
+def mismatch_of(calls: Mapping[int, TraceEntry]) -> str | None:
+    """A sentence about two of the ranks' calls, of one key and number, that do not match, where there are any."""
+    (first, call), *others = sorted(calls.items())
+    for rank, other in others:
+        if not call.matches(other):
+            place = f"message #{call.number} from rank {call.ranks[0]} to rank {call.ranks[1]}"
+            place = f"operation #{call.number} of {call.axis}" if call.peer is None else place
+            told = (f"{each.operation}{each.arguments}" for each in (call, other))
+            return f"mismatch: in {place}, rank {first} calls {next(told)}; rank {rank} calls {next(told)}"
     return None
-
-
-def describe(call: Call) -> str:
-    return f"{call.description} with {call.bytes:,} bytes"
 
 
 def deadlocked_ranks(messages: Mapping[int, HeartbeatMessage]) -> list[int]:
