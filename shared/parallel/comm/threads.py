@@ -1,8 +1,8 @@
 """Chapter 06. Ranks as threads of one process: collectives for notebooks, checks and tests, with deadlocks found at once.
 
 N ranks run the same function at the same time and share a `ThreadWorld`. A rank that starts an operation leaves copies of its tensors
-there; waiting for the operation reads the copies of all ranks, so a result has the same bits whatever the order of arrival. A deadlock raises
-an error at once, which says which rank waits in which operation.
+there; waiting for the operation reads the copies of all ranks, so a result has the same bits whatever the order of arrival. In a deadlock
+an error is raised at once, which says which rank waits in which operation.
 
     results = run_threads(lambda world: world.gather_objects(world.rank), 4)
 
