@@ -17,10 +17,18 @@ def sizes(layers: int, hidden: int, heads: int, **more: Any) -> Choices:
     return {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads} | more
 
 
-BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
-GPT2 = BIASES | {
-    "vocab_size": 50257, "max_position_embeddings": 1024, "position": "learned", "norm": "layer_norm", "hidden_act": "gelu_tanh",
-    "gated": False, "tie_word_embeddings": True, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+# What every model of a family has, whatever its size; `shared.model.hf.classic` reads and writes their files with it.
+BIASES = {"norm": "layer_norm", "gated": False, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+GPT2_CHOICES = BIASES | {"position": "learned"}
+BERT_CHOICES = BIASES | {
+    "architecture": "encoder", "position": "learned", "norm_position": "post", "embedding_norm": True, "head": "mlm",
+}  # fmt: skip
+BLOOM_CHOICES = BIASES | {"position": "alibi", "embedding_norm": True, "hidden_act": "gelu_tanh"}
+T5_CHOICES = {"architecture": "encoder-decoder", "position": "relative", "attention_scale": 1.0}
+
+GPT2 = GPT2_CHOICES | {
+    "vocab_size": 50257, "max_position_embeddings": 1024, "hidden_act": "gelu_tanh", "tie_word_embeddings": True,
+    "hidden_dropout": 0.1, "attention_dropout": 0.1,
 }  # fmt: skip
 GPT3 = GPT2 | {"max_position_embeddings": 2048, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 LLAMA1 = {"vocab_size": 32000, "max_position_embeddings": 2048, "norm_eps": 1e-6}
@@ -36,21 +44,16 @@ LLAMA32 = LLAMA31 | {
 QWEN2 = {"vocab_size": 152064, "max_position_embeddings": 131072, "rope_theta": 1e6, "norm_eps": 1e-6, "attention_bias": True}
 QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "head_dim": 128}
 MISTRAL = {"vocab_size": 32000, "max_position_embeddings": 32768, "num_key_value_heads": 8, "sliding_window": 4096}
-BERT = BIASES | {
-    "architecture": "encoder", "vocab_size": 30522, "max_position_embeddings": 512, "position": "learned", "norm": "layer_norm",
-    "norm_eps": 1e-12, "norm_position": "post", "embedding_norm": True, "hidden_act": "gelu", "gated": False,
-    "type_vocab_size": 2, "head": "mlm", "tie_word_embeddings": True, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+BERT = BERT_CHOICES | {
+    "vocab_size": 30522, "max_position_embeddings": 512, "norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2,
+    "tie_word_embeddings": True, "hidden_dropout": 0.1, "attention_dropout": 0.1,
 }  # fmt: skip
-T5 = {
-    "architecture": "encoder-decoder", "vocab_size": 32128, "max_position_embeddings": 512, "position": "relative",
-    "norm_eps": 1e-6, "attention_scale": 1.0, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+T5 = T5_CHOICES | {
+    "vocab_size": 32128, "max_position_embeddings": 512, "norm_eps": 1e-6, "hidden_dropout": 0.1, "attention_dropout": 0.1,
 }  # fmt: skip
 T5_FIRST = T5 | {"hidden_act": "relu", "gated": False, "tie_word_embeddings": True}
 T5_V11 = T5 | {"hidden_act": "gelu_tanh", "gated": True}
-BLOOM = BIASES | {
-    "vocab_size": 250880, "max_position_embeddings": 2048, "position": "alibi", "norm": "layer_norm", "embedding_norm": True,
-    "hidden_act": "gelu_tanh", "gated": False, "tie_word_embeddings": True,
-}  # fmt: skip
+BLOOM = BLOOM_CHOICES | {"vocab_size": 250880, "max_position_embeddings": 2048, "tie_word_embeddings": True}
 
 PRESETS: dict[str, Choices] = {
     "gpt2": GPT2 | sizes(12, 768, 12),

@@ -1,14 +1,15 @@
 """Chapter 02. Hugging Face format of a model family: how its `config.json` and the names and layouts of its tensors are read and written.
 
-A `FileTensor` says once, for loading and saving, how one tensor in a file relates to parameters of ours: it is the same, transposed,
-several of them in one, or a slice of one. GPT-2's linear layers are stored [in, out], the other way round from everyone else's, and its
-queries, keys and values are one matrix. BLOOM fuses them head by head. Mixtral stores each expert by itself, where ours may be stacked.
+A table of `Key`s says once, for reading and writing, what `config.json` calls each field of a configuration. A `FileTensor` says once how
+one tensor in a file relates to parameters of ours: it is the same, transposed, several of them in one, or a slice of one. GPT-2's linear
+layers are stored [in, out], the other way round from everyone else's, and its queries, keys and values are one matrix. BLOOM fuses them
+head by head. Mixtral stores each expert by itself, where ours may be stacked.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,44 @@ from torch import Tensor
 from shared.model.config import ModelConfig
 
 ConfigJson = dict[str, Any]  # the content of a config.json
+REQUIRED = object()
 
 ACTIVATION_NAMES = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
+
+
+class Key(NamedTuple):
+    """A key of `config.json`. default: its value where the file does not have it."""
+
+    name: str
+    default: Any = REQUIRED
+
+
+def read_keys(keys: Mapping[str, Key], raw: ConfigJson) -> dict[str, Any]:
+    """The fields of a `ModelConfig` that a `config.json` gives.
+
+    Args:
+        keys: by the field.
+
+    Raises:
+        KeyError: a required key is missing.
+        ValueError: the activation is not one of this model's.
+    """
+    fields = {field: raw[name] if default is REQUIRED else raw.get(name, default) for field, (name, default) in keys.items()}
+    return fields | ({"hidden_act": activation(fields["hidden_act"])} if "hidden_act" in fields else {})
+
+
+def write_keys(keys: Mapping[str, Key], config: ModelConfig, tanh: str = "gelu_new") -> ConfigJson:
+    """The same keys with the values of a configuration. tanh: what the format calls GELU by its tanh approximation."""
+    raw = {name: getattr(config, field) for field, (name, _) in keys.items()}
+    return {name: tanh if value == "gelu_tanh" else value for name, value in raw.items()}
+
+
+def as_named(*fields: str) -> dict[str, Key]:
+    """Required keys that are called as the fields are."""
+    return {field: Key(field) for field in fields}
 
 
 Range = tuple[int, int]  # start and stop

@@ -8,9 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from shared.model.config import ModelConfig, RopeScaling
-from shared.model.hf.format import ConfigJson, FileTensor, Format, activation, same, weight_and_bias
+from shared.model.hf.format import ConfigJson, FileTensor, Format, Key, as_named, read_keys, same, weight_and_bias, write_keys
 
-SAME_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+KEYS = as_named("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size") | {
+    "num_key_value_heads": Key("num_key_value_heads", None),
+    "head_dim": Key("head_dim", None),
+    "max_position_embeddings": Key("max_position_embeddings"),
+    "norm_eps": Key("rms_norm_eps"),
+    "hidden_act": Key("hidden_act", "silu"),
+    "tie_word_embeddings": Key("tie_word_embeddings", False),
+    "attention_dropout": Key("attention_dropout", 0.0),
+    "initializer_range": Key("initializer_range", 0.02),
+}
 COMMON_REQUIRED = {"pretraining_tp": (1, None), "quantization_config": (None,), "partial_rotary_factor": (1.0, None)}
 ROPE_OPTIONS = {
     "linear": ("factor",),
@@ -54,34 +63,12 @@ def write_rope(config: ModelConfig) -> ConfigJson:
 
 def read_common(raw: ConfigJson, longest: int, eps: float = 1e-6) -> ModelConfig:
     """What the relatives share. longest, eps: what holds where the file does not say."""
-    longest = raw.get("max_position_embeddings", longest)
-    return ModelConfig(
-        **{key: raw[key] for key in SAME_KEYS},
-        num_key_value_heads=raw.get("num_key_value_heads"),
-        head_dim=raw.get("head_dim"),
-        max_position_embeddings=longest,
-        norm_eps=raw.get("rms_norm_eps", eps),
-        hidden_act=activation(raw.get("hidden_act", "silu")),
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        attention_dropout=raw.get("attention_dropout", 0.0),
-        initializer_range=raw.get("initializer_range", 0.02),
-        **read_rope(raw, longest),
-    )
+    raw = {"max_position_embeddings": longest, "rms_norm_eps": eps} | raw
+    return ModelConfig(**read_keys(KEYS, raw), **read_rope(raw, raw["max_position_embeddings"]))
 
 
 def write_common(config: ModelConfig) -> ConfigJson:
-    names = {"gelu_tanh": "gelu_pytorch_tanh"}
-    return {key: getattr(config, key) for key in SAME_KEYS} | {
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": names.get(config.hidden_act, config.hidden_act),
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_dropout": config.attention_dropout,
-        "initializer_range": config.initializer_range,
-        **write_rope(config),
-    }
+    return write_keys(KEYS, config, tanh="gelu_pytorch_tanh") | write_rope(config)
 
 
 def read_llama(raw: ConfigJson) -> ModelConfig:

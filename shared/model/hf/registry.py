@@ -4,12 +4,9 @@ from dataclasses import replace
 
 from shared.course.errors import SettingError
 from shared.model.config import ModelConfig
-from shared.model.hf.bert import BERT
-from shared.model.hf.bloom import BLOOM
+from shared.model.hf.classic import BERT, BLOOM, GPT2, T5
 from shared.model.hf.format import ConfigJson, Format
-from shared.model.hf.gpt2 import GPT2
 from shared.model.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from shared.model.hf.t5 import T5
 
 FORMATS: dict[str, Format] = {known.model_type: known for known in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, BERT, T5, BLOOM)}
 QUANTIZED = (
