@@ -18,7 +18,7 @@ from shared.engine.metrics.norms import Norms
 from shared.engine.metrics.peaks import peak_flops
 from shared.engine.metrics.profiling import Profile
 from shared.engine.trackers import make_tracker
-from shared.engine.trackers.external import Settings
+from shared.engine.trackers.services import Settings
 from shared.model.config import ModelConfig
 
 

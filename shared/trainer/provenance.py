@@ -18,7 +18,7 @@ from shared.course import binding
 from shared.course.errors import CourseError
 from shared.course.extensions import content_hash
 from shared.course.paths import CHECKOUT
-from shared.engine.trackers.external import flat
+from shared.engine.trackers.services import flat
 from shared.output_files import write_atomically
 
 CONFIG, CODE, START = "config.yaml", "code.json", "start.json"

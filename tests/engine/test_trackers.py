@@ -21,7 +21,7 @@ from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
 from shared.engine.config import EngineConfig
 from shared.engine.trackers import TRACKERS, make_tracker
-from shared.engine.trackers.external import settings_of
+from shared.engine.trackers.services import settings_of
 from shared.engine.trackers.jsonl import read_jsonl, to_json
 
 ASKED = []  # host names that something in this process wanted to know the address of, since it was last cleared

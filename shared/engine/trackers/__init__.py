@@ -1,4 +1,4 @@
-"""Chapter 04. Trackers: where a run's metrics go. Each is a callback of its own file; all are given the same metrics.
+"""Chapter 04. Trackers: where a run's metrics go. Each is a callback; all are given the same metrics.
 
 A resumed run continues in the same place and never shows a step twice with other values. A file can forget: what was written
 after the step from which the run resumes is cut. A service cannot: there the first value of a step stays.
@@ -11,9 +11,7 @@ from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback
 from shared.engine.trackers.console import ConsoleTracker
 from shared.engine.trackers.jsonl import JsonlTracker
-from shared.engine.trackers.mlflow import MlflowTracker
-from shared.engine.trackers.tensorboard import TensorBoardTracker
-from shared.engine.trackers.wandb import WandbTracker
+from shared.engine.trackers.services import MlflowTracker, TensorBoardTracker, WandbTracker
 
 TRACKERS: dict[str, type[Callback]] = {
     "console": ConsoleTracker,

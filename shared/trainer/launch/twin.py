@@ -26,7 +26,7 @@ from shared.course.errors import CourseError
 from shared.course.typed import configured, with_words
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.tokenizer import TextTokenizer
-from shared.engine.trackers.external import flat
+from shared.engine.trackers.services import flat
 from shared.engine.trackers.jsonl import read_damaged
 from shared.finetune.chat.template import ChatTemplate
 from shared.model.hf.pretrained import save_pretrained

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from shared.course import figures as style, terminal
 from shared.course.errors import CourseError
-from shared.engine.trackers.external import flat
+from shared.engine.trackers.services import flat
 from shared.output_files import write_atomically
 from shared.trainer.records.record import RunRecord, read_run
 from shared.trainer.reports.listing import PIPED, shown
