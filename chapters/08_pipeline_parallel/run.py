@@ -30,7 +30,7 @@ def require_possible(config: RankRunConfig, layout: ParallelConfig) -> None:
     """Refuse what the ranks would refuse one by one."""
     from shared.parallel.pipeline.axis import require_stages
     from shared.parallel.pipeline.schedules import make_schedule
-    from shared.parallel.pipeline.validate import validate
+    from shared.parallel.pipeline.simulate import validate
 
     require_cuts(config, layout)
     ranks, chunks, microbatches = layout.pipeline_parallel, layout.pipeline_chunks, microbatches_of(config, layout)

@@ -20,13 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shared.engine.metrics.flops import flops_per_token  # noqa: E402
 from shared.parallel.config import ParallelConfig  # noqa: E402
-from shared.parallel.pipeline.balance import stage_blocks  # noqa: E402
+from shared.parallel.pipeline.axis import stage_blocks  # noqa: E402
 from shared.parallel.pipeline.schedules import make_schedule  # noqa: E402
-from shared.parallel.pipeline.simulate import Times, make_timeline  # noqa: E402
-from shared.parallel.planning.costs import Link  # noqa: E402
+from shared.parallel.pipeline.simulate import Times, make_timeline # noqa: E402
+from shared.parallel.planning.costs import Link, total_cost  # noqa: E402
 from shared.parallel.planning.memory import StepSizes  # noqa: E402
-from shared.parallel.planning.pipeline_costs import hidden_bytes, pipeline_exchanges  # noqa: E402
-from shared.parallel.planning.tensor_costs import total_cost  # noqa: E402
+from shared.parallel.planning.pipeline_costs import hidden_bytes, pipeline_exchanges # noqa: E402
 
 two_cards = import_module("chapters.07_tensor_parallel.timeline")
 

@@ -10,9 +10,8 @@ from shared.finetune.lora_parallel import lora_sharding
 from shared.finetune.soft_prompts import shard_prefixes
 from shared.model.roles import role_of
 from shared.model.sharding import Range, cut_parameter, sharding_of
-from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.mesh import Mesh
+from shared.parallel.mesh import Axis, Mesh
 
 Cut = tuple[int, Sequence[Range], Communicator]  # a dimension counted from the last one (-2: out, -1: in), each rank's slice, the ranks
 

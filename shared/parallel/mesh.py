@@ -1,4 +1,4 @@
-"""Chapter 06. The device mesh: ranks as a grid, whose axes are the ways in which a run is parallel.
+"""Chapter 06. The device mesh: ranks as a grid, whose axes are the ways in which a run is parallel; and what an axis does to a model.
 
     rank = (((pp * DP + dp) * FSDP + fsdp) * CP + cp) * TP + tp          from outside in: pp, dp, fsdp, cp, tp
 
@@ -12,11 +12,12 @@ Experts (chapter 09) are spread over the data axis in another way, which their a
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shared.course.errors import SettingError
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import AXES, ParallelConfig
+from shared.parallel.data.engine import DataEngine
 from shared.parallel.health.agreement import require_agreement
 
 
@@ -57,3 +58,21 @@ class Mesh:
         others = [place for place in range(grid.dim()) if place not in dimensions]
         rows = grid.permute(*others, *dimensions).flatten(len(others)) if others else grid.flatten()[None]
         return self.world.split(axis, rows.flatten(0, -2).tolist())
+
+
+class Axis:
+    """A parallel axis, which shards the computation itself.
+
+    brings: the fields of `ParallelConfig` that it makes take effect.
+    """
+
+    brings: tuple[str, ...] = ()
+
+    def shape(self, model: nn.Module, mesh: Mesh) -> None:
+        """Change a plain model in place, perhaps one on the meta device, and state the facts of its parameters. Does nothing where the mesh
+        does not ask for it."""
+        raise NotImplementedError
+
+    def engine(self, model: nn.Module, mesh: Mesh) -> DataEngine | None:
+        """Its own engine, such as a pipeline's runner, for a model that is shaped and has its memory; None where it has none."""
+        return None

@@ -19,17 +19,16 @@ from shared.course.errors import SettingError
 from shared.model.init import materialize
 from shared.optim.config import OptimizerConfig
 from shared.optim.routing import Route, route
-from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig, require_built
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.data.ddp import DataParallel
-from shared.parallel.data.engine import DataEngine, Subset
+from shared.parallel.data.engine import DataEngine, Parameters
 from shared.parallel.data.fsdp import FullySharded
 from shared.parallel.data.zero import Zero, muon_matrices
 from shared.parallel.health.agreement import require_agreement
 from shared.parallel.health.replicas import fingerprints
-from shared.parallel.mesh import Mesh
+from shared.parallel.mesh import Axis, Mesh
 from shared.parallel.strategy import ParallelStrategy
 
 
@@ -101,12 +100,12 @@ def data_engines(
         return []
     if config.fully_sharded > 1:
         return [(torch_sharded if by_torch else FullySharded)(model, mesh, dtype, device, seed)]
-    groups: dict[Communicator, set[str]] = {}
+    groups: dict[Communicator, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        groups.setdefault(getattr(parameter, "shared_over", mesh.loss), set()).add(name)
+        groups.setdefault(getattr(parameter, "shared_over", mesh.loss), {})[name] = parameter
     engines: list[DataEngine] = []
-    for group, names in groups.items():
-        part = model if len(groups) == 1 else Subset(model, names)
+    for group, named in groups.items():
+        part = model if len(groups) == 1 else Parameters(named)
         if by_torch and group is mesh.loss:
             engines.append(torch_replicas(model, mesh, part, whole))
         elif config.zero:

@@ -27,7 +27,7 @@ from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint import RankSaver
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.data.engine import DataEngine, Parameters, Subset, add_over, add_partial, all_of, complete
+from shared.parallel.data.engine import DataEngine, Parameters, add_over, add_partial, all_of, complete
 from shared.parallel.data.offload import OffloadedOptimizer
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
@@ -64,7 +64,7 @@ class ParallelStrategy(Held, Strategy):
         self.mesh, self.engines, self.routes = mesh, tuple(engines), routes
         self.rank, self.size = mesh.world.rank, mesh.world.size
         self.data_size = mesh.data.size
-        wrappers = [engine.model for engine in engines if engine.model is not module and not isinstance(engine.model, Subset)]
+        wrappers = [engine.model for engine in engines if engine.model is not module and not isinstance(engine.model, Parameters)]
         if len(wrappers) > 1:
             raise ValueError("Two engines wrap the model, and objectives can call one of them only: use backend course.")
         self.model = wrappers[0] if wrappers else module

@@ -38,7 +38,7 @@ from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.health.heartbeat import Timeouts
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
-from shared.parallel.pipeline.balance import stage_blocks
+from shared.parallel.pipeline.axis import stage_blocks
 from shared.trainer.models import RUN_AXES
 
 RANKS, WARMUP, MICROBATCHES = 2, 2, 8

@@ -12,11 +12,10 @@ from memory_table import ADAMW, ROWS
 from shared.course.paths import CHECKOUT
 from shared.engine.metrics.flops import model_flops_per_token
 from shared.parallel.config import parse_layout
-from shared.parallel.planning.costs import Link
+from shared.parallel.planning.costs import Link, total_cost
 from shared.parallel.planning.expert_costs import expert_exchanges, imbalance, step_time
 from shared.parallel.planning.memory import StepSizes
 from shared.parallel.planning.pipeline_costs import held_parts
-from shared.parallel.planning.tensor_costs import total_cost
 from shared.trainer.config import TrainerConfig
 from shared.trainer.planner.layout import predicted_traffic
 from shared.trainer.settings import parse_words

@@ -10,7 +10,7 @@ from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.moe.experts import ExpertLinear
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.pipeline.balance import stage_costs
+from shared.parallel.pipeline.axis import stage_costs
 from shared.parallel.pipeline.weight_gradients import add_weight_gradients, split_backward
 
 SCHEDULES = [

@@ -17,14 +17,13 @@ from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.init import initialize
 from shared.model.transformer import TransformerModel
-from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import CommunicationError, SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig, parse_layout
-from shared.parallel.data.engine import DataEngine, Subset, add_partial
+from shared.parallel.data.engine import DataEngine, Parameters, add_partial
 from shared.parallel.data.zero import Zero
 from shared.parallel.health.replicas import ReplicaCheck, ReplicasDiffer, require_equal
-from shared.parallel.mesh import Mesh
+from shared.parallel.mesh import Axis, Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.processes.launch import run_processes
 from shared.parallel.strategy import ParallelStrategy
@@ -184,8 +183,8 @@ def test_zero_engines_of_two_groups_do_not_wait_within_the_backward_pass(alone):
     def work(world):
         model, pairs = Chain(), world.split("edp", [(0, 2), (1, 3)])
         parts = ((name, group) for name, group in (("dense", world), ("shared", pairs)))
-        named = [({each for each, _ in model.named_parameters() if each.startswith(name)}, group) for name, group in parts]
-        engines = [Zero(Subset(model, names), group, 1, bucket_megabytes=1e-9, alone=alone) for names, group in named]
+        named = [({each: p for each, p in model.named_parameters() if each.startswith(name)}, group) for name, group in parts]
+        engines = [Zero(Parameters(of_group), group, 1, bucket_megabytes=1e-9, alone=alone) for of_group, group in named]
         strategy = ParallelStrategy(model, Mesh(parse_layout("dp4"), world), engines)
         objective = lambda model, use: Totals(model(use), torch.tensor(1), {})  # noqa: E731
         strategy.reducer(model, strategy.runner(accumulate_gradients)(model, [world.rank != 1], objective))

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from shared.course import build_check, builds
 from shared.course.stubs import BodyFile
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.pipeline.validate import ScheduleError, validate
+from shared.parallel.pipeline.simulate import ScheduleError, validate
 from shared.parallel.processes.launch import run_processes
 
 RANKS, MICROBATCHES, BLOCKS = 2, 4, 5

@@ -8,8 +8,8 @@ from shared.parallel.comm.communicator import CommunicationError
 from shared.parallel.pipeline.axis import PipelineParallel
 from shared.parallel.pipeline.runner import PipelineRunner
 from shared.parallel.pipeline.schedules import make_schedule
+from shared.parallel.pipeline.simulate import validate
 from shared.parallel.pipeline.stages import Links
-from shared.parallel.pipeline.validate import validate
 from shared.totals import Totals
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared.course.errors import SettingError
 from shared.parallel.pipeline import schedules
-from shared.parallel.pipeline.balance import balance_stages
+from shared.parallel.pipeline.axis import balance_stages
 from shared.parallel.pipeline.schedules import Action, interleaved, make_schedule
 from shared.parallel.pipeline.simulate import Times, make_timeline, simulate
 

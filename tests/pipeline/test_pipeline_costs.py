@@ -13,7 +13,7 @@ from shared.model.counting import parameter_counts
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import parse_layout
 from shared.parallel.pipeline.schedules import make_schedule
-from shared.parallel.pipeline.validate import validate
+from shared.parallel.pipeline.simulate import validate
 from shared.parallel.planning.activations import Activations, activations
 from shared.parallel.planning.memory import StepSizes, estimate_memory, part_counts
 from shared.parallel.planning.pipeline_costs import (

@@ -6,8 +6,8 @@ from tensor_runs import batches
 from torch.autograd.graph import saved_tensors_hooks
 
 from shared.parallel.pipeline.schedules import make_schedule
+from shared.parallel.pipeline.simulate import validate
 from shared.parallel.pipeline.stages import Links
-from shared.parallel.pipeline.validate import validate
 
 
 class Meter:

@@ -18,7 +18,7 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import AXES, apply_parallel
 from shared.parallel.pipeline.axis import PipelineParallel
 from shared.parallel.pipeline.schedules import make_schedule
-from shared.parallel.pipeline.validate import ScheduleError, validate
+from shared.parallel.pipeline.simulate import ScheduleError, validate
 
 RUNS = [  # layout, family, optimizer, schedule
     ("pp2", "llama", "sgd", "1f1b"),

@@ -9,7 +9,7 @@ from shared.loop import accumulate_gradients
 from shared.model.chunked_loss import packed_next_token_objective
 from shared.parallel.config import ParallelConfig
 from shared.parallel.pipeline.schedules import Action
-from shared.parallel.pipeline.validate import ScheduleError
+from shared.parallel.pipeline.simulate import ScheduleError
 
 REFUSED = [
     (("pp2", "t5"), {}, "model.architecture encoder-decoder"),

@@ -8,8 +8,7 @@ import pytest
 from shared.course import catalogue, running
 from shared.course.errors import SettingError
 from shared.parallel.pipeline.schedules import Action, bubble_fraction, interleaved, make_schedule
-from shared.parallel.pipeline.simulate import Times, draw, make_timeline
-from shared.parallel.pipeline.validate import ScheduleError, validate
+from shared.parallel.pipeline.simulate import ScheduleError, Times, draw, make_timeline, validate
 
 running.read_check(catalogue.find_exercise("08.gpipe"))  # loads what the checks of this chapter share
 by_torch = sys.modules["course_checks_08.lists"].by_torch

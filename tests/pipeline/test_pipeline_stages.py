@@ -14,7 +14,7 @@ from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts
 from shared.model.transformer import TransformerModel
 from shared.parallel.config import ParallelConfig
-from shared.parallel.pipeline.balance import stage_blocks, stage_costs
+from shared.parallel.pipeline.axis import stage_blocks, stage_costs
 from shared.trainer.config import TrainerConfig
 from shared.trainer.planner.layout import stages_summary
 from shared.trainer.settings import parse_text

@@ -7,9 +7,8 @@ from shared.model.attention import grouped_query_attention
 from shared.model.masks import Causal, Documents, Full, Mask, Prefix, Window
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.context.axis import Attend
-from shared.parallel.context.mask import ContextMask
 from shared.parallel.context.ring import ring_attention
-from shared.parallel.context.zigzag import SequenceShare
+from shared.parallel.context.zigzag import ContextMask, SequenceShare
 
 BATCH, HEADS, SHARED, SIZE, SEQ = 2, 4, 2, 6, 48
 TWO_OF_FOUR = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])

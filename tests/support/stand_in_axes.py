@@ -14,8 +14,7 @@ from shared.model.sharding import split_dimension
 from shared.model.transformer import keep_part
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.data.engine import DataEngine
-from shared.parallel.mesh import Mesh
-from shared.parallel.axis import Axis
+from shared.parallel.mesh import Axis, Mesh
 from shared.totals import Totals, add_totals
 
 

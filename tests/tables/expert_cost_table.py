@@ -20,12 +20,12 @@ from memory_table import ADAMW, KINDS, RECOMPUTE, SMALL, cell, memory_measured  
 from pipeline_cost_table import PipelineTracker  # noqa: E402
 
 from shared.course.paths import CHECKOUT  # noqa: E402
-from shared.loop import accumulate_gradients, train_step  # noqa: E402
+from shared.loop import accumulate_gradients, train_step # noqa: E402
 from shared.model.chunked_loss import packed_next_token_objective  # noqa: E402
 from shared.model.config import ModelConfig  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402
 from shared.moe.builders import MIXTURE  # noqa: E402
-from shared.moe.config import MixtureConfig, MixtureModelConfig  # noqa: E402
+from shared.moe.config import MixtureConfig, MixtureModelConfig # noqa: E402
 from shared.moe.layer import mixture_layers  # noqa: E402
 from shared.optim.build import build_optimizer  # noqa: E402
 from shared.optim.config import OptimizerConfig  # noqa: E402
@@ -34,16 +34,15 @@ from shared.optim.updater import Update  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.comm.trace import CommTrace  # noqa: E402
-from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
+from shared.parallel.config import ParallelConfig, parse_layout # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.parallelize import apply_parallel  # noqa: E402
-from shared.parallel.planning.costs import Link  # noqa: E402
-from shared.parallel.planning.expert_costs import expert_exchanges, step_time  # noqa: E402
-from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory  # noqa: E402
-from shared.parallel.planning.tensor_costs import Exchange  # noqa: E402
+from shared.parallel.planning.costs import Exchange, Link  # noqa: E402
+from shared.parallel.planning.expert_costs import expert_exchanges, step_time # noqa: E402
+from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory # noqa: E402
 from shared.trainer.config import TrainerConfig  # noqa: E402
 from shared.trainer.models import RUN_AXES  # noqa: E402
-from shared.trainer.settings import parse_text, read_settings  # noqa: E402
+from shared.trainer.settings import parse_text, read_settings # noqa: E402
 
 two_cards = import_module("chapters.07_tensor_parallel.timeline")
 

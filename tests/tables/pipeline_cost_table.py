@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 import torch  # noqa: E402
 from memory_table import ADAMW, KINDS, RECOMPUTE, ROWS, SMALL, batch, cell, memory_measured  # noqa: E402
 
-from shared.loop import accumulate_gradients, train_step  # noqa: E402
+from shared.loop import accumulate_gradients, train_step # noqa: E402
 from shared.model.chunked_loss import packed_next_token_objective  # noqa: E402
 from shared.model.config import ModelConfig  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402
@@ -29,16 +29,15 @@ from shared.optim.updater import Update  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
 from shared.parallel.comm.threads import run_threads  # noqa: E402
 from shared.parallel.comm.trace import CommTrace  # noqa: E402
-from shared.parallel.config import ParallelConfig, parse_layout  # noqa: E402
+from shared.parallel.config import ParallelConfig, parse_layout # noqa: E402
 from shared.parallel.data.fsdp import FullySharded  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
 from shared.parallel.parallelize import apply_parallel  # noqa: E402
 from shared.parallel.pipeline.runner import PipelineRunner  # noqa: E402
-from shared.parallel.pipeline.schedules import Action, bubble_fraction, make_schedule  # noqa: E402
-from shared.parallel.pipeline.simulate import make_timeline  # noqa: E402
-from shared.parallel.pipeline.validate import validate  # noqa: E402
-from shared.parallel.planning.memory import MemoryEstimate, StepSizes  # noqa: E402
-from shared.parallel.planning.pipeline_costs import estimate_ranks, step_exchanges  # noqa: E402
+from shared.parallel.pipeline.schedules import Action, bubble_fraction, make_schedule # noqa: E402
+from shared.parallel.pipeline.simulate import make_timeline, validate  # noqa: E402
+from shared.parallel.planning.memory import MemoryEstimate, StepSizes # noqa: E402
+from shared.parallel.planning.pipeline_costs import estimate_ranks, step_exchanges # noqa: E402
 from shared.parallel.processes.launch import run_processes  # noqa: E402
 from shared.trainer.models import RUN_AXES  # noqa: E402
 

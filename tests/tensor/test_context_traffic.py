@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shared.model.masks import Causal, Documents, Full, Mask, Window
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.context import ring
-from shared.parallel.context.mask import ALL, SOME, TRIANGLE, ContextMask
 from shared.parallel.context.ring import exchange, ring_attention
-from shared.parallel.context.zigzag import SequenceShare, own_chunks
+from shared.parallel.context.zigzag import ALL, SOME, TRIANGLE, ContextMask, SequenceShare, own_chunks
 from shared.parallel.processes.launch import run_processes
 
 

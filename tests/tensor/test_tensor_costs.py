@@ -23,8 +23,9 @@ from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.planning.activations import activations
+from shared.parallel.planning.costs import total_cost
 from shared.parallel.planning.memory import StepSizes, estimate_memory
-from shared.parallel.planning.tensor_costs import context_exchanges, tensor_exchanges, total_cost
+from shared.parallel.planning.tensor_costs import context_exchanges, tensor_exchanges
 from shared.parallel.tensor.axis import TensorParallel
 from shared.trainer.models import RUN_AXES
 

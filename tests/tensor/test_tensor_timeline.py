@@ -6,9 +6,9 @@ import pytest
 
 from shared.course.paths import CHECKOUT
 from shared.parallel.config import parse_layout
-from shared.parallel.planning.costs import Link
+from shared.parallel.planning.costs import Link, total_cost
 from shared.parallel.planning.memory import StepSizes
-from shared.parallel.planning.tensor_costs import tensor_exchanges, total_cost
+from shared.parallel.planning.tensor_costs import tensor_exchanges
 
 timeline = import_module("chapters.07_tensor_parallel.timeline")
 muon_exchange = import_module("chapters.07_tensor_parallel.muon_exchange")

@@ -25,9 +25,8 @@ from shared.model.sharding import Range, cut_parameter
 from shared.moe.layer import MixtureLayer, mixture_layers
 from shared.moe.parallel.all_to_all import begin_exchange, exchange_counts, exchange_rows
 from shared.moe.parallel.groups import expert_groups
-from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.mesh import Mesh
+from shared.parallel.mesh import Axis, Mesh
 
 ExchangeRows = Callable[[Tensor, Sequence[int], Sequence[int], Communicator], Tensor]
 

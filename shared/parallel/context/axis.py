@@ -24,12 +24,10 @@ from shared.model.masks import Mask
 from shared.model.rope import rope_tables
 from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
-from shared.parallel.axis import Axis
-from shared.parallel.context.mask import ContextMask
 from shared.parallel.context.ring import ring_attention
-from shared.parallel.context.zigzag import SequenceShare
+from shared.parallel.context.zigzag import ContextMask, SequenceShare
 from shared.parallel.data.engine import DataEngine
-from shared.parallel.mesh import Mesh
+from shared.parallel.mesh import Axis, Mesh
 from shared.totals import Objective
 
 Attend = Callable[[Tensor, Tensor, Tensor, ContextMask, float], Tensor]

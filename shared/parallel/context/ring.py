@@ -3,7 +3,7 @@
     step 0    a rank's own keys                    forward   n - 1 hops of keys and values at most, while a block is computed
     step s    keys that have travelled s hops      backward  the same once more, and their gradients in float32, one step behind
 
-(Liu et al. 2023, "Ring Attention with Blockwise Transformers"; zigzag and two directions as in `shared.parallel.context.mask`.) In the
+(Liu et al. 2023, "Ring Attention with Blockwise Transformers"; zigzag and two directions as in `shared.parallel.context.zigzag`.) In the
 backward pass a chunk's gradient begins at the first rank that its keys reach, travels on with them, and is sent home from the last one.
 
 Bytes that all ranks together send, for each layer, of chunks of c positions, with k = 2 * batch * key-value heads * c * head size numbers:
@@ -31,8 +31,7 @@ from shared.model.masks import AttentionMask
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.comm.trace import Work
 from shared.parallel.context.blocks import Part, attend_block, block_gradients, merge_attention
-from shared.parallel.context.mask import ContextMask
-from shared.parallel.context.zigzag import own_chunks
+from shared.parallel.context.zigzag import ContextMask, own_chunks
 from shared.parallel.tensor.operators import gather_sequence
 
 Message = tuple[int, Tensor]  # the other rank, and what is sent or where it arrives

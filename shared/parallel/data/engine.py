@@ -116,25 +116,8 @@ def add_with(totals: Totals, counts: Tensor, group: Communicator) -> tuple[Total
     return Totals(loss_sum, token_count, dict(zip(totals.metrics, metrics, strict=True))), counts.cpu()
 
 
-class Subset(nn.Module):
-    """Some parameters of a model, under their names, for an engine that serves these alone. Calling it calls the model."""
-
-    def __init__(self, model: nn.Module, names: set[str]):
-        super().__init__()
-        self.inner, self.names = [model], names  # in a list: its modules are not this one's
-
-    def forward(self, *arguments, **options):
-        return self.inner[0](*arguments, **options)
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, p) for name, p in self.inner[0].named_parameters(prefix, recurse, remove_duplicate) if name in self.names)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return (parameter for _, parameter in self.named_parameters())
-
-
 class Parameters(nn.Module):
-    """Parameters under the names of the whole model, which hold dots: what an optimizer is built over, and a part of a model.
+    """Parameters under the names of the whole model, which hold dots: what an optimizer is built over, or what one engine serves.
 
     Args:
         named: name -> this rank's shard (`make_shard`), or a parameter that it holds whole.

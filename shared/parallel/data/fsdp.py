@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shared.model.context import AttentionContext
 from shared.model.init import local_initial_value
@@ -101,7 +102,8 @@ class FullySharded(DataEngine):
         return x
 
     def after_forward(self, model: nn.Module, inputs: tuple, output: Any) -> None:
-        results = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        results = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
         for tensor in results:
             self.root.awaits_backward = True
             tensor.register_hook(partial(self.before_backward, self.root, self.running))
@@ -232,15 +234,6 @@ def autocast_without_cache(device_type: str) -> torch.autocast:
     """The current autocast, without its cache, which would keep rounded copies of all units until the end of the forward pass."""
     dtype = torch.get_autocast_dtype(device_type)
     return torch.autocast(device_type, dtype, enabled=torch.is_autocast_enabled(device_type), cache_enabled=False)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a model's output: one, or several in tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
 
 
 def first_value(model: nn.Module, seed: int, name: str, parameter: nn.Parameter) -> Tensor:

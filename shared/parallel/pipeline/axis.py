@@ -1,4 +1,4 @@
-"""Chapter 08. Pipeline parallelism as an axis of the mesh: each rank holds some of a plain transformer's layers (pp).
+"""Chapter 08. Pipeline parallelism as an axis of the mesh: each rank holds some of a plain transformer's layers (pp), evenly by cost.
 
     pp 2, chunks 1    rank 0: embedding, blocks 0 1 2 3              rank 1: blocks 4 5 6 7, norm, head
     pp 2, chunks 2    rank 0: embedding, blocks 0 1 and 4 5          rank 1: blocks 2 3 and 6 7, norm, head
@@ -6,23 +6,32 @@
 Blocks keep their numbers, so weights, optimizer state and checkpoints have the names of the whole model. A tied embedding stands at both
 ends, and its two gradients are summed (`partial_over`). Data engines work on what a rank holds, as on any model.
 
-`pipeline_layers` says how many blocks each stage has (`shared.parallel.pipeline.balance`).
+In steady state every slot lasts as long as the slowest stage, so a step costs as if all stages were that slow. The first stage also has the
+embedding, and the last one the head, which can cost as much as several blocks: `balance_stages` splits the blocks.
 
-Left out on purpose: what has not been shown to be equal to one process, which is refused by name.
+Left out on purpose: blocks cut in two, stages whose ranks differ in speed, and what has not been shown to be equal to one process, which is
+refused by name.
 """
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import nn
 
+from shared.course.binding import exercise
 from shared.course.errors import SettingError
+from shared.engine.metrics.flops import model_flops_per_token
 from shared.model.config import ModelConfig
+from shared.model.counting import parameter_counts
 from shared.model.transformer import TransformerModel, keep_part
-from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.engine import DataEngine
-from shared.parallel.mesh import Mesh
-from shared.parallel.pipeline.balance import stage_blocks
+from shared.parallel.mesh import Axis, Mesh
 from shared.parallel.pipeline.runner import PipelineRunner
 from shared.parallel.pipeline.schedules import Shape
 from shared.parallel.pipeline.stages import Links, PipelineModel
@@ -108,3 +117,66 @@ def require_stages(model: ModelConfig, config: ParallelConfig) -> None:
     for is_wrong, reason in wrong:
         if is_wrong:
             raise SettingError(f"parallel.pipeline_parallel {config.pipeline_parallel} with {reason}. Change one of them.")
+
+
+@exercise("08.balance_stages")
+def balance_stages(blocks: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[range]:
+    """Balance pipeline stages: share out blocks so that the dearest stage is as cheap as possible.
+
+    Each stage has consecutive blocks, at least one. It costs their sum; the first stage costs `first` more, for the embedding, and the
+    last one `last` more, for the head. A single stage has both.
+
+    Of several splits whose dearest stage costs the same, the one is taken whose second dearest stage is cheapest, then the third dearest,
+    and so on. Where all of these are equal, the one is taken whose first stage has the most blocks, then the second stage, and so on. So
+    all ranks find the same split. Equal blocks that cost something are shared out evenly where the ends add nothing: the first stages then
+    have one more.
+
+    Args:
+        blocks: the cost of each block, in their order: seconds, FLOPs or bytes, at least 0. Whole numbers make ties exact.
+        stages: at least 1. There are more ways to split 100 blocks over 16 stages than anyone can try: it must take seconds all the same.
+        first, last: in the same unit.
+
+    Returns:
+        For each stage the range of its blocks' numbers, which count from 0.
+
+    Raises:
+        SettingError: there are fewer blocks than stages.
+
+    >>> balance_stages([1, 1, 1, 1, 1, 1, 1], stages=3), balance_stages([1, 1, 1, 1, 1, 1], stages=2, last=2)
+    ([range(0, 3), range(3, 5), range(5, 7)], [range(0, 4), range(4, 6)])
+    """
+
+
+def stage_blocks(model: ModelConfig, layout: ParallelConfig) -> list[range]:
+    """For each stage of a pipeline the numbers of its blocks, as `layout.pipeline_layers` says."""
+    asked, stages = layout.pipeline_layers, layout.pipeline_parallel * layout.pipeline_chunks
+    if stages == 1:
+        return [range(model.num_hidden_layers)]
+    if isinstance(asked, str):
+        blocks, first, last = stage_costs(model, asked)
+        return balance_stages(blocks, stages, first, last)
+    return [range(sum(asked[:stage]), sum(asked[: stage + 1])) for stage in range(stages)]
+
+
+@cache
+def stage_costs(model: ModelConfig, by: Literal["flops", "memory"]) -> tuple[tuple[int, ...], int, int]:
+    """The cost of each block, what the first stage has more, and what the last one has more.
+
+    flops: of a token's training step, in sequences as long as the model allows; looking up an embedding takes none. memory: parameters,
+        since weights, gradients and optimizer state have a few bytes for each; a tied embedding stands at both ends.
+
+    Raises:
+        ValueError: FLOPs of an encoder-decoder.
+    """
+    model = model.resolved()
+    parts = [replace(model, num_hidden_layers=n, layer_types=model.layer_types[:n]) for n in range(1, model.num_hidden_layers + 1)]
+    if by == "memory":
+        with torch.device("meta"):
+            dense = TransformerModel(replace(parts[0], experts=None))
+        size = lambda *modules: sum(p.numel() for module in modules if module is not None for p in module.parameters())  # noqa: E731
+        first, last = size(dense.embedding), size(dense.head, dense.stack.final_norm)
+        totals = [size(dense) - size(dense.stack.blocks), *(sum(parameter_counts(part).values()) for part in parts)]
+    else:
+        first, last = 0, 6 * model.hidden_size * (model.vocab_size + model.hidden_size * (model.head == "mlm"))
+        totals = [last, *(model_flops_per_token(part, model.max_position_embeddings) for part in parts)]
+    return tuple(more - fewer for fewer, more in pairwise(totals)), first, last

@@ -19,8 +19,8 @@ from shared.loop import accumulate_gradients
 from shared.parallel.data.engine import DataEngine
 from shared.parallel.mesh import Mesh
 from shared.parallel.pipeline.schedules import Action, Schedule, make_schedule
+from shared.parallel.pipeline.simulate import validate
 from shared.parallel.pipeline.stages import EndOfStage, PipelineModel
-from shared.parallel.pipeline.validate import validate
 from shared.parallel.pipeline.weight_gradients import Waiting, add_weight_gradients
 from shared.totals import Batch, Objective, Runner, Totals, add_totals
 

@@ -5,7 +5,7 @@
 
 A model's layers are cut into stages, and a step's batch into micro-batches. Stage s is chunk s // ranks of rank s % ranks: with several
 chunks, each micro-batch goes around all ranks several times. No time stands in a schedule, and no message: a rank does its actions in
-order, and waits in each for what the action needs. `shared.parallel.pipeline.validate` checks any list before it runs, `simulate` says how
+order, and waits in each for what the action needs. `shared.parallel.pipeline.simulate` checks any list before it runs, `simulate` says how
 long it takes, and `runner` executes it.
 
 Left out on purpose: schedules that keep more activations so as to have no bubble at all (ZB-H2, ZB-V), and a search for the best one.

@@ -72,3 +72,21 @@ def cost(operation: str, bytes: float, ranks: int) -> Cost:
 def cost_of_entries(entries: Iterable[TraceEntry]) -> Cost:
     """What a rank has sent, by the formulas, for all that its trace lists."""
     return sum((cost(entry.operation, entry.bytes, entry.size) for entry in entries), Cost(0, 0.0))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Equal operations of a step. part: what of the model they belong to. ranks: of the group. bytes: of the whole tensor, in each call."""
+
+    part: str
+    operation: str
+    axis: str
+    ranks: int
+    calls: float
+    bytes: float
+
+
+def total_cost(exchanges: Iterable[Exchange]) -> Cost:
+    """What a rank sends for all of them, one after another."""
+    each = ((exchange.calls, cost(exchange.operation, exchange.bytes, exchange.ranks)) for exchange in exchanges)
+    return sum((Cost(calls * one.messages, calls * one.bytes) for calls, one in each), Cost(0, 0.0))

@@ -26,8 +26,8 @@ from shared.parallel.data import zero
 from shared.parallel.data.ddp import plan_buckets
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.planning.activations import WIDTH, Part, heads, is_sparse, model_of_rank
+from shared.parallel.planning.costs import Exchange
 from shared.parallel.planning.memory import StepSizes
-from shared.parallel.planning.tensor_costs import Exchange
 
 
 class Weight(NamedTuple):

@@ -27,9 +27,8 @@ from shared.model.counting import feed_forward_counts
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.ddp import plan_buckets
 from shared.parallel.planning.activations import WIDTH, Part, is_sparse, model_of_rank, whole_of
-from shared.parallel.planning.costs import Link
+from shared.parallel.planning.costs import Exchange, Link, total_cost
 from shared.parallel.planning.memory import StepSizes, expert_shards
-from shared.parallel.planning.tensor_costs import Exchange, total_cost
 
 
 def expert_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSizes, part: Part | None = None) -> list[Exchange]:

@@ -17,11 +17,12 @@ from dataclasses import replace
 from shared.model.config import ModelConfig
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
-from shared.parallel.pipeline.balance import stage_blocks
+from shared.parallel.pipeline.axis import stage_blocks
 from shared.parallel.pipeline.schedules import Action, Shape, make_schedule
 from shared.parallel.planning.activations import WIDTH, Activations, Part, activations, heads, is_sparse, model_of_rank
+from shared.parallel.planning.costs import Exchange
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, estimate_memory
-from shared.parallel.planning.tensor_costs import Exchange, shares, tensor_exchanges
+from shared.parallel.planning.tensor_costs import shares, tensor_exchanges
 
 
 def chunk_parts(model: ModelConfig, layout: ParallelConfig) -> list[list[Part]]:

@@ -27,27 +27,9 @@ from shared.model.config import ModelConfig
 from shared.model.counting import feed_forward_counts, norm_size
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
-from shared.parallel.planning.costs import Cost, cost
 from shared.parallel.planning.activations import WIDTH, Part, is_sparse, model_of_rank, whole_of
+from shared.parallel.planning.costs import Exchange
 from shared.parallel.planning.memory import StepSizes
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Equal operations of a step. part: what of the model they belong to. ranks: of the group. bytes: of the whole tensor, in each call."""
-
-    part: str
-    operation: str
-    axis: str
-    ranks: int
-    calls: float
-    bytes: float
-
-
-def total_cost(exchanges: Iterable[Exchange]) -> Cost:
-    """What a rank sends for all of them, one after another."""
-    each = ((exchange.calls, cost(exchange.operation, exchange.bytes, exchange.ranks)) for exchange in exchanges)
-    return sum((Cost(calls * one.messages, calls * one.bytes) for calls, one in each), Cost(0, 0.0))
 
 
 def tensor_exchanges(

@@ -35,9 +35,8 @@ from shared.model.feed_forward import FeedForward, GatedFeedForward
 from shared.model.sharding import Range, cut_parameter
 from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
-from shared.parallel.axis import Axis
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.mesh import Mesh
+from shared.parallel.mesh import Axis, Mesh
 from shared.parallel.tensor.layers import RowLinear, ShardDropout, VocabularyEmbedding, VocabularyHead, attend_with_own_dropout
 from shared.parallel.tensor.operators import f_and_g, gather_sequence, join_sequence, scatter_sequence, split_sequence
 from shared.parallel.tensor.shards import gradient_sums, tensor_shards

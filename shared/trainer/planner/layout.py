@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from shared.parallel.pipeline.balance import stage_blocks
+from shared.parallel.pipeline.axis import stage_blocks
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.pipeline.simulate import make_timeline
 from shared.parallel.planning.expert_costs import expert_exchanges

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from shared.finetune.memory_costs import sizes_of
 from shared.parallel.config import AXES, ParallelConfig
 from shared.parallel.planning.activations import Part, model_of_rank
-from shared.parallel.planning.costs import Cost, cost
+from shared.parallel.planning.costs import Cost, Exchange, cost
 from shared.parallel.planning.data_costs import Weight, adapted, data_exchanges, norm_exchange, weights_of
 from shared.parallel.planning.expert_costs import expert_exchanges
 from shared.parallel.planning.memory import StepSizes
 from shared.parallel.planning.pipeline_costs import chunk_parts, held_parts, pipeline_exchanges
-from shared.parallel.planning.tensor_costs import Exchange, context_exchanges, tensor_exchanges
+from shared.parallel.planning.tensor_costs import context_exchanges, tensor_exchanges
 from shared.trainer.config import TrainerConfig
 from shared.trainer.planner.flops import Trained
 from shared.trainer.planner.hardware import Hardware

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from shared.course.checking import SHAPE, Case
 from shared.course.comparing import Said
 from shared.parallel.pipeline.schedules import Action
-from shared.parallel.pipeline.simulate import make_timeline
-from shared.parallel.pipeline.validate import ScheduleError
+from shared.parallel.pipeline.simulate import ScheduleError, make_timeline
 
 CONTRACT = "the contract"
 DRAWING = "the contract's drawing"
