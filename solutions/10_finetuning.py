@@ -69,7 +69,7 @@ def dequantize_nf4(codes: Tensor, scales: Tensor, values: Tensor, block: int, sh
     return each.view(shape).to(dtype)
 
 
-# Quantization for use
+# Post-training quantization
 
 
 def gptq_column(weights: Tensor, column: int, inverse: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tensor:

@@ -72,7 +72,7 @@ class RunConfig:
 
 def run(config: RunConfig) -> None:
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
-    from shared.course.build_use import build_line, passed_build
+    from shared.course.build_check import build_line, passed_build
 
     if (build := passed_build("01")) is not None:
         from run_build import run_build

@@ -71,7 +71,7 @@ def run(config: RunConfig) -> None:
     require_trainable(config.model, config.seq)
     # The core is imported here, after `launch` has chosen whose exercises it runs with.
     from chapters.text_run import run_on_text
-    from shared.course.build_use import build_line, passed_build
+    from shared.course.build_check import build_line, passed_build
     from shared.devices import keep_freed_memory
     from shared.model.chunked_loss import packed_next_token_objective
     from shared.model.transformer import TransformerModel

@@ -68,7 +68,7 @@ class RunConfig:
 
 def run(config: RunConfig) -> None:
     # What holds exercises is imported here, after `launch` has chosen whose they are.
-    from shared.course.build_use import unused_line
+    from shared.course.build_check import unused_line
     from shared.devices import keep_freed_memory
 
     if config.impl != "reference":

@@ -86,7 +86,7 @@ def activation_statistics(x: Tensor) -> dict[str, float]:
     raise NotImplementedError("04.activation_statistics: write this body")
 
 
-# A save that cannot be half done (20 min, difficulty 3 of 5)
+# An atomic save (20 min, difficulty 3 of 5)
 def atomic_save(target: Path, write: Callable[[Path], None]) -> None:
     """Make the folder `target` complete, or leave no trace of the attempt.
 

@@ -66,7 +66,7 @@ def run(config: RunConfig) -> None:
 
     from chapters.text_run import corpus_of, print_header, texts_of
     from chapters.text_windows import TextWindows
-    from shared.course.build_use import unused_line
+    from shared.course.build_check import unused_line
     from shared.devices import keep_freed_memory
     from shared.batches import sequential_batches
     from shared.data.loader import StatefulLoader

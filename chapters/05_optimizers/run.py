@@ -71,7 +71,7 @@ def run(config: RunConfig) -> None:
     from rich.console import Console
 
     from chapters.text_run import require_sensible
-    from shared.course.build_use import build_line
+    from shared.course.build_check import build_line
     from shared.devices import keep_freed_memory
     from shared.output_files import require_writable
 
@@ -101,7 +101,7 @@ def run(config: RunConfig) -> None:
 def train_with(config: RunConfig) -> None:
     """One run, with every part of a step that this chapter adds."""
     from chapters.text_run import run_on_text
-    from shared.course.build_use import passed_build
+    from shared.course.build_check import passed_build
     from shared.model.chunked_loss import packed_next_token_objective
     from shared.loop import accumulate_gradients
     from shared.model.transformer import TransformerModel

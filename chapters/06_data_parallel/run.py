@@ -13,7 +13,7 @@ from shared.course.launch import launch
 
 
 def run(config: RankRunConfig) -> None:
-    from shared.course.build_use import unused_line
+    from shared.course.build_check import unused_line
     from shared.loss import next_token_objective
     from shared.parallel.parallelize import AXES
 

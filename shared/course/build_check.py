@@ -1,7 +1,13 @@
 """Floor 0. Checks of builds and repairs: a learner's whole file, observed through its functions, in a child process with limits.
 
 A stage is a `Check` whose cases get the file's functions in place of one function. A function that still raises NotImplementedError
-makes its stage NOT ATTEMPTED.
+makes its stage NOT ATTEMPTED. A run script uses a build whose stages all passed on its present text; it asks after `launch`, which has
+chosen the implementation:
+
+    build = passed_build("01")
+    print(build_line("01"))
+    if build is not None:
+        model = build.new_model(...)
 """
 
 import ast
@@ -13,10 +19,11 @@ from types import ModuleType
 from typing import Any
 
 from shared.course import binding, running
-from shared.course.builds import Build, Stage, fingerprint
+from shared.course.assignments import Assignment, Stage, find_build, fingerprint
 from shared.course.errors import BrokenFile, CourseError
-from shared.course.outcome import NOT_ATTEMPTED, Outcome
 from shared.course.paths import shown
+from shared.course.progress import Progress
+from shared.course.report import NOT_ATTEMPTED, Outcome, count
 from shared.course.stubs import BodyFile
 
 RAISED = "raised    "  # begins the line of an error (`checking.describe`)
@@ -46,7 +53,7 @@ class Functions:
         return call
 
 
-def check_build(build: Build, stages: tuple[Stage, ...], file: BodyFile) -> Iterator[Outcome]:
+def check_build(build: Assignment, stages: tuple[Stage, ...], file: BodyFile) -> Iterator[Outcome]:
     """Check a build or a repair, one outcome per stage, each in a child process."""
     for stage in stages:
         if refused := forbidden_import(file, build):
@@ -59,7 +66,7 @@ def check_build(build: Build, stages: tuple[Stage, ...], file: BodyFile) -> Iter
         yield outcome
 
 
-def forbidden_import(file: BodyFile, build: Build) -> str:
+def forbidden_import(file: BodyFile, build: Assignment) -> str:
     """A sentence where a build imports what it is to build, or reads its solution; else nothing."""
     if line := running.solution_mentioned(file):
         return f"{shown(file.path)}, line {line}: this reads the solution. Write your own."
@@ -73,7 +80,7 @@ def forbidden_import(file: BodyFile, build: Build) -> str:
     return ""
 
 
-def check_stage(build: Build, stage_id: str, file: BodyFile, seconds: float, waiting: float, keep: Callable) -> Outcome:
+def check_stage(build: Assignment, stage_id: str, file: BodyFile, seconds: float, waiting: float, keep: Callable) -> Outcome:
     """The work of the child process: load the file, climb the stage's cases."""
     import torch
 
@@ -141,3 +148,50 @@ def run_stage(judge: "Judge", functions: Functions, keep: Callable = lambda _: N
     if any(missing):
         return Outcome(judge.check.exercise, NOT_ATTEMPTED, problem=missing)
     return outcome
+
+
+def passed_build(number: str) -> Functions | None:
+    """The functions of a chapter's build, where the run uses the learner's parts and all stages passed on this very text; else None.
+
+    Args:
+        number: the chapter, as in "01".
+
+    Raises:
+        BrokenFile: the file's top level raises, though its stages passed.
+    """
+    build, file, passed = build_of_run(number)
+    if file is None or len(passed) < len(build.stages):
+        return None
+    return load(file, build.adapters)
+
+
+def build_line(number: str) -> str:
+    """One line for a run's header: whether the learner's build runs, and if not, why."""
+    build, file, passed = build_of_run(number)
+    if binding.current_choice().implementation == "reference":
+        return f"{build.id} is not asked for: run with IMPL=mine (`--impl mine`) to use yours."
+    if file is None or not build.attempted(file):
+        return f"{build.id} is not written yet: this runs without it."
+    if len(passed) < len(build.stages):
+        done = f"{len(passed)} of {count(len(build.stages), 'stage')} passed on the present text of {shown(file.path)}"
+        return f"{build.id} is not used: {done}. `course check {build.id}` checks the others."
+    return f"{build.id} runs: {shown(file.path)}, all {count(len(build.stages), 'stage')} passed."
+
+
+def unused_line(number: str, why: str) -> str:
+    """One line for the header of a run that has no place for its chapter's build, whether or not it passed."""
+    return f"{number}.build is not used by this run: {why}"
+
+
+def build_of_run(number: str) -> tuple[Assignment, BodyFile | None, list[str]]:
+    """The build, the learner's file where the run may use it and Python can read it, and the stages that passed on its text."""
+    build, _ = find_build(f"{number}.build")
+    choice = binding.current_choice()
+    if choice.implementation == "reference":
+        return build, None, []
+    try:
+        file = BodyFile.read(build.file(choice.workspace))
+    except BrokenFile:
+        return build, None, []
+    record, text = Progress(choice.workspace).read(), fingerprint(file)
+    return build, file, [stage.name for stage in build.stages if record.get(stage.id, {}).get("passed") == text]

@@ -1,4 +1,4 @@
-"""Floor 0. `course check`: run the checks that were asked for, keep what passed, show each outcome."""
+"""Floor 0. `course check`: run the checks of exercises and builds, keep what passed, show each outcome."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -6,14 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shared.course import catalogue, released, running, status
-from shared.course.catalogue import Exercise, chapter_of
+from shared.course import build_check, catalogue, released, running, status
+from shared.course.assignments import Assignment, Stage, find_build, is_build
+from shared.course.catalogue import Exercise
 from shared.course.errors import BrokenFile, CourseError
 from shared.course.hints import answer_text, not_kept, print_comparison, solution_text
-from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
-from shared.course.paths import find_workspace
+from shared.course.paths import find_workspace, shown
 from shared.course.progress import Progress
-from shared.course.report import after_pass, count, outcome_lines
+from shared.course.report import FAIL, NOT_ATTEMPTED, PASS, Line, Outcome, after_pass, count, outcome_lines
 from shared.course.stubs import BodyFile
 from shared.course.terminal import print_lines, say
 
@@ -21,11 +21,22 @@ EXIT_CODES = {PASS: 0, FAIL: 1, NOT_ATTEMPTED: 2}
 
 
 def check(console: Console, names: tuple[str, ...], implementation: str, compare: bool) -> int:
-    """Check what `names` means and print it. Returns the exit code.
+    """Check what `names` means, builds first, and print it. Returns the exit code.
 
     Args:
         implementation: `mine` records what passed; `reference` checks the solutions and records nothing.
         compare: show answers that pass next to the solutions, also where several are checked.
+    """
+    whole = [name for name in names if is_build(name)]
+    codes = [check_build(console, *find_build(name), implementation == "mine") for name in whole]
+    others = tuple(name for name in names if name not in whole)
+    if others or not names:
+        codes.append(check_exercises(console, others, implementation == "mine", compare))
+    return 1 if 1 in codes else max(codes)
+
+
+def check_exercises(console: Console, names: tuple[str, ...], mine: bool, compare: bool) -> int:
+    """Check the exercises that `names` means and print each outcome. Returns the exit code.
 
     Raises:
         CourseError: an unknown name, an unreadable record, or nothing to check.
@@ -34,7 +45,6 @@ def check(console: Console, names: tuple[str, ...], implementation: str, compare
     if not exercises:
         raise CourseError("There is nothing to check: the course has no exercises. `course doctor` looks for the reason.")
     workspace = find_workspace()
-    mine = implementation == "mine"
     progress = Progress(workspace)
     progress.read()  # an unreadable record is said before anything runs
     if sentence := released.edited_sentence():
@@ -57,6 +67,38 @@ def check(console: Console, names: tuple[str, ...], implementation: str, compare
     return exit_code(outcomes)
 
 
+def check_build(console: Console, build: Assignment, stage: Stage | None, mine: bool) -> int:
+    """Check a build, or one stage, and print each stage's outcome. Returns the exit code."""
+
+    progress = Progress(find_workspace())
+    say(console, f"{build.id}  {build.title}", "bold")
+    path = build.file(find_workspace()) if mine else build.solution_file
+    try:
+        file = BodyFile.read(path)
+    except BrokenFile as error:
+        say(console, str(error) if path.exists() else f"{shown(path)} is missing. `course reset {build.id}` makes a new one.", "red")
+        return 1
+    outcomes: list[Outcome] = []
+    for outcome in build_check.check_build(build, (stage,) if stage else build.stages, file):
+        lines = outcome_lines(outcome)
+        if outcome.state == FAIL and any(before.state == FAIL for before in outcomes):
+            lines = [lines[0], Line(f"  `course check {outcome.exercise}` shows it.")]
+        if outcome.state == NOT_ATTEMPTED:
+            repeated = any(before.problem == outcome.problem for before in outcomes)
+            of = next(each for each in build.stages if each.id == outcome.exercise)
+            lines = [lines[0], Line(f"  {of.title}: about {of.minutes} minutes."), *([] if repeated else lines[1:])]
+        print_lines(console, lines)
+        outcomes.append(outcome)
+        if mine and not keep(outcome, progress):
+            say(console, not_kept(progress), "yellow")
+    if stage is None:
+        passed = sum(outcome.state == PASS for outcome in outcomes)
+        say(console, f"{passed} of {count(len(outcomes), 'stage')} passed.", "bold")
+        if passed == len(outcomes):
+            say(console, f"\nTo think about: {build.after}\n\n`course solution {build.id}` shows another way to write it.")
+    return exit_code(outcomes)
+
+
 def run(console: Console, exercises: list[Exercise], workspace: Path | None) -> Iterator[tuple[Exercise, Outcome]]:
     """Check one exercise after the other, the learner's in `workspace` or the solutions, with a sign of life."""
     for exercise in exercises:
@@ -75,7 +117,7 @@ def keep(outcome: Outcome, progress: Progress) -> bool:
 def show_pass(console: Console, exercise: Exercise, workspace: Path) -> Exercise | None:
     """After a pass: the answer next to the solution, the question, and the exercise that is open next, which is returned."""
     try:
-        file = BodyFile.read(chapter_of(exercise.id).stub_file(workspace))
+        file = BodyFile.read(exercise.file(workspace))
         print_comparison(console, answer_text(exercise, file), solution_text(exercise))
     except BrokenFile:
         pass  # saved again since it was checked, and broken: the pass is kept, the new text is for the next check

@@ -6,13 +6,13 @@ at once, and only a check pays for loading it.
 """
 
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 
 import click
 
-from shared.course import build_command, builds, catalogue, hints, hunts, maintainer_commands, reading, reset, rings, status, terminal
+from shared.course import catalogue, hints, hunts, maintainer_commands, reading, reset, rings, status, terminal
+from shared.course.assignments import find, find_hunts
 from shared.course.click_group import CourseGroup, examples
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT, find_workspace, shown
@@ -44,7 +44,7 @@ def print_next(found: list[status.ExerciseStatus]) -> None:
     console = terminal.open_console()
     exercise = status.next_open(found)
     done = {one.exercise.chapter for one in found} - {one.exercise.chapter for one in found if not one.passed}
-    for lines in (build_command.next_lines(chapter, find_workspace()) for chapter in sorted(done)):
+    for lines in (status.next_build_lines(chapter, find_workspace()) for chapter in sorted(done)):
         terminal.print_lines(console, lines)
     if exercise is None:
         terminal.say(console, f"Every exercise has passed. {status.tally(found)}", "bold green")
@@ -71,12 +71,7 @@ def check(names: tuple[str, ...], implementation: str, compare: bool) -> None:
     """
     from shared.course import check_command
 
-    console, whole = terminal.open_console(), [name for name in names if builds.is_build(name)]
-    codes = [build_command.check(console, name, implementation == "reference") for name in whole]
-    others = tuple(name for name in names if name not in whole)
-    if others or not names:
-        codes.append(check_command.check(console, others, implementation, compare))
-    sys.exit(1 if 1 in codes else max(codes))
+    sys.exit(check_command.check(terminal.open_console(), names, implementation, compare))
 
 
 @cli.command(epilog=examples("course hunt 07", "course hunt 07 a", "course hunt 07 a --check", "course hunt 07 a --check --because 3"))
@@ -93,9 +88,9 @@ def hunt(chapter: str, letter: str | None, only_check: bool, because: int | None
     if letter is None:
         hunts.print_list(console, chapter)
     elif only_check:
-        sys.exit(hunts.check(console, hunts.find_hunts(chapter, letter)[0], because))
+        sys.exit(hunts.check(console, find_hunts(chapter, letter)[0], because))
     else:
-        hunts.start(console, hunts.find_hunts(chapter, letter)[0])
+        hunts.start(console, find_hunts(chapter, letter)[0])
 
 
 @cli.command(epilog=examples("course watch", "course watch 01.evaluate"))
@@ -115,10 +110,9 @@ def hint(name: str, rung: int | None) -> None:
 
     A build has three hints for each stage: 07.build opens the next hint of the first stage that has not passed.
     """
-    if builds.is_build(name):
-        build_command.print_hint(terminal.open_console(), name, rung)
-    else:
-        hints.print_hint(terminal.open_console(), catalogue.find_exercise(name), Progress(find_workspace()), rung)
+    (assignment, stage), progress = find(name), Progress(find_workspace())
+    stage = stage or hints.open_stage(assignment, progress) or assignment.stages[-1]
+    hints.print_hint(terminal.open_console(), stage, progress, rung)
 
 
 @cli.command(epilog=examples("course solution 01.cross_entropy"))
@@ -128,12 +122,7 @@ def solution(name: str) -> None:
 
     That of a build opens after all stages have passed, or after the third hint of one.
     """
-    console = terminal.open_console()
-    if builds.is_build(name):
-        shown_it = build_command.print_solution(console, name)
-    else:
-        shown_it = hints.print_solution(console, catalogue.find_exercise(name), Progress(find_workspace()))
-    sys.exit(0 if shown_it else 1)
+    sys.exit(0 if hints.print_solution(terminal.open_console(), *find(name), Progress(find_workspace())) else 1)
 
 
 @cli.command("reset", epilog=examples("course reset 01.cross_entropy", "course reset 01", "course reset 01 --yes"))
@@ -145,14 +134,8 @@ def reset_command(name: str, yes: bool) -> None:
     07.build puts a build's file back, 07.hunt.a a broken program.
     """
     console, workspace = terminal.open_console(), find_workspace()
-    if builds.is_build(name):
-        terminal.say(console, build_command.reset_build(builds.find_build(name)[0], workspace))
-        return
-    if (hunt_name := re.match(r"(\d+)\.hunt\.(\w+)$", name)) is not None:
-        terminal.say(console, build_command.reset_build(hunts.find_hunts(*hunt_name.groups())[0], workspace))
-        return
     if "." in name:
-        terminal.say(console, reset.reset_exercise(catalogue.find_exercise(name), workspace))
+        terminal.say(console, reset.reset(find(name, hunts=True)[0], workspace))
         return
     chapter = catalogue.find_chapter(name)
     path = chapter.stub_file(workspace)
@@ -167,7 +150,7 @@ def status_command() -> None:
     """Show every exercise: passed, changed since, attempted or not, with hints and minutes."""
     console = terminal.open_console()
     status.print_status(console, status.exercise_statuses(find_workspace()))
-    terminal.print_lines(console, [*build_command.status_lines(find_workspace()), *hunts.status_lines(find_workspace())])
+    terminal.print_lines(console, [*status.build_lines(find_workspace()), *status.hunt_lines(find_workspace())])
 
 
 @cli.command("map", epilog=examples("course map", "course map 01", "course map --spine", "course map --rings"))
@@ -177,7 +160,7 @@ def status_command() -> None:
 def map_command(chapter: str | None, show_spine: bool, show_rings: bool) -> None:
     """Count the core by chapter or by ring, or list what a chapter added, or the spine."""
     if (chapter is not None) + show_spine + show_rings > 1:
-        raise CourseError("Give a chapter, `course map 01`, its spine, `course map --spine`, or its rings, `course map --rings`: one of them.")
+        raise CourseError("Give one of the three: a chapter, as in `course map 01`, or --spine, or --rings.")
     if show_spine or show_rings:
         lines = rings.spine_lines() if show_spine else rings.ring_lines()
     else:

@@ -5,7 +5,8 @@ import textwrap
 from rich.console import Console
 from rich.table import Table
 
-from shared.course.catalogue import Exercise, chapter_of
+from shared.course.assignments import Assignment, Stage
+from shared.course.catalogue import Exercise
 from shared.course.errors import CourseError
 from shared.course.progress import ALL_HINTS, Progress
 from shared.course.report import Line, count
@@ -16,7 +17,12 @@ RUNGS = ("a question", "the idea", "a skeleton")
 SIDE_BY_SIDE = 170  # columns that two functions need next to each other
 
 
-def print_hint(console: Console, exercise: Exercise, progress: Progress, rung: int | None = None) -> None:
+def open_stage(assignment: Exercise | Assignment, progress: Progress) -> Exercise | Stage | None:
+    """The first stage that has not passed."""
+    return next((stage for stage in assignment.stages if not progress.passed(stage.id)), None)
+
+
+def print_hint(console: Console, stage: Exercise | Stage, progress: Progress, rung: int | None = None) -> None:
     """The next hint, or an opened one again.
 
     Args:
@@ -25,38 +31,40 @@ def print_hint(console: Console, exercise: Exercise, progress: Progress, rung: i
     Raises:
         CourseError: `rung` lies behind one that has not been read.
     """
-    opened = progress.hints(exercise.id)
+    opened = progress.hints(stage.id)
     wanted = rung or min(opened + 1, ALL_HINTS)
     if wanted > opened + 1:
-        raise CourseError(f"Hint {wanted} comes after hint {opened + 1}, which you have not read: `course hint {exercise.id}` opens it.")
-    say(console, f"{exercise.id}  hint {wanted} of {ALL_HINTS}: {RUNGS[wanted - 1]}", "bold")
+        raise CourseError(f"Hint {wanted} comes after hint {opened + 1}, which you have not read: `course hint {stage.id}` opens it.")
+    say(console, f"{stage.id}  hint {wanted} of {ALL_HINTS}: {RUNGS[wanted - 1]}", "bold")
     say(console)
-    text = exercise.hints[wanted - 1].strip("\n")
+    text = textwrap.indent(stage.hints[wanted - 1].strip("\n"), "  ")
     if wanted == ALL_HINTS:
-        print_python(console, textwrap.indent(text, "  "))
+        print_python(console, text)
+        following = f"That was the last hint. `course solution {stage.id}` is open now."
     else:
-        say(console, textwrap.indent(text, "  "))
-    kept = progress.record_hint(exercise.id, wanted)
-    say(console)
-    if wanted < ALL_HINTS:
-        say(console, f"  `course hint {exercise.id}` opens the next one." if kept else f"  {not_kept(progress)}")
-    else:
-        say(console, f"  That was the last hint. `course solution {exercise.id}` is open now." if kept else f"  {not_kept(progress)}")
+        say(console, text)
+        following = f"`course hint {stage.id}` opens the next one."
+    kept = progress.record_hint(stage.id, wanted)
+    say(console, f"\n  {following if kept else not_kept(progress)}")
 
 
-def print_solution(console: Console, exercise: Exercise, progress: Progress) -> bool:
-    """The solution, if it may be shown; otherwise what is missing. Returns whether it was shown."""
-    if not progress.opened(exercise.id):
-        left = ALL_HINTS - progress.hints(exercise.id)
-        say(
-            console,
-            f"The solution of {exercise.id} opens after your answer has passed once, or after the third hint: {count(left, 'hint')} "
-            f"to go. `course hint {exercise.id}` opens the next one.",
-        )
+def print_solution(console: Console, assignment: Exercise | Assignment, stage: Exercise | Stage | None, progress: Progress) -> bool:
+    """The solution, after every stage has passed once or after the third hint of `stage`; otherwise what is missing. Returns whether it was
+    shown."""
+    stage = stage or open_stage(assignment, progress)
+    solved = all(progress.read().get(each.id, {}).get("solved") for each in assignment.stages)
+    if not solved and stage is not None and progress.hints(stage.id) < ALL_HINTS:
+        left = count(ALL_HINTS - progress.hints(stage.id), "hint")
+        opens = f"The solution of {assignment.id} opens after"
+        if isinstance(assignment, Exercise):
+            also = f"your answer has passed once, or after the third hint: {left} to go. `course hint {stage.id}` opens the next one."
+        else:
+            also = f"all its stages have passed, or after the third hint of one: {stage.id} has {left} to go."
+        say(console, f"{opens} {also}")
         return False
-    say(console, f"{exercise.id}  the course's solution", "bold")
+    say(console, f"{assignment.id}  the course's solution", "bold")
     say(console)
-    print_python(console, solution_text(exercise))
+    print_python(console, solution_text(assignment))
     return True
 
 
@@ -67,9 +75,10 @@ def not_kept(progress: Progress) -> str:
     )
 
 
-def solution_text(exercise: Exercise) -> str:
-    """The solution, with the docstring that says why it is written this way."""
-    return BodyFile.read(chapter_of(exercise.id).solution_file).text(exercise.name)
+def solution_text(assignment: Exercise | Assignment) -> str:
+    """The solution: of an exercise its function, with the docstring that says why it is written this way; else the whole file."""
+    file = BodyFile.read(assignment.solution_file)
+    return file.text(assignment.name) if isinstance(assignment, Exercise) else file.source.rstrip()
 
 
 def answer_text(exercise: Exercise, file: BodyFile) -> str:

@@ -1,80 +1,18 @@
-"""Floor 0. Bug hunts: small broken programs that a learner repairs, and says which misconception it was.
-
-`solutions/hunts/NN_name/a.py` is the right program; `tests/exercises/hunts/NN_name.toml` has the edits that break it, what it prints then
-and the choices, `NN_name.py` the checks of a repair. The learner's copy, `chapters/NN_name/hunts/a.py`, is made when it is asked for.
-"""
+"""Floor 0. `course hunt`: list broken programs, copy one, check its repair, and ask which misconception it was."""
 
 import ast
-import tomllib
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import click
 from rich.console import Console
 
-from shared.course.builds import Build, Stage, with_edits
+from shared.course.assignments import Hunt, find_hunts
 from shared.course.errors import BrokenFile, CourseError
-from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
-from shared.course.paths import CHECKOUT, find_workspace, shown
+from shared.course.paths import find_workspace, shown
 from shared.course.progress import Progress
-from shared.course.report import Line, outcome_lines
+from shared.course.report import FAIL, NOT_ATTEMPTED, PASS, Line, Outcome, outcome_lines
 from shared.course.reset import write
 from shared.course.stubs import BodyFile
 from shared.course.terminal import print_lines, say
-
-FOLDER = CHECKOUT / "tests" / "exercises" / "hunts"
-
-
-@dataclass(frozen=True)
-class Hunt(Build):
-    """One broken program: a build of one stage, which begins with a program that has a bug. `after` is said with the right answer."""
-
-    letter: str = ""
-    symptom: str = ""  # what the broken program prints
-    edits: tuple[tuple[str, str], ...] = ()  # text of the right program, what stands there in the broken one
-    answer: int = 0  # which of the choices it is, from 1
-    choices: tuple[str, ...] = ()
-
-    adapters = ()
-    id = property(lambda self: f"{self.slug[:2]}.hunt.{self.letter}")
-    checks = property(lambda self: FOLDER / f"{self.slug}.py")
-    solution_file = property(lambda self: CHECKOUT / "solutions" / "hunts" / self.slug / f"{self.letter}.py")
-    template = property(lambda self: with_edits(self.solution_file.read_text(encoding="utf-8"), self.edits, self.id))
-    command = property(lambda self: f"course hunt {self.slug[:2]} {self.letter}")
-
-    def file(self, workspace: Path) -> Path:
-        return workspace / "chapters" / self.slug / "hunts" / f"{self.letter}.py"
-
-    def wrong(self) -> dict[str, tuple[str, BodyFile]]:
-        return {}
-
-
-@cache
-def hunts() -> dict[str, Hunt]:
-    """Every hunt by its id."""
-    found = []
-    for path in sorted(FOLDER.glob("*.toml")):
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))
-        for entry in entries["hunt"]:
-            entry |= {"edits": tuple(map(tuple, entry["edits"])), "choices": tuple(entries["choices"])}
-            stage = Stage(f"{path.stem[:2]}.hunt.{entry['letter']}", entry["title"], 15, ("", "", ""))
-            found.append(Hunt(path.stem, forbidden=(), stages=(stage,), **entry))
-    return {hunt.id: hunt for hunt in found}
-
-
-def find_hunts(number: str, letter: str | None = None) -> list[Hunt]:
-    """A chapter's hunts, or the one with that letter.
-
-    Raises:
-        CourseError: there is none; the message lists what there is.
-    """
-    of_chapter = [hunt for hunt in hunts().values() if hunt.slug[:2] == number.zfill(2)]
-    found = [hunt for hunt in of_chapter if letter in (None, hunt.letter)]
-    if not found:
-        there = [hunt.letter for hunt in of_chapter] or sorted({f"course hunt {hunt.slug[:2]}" for hunt in hunts().values()})
-        raise CourseError(f"Chapter {number} has no hunt{f' {letter!r}' if of_chapter else 's'}. There are: {', '.join(there)}.")
-    return found
 
 
 def about(hunt: Hunt) -> list[Line]:
@@ -139,13 +77,3 @@ def check(console: Console, hunt: Hunt, because: int | None) -> int:
     wrong = f"FAIL  The repair is right, but the mistake was not {because}: what did your repair change?"
     say(console, f"{hunt.id}  " + (f"PASS  {hunt.after}" if right else wrong))
     return 0 if right else 1
-
-
-def status_lines(workspace: Path) -> list[Line]:
-    """One line for each chapter's hunts."""
-    record, lines = Progress(workspace).read(), []
-    for slug in sorted({hunt.slug for hunt in hunts().values()}):
-        found = find_hunts(slug[:2])
-        done = [hunt.letter for hunt in found if record.get(hunt.id, {}).get("passed")]
-        lines.append(Line(f"{slug[:2]}.hunt   {len(done)} of {len(found)} repaired{': ' * bool(done)}{', '.join(done)}"))
-    return lines

@@ -1,13 +1,18 @@
-"""Floor 0. Large imports without garbage collection (`gc`): torch's are half a million objects, all of which stay.
+"""Floor 0. Imports: large ones without garbage collection (`gc`), and optional packages, each in a group of pyproject.toml.
 
-The collector would look through them again and again while they are made, for a tenth of the time that the import takes, and later at each
-full collection. A process that is forked from this one would copy their memory, page by page, because looking writes counters into them.
+Torch's imports are half a million objects, all of which stay. The collector would look through them again and again while they are made,
+for a tenth of the time that the import takes, and later at each full collection. A process that is forked from this one would copy their
+memory, page by page, because looking writes counters into them.
 """
 
 import gc
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
+
+from shared.course.errors import CourseError
 
 
 @contextmanager
@@ -25,3 +30,20 @@ def all_stays() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def require(module: str, group: str, purpose: str) -> ModuleType:
+    """Import `module`.
+
+    Args:
+        group: of pyproject.toml, which installs it.
+        purpose: what needs it, as the subject of a sentence: "Fitting a scaling law".
+
+    Raises:
+        CourseError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise CourseError(f"{purpose} needs {package}, which is not installed ({error}): `make install GROUP={group}`.") from None

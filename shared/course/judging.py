@@ -13,7 +13,7 @@ from functools import cache
 
 from shared.course.checking import Case, Check, Observation, describe, expectation, observe
 from shared.course.comparing import agree, differences
-from shared.course.outcome import FAIL, PASS, Outcome
+from shared.course.report import FAIL, PASS, Outcome
 
 GUESS = "Perhaps: {} (So it is on this input. On others your answer does something else.)"
 ALSO = "{} (So it is on most inputs. On some your answer does something else as well.)"

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 import click
 from rich.table import Table
 
-from shared.course import build_command, builds, catalogue, mutants, released, reset, stubs, terminal
+from shared.course import assignments, catalogue, mutants, released, reset, stubs, terminal
 from shared.course.catalogue import Chapter
 from shared.course.click_group import MAINTAINERS, CourseCommand, examples
 from shared.course.errors import BrokenFile, CourseError
-from shared.course.outcome import FAIL, PASS, Outcome
 from shared.course.paths import CHECKOUT, shown
-from shared.course.report import count
+from shared.course.report import FAIL, PASS, Outcome, count
 
 
 def chosen(number: str | None) -> list[Chapter]:
@@ -29,7 +28,7 @@ def stubs_command(number: str | None, only_check: bool, force: bool) -> None:
     A chapter's build.py is written where it is missing, and compared by --check.
     """
     differing = [chapter for chapter in chosen(number) if stub_on_disk(chapter) != stubs.stub_file(chapter)]
-    changed = [build for build in builds.builds().values() if not build.is_released(CHECKOUT)]
+    changed = [build for build in assignments.builds().values() if not build.is_released(CHECKOUT)]
     if only_check:
         for chapter in differing:
             click.echo(f"{shown(chapter.stub_file(CHECKOUT))} is not what the generator makes. `course stubs {chapter.number}` writes it.")
@@ -37,7 +36,7 @@ def stubs_command(number: str | None, only_check: bool, force: bool) -> None:
             click.echo(f"{shown(build.file(CHECKOUT))} is not {shown(build.folder / 'adapters.py')}. `course reset {build.id}` copies it.")
         sys.exit(1 if differing or changed else 0)
     for build in (build for build in changed if not build.file(CHECKOUT).exists()):
-        click.echo(build_command.reset_build(build, CHECKOUT))
+        click.echo(reset.reset(build, CHECKOUT))
     for chapter in differing:
         if edited := [] if force else edited_functions(chapter):
             raise CourseError(f"{shown(chapter.stub_file(CHECKOUT))} holds a learner's work: {', '.join(edited)}. `--force` replaces it.")

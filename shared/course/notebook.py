@@ -11,10 +11,9 @@ from typing import Any
 
 from shared.course import binding, catalogue, check_command, figures, running, stubs
 from shared.course.errors import CourseError
-from shared.course.outcome import FAIL, Outcome
 from shared.course.paths import find_workspace
 from shared.course.progress import Progress
-from shared.course.report import outcome_text
+from shared.course.report import FAIL, Outcome, outcome_text
 
 
 class CheckFailed(CourseError):

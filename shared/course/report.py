@@ -1,21 +1,50 @@
-"""Floor 0. The report of a check: its outcome as the same lines on the command line and in a notebook.
+"""Floor 0. The outcome of a check, and its report: the same lines on the command line and in a notebook.
 
-A report is a list of lines, each with a style. `outcome_text` drops the styles (notebooks, pipes, tests); the command
-hands the lines to the terminal. Nothing here depends on the clock, on progress or on where the course is installed, so
-a notebook can store the text and compare it.
+An outcome is plain data that travels between processes. A report is a list of lines, each with a style: `outcome_text` drops the styles
+(notebooks, pipes, tests), the command hands the lines to the terminal. Nothing here depends on the clock, on progress or on where the
+course is installed, so a notebook can store the text and compare it.
 """
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from shared.course.catalogue import Exercise, all_exercises, chapter_of, find_exercise
-from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 
+PASS, FAIL, NOT_ATTEMPTED = "PASS", "FAIL", "NOT ATTEMPTED"
 WIDTH = 100  # columns of plain text
 LABEL = 10  # columns of "given     ", "expected  ", before the values
 PRINTED_LINES = 15  # of what an answer printed
 STYLES = {PASS: "bold green", FAIL: "bold red", NOT_ATTEMPTED: "bold yellow"}
+
+
+@dataclass
+class Outcome:
+    """The result of one check.
+
+    cases, of: how many of the check's cases ran, the failing one included.
+    rung, title: where it failed.
+    problem: lines that say what was given, what came out, what was expected and who says so.
+    misconception: the sentence of the mutant that the answer coincides with.
+    printed: what the answer printed, clipped.
+    fingerprint: which answer of a learner's file was checked; empty for any other function.
+    """
+
+    exercise: str
+    state: str
+    cases: int = 0
+    of: int = 0
+    rung: str = ""
+    title: str = ""
+    problem: list[str] = field(default_factory=list)
+    misconception: str = ""
+    printed: str = ""
+    seconds: float = 0.0
+    fingerprint: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)

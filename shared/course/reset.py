@@ -1,9 +1,10 @@
-"""Floor 0. `course reset`: one function, or a chapter's file, back to the stub. The old text is saved first."""
+"""Floor 0. `course reset`: one function, a chapter's file, a build or a hunt, back as released. The old text is saved first."""
 
 import time
 from pathlib import Path
 
-from shared.course.catalogue import Chapter, Exercise, chapter_of
+from shared.course.assignments import Assignment
+from shared.course.catalogue import Chapter, Exercise
 from shared.course.errors import CourseError
 from shared.course.paths import shown
 from shared.course.progress import Progress, replace_text
@@ -17,7 +18,7 @@ def reset_exercise(exercise: Exercise, workspace: Path) -> str:
         BrokenFile: the file is missing or Python cannot read it, so the function cannot be found in it.
         CourseError: the old text or the new file cannot be written; the file is as it was.
     """
-    path = chapter_of(exercise.id).stub_file(workspace)
+    path = exercise.file(workspace)
     file = BodyFile.read(path)
     stub = stub_of(exercise.contract).rstrip("\n")
     node = file.function(exercise.name)
@@ -34,13 +35,27 @@ def reset_exercise(exercise: Exercise, workspace: Path) -> str:
     return f"{exercise.name} in {shown(path)} is a stub again. Your text is kept in {shown(saved)}."
 
 
+def reset(assignment: Exercise | Assignment, workspace: Path) -> str:
+    """Put an exercise's stub, or the released file of a build or a hunt, back. Returns what was done."""
+    if isinstance(assignment, Exercise):
+        return reset_exercise(assignment, workspace)
+    path = assignment.file(workspace)
+    if assignment.is_released(workspace):
+        return f"{shown(path)} is untouched: there is nothing to reset."
+    return reset_file(path, assignment.template, workspace, assignment.id, f"{assignment.id} as released")
+
+
 def reset_chapter(chapter: Chapter, workspace: Path) -> str:
     """Put the whole file of stubs in place, whatever is in it. Returns what was done."""
-    path = chapter.stub_file(workspace)
-    saved = save(workspace, chapter.number, path.read_bytes()) if path.exists() else None
-    write(path, stub_file(chapter))
-    kept = f" Your text is kept in {shown(saved)}." if saved else ""
-    return f"{shown(path)} holds the stubs of chapter {chapter.number}.{kept}"
+    path, number = chapter.stub_file(workspace), chapter.number
+    return reset_file(path, stub_file(chapter), workspace, number, f"the stubs of chapter {number}")
+
+
+def reset_file(path: Path, text: str, workspace: Path, name: str, held: str) -> str:
+    """Put the released file back, and keep the learner's text."""
+    saved = save(workspace, name, path.read_bytes()) if path.exists() else None
+    write(path, text)
+    return f"{shown(path)} holds {held}." + (f" Your text is kept in {shown(saved)}." if saved else "")
 
 
 def save(workspace: Path, name: str, content: bytes) -> Path:

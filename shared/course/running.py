@@ -28,8 +28,8 @@ import psutil
 from shared.course.binding import execute
 from shared.course.catalogue import Exercise, chapter_of
 from shared.course.errors import BrokenFile, CourseError
-from shared.course.outcome import FAIL, NOT_ATTEMPTED, Outcome
 from shared.course.paths import CHECKOUT, shown
+from shared.course.report import FAIL, NOT_ATTEMPTED, Outcome
 from shared.course.stubs import BodyFile
 
 MEMORY_LIMIT = 4 * 2**30  # bytes resident in a child

@@ -1,4 +1,5 @@
-"""Floor 0. `course status` and `course next`: each exercise's state, from the learner's file as it is now and the record of past checks."""
+"""Floor 0. `course status` and `course next`: the state of exercises, builds and hunts, from the learner's files as they are now and the
+record of past checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.course import catalogue
+from shared.course.assignments import builds, find_hunts, fingerprint, hunts
 from shared.course.catalogue import Chapter, Exercise
 from shared.course.errors import BrokenFile
+from shared.course.hints import open_stage
 from shared.course.paths import shown
 from shared.course.progress import Progress
-from shared.course.report import Line
+from shared.course.report import Line, count
 from shared.course.stubs import BodyFile
 from shared.course.terminal import say
 
@@ -77,12 +80,11 @@ def next_lines(exercise: Exercise, workspace: Path) -> list[Line]:
     Raises:
         BrokenFile: the learner's file is missing or Python cannot read it.
     """
-    chapter = catalogue.chapter_of(exercise.id)
-    path = chapter.stub_file(workspace)
+    path = exercise.file(workspace)
     node = BodyFile.read(path).function(exercise.name)
     instructions = {
         "write": shown(path) + (f", line {node.lineno}" if node else ""),
-        "read": shown(chapter.notebook),
+        "read": shown(catalogue.chapter_of(exercise.id).notebook),
         "check": f"course check {exercise.id}",
         "stuck": f"course hint {exercise.id}",
     }
@@ -122,3 +124,43 @@ def print_status(console: Console, found: Sequence[ExerciseStatus]) -> None:
     console.print(table)
     say(console)
     say(console, tally(found), "bold")
+
+
+def build_lines(workspace: Path) -> list[Line]:
+    """One line for each build: how many stages have passed, and whether the file has changed since."""
+    record, lines = Progress(workspace).read(), []
+    for build in builds().values():
+        passed = [record.get(stage.id, {}).get("passed") for stage in build.stages]
+        try:
+            file = BodyFile.read(build.file(workspace))
+            changed = {fingerprint(file)} != set(filter(None, passed)) and any(passed)
+            state = "not attempted" if not build.attempted(file) else f"{sum(map(bool, passed))} of {len(passed)} stages passed"
+            state += ", changed since" if changed and build.attempted(file) else ""
+        except BrokenFile:
+            state = "file cannot be read"
+        lines.append(Line(f"{build.id}  {state}  ({build.title}, about {count(round(build.minutes / 60), 'hour')})", hang=2))
+    return lines
+
+
+def hunt_lines(workspace: Path) -> list[Line]:
+    """One line for each chapter's hunts."""
+    record, lines = Progress(workspace).read(), []
+    for slug in sorted({hunt.slug for hunt in hunts().values()}):
+        found = find_hunts(slug[:2])
+        done = [hunt.letter for hunt in found if record.get(hunt.id, {}).get("passed")]
+        lines.append(Line(f"{slug[:2]}.hunt   {len(done)} of {len(found)} repaired{': ' * bool(done)}{', '.join(done)}"))
+    return lines
+
+
+def next_build_lines(chapter: str, workspace: Path) -> list[Line]:
+    """What to say about a chapter's build when its exercises have passed: nothing where it has none, or every stage has passed."""
+    build = builds().get(f"{chapter}.build")
+    stage = build and open_stage(build, Progress(workspace))
+    if not stage:
+        return []
+    return [
+        Line(f"Then: {build.id}  {build.title}", "bold"),
+        Line(f"  stage {build.stages.index(stage) + 1} of {len(build.stages)}: {stage.title} (about {stage.minutes} minutes)"),
+        Line(f"  write    {shown(build.file(workspace))}"),
+        Line(f"  check    course check {stage.id}"),
+    ]

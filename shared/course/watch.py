@@ -12,11 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from shared.course import check_command, hints, status
-from shared.course.catalogue import Exercise, chapter_of
-from shared.course.outcome import PASS
+from shared.course.catalogue import Exercise
 from shared.course.paths import shown
 from shared.course.progress import Progress
-from shared.course.report import outcome_lines
+from shared.course.report import PASS, outcome_lines
 from shared.course.terminal import print_lines, say
 
 WAKE = 0.15  # seconds between two looks at the file
@@ -33,7 +32,7 @@ class Watch:
 
     @property
     def file(self) -> Path:
-        return chapter_of(self.exercise.id).stub_file(self.workspace)
+        return self.exercise.file(self.workspace)
 
     def check(self) -> None:
         """Check the open exercise; after a pass open the next one. Ends where none is left (`exercise` is None)."""

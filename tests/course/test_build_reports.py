@@ -7,16 +7,16 @@ import pytest
 from rich.console import Console
 from workspace import Learner
 
-from shared.course import build_check, build_command, builds
+from shared.course import assignments, build_check, check_command
 from shared.course.checking import Case, Check
 from shared.course.errors import CourseError
 from shared.course.judging import Judge
-from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
 from shared.course.progress import ALL_HINTS, Progress
-from shared.course.report import plain
+from shared.course.report import FAIL, NOT_ATTEMPTED, PASS, Outcome, plain
+from shared.course.status import build_lines
 from shared.course.stubs import BodyFile
 
-BUILD = builds.builds()["07.build"]
+BUILD = assignments.builds()["07.build"]
 NAMES = [stage.id for stage in BUILD.stages]
 
 
@@ -44,8 +44,8 @@ def said(
             yield Outcome(stage.id, state, problem=reason, fingerprint="f")
 
     monkeypatch.setattr(build_check, "check_build", outcomes)
-    monkeypatch.setattr(build_command, "find_workspace", lambda: folder)
-    code = build_command.check(Console(file=text, width=200), BUILD.id, reference)
+    monkeypatch.setattr(check_command, "find_workspace", lambda: folder)
+    code = check_command.check_build(Console(file=text, width=200), BUILD, None, not reference)
     return code, text.getvalue(), seen
 
 
@@ -133,7 +133,7 @@ def test_the_solution_opens_after_the_third_hint_of_a_stage_or_after_all_stages(
 
 def test_status_says_whether_a_build_has_changed_since_it_passed(learner):
     def status():
-        return plain(build_command.status_lines(learner.folder))
+        return plain(build_lines(learner.folder))
 
     path, solution = (
         BUILD.file(learner.folder),
@@ -142,7 +142,7 @@ def test_status_says_whether_a_build_has_changed_since_it_passed(learner):
     path.write_text(solution, encoding="utf-8")
     assert f"0 of {len(NAMES)} stages passed" in status() and "changed" not in status()
     for name in NAMES[:2]:
-        learner.progress.record_check(name, builds.fingerprint(BodyFile.read(path)))
+        learner.progress.record_check(name, assignments.fingerprint(BodyFile.read(path)))
     assert f"2 of {len(NAMES)} stages passed" in status() and "changed" not in status()
     path.write_text(f"{solution}# a comment\n", encoding="utf-8")
     assert "changed" not in status()
@@ -160,7 +160,7 @@ def test_an_edit_of_a_solution_must_fit_once(edits, times):
     with pytest.raises(
         CourseError, match=rf"the one: '\w' is {times} times in the solution, not once"
     ):
-        builds.with_edits("a b a", edits, "the one")
+        assignments.with_edits("a b a", edits, "the one")
 
 
 def test_a_wrong_function_is_reported_though_the_next_one_is_not_written_yet():

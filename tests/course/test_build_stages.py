@@ -7,12 +7,12 @@ from types import ModuleType
 
 import pytest
 
-from shared.course import build_check, builds
+from shared.course import assignments, build_check
 from shared.course.judging import Judge
-from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
+from shared.course.report import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.stubs import BodyFile
 
-BUILDS = builds.builds()
+BUILDS = assignments.builds()
 # The functions that a stage is the first to need. A stage without any asks more of those before it.
 OWN = {
     "01.build": {

@@ -4,8 +4,8 @@ import pytest
 from workspace import Learner
 
 from shared.course import binding
-from shared.course.build_use import build_line, passed_build
-from shared.course.builds import builds, fingerprint
+from shared.course.assignments import builds, fingerprint
+from shared.course.build_check import build_line, passed_build
 from shared.course.catalogue import chapters
 from shared.course.paths import CHECKOUT
 from shared.course.stubs import BodyFile

@@ -8,16 +8,15 @@ from known_builds import Known
 from reached import Original
 from workspace import Learner
 
-from shared.course import build_check, build_command, builds, hunts, maintainer_commands
-from shared.course.builds import with_edits
+from shared.course import assignments, build_check, maintainer_commands, status
+from shared.course.assignments import with_edits
 from shared.course.errors import BrokenFile
-from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.paths import CHECKOUT
 from shared.course.progress import Progress
-from shared.course.report import plain
+from shared.course.report import FAIL, NOT_ATTEMPTED, PASS, plain
 from shared.course.stubs import BodyFile
 
-BUILDS = builds.builds()
+BUILDS = assignments.builds()
 RIGHT = CHECKOUT / "tests" / "exercises" / "builds"
 WRONG = {f"{build.id}-{name}": (build, entry) for build in BUILDS.values() for name, entry in build.wrong_builds().items()}
 by_build = pytest.mark.parametrize("build", BUILDS.values(), ids=lambda build: build.id)
@@ -162,7 +161,7 @@ def test_the_chapters_page_lists_stages_and_repairs(build):
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (\d+) \|$", text, re.M)
     assert rows == [(stage.name, stage.title, str(stage.minutes)) for stage in build.stages]
     listed = re.findall(r"^\| `(\w)` \| ([^|]+) \|$", text, re.M)
-    assert listed == [(hunt.letter, hunt.title) for hunt in hunts.hunts().values() if hunt.slug == build.slug]
+    assert listed == [(hunt.letter, hunt.title) for hunt in assignments.hunts().values() if hunt.slug == build.slug]
 
 
 @pytest.fixture
@@ -232,18 +231,18 @@ def test_an_unknown_build_or_stage_is_refused(learner):
 
 
 def test_the_build_comes_after_a_chapters_exercises(tmp_path):
-    lines = plain(build_command.next_lines("07", tmp_path))
+    lines = plain(status.next_build_lines("07", tmp_path))
     assert lines.startswith("Then: 07.build") and "stage 1 of 9" in lines and "course check 07.build.weights" in lines
     progress = Progress(tmp_path)
     for stage in BUILDS["07.build"].stages:
         progress.record_check(stage.id, "a fingerprint")
-    assert build_command.next_lines("07", tmp_path) == build_command.next_lines("13", tmp_path) == []
+    assert status.next_build_lines("07", tmp_path) == status.next_build_lines("13", tmp_path) == []
 
 
 def test_the_generator_writes_a_missing_build_and_compares_one(learner, monkeypatch):
     monkeypatch.setattr(maintainer_commands, "chosen", lambda number: [])  # leaves the checkout's own exercises alone
-    file = builds.Build.file
-    monkeypatch.setattr(builds.Build, "file", lambda self, workspace: learner.build if self.id == "07.build" else file(self, workspace))
+    kind, file = assignments.Assignment, assignments.Assignment.file
+    monkeypatch.setattr(kind, "file", lambda self, workspace: learner.build if self.id == "07.build" else file(self, workspace))
     assert "build.py" not in learner.course("stubs", "--check").stdout
     write(learner, SOLUTION)
     compared = learner.course("stubs", "--check")

@@ -12,8 +12,7 @@ from shared.course import catalogue, mutants, running
 from shared.course.checking import RUNGS, Check
 from shared.course.counting import Used
 from shared.course.judging import run_check
-from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
-from shared.course.report import outcome_text
+from shared.course.report import FAIL, NOT_ATTEMPTED, PASS, outcome_text
 from shared.course.stubs import BodyFile
 
 EXERCISES = catalogue.all_exercises()

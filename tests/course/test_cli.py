@@ -11,10 +11,10 @@ import psutil
 import pytest
 from workspace import COMMAND, Learner
 
-from shared.course import check_command, catalogue, released, report, running
+from shared.course import catalogue, check_command, released, report, running
 from shared.course.cli import cli
 from shared.course.mutants import mutants_of
-from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS, Outcome
+from shared.course.report import FAIL, NOT_ATTEMPTED, PASS, Outcome
 
 FIRST = "01.cross_entropy"
 LEARNERS = ["next", "check", "hunt", "watch", "hint", "solution", "reset", "status", "map", "read", "doctor"]

@@ -7,21 +7,21 @@ import pytest
 from scripts import run_script
 from workspace import Learner
 
-from shared.course import build_check, hunts
-from shared.course.builds import with_edits
+from shared.course import assignments, build_check
+from shared.course.assignments import with_edits
 from shared.course.judging import Judge
-from shared.course.outcome import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.paths import CHECKOUT
+from shared.course.report import FAIL, NOT_ATTEMPTED, PASS
 from shared.course.stubs import BodyFile
 
-HUNTS = hunts.hunts()
+HUNTS = assignments.hunts()
 by_hunt = pytest.mark.parametrize("hunt", HUNTS.values(), ids=lambda hunt: hunt.id)
 
 
 @pytest.fixture(scope="session")
 def repairs():
     """What judges each repair, by folder and letter."""
-    checks = {slug: build_check.read_checks(hunts.FOLDER / f"{slug}.py") for slug in {hunt.slug for hunt in HUNTS.values()}}
+    checks = {slug: build_check.read_checks(assignments.HUNTS / f"{slug}.py") for slug in {hunt.slug for hunt in HUNTS.values()}}
     return {slug: {letter: Judge(check, {}) for letter, check in of.items()} for slug, of in checks.items()}
 
 
@@ -95,7 +95,7 @@ def repairs_to_try():
     for letter, names in WRONG_REPAIRS.items():
         for name, edit in names.items():
             yield HUNTS[f"07.hunt.{letter}"], name, "right", [edit], FAIL
-    for path in sorted((hunts.FOLDER / "tried").glob("*.toml")):
+    for path in sorted((assignments.HUNTS / "tried").glob("*.toml")):
         for letter, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
             for tried in entries:
                 of, state = tried.get("of", "broken"), tried.get("state", FAIL)
@@ -123,7 +123,7 @@ def learner(tmp_path):
 
 def test_a_hunt_from_the_list_to_the_reason(learner):
     listed = learner.course("hunt", "07").stdout
-    assert all(hunt.title in listed and hunt.after not in listed for hunt in hunts.find_hunts("07"))
+    assert all(hunt.title in listed and hunt.after not in listed for hunt in assignments.find_hunts("07"))
     assert learner.course("hunt", "07", "c", "--check").exit_code == 2
     started = learner.course("hunt", "07", "c")
     hunt = HUNTS["07.hunt.c"]

@@ -12,7 +12,7 @@ import torch
 from shared.course.checking import Case, Check
 from shared.course.comparing import Said, agree, differences
 from shared.course.judging import ALSO, ENOUGH, GUESS, Judge, run_check
-from shared.course.outcome import FAIL, PASS
+from shared.course.report import FAIL, PASS
 
 
 def constant_case(**changes) -> Case:

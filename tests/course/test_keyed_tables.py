@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from shared.course import catalogue
-from shared.course.builds import builds, read_wrong_builds
+from shared.course.assignments import builds, read_wrong_builds
 from shared.course.errors import CourseError
 from shared.course.mutants import read_mutants
 from shared.course.paths import CHECKOUT

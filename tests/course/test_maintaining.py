@@ -6,8 +6,8 @@ import json
 import pytest
 from workspace import Learner
 
-from shared.course import builds, maintainer_commands, mutants, released
-from shared.course.outcome import FAIL, PASS, Outcome
+from shared.course import assignments, maintainer_commands, mutants, released
+from shared.course.report import FAIL, PASS, Outcome
 
 FIRST = "01.cross_entropy"
 
@@ -17,7 +17,7 @@ def checkout(tmp_path, monkeypatch):
     """A learner's folder that the maintainers' commands take for the checkout."""
     monkeypatch.setattr(maintainer_commands, "CHECKOUT", tmp_path)
     learner = Learner(tmp_path)
-    for build in builds.builds().values():
+    for build in assignments.builds().values():
         build.file(tmp_path).write_text(build.template, encoding="utf-8")
     return learner
 

@@ -8,7 +8,6 @@ from import_graph import import_graph
 from workspace import COMMAND, Learner
 
 from shared.course import catalogue, reading, rings, stubs
-from shared.course.paths import CHECKOUT
 
 FIRST = "01.cross_entropy"
 

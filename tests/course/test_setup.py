@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from shared.corpus import EMBEDDED
 from shared.course.doctor import BRINGS
 from shared.course.errors import CourseError
-from shared.course.optional import require
+from shared.course.importing import require
 from shared.course.paths import CHECKOUT
 
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

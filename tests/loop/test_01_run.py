@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from scripts import refused, run_script
 
 from shared.course import catalogue, stubs
-from shared.course.builds import builds, fingerprint
+from shared.course.assignments import builds, fingerprint
 from shared.course.paths import CHECKOUT
 from shared.course.progress import Progress
 

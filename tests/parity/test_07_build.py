@@ -3,13 +3,13 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shared.course import build_check, builds
+from shared.course import assignments, build_check
 
 NEAR = {"rtol": 1e-5, "atol": 1e-5}  # theirs computes norms and RoPE in float32, whatever the weights' dtype: 6e-7 was measured
 
 
 def test_the_builds_oracle_is_a_llama():
-    pieces = build_check.read_module(builds.builds()["07.build"].folder / "pieces.py")
+    pieces = build_check.read_module(assignments.builds()["07.build"].folder / "pieces.py")
     config = pieces.config_of({"num_key_value_heads": 2})
     weights, theirs = pieces.weights_of(config), {}
     for name, weight in weights.items():

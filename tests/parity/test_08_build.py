@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from shared.course import build_check, builds
+from shared.course import assignments, build_check
 from shared.course.stubs import BodyFile
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.pipeline.simulate import ScheduleError, validate
@@ -18,7 +18,7 @@ SCHEDULES = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleave
 
 
 def pieces_of_the_build():
-    return build_check.read_module(builds.builds()["08.build"].folder / "pieces.py")
+    return build_check.read_module(assignments.builds()["08.build"].folder / "pieces.py")
 
 
 def by_torch(world: Communicator, pieces, name: str) -> dict[str, torch.Tensor]:
@@ -36,7 +36,7 @@ def by_torch(world: Communicator, pieces, name: str) -> dict[str, torch.Tensor]:
 
 
 def by_the_solution(world: Communicator, pieces, name: str) -> dict[str, torch.Tensor]:
-    build, chunks = builds.builds()["08.build"], SCHEDULES[name][1]
+    build, chunks = assignments.builds()["08.build"], SCHEDULES[name][1]
     solution = build_check.load(BodyFile.read(build.solution_file), build.adapters)
     pipeline = solution.make_pipeline(pieces.Model(BLOCKS), pieces.cut_of(BLOCKS, RANKS * chunks), world, pieces.summed_loss)
     solution.step(pipeline, pieces.even(MICROBATCHES), pieces.schedule_of(name, RANKS, MICROBATCHES, chunks))

@@ -8,7 +8,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
-from shared.course import build_check, builds
+from shared.course import assignments, build_check
 from shared.course.stubs import BodyFile
 from shared.parallel.comm.communicator import SingleRankCommunicator
 
@@ -17,11 +17,11 @@ NEAR = {"rtol": 1e-5, "atol": 1e-6}  # transformers' softmax is in float32, what
 
 
 def pieces_of_the_build():
-    return build_check.read_module(builds.builds()["09.build"].folder / "pieces.py")
+    return build_check.read_module(assignments.builds()["09.build"].folder / "pieces.py")
 
 
 def solution():
-    build = builds.builds()["09.build"]
+    build = assignments.builds()["09.build"]
     return build_check.load(BodyFile.read(build.solution_file), build.adapters)
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from shared.course import build_check, builds
+from shared.course import assignments, build_check
 from shared.course.stubs import BodyFile
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator
 from shared.parallel.processes.launch import run_processes
@@ -15,7 +15,7 @@ NUMBERS, SHAPES = [[2, 3], [0, 4]], [[(2, 3), (1, 4)], [(1, 2), (0, 3)]]
 
 def on_two_processes(world: Communicator) -> tuple[dict, dict]:
     """Results of this rank by the oracles and by the solution."""
-    build = builds.builds()["09.build"]
+    build = assignments.builds()["09.build"]
     pieces = build_check.read_module(build.folder / "pieces.py")
     adapters = build_check.load(BodyFile.read(build.solution_file), build.adapters)
     sent, received = NUMBERS[world.rank], [row[world.rank] for row in NUMBERS]

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from shared.course import build_check, builds
+from shared.course import assignments, build_check
 from shared.course.stubs import BodyFile
 
 ENDINGS, R, ALPHA = ["q_proj", "down_proj", "lm_head"], 3, 5
 IDS = torch.tensor([[1, 5, 9, 3], [7, 2, 8, 6]])
-FILES = build_check.read_module(builds.builds()["10.build"].folder / "files.py")
+FILES = build_check.read_module(assignments.builds()["10.build"].folder / "files.py")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def peft():
 
 @pytest.fixture(scope="module")
 def build():
-    build = builds.builds()["10.build"]
+    build = assignments.builds()["10.build"]
     return build_check.load(BodyFile.read(build.solution_file), build.adapters)
 
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.course import build_check, builds
+from shared.course import assignments, build_check
 from shared.course.stubs import BodyFile
 
 TRL = "1.16.0"
-BUILD = builds.builds()["11.build"]
+BUILD = assignments.builds()["11.build"]
 PIECES = build_check.read_module(BUILD.folder / "pieces.py")
 EXAMPLES = PIECES.pairs_of([(3, 4, 2), (2, 1, 6), (5, 8, 3), (1, 2, 2), (4, 3, 5)], seed=2)
 TRL_NAMES = {"chosen": "rewards/chosen", "rejected": "rewards/rejected", "margin": "rewards/margins", "accuracy": "rewards/accuracies"}

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.course import build_check, builds
+from shared.course import assignments, build_check
 from shared.course.stubs import BodyFile
 
 TRL = "1.16.0"
-BUILD = builds.builds()["12.build"]
+BUILD = assignments.builds()["12.build"]
 PIECES = build_check.read_module(BUILD.folder / "pieces.py")
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], [5, 3, 5, 8, 9, 7, 9]]
 LIMIT, END, FILLING = 40, 0, 1

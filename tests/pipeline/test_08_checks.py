@@ -10,7 +10,7 @@ from children import in_child
 from shared.course import binding, catalogue, mutants, running
 from shared.course.checking import observe
 from shared.course.judging import run_check
-from shared.course.outcome import FAIL, Outcome
+from shared.course.report import FAIL, Outcome
 
 EXERCISES = [exercise_id for exercise_id in catalogue.all_exercises() if exercise_id.startswith("08.")]
 SETTING_ERROR = "Refuse with SettingError, before the "

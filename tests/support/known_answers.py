@@ -13,8 +13,8 @@ from answer_perturbation import spoilt_answers
 from shared.course import binding, catalogue, mutants, running
 from shared.course.checking import Case
 from shared.course.judging import Judge
-from shared.course.outcome import FAIL, Outcome
 from shared.course.paths import CHECKOUT
+from shared.course.report import FAIL, Outcome
 from shared.course.stubs import BodyFile
 
 RIGHT_ANSWERS = CHECKOUT / "tests" / "exercises" / "right_answers"

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from reached import Lines, Original
 
+from shared.course.assignments import Assignment
 from shared.course.build_check import Functions, load, read_checks
-from shared.course.builds import Build
 from shared.course.checking import Case, Check, Observation, expectation
 from shared.course.comparing import agree
 from shared.course.judging import Answer, Judge
@@ -22,7 +22,7 @@ from shared.course.stubs import BodyFile
 class Edited(Functions):
     """The functions of a wrong build, and the lines of the solution that its edit changes; None for any."""
 
-    def __init__(self, build: Build, file: BodyFile, changed: set[int] | None):
+    def __init__(self, build: Assignment, file: BodyFile, changed: set[int] | None):
         super().__init__(load(file, build.adapters).module)
         self.changed = changed
 
@@ -46,7 +46,7 @@ class Traced(Answer):
 class Known:
     """What is known of one build, each thing found out once, when it is first asked for."""
 
-    def __init__(self, build: Build):
+    def __init__(self, build: Assignment):
         self.build, self.checks, self.expected = build, read_checks(build.checks), cache(expectation)
         file = BodyFile.read(build.solution_file)
         self.original, self.functions = Original(file.source), load(file, build.adapters)

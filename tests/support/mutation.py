@@ -23,8 +23,8 @@ from edits import Edit, edits_of
 from shared.course import binding, catalogue, running
 from shared.course.errors import BrokenFile
 from shared.course.judging import Judge
-from shared.course.outcome import PASS
 from shared.course.paths import CHECKOUT
+from shared.course.report import PASS
 from shared.course.stubs import BodyFile
 
 SURVIVORS = CHECKOUT / "tests" / "exercises" / "mutants" / "survivors.toml"

@@ -9,7 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from shared.course import catalogue, stubs
-from shared.course.builds import find_build, fingerprint
+from shared.course.assignments import find_build, fingerprint
 from shared.course.cli import cli
 from shared.course.progress import Progress
 

@@ -19,7 +19,7 @@ from children import in_child  # noqa: E402
 from known_answers import try_known_answers  # noqa: E402
 
 from shared.course import catalogue  # noqa: E402
-from shared.course.outcome import Outcome  # noqa: E402
+from shared.course.report import Outcome  # noqa: E402
 
 SECONDS = 1800.0  # of processor time, for one exercise
 

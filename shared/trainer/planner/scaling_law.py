@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shared.course.errors import CourseError
-from shared.course.optional import require
+from shared.course.importing import require
 
 DELTA = 1e-3  # of log loss: residuals beyond it count linearly (Hoffmann et al. 2022, section 3.3)
 EXPONENTS = (0.1, 0.4, 1.0)  # the fit starts from every pair of them,

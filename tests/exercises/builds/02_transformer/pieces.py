@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shared.course.optional import require
+from shared.course.importing import require
 
 TEXT = "the text of build.py: stage {}"
 THEIRS = "transformers' LlamaForCausalLM"
