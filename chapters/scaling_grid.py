@@ -103,14 +103,14 @@ class Grid:
     def config(self, size: Size, steps: int, seed: int, folder: Path, constant: bool = False) -> Any:
         """The trainer's configuration of one run."""
         from shared.trainer.config import TrainerConfig
-        from shared.trainer.settings import with_one_length
+        from shared.trainer.settings import from_settings
 
         schedule = {"name": "constant"} if constant else {"name": "wsd", "decay_steps": self.decay_steps(steps)}
         heads = size.width // HEAD_DIM
         model = {"hidden_size": size.width, "num_hidden_layers": size.layers, "num_attention_heads": heads}
         model |= {"intermediate_size": size.width * 8 // 3 // 8 * 8}
         own = {"steps": steps, "seed": seed, "model": model, "schedule": schedule, "engine": {"output": str(folder)}}
-        return with_one_length(TrainerConfig, merged(self.settings, own))
+        return from_settings(TrainerConfig, merged(self.settings, own))
 
     def decay_steps(self, steps: int) -> int:
         return max(1, round(self.plan.decay * steps))

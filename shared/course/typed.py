@@ -47,6 +47,18 @@ def configured(config_class: type[Config], settings: Any, key: str = "", base: C
     Raises:
         SettingError: a key that does not exist, a value that is not of its field's type, or that the configuration refuses. Names the key.
     """
+    values, prefix = values_of(config_class, settings, key, base), f"{key}." if key else ""
+    try:
+        return config_class(**values) if base is None else replace(base, **values)
+    except OutOfBounds as error:
+        raise SettingError(f"{prefix}{error}") from error
+    except ValueError as error:
+        named = not key or f"{key.rpartition('.')[2]}." in str(error) or prefix in str(error)
+        raise SettingError(str(error) if named else f"{key}: {error}") from error
+
+
+def values_of(config_class: type, settings: Any, key: str = "", base: Any = None) -> dict[str, Any]:
+    """The typed value of each field that settings give; only what a whole configuration refuses is not refused."""
     require_section(settings, key)
     hints, prefix = get_type_hints(config_class), f"{key}." if key else ""
     defaults = {field.name: default_of(field) if base is None else getattr(base, field.name) for field in fields(config_class)}
@@ -56,13 +68,7 @@ def configured(config_class: type[Config], settings: Any, key: str = "", base: C
     for name, default in defaults.items():
         if default is MISSING and name not in values:
             raise SettingError(f"{prefix}{name} is missing: give {wanted(hints[name])}.")
-    try:
-        return config_class(**values) if base is None else replace(base, **values)
-    except OutOfBounds as error:
-        raise SettingError(f"{prefix}{error}") from error
-    except ValueError as error:
-        named = not key or f"{key.rpartition('.')[2]}." in str(error) or prefix in str(error)
-        raise SettingError(str(error) if named else f"{key}: {error}") from error
+    return values
 
 
 def typed(hint: Any, value: Any, key: str, default: Any = None) -> Any:
@@ -147,13 +153,10 @@ def usable_path(text: str, key: str) -> Path:
 
 
 def with_words(config_class: type, settings: dict[str, Any], words: Mapping[str, str]) -> dict[str, Any]:
-    """A file's settings, overridden by the command line's.
+    """Settings of a file under command-line overrides.
 
     Args:
-        words: key, with a dot between levels -> value, as YAML or, where the field is text, as it is.
-
-    Raises:
-        SettingError: a key that does not exist, or a value that is not YAML.
+        words: dotted key -> value, as YAML or, where the field is text, as it is.
     """
     for key, text in words.items():
         hint = hint_of(config_class, key)

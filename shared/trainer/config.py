@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,9 @@ from shared.preference.config import PreferenceConfig
 from shared.preference.dpo_config import DPOConfig
 from shared.preference.reward_model import RewardConfig
 from shared.rl.config import TaskPolicyConfig
-from shared.trainer.sections import FIM_SLACK, PREFERRING, ROLLING, SECTIONS, DataConfig, InstructionConfig, PolicyConfig, ReportConfig
+from shared.trainer.sections import FIM_SLACK, PREFERRING, ROLLING, DataConfig, InstructionConfig, PolicyConfig, ReportConfig, section
+
+PAIRED = dict.fromkeys(PREFERRING, "preferences")
 
 
 @dataclass
@@ -83,13 +85,13 @@ class TrainerConfig:
     steps: PositiveInt = 1000
     seed: Seed = 0
     data: DataConfig = field(default_factory=DataConfig)
-    chats: ChatConfig = field(default_factory=ChatConfig)
-    instructions: InstructionConfig = field(default_factory=InstructionConfig)
-    preferences: PreferenceConfig = field(default_factory=PreferenceConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    dpo: DPOConfig = field(default_factory=DPOConfig)
-    ppo: PolicyConfig = field(default_factory=PolicyConfig)
-    grpo: TaskPolicyConfig = field(default_factory=TaskPolicyConfig)
+    chats: ChatConfig = section(ChatConfig, "pretrain", "sft", "grpo", instead=PAIRED)
+    instructions: InstructionConfig = section(InstructionConfig, "pretrain", "sft", instead=PAIRED | {"grpo": "grpo.tasks"})
+    preferences: PreferenceConfig = section(PreferenceConfig, *PREFERRING)
+    reward: RewardConfig = section(RewardConfig, "reward")
+    dpo: DPOConfig = section(DPOConfig, "dpo")
+    ppo: PolicyConfig = section(PolicyConfig, "ppo")
+    grpo: TaskPolicyConfig = section(TaskPolicyConfig, "grpo")
     adapter: AdapterConfig | None = None
     model: MixtureModelConfig = field(default_factory=MixtureModelConfig)
     objective: Extension | None = None
@@ -200,7 +202,7 @@ def require_mode(config: TrainerConfig) -> None:
             "adapter is for the modes that fine-tune: give mode sft, reward, dpo, ppo or grpo, or leave adapter out.",
         ),
         (bool(config.chats.sources) and pretraining, "chats is for mode sft: give mode sft, or text in data.prepare.sources."),
-        *unused_sections(config),
+        *unread_sections(config),
         *(wrong_with_answers(config) if mode in (*PREFERRING, *ROLLING) else []),
         (
             virtual >= config.data.seq,
@@ -211,23 +213,16 @@ def require_mode(config: TrainerConfig) -> None:
         require(not is_wrong, reason)
 
 
-def unused_sections(config: TrainerConfig) -> list[tuple[bool, str]]:
-    """Sections in which something is given, and which the mode does not read; each with a sentence about it."""
-    return [
-        (
-            config.mode not in modes and (section := getattr(config, name)) != type(section)(),
-            f"mode is {config.mode} and the section {name} is for mode {' or '.join(modes)}: leave it out, or give such a mode.",
-        )
-        for name, modes in SECTIONS.items()
-    ] + [
-        (
-            config.mode in modes and (section := getattr(config, name)) != type(section)(),
-            f"mode is {config.mode} and the section {name} is for mode sft: give {instead}, or mode sft.",
-        )
-        for name, modes, instead in (
-            ("chats", PREFERRING, "preferences"), ("instructions", PREFERRING, "preferences"), ("instructions", ("grpo",), "grpo.tasks")
-        )
-    ]  # fmt: skip
+def unread_sections(config: TrainerConfig) -> list[tuple[bool, str]]:
+    """Sections in which something is set and which the mode does not read; each with an error message."""
+    found = []
+    for name, about in ((entry.name, entry.metadata) for entry in fields(config) if "modes" in entry.metadata):
+        is_set = (value := getattr(config, name)) != type(value)()
+        readers = " or ".join(mode for mode in about["modes"] if mode != "pretrain")  # which ignores them
+        remedy = f"give {instead}" if (instead := about["instead"].get(config.mode)) else "leave it out"
+        message = f"mode is {config.mode} and the section {name} is for mode {readers}: {remedy}, or give such a mode."
+        found.append((is_set and config.mode not in about["modes"], message))
+    return found
 
 
 def wrong_with_answers(config: TrainerConfig) -> list[tuple[bool, str]]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shared.course.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt, checked
 from shared.data.fim import FimConfig
@@ -10,6 +10,14 @@ from shared.data.prepare import PrepareConfig
 from shared.engine.config import require
 from shared.finetune.instructions import MOST_TASKS
 from shared.preference.ppo import PPOConfig
+
+PREFERRING = ("reward", "dpo", "ppo")
+ROLLING = ("ppo", "grpo")  # whose rows are rollouts
+
+
+def section(kind: type, *modes: str, instead: dict[str, str] | None = None) -> Any:
+    """A section of the configuration that only some modes read. instead: mode -> what it reads in place of this section."""
+    return field(default_factory=kind, metadata={"modes": modes, "instead": instead or {}})
 
 
 @dataclass
@@ -123,7 +131,4 @@ class PolicyConfig(PPOConfig):
             raise ValueError("reward is gold, which asks no reward_model: leave one out.")
 
 
-PREFERRING = ("reward", "dpo", "ppo")
-ROLLING = ("ppo", "grpo")  # whose rows are rollouts
-SECTIONS = {"preferences": PREFERRING} | {name: (name,) for name in ("reward", "dpo", "ppo", "grpo")}  # which modes read them
 FIM_SLACK = 8  # positions that a row keeps free for each piece: three special tokens, and tokens that a cut splits in two

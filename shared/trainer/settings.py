@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from shared.course.errors import CourseError, SettingError
 from shared.course.launch import help_asked, print_help, refuse
 from shared.course.strict_yaml import parse_yaml, read_yaml
-from shared.course.typed import configured, located_in, merged, usable_path, with_words
+from shared.course.typed import configured, located_in, merged, usable_path, values_of, with_words
 
 Config = TypeVar("Config")
 
@@ -72,19 +72,18 @@ def parse_words(config_class: type[Config], words: list[str], tell: Callable[[st
         print_help(config_class, USAGE, asked)
     try:
         written, settings, changes = settings_of(config_class, words)
-        return with_one_length(config_class, with_shorter_schedule(config_class, written, settings, changes, tell))
+        return from_settings(config_class, with_shorter_schedule(config_class, written, settings, changes, tell))
     except CourseError as error:
         refuse(error)
 
 
 def require_usable(config_class: type, words: list[str]) -> None:
-    """Refuse, as `parse_words` does, what can be refused before the weights are there that a run starts from: all that does not depend on
-    their model."""
-    alone = type(config_class.__name__, (config_class,), {"__post_init__": lambda self: None, "completed": None})
+    """Refuse, as `parse_words` does, what can be refused before the weights in start_from exist: all that does not depend on their
+    model."""
     try:
         written, settings, changes = settings_of(config_class, words)
         settings = {name: value for name, value in settings.items() if name != "model"}
-        with_one_length(alone, with_shorter_schedule(config_class, written, settings, changes))
+        values_of(config_class, with_length(config_class, with_shorter_schedule(config_class, written, settings, changes)))
     except CourseError as error:
         refuse(error)
 
@@ -150,15 +149,25 @@ def parse_text(config_class: type[Config], text: str) -> Config:
     Raises:
         SettingError: it is none.
     """
-    return with_one_length(config_class, parse_yaml(text, "the configuration"))
+    return from_settings(config_class, parse_yaml(text, "the configuration"))
 
 
-def with_one_length(config_class: type[Config], settings: Any) -> Config:
-    """The configuration; its schedule is as long as the run, so a length is said once, as `steps`."""
+def from_settings(config_class: type[Config], settings: Any, complete: bool = True) -> Config:
+    """The configuration that settings describe.
+
+    Args:
+        complete: take the section `model` from the weights in start_from; False where settings have it, or the weights do not exist yet.
+    """
+    settings = with_length(config_class, settings)
+    if complete and isinstance(settings, dict) and hasattr(config_class, "completed"):
+        settings = config_class.completed(settings)
+    return configured(config_class, settings)
+
+
+def with_length(config_class: type, settings: Any) -> Any:
+    """Settings whose schedule is as long as the run: a length is said once, as `steps`."""
     steps = config_class.__dataclass_fields__.get("steps")
-    if isinstance(settings, dict) and "schedule" in config_class.__dataclass_fields__ and steps:
-        schedule = settings.get("schedule") or {}
-        steps = settings.get("steps", steps.default)
-        settings = settings | {"steps": steps, "schedule": schedule | {"steps": steps} if isinstance(schedule, dict) else schedule}
-    complete = getattr(config_class, "completed", None)  # what a class knows from elsewhere, such as the model of given weights
-    return configured(config_class, complete(settings) if complete and isinstance(settings, dict) else settings)
+    if not isinstance(settings, dict) or "schedule" not in config_class.__dataclass_fields__ or steps is None:
+        return settings
+    steps, schedule = settings.get("steps", steps.default), settings.get("schedule") or {}
+    return settings | {"steps": steps, "schedule": schedule | {"steps": steps} if isinstance(schedule, dict) else schedule}

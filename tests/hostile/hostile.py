@@ -15,7 +15,7 @@ each of which has a list `ROWS`; `test_hostile.py` runs all of them. To add one,
         Row("a rate that is no number", trainer("optimizer.lr=.nan"), "optimizer.lr is nan"),
         Row("a section that is a list", trainer(model=[1]), "model"),                                  # changes tiny.yaml
         Row("an empty folder", trainer("data.prepare.sources=[{path: texts}]"), "texts holds no file", code=1, make=a_folder),
-        Row("no such layout", start("dp0", "{folder}/tiny.yaml"), "data_parallel is 0", code=1),
+        Row("no such layout", start("dp0", "{folder}/tiny.yaml"), "parallel.data_parallel is 0", code=1),
         Row("no steps", chapter("01", "--steps", "0"), "steps is 0", code=1),
         Row("a log that is not there", call(read_nothing), "none.jsonl", code=1),
         Row("a damaged checkpoint", trainer(), ("is damaged", "Going on"), code=0, make=damage, trained=True, keeps=False),

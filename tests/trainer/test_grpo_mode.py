@@ -115,7 +115,7 @@ def test_the_memory_estimate_counts_a_reference_that_is_kept_beside(tmp_path, ba
         (["chats.sources=[{path: a.jsonl}]"], "chats.sources are conversations, for mode sft: give grpo.tasks"),
         (["instructions.examples=5"], "the section instructions is for mode sft: give grpo.tasks"),
         (["preferences.held_out_share=0.1"], "the section preferences is for mode reward or dpo or ppo"),
-        (["grpo.answers=1"], "grpo: answers is 1"),
+        (["grpo.answers=1"], "grpo.answers is 1"),
         (["grpo.level=word"], "grpo.level is 'word'"),
         (["grpo.kl_coefficient=0.1", "grpo.kl_estimator=k1"], "grpo.kl_estimator is k1, whose gradient in the loss is 0 on average"),
         (["grpo.kl_coefficient=0.1", "grpo.reference=false"], "give reference true, or kl_coefficient 0"),

@@ -146,7 +146,7 @@ def test_layouts_train_what_one_process_trains(tmp_path, base, mode, layout):
         ("ppo", ["ppo.reward=model"], "ppo.reward is model and ppo.reward_model is null"),
         ("ppo", ["ppo.reward_model=x"], "reward is gold, which asks no reward_model"),
         ("ppo", ["preferences.sources=[{path: a.jsonl}]"], "no hidden preference is known for prompts of your own"),
-        ("dpo", ["dpo.beta=0"], "dpo: beta"),
+        ("dpo", ["dpo.beta=0"], "dpo.beta"),
         ("dpo", ["mode=sft"], "the section preferences is for mode reward or dpo or ppo"),
     ],
 )

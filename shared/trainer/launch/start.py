@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shared.course.bounds import OutOfBounds
 from shared.course.errors import CourseError, SettingError
 from shared.course.launch import end_quietly_on_interrupt, refuse
 from shared.course.paths import CHECKOUT
@@ -47,6 +48,8 @@ def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
         config = replace(config, backend=backend, sequence_parallel=config.sequence_parallel or by_sequence is True)
     except CourseError:
         raise
+    except OutOfBounds as error:
+        raise SettingError(f"parallel.{error}") from error
     except ValueError as error:
         raise SettingError(str(error)) from error
     of_words = {key.removeprefix("parallel."): value for key, value in asked.items() if key.startswith("parallel.")}

@@ -39,7 +39,7 @@ from shared.preference.reward_model import as_reward_model
 from shared.preference.rollout import RolloutConfig
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
-from shared.trainer.settings import read_settings, with_one_length
+from shared.trainer.settings import from_settings, read_settings
 from shared.trainer.shapes import start_shape
 
 FILE, SEQ, WIDTH, VOCABULARY, NEW_TOKENS = "twin.yaml", 256, 64, 512, 8
@@ -181,7 +181,7 @@ def make_twin(file: Path, words: Mapping[str, str], folder: Path, steps: int, la
             small_start(small, folder / "reward", reward=True)
         if scored:
             settings["ppo"] |= {"reward_model": str(folder / "reward"), "reward_config": None}
-    config = with_one_length(TrainerConfig, settings)
+    config = from_settings(TrainerConfig, settings)
     twin = twin_of(config, folder, steps)
     write_atomically(folder / FILE, yaml.safe_dump(provenance.plain(twin), sort_keys=False).encode())
     return config, twin

@@ -26,19 +26,13 @@ from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.launch.start import TRAIN, command_of
 from shared.trainer.records.changes import not_asked_for, words_for
-from shared.trainer.settings import merged, read_settings, with_one_length, with_shorter_schedule
+from shared.trainer.settings import from_settings, merged, read_settings, with_shorter_schedule
 from shared.trainer.weights import InitialWeights, find_initial_weights, find_reward_model, fingerprint_of
 
 FOLDER = CHECKOUT / "chapters" / "12_grpo" / "pipelines"  # of the course's own
 RECORD = "stage.json"  # in the folder of a finished stage: its settings, and the fingerprint of the weights that it started from
 GIVEN = ("engine.output", "start_from", "start_config", "ppo.reward_model", "ppo.reward_config")  # by the pipeline
 NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
-
-
-class StageSettings(TrainerConfig):
-    """The configuration of a stage before the model that it starts from is there."""
-
-    completed = None
 
 
 @dataclass(frozen=True)
@@ -218,7 +212,7 @@ def planned(entry: StageEntry, asked: dict[str, str], layout: str | None, path: 
         raise SettingError(f"{given[0]} is given, which the pipeline decides: leave it out, or run this stage alone with make run.")
     file = entry.config if entry.config.is_absolute() else path.parent / entry.config
     layout = asked.pop("layout", None) or entry.layout or layout
-    settings = read_settings(file, StageSettings)
+    settings = read_settings(file, TrainerConfig)
     models = [stage for stage in pipeline.stages if stage.config.mode != "reward"]
     start = models[-1] if models else None
     if pipeline.stages and start is None:
@@ -233,11 +227,9 @@ def planned(entry: StageEntry, asked: dict[str, str], layout: str | None, path: 
     if layout:
         found, _ = command_of(layout, [str(file), *command])
         words = dict(word.split("=", 1) for word in found[found.index(str(TRAIN)) + 2 :])
-    known = with_shorter_schedule(StageSettings, settings, with_words(StageSettings, settings, words), asked)
+    known = with_shorter_schedule(TrainerConfig, settings, with_words(TrainerConfig, settings, words), asked)
     if start:
         known["model"] = merged(provenance.plain(start.config.model), known.get("model") or {})
-        config = with_one_length(StageSettings, known)
-    else:
-        there = isinstance(known.get("start_from"), str) and Path(known["start_from"]).is_dir()
-        config = with_one_length(TrainerConfig if there else StageSettings, known)
+    exists = start is None and isinstance(known.get("start_from"), str) and Path(known["start_from"]).is_dir()
+    config = from_settings(TrainerConfig, known, complete=exists)
     return Stage(entry.name, file, command, layout, config, start, judge)

@@ -19,17 +19,9 @@ from shared.parallel.config import AXES, VIEWS, parse_layout
 from shared.trainer.config import TrainerConfig
 from shared.trainer.model_section import model_section
 from shared.trainer.planner.memory import reward_model_setting
-from shared.trainer.settings import read_settings, with_one_length
+from shared.trainer.settings import from_settings, read_settings
 from shared.trainer.shapes import start_shape
 from shared.trainer.weights import InitialWeights, find_initial_weights
-
-
-class PlannedConfig(TrainerConfig):
-    """A configuration whose section `model` is complete already."""
-
-    @classmethod
-    def completed(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        return settings
 
 
 def open_planned(file: Path, words: Sequence[str] = (), layout: str | None = None, model: str | None = None) -> TrainerConfig:
@@ -54,9 +46,9 @@ def open_planned(file: Path, words: Sequence[str] = (), layout: str | None = Non
     elif isinstance(start, str):
         shape, given = start_shape(settings, file), settings.get("model") or {}
     else:
-        return with_vocabulary(with_one_length(PlannedConfig, settings))
+        return with_vocabulary(from_settings(TrainerConfig, settings))
     weights = InitialWeights(Path(start or model), shape.resolved(), None)
-    return with_one_length(PlannedConfig, settings | {"model": model_section(given, weights)})
+    return from_settings(TrainerConfig, settings | {"model": model_section(given, weights)}, complete=False)
 
 
 def with_degrees(parallel: dict[str, Any], layout: str) -> dict[str, Any]:

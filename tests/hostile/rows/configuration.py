@@ -163,7 +163,7 @@ TYPES = [
     Row("an unknown mode", trainer("mode=sfd"), "mode is 'sfd': give one of pretrain, sft"),
     Row("whose implementation", trainer("impl=theirs"), "theirs"),
     Row("an implementation that is a list", trainer(impl=["mine"]), "There is no implementation ['mine']"),
-    Row("no such layout", start("dp0", "{folder}/tiny.yaml"), "data_parallel is 0"),
+    Row("no such layout", start("dp0", "{folder}/tiny.yaml"), "parallel.data_parallel is 0"),
     Row("a layout of a million ranks", start("dp1000000", "{folder}/tiny.yaml"), ("LAYOUT dp1000000", "CPU cores")),
     Row("a layout and a word that differ", start("dp2", "{folder}/tiny.yaml", "parallel.data_parallel=4"),
         ("LAYOUT dp2 means parallel.data_parallel=2", "gives 4")),
