@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 
-from shared.engine.metrics.peaks import PEAKS  # noqa: E402
+from shared.engine.metrics.flops import PEAKS  # noqa: E402
 from shared.loop import accumulate_gradients  # noqa: E402
 from shared.model.chunked_loss import chunked_loss  # noqa: E402
 from shared.model.config import ModelConfig  # noqa: E402

@@ -1,23 +1,24 @@
-"""Chapter 03. The stateful dataloader: each step's micro-batches for one rank, and a position that any number of ranks can resume from.
+"""Chapter 03. The stateful dataloader: each step's micro-batches for one rank, prefetched, and a position that any layout can resume from.
 
 Rows are counted globally, in the order in which training sees them: step k takes rows k * batch_size and on, rank r its share of
 them. So the position is one number for all ranks, and a run that stops after n rows resumes with row n, also with other ranks,
-another batch or micro-batch size. It counts rows that were handed out, not those that the thread has made in advance. Where ranks do not
+another batch or micro-batch size. It counts rows that were handed out, not those that the thread has prefetched. Where ranks do not
 divide a batch, shares differ by one row and are filled up with padding, so that all ranks run the same number of equal micro-batches.
 
 Left out on purpose: moving batches to a device, which is the engine's (chapter 04), and worker processes: slicing rows out of
 memory-mapped files takes one thread under 1 % of a training step.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from shared.batches import split_batch
 from shared.course.errors import CourseError
 from shared.data import packing
-from shared.data.prefetch import prefetch
 from shared.data.rows import PackedRows, Position, Row, Transform, as_ids, masked, padding_row, stack_rows, trained_of
 from shared.data.shards import TokenStore
 from shared.totals import Batch
@@ -70,9 +71,6 @@ class StatefulLoader:
     Attributes:
         sample: rows handed out so far, over all ranks.
         skipped: segments of this rank's rows that stayed as they were because the transform's result did not fit.
-
-    Raises:
-        CourseError: sizes below 1, or a rank that is not there.
     """
 
     def __init__(
@@ -205,11 +203,7 @@ class EvaluationLoader:
 
 
 def require_same_rows(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse a saved position in data that would be other data here. saved, now: what decides it, as values of JSON.
-
-    Raises:
-        CourseError: names the first that differs.
-    """
+    """Refuse a saved position in data that would be other data here, by the first setting that differs."""
     for name in now:
         if saved.get(name) != now[name]:
             was, here = (shortened(settings.get(name)) for settings in (saved, now))
@@ -221,11 +215,7 @@ def require_same_rows(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def require_full_step(loader: StatefulLoader) -> None:
-    """Refuse text that does not fill one step, in which its rows would stand several times.
-
-    Raises:
-        CourseError: with both numbers.
-    """
+    """Refuse text that does not fill one step, in which its rows would stand several times."""
     rows, seq = loader.dataset.rows, loader.dataset.seq
     if rows < loader.batch_size:
         one = "1 row" if rows == 1 else f"{rows:,} rows"
@@ -255,3 +245,48 @@ def equal_microbatches(batch_size: int, micro_batch_size: int, ranks: int) -> tu
 
 def shortened(value: Any) -> str:
     return f"{value[:12]!r}..." if isinstance(value, str) and len(value) > 20 else repr(value)
+
+
+Value = TypeVar("Value")
+
+
+def prefetch(values: Iterable[Value], count: int) -> Iterator[Value]:
+    """The same values, of which a thread makes up to `count` in advance; with 0 there is none. Its error is raised where the values are
+    consumed; ending the consumption, by `break` or by an error, stops it."""
+    if count == 0:
+        yield from values
+        return
+    made: queue.Queue = queue.Queue(maxsize=count)
+    stop = threading.Event()
+
+    def offer(entry: tuple) -> bool:
+        while not stop.is_set():
+            try:
+                made.put(entry, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for value in values:
+                if not offer((value, None)):
+                    return
+            offer((None, StopIteration()))
+        except BaseException as error:  # whatever it is, the consumer must hear of it
+            offer((None, error))
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            value, error = made.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield value
+    finally:
+        stop.set()
+        thread.join()

@@ -31,10 +31,9 @@ from shared.course.extensions import Extension, content_hash, is_import_path
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.cleaning.report import CleaningReport
 from shared.data.clean_shards import CleanShards
-from shared.data.digests import Digests
+from shared.data.sources import Digests, identity
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.data.source import Source
-from shared.data.sources import identity
 from shared.data.tokenizer import BYTES, TextTokenizer, TokenizerError, special_names
 from shared.folder_lock import FolderLock
 from shared.output_files import require_writable, write_atomically

@@ -1,22 +1,29 @@
-"""Chapter 03. Data sources: files, folders, tables and datasets of the Hugging Face hub, streamed one document at a time.
+"""Chapter 03. Data sources (files, folders, tables, datasets of the Hugging Face hub), streamed one document at a time, and their hashes.
 
 `open_source` yields documents one at a time and holds no more than one, so a source may be larger than memory. What cannot be
 read as text is never dropped silently: it is reported by name, or the source raises an error.
 
+Prepared text is keyed by the content of its sources (`identity`), so `Digests` keeps the SHA-256 of files between runs.
+
 Left out on purpose: the web. A page is text only after its menus and scripts are gone, and tools for that exist (trafilatura).
 """
 
+import hashlib
 import json
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from shared.corpus import EMBEDDED, IRREGULAR, CorpusError, Document, existing, find, read_package, verified
+from shared.course.errors import CourseError
 from shared.data import hub, tables
 from shared.data.source import WILDCARD, Skip, Source, kind_of_file
+from shared.output_files import write_atomically
 
 TABLES = {"jsonl": tables.read_jsonl, "csv": tables.read_csv, "parquet": tables.read_parquet}
 PART = 2**20  # bytes; a text file larger than this is read as several documents, cut at ends of lines
@@ -177,7 +184,7 @@ def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
     A hub dataset is known by name, split and revision alone.
 
     Args:
-        digest: the hash of a file's content (`shared.data.digests`).
+        digest: the hash of a file's content (`shared.data.sources`).
 
     Raises:
         CorpusError: a file cannot be read.
@@ -194,3 +201,45 @@ def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
         except OSError as error:
             raise CorpusError(f"{error.filename} cannot be read ({error.strerror}): make it readable, or leave it out.") from None
     return known
+
+
+SETTLED = 10.0  # seconds; file servers' clocks may be off by a few
+
+
+class Digests:
+    """Content hashes of files.
+
+    Args:
+        path: where they are kept, as JSON; made by `save`. A file that cannot be read is begun again.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.changed = path, False
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            kept = {}
+        self.kept: dict[str, list] = kept if isinstance(kept, dict) else {}
+
+    def of(self, file: Path) -> str:
+        """The SHA-256 of a file's content, read only where it may have changed.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        now, found = time.time(), file.stat()
+        key = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+        kept = self.kept.get(str(file.absolute()))
+        if isinstance(kept, list) and len(kept) == 2 and kept[0] == key:
+            return kept[1]
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        if now - found.st_ctime > SETTLED:
+            self.kept[str(file.absolute())], self.changed = [key, digest], True
+        return digest
+
+    def save(self) -> None:
+        """Keep the hashes, where the folder can be written to: in one that can only be read they are computed at each start."""
+        if self.changed:
+            with suppress(CourseError):
+                write_atomically(self.path, json.dumps(self.kept).encode())

@@ -12,10 +12,10 @@ from shared.engine.debug.anomalies import CatchAnomalies
 from shared.engine.callbacks import Callback
 from shared.engine.config import EngineConfig
 from shared.engine.debug.dump import ModelDump
-from shared.engine.early_stopping import EarlyStopping
+from shared.engine.stopping import EarlyStopping
 from shared.engine.metrics.throughput import Resources, Throughput
-from shared.engine.metrics.norms import Norms
-from shared.engine.metrics.peaks import peak_flops
+from shared.engine.metrics.gradient_norm import Norms
+from shared.engine.metrics.flops import peak_flops
 from shared.engine.metrics.profiling import Profile
 from shared.engine.trackers import make_tracker
 from shared.engine.trackers.services import Settings

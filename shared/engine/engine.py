@@ -27,7 +27,7 @@ from shared.engine.checkpoint.folder import CheckpointError
 from shared.engine.compiling import compile_model
 from shared.engine.config import EngineConfig
 from shared.engine.defaults import default_callbacks
-from shared.engine.shutdown import ShutdownRequest
+from shared.engine.stopping import ShutdownRequest
 from shared.engine.checkpoint.snapshot import Stateful
 from shared.engine.checkpoint.saver import CALLBACK, remember_rates
 from shared.engine.metrics.accumulator import MetricAccumulator, PhaseTimer

@@ -1,17 +1,22 @@
-"""Chapter 02. RoPE, rotary embedding of positions: queries and keys are turned by angles that grow with the position.
+"""Chapter 02. Positional encodings: RoPE (rotary position embedding), ALiBi and T5's relative position bias.
 
-A pair of dimensions (x1, x2) at position p is rotated by p * frequency (Su et al. 2021, section 3.4.2). The product of a
-query and a key then depends on the difference of their positions only. Dimension i is paired with i + d/2 ("half-rotated",
-as Hugging Face stores weights); Meta's original files pair 2i with 2i + 1, which is another order of the same rows.
+RoPE rotates queries and keys by angles that grow with the position: a pair of dimensions (x1, x2) at position p by p * frequency
+(Su et al. 2021, section 3.4.2). The product of a query and a key then depends on the difference of their positions only. Dimension i is
+paired with i + d/2 ("half-rotated", as Hugging Face stores weights); Meta's original files pair 2i with 2i + 1, which is another order of
+the same rows.
 
 Tables are computed in float32 once per forward pass: there is no buffer that a change of device or dtype could spoil.
+
+ALiBi and T5 add a number to the score of query i and key j that depends on j - i only, so both extrapolate beyond the length of training.
+ALiBi (Press et al. 2021) has nothing to learn: a penalty proportional to the distance, with another slope for each head. T5 (Raffel et al.
+2019, section 2.1) learns one number per head and group of distances.
 """
 
 import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shared.course.binding import exercise
 from shared.model.config import ModelConfig, RopeScaling
@@ -110,3 +115,61 @@ def yarn_frequencies(frequencies: Tensor, config: ModelConfig, scaling: RopeScal
     blended = frequencies / scaling.factor * stretched + frequencies * (1 - stretched)
     magnitude = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
     return blended, magnitude
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slope of each head: 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
+
+    For other counts, the slopes of the largest power of two below, then every second one of twice that power
+    (Press et al. 2021, section 3, and the authors' code).
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    return slopes + [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]
+
+
+def alibi_bias(num_heads: int, queries: Tensor, keys: Tensor) -> Tensor:
+    """[1, heads, Q, K] float32: -slope * |i - j| for query positions i [Q] and key positions j [K]."""
+    distance = (keys[None, :] - queries[:, None]).abs()
+    slopes = torch.tensor(alibi_slopes(num_heads), device=queries.device)
+    return -(slopes[:, None, None] * distance).unsqueeze(0)
+
+
+def relative_buckets(offsets: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """The group of each offset: one per distance for short ones, logarithmically wider ones up to `max_distance`.
+
+    Args:
+        offsets: [...] int64, key position minus query position.
+        num_buckets: groups in all; with `bidirectional`, half of them for keys after the query.
+        max_distance: from here on all distances share the last group.
+
+    Returns:
+        [...] int64 in 0 .. num_buckets - 1.
+    """
+    first = torch.zeros_like(offsets)
+    if bidirectional:
+        num_buckets //= 2
+        first = (offsets > 0) * num_buckets
+        distance = offsets.abs()
+    else:
+        distance = (-offsets).clamp(min=0)
+    exact = num_buckets // 2
+    octaves = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    wide = (exact + (octaves * (num_buckets - exact)).long()).clamp(max=num_buckets - 1)
+    return first + torch.where(distance < exact, distance, wide)
+
+
+class RelativeBias(nn.Module):
+    """T5's learned bias, one table for all blocks of a stack."""
+
+    def __init__(self, config: ModelConfig, bidirectional: bool):
+        super().__init__()
+        self.buckets, self.max_distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
+        self.bidirectional = bidirectional
+        self.weight = nn.Parameter(torch.zeros(self.buckets, config.num_attention_heads))
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """[1, heads, Q, K] for query positions [Q] and key positions [K]."""
+        offsets = keys[None, :] - queries[:, None]
+        buckets = relative_buckets(offsets, self.buckets, self.max_distance, self.bidirectional)
+        return nn.functional.embedding(buckets, self.weight).permute(2, 0, 1).unsqueeze(0)

@@ -23,7 +23,7 @@ from shared.model.feed_forward import build_feed_forward
 from shared.model.init import initialize
 from shared.model.masks import Mask
 from shared.model.norm import build_norm
-from shared.model.stack import Stack
+from shared.model.block import Stack
 
 TIED = "head.linear.weight"
 TIED_TO = "embedding.tokens.weight"
@@ -55,7 +55,7 @@ class TransformerModel(nn.Module):
     `embedding`, `head`, single blocks of `stack.blocks` and `stack.final_norm` may be absent, which makes the model one
     stage of a pipeline; see `keep_part`. `loss_scale` is what an objective's loss is multiplied by before its backward pass:
     `set_loss_scale` sets it, for layers that have a loss of their own. `token_ids` holds what an imported model's files say of the tokens
-    that end, begin and pad a text (`shared.model.hf.generation`), for its export. `stored_as`, where a model has another head (chapter 11),
+    that end, begin and pad a text (`shared.model.hf.files`), for its export. `stored_as`, where a model has another head (chapter 11),
     makes of its family's `Format` and `config.json` the ones that say so, and `trained_whole` names, beside adapters, the head's parameters
     and what files call them.
     """

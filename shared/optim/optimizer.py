@@ -1,9 +1,13 @@
 """Chapter 05. An optimizer with an update rule for each parameter group: AdamW, Lion, Muon or SGD.
 
 Muon needs a second rule for parameters that are not matrices. Two optimizers would have to be stepped, saved, loaded and scheduled
-together; one optimizer with a rule in each group is a `torch.optim.Optimizer` like any other, with its usual `state_dict`.
+together; one optimizer with a rule in each group is a `torch.optim.Optimizer` like any other, with its usual `state_dict`. SGD with
+momentum (gradient descent), the baseline of the others, stands here:
 
-Left out on purpose: the dozens of hooks and switches (`maximize`, `capturable`) of PyTorch's own optimizers.
+    b = momentum b + g;  w = w - lr weight_decay w - lr b        (Sutskever et al. 2013, section 2, in torch's convention)
+
+Left out on purpose: the dozens of hooks and switches (`maximize`, `capturable`) of PyTorch's own optimizers; dampening and Nesterov's
+variant of SGD.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,12 +15,29 @@ from inspect import unwrap
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shared.optim.adamw import adamw_step
 from shared.optim.lion import lion_step
 from shared.optim.muon import muon_step
-from shared.optim.sgd import sgd_step
+
+
+def sgd_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> None:
+    """One step of SGD for a parameter group; parameters without a gradient are skipped.
+
+    Args:
+        group: params, lr, momentum, weight_decay.
+        state: parameter -> momentum_buffer, like the parameter.
+    """
+    for parameter in group["params"]:
+        if parameter.grad is None:
+            continue
+        if not state[parameter]:
+            state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        buffer = state[parameter]["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(buffer, alpha=-group["lr"])
+
 
 RULES: dict[str, Callable[[dict[str, Any], dict], None]] = {
     "adamw": adamw_step,

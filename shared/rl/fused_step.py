@@ -22,13 +22,11 @@ from torch import Tensor, nn
 from shared.finetune.adapters import merged_weight
 from shared.finetune.lora import AdaptedLinear, LowRankUpdate
 from shared.model.attention import Attention
-from shared.model.block import Block
+from shared.model.block import Block, Stack
 from shared.model.embedding import Embedding, Head
 from shared.model.feed_forward import FeedForward, GatedFeedForward
 from shared.model.norm import LayerNorm, RMSNorm
-from shared.model.positions import RelativeBias
-from shared.model.rope import rope_tables
-from shared.model.stack import Stack
+from shared.model.rope import RelativeBias, rope_tables
 from shared.model.transformer import TransformerModel
 from shared.preference.value_head import ScalarProjection
 

@@ -14,7 +14,7 @@ from shared.course.errors import CourseError, SettingError
 from shared.course.extensions import called, is_import_path
 from shared.data.cleaning.cleaner import NAMES, own_stage
 from shared.engine.defaults import own_callbacks
-from shared.engine.metrics.peaks import cpu_peak
+from shared.engine.metrics.flops import cpu_peak
 from shared.finetune.adapter_axis import AdapterParallel
 from shared.finetune.adapters import DEFAULT, adapters_of, attach_adapter, require_untied
 from shared.finetune.base import keep_base_out

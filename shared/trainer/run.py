@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shared.course import binding
 from shared.course.errors import CourseError
-from shared.data.digests import Digests
+from shared.data.sources import Digests
 from shared.data.prepare import DIGESTS
 from shared.data.tokenizer import TextTokenizer
 from shared.devices import keep_freed_memory, pick_device

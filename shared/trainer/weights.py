@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shared.course.errors import CourseError, SettingError
 from shared.course.typed import configured
-from shared.data.digests import Digests
+from shared.data.sources import Digests
 from shared.data.tokenizer import TextTokenizer
 from shared.engine.checkpoint.folder import FOLDER, MANIFEST, STATE, Checkpoints, require_intact
 from shared.finetune.quantization.frozen_files import FrozenFolder, with_frozen_layers

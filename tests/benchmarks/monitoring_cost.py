@@ -25,8 +25,8 @@ from shared.engine.config import CheckpointConfig, EngineConfig
 from shared.engine.debug.anomalies import CatchAnomalies
 from shared.engine.debug.dump import ModelDump
 from shared.engine.engine import RuntimeEngine
-from shared.engine.metrics.norms import Norms
-from shared.engine.metrics.peaks import measure_peak
+from shared.engine.metrics.gradient_norm import Norms
+from shared.engine.metrics.flops import measure_peak
 from shared.engine.metrics.throughput import Resources, Throughput
 from shared.engine.trackers import make_tracker
 from shared.model.transformer import TransformerModel

@@ -11,9 +11,8 @@ import pytest
 from shared.corpus import Document
 from shared.data.cleaning.cleaner import Cleaner, CleaningConfig, examine
 from shared.data.cleaning.duplicates import BANDS, ROWS, ExactDuplicates, NearDuplicates, run_hashes, signature
-from shared.data.cleaning.quality import CodeQuality, ProseQuality
+from shared.data.cleaning.stages import CodeQuality, FixEncoding, Language, Length, ProseQuality
 from shared.data.cleaning.report import CleaningReport
-from shared.data.cleaning.stages import FixEncoding, Language, Length
 
 WORDS = [f"word{i}" for i in range(3000)]
 PROSE = "The house stands at the end of the road, and nobody that we know has been to see it with a lamp at night. " * 4

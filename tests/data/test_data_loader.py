@@ -20,10 +20,9 @@ from token_stores import (
 )
 
 from shared.course.errors import CourseError
-from shared.data.loader import EvaluationLoader, PackedLoader
+from shared.data.loader import EvaluationLoader, PackedLoader, prefetch
 from shared.data.mixture import MixedLoader
 from shared.data.packing import PADDING
-from shared.data.prefetch import prefetch
 from shared.data.rows import PackedRows
 from shared.data.shards import ENDING, TokenStore, write_shard
 from shared.loss import IGNORED

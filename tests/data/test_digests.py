@@ -3,8 +3,8 @@
 import hashlib
 import os
 
-from shared.data import digests
-from shared.data.digests import Digests
+from shared.data import sources
+from shared.data.sources import Digests
 
 
 def test_a_file_that_was_just_copied_with_its_old_time_is_not_kept(tmp_path):
@@ -21,11 +21,11 @@ def test_the_moment_that_counts_is_the_one_before_the_file_is_read(tmp_path, mon
     now, whole = (tmp_path / "text").stat().st_ctime, hashlib.file_digest
 
     def slow(*arguments):
-        monkeypatch.setattr(digests.time, "time", lambda: now + 100)
+        monkeypatch.setattr(sources.time, "time", lambda: now + 100)
         return whole(*arguments)
 
-    monkeypatch.setattr(digests.time, "time", lambda: now + 1)
-    monkeypatch.setattr(digests.hashlib, "file_digest", slow)
+    monkeypatch.setattr(sources.time, "time", lambda: now + 1)
+    monkeypatch.setattr(sources.hashlib, "file_digest", slow)
     found = Digests(tmp_path / "kept.json")
     assert found.of(tmp_path / "text") == hashlib.sha256(b"words").hexdigest() and not found.kept
     found.of(tmp_path / "text")

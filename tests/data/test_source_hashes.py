@@ -9,7 +9,7 @@ from pathlib import Path
 
 from folders_of_text import config_of, state_of, write_folder
 
-from shared.data import digests
+from shared.data import sources
 from shared.data.prepare import prepare
 
 
@@ -43,16 +43,16 @@ def wait_for_a_tick(file: Path) -> None:
 def test_a_kept_hash_spares_the_reading_and_is_not_believed_after_a_write(tmp_path, monkeypatch):
     file, kept, read = tmp_path / "text.py", tmp_path / "kept.json", []
     file.write_text("return 1")
-    monkeypatch.setattr(digests, "SETTLED", -math.inf)
+    monkeypatch.setattr(sources, "SETTLED", -math.inf)
 
     def digest() -> str:
-        again = digests.Digests(kept)
+        again = sources.Digests(kept)
         found = again.of(file)
         again.save()
         return found
 
-    whole = digests.hashlib.file_digest
-    monkeypatch.setattr(digests.hashlib, "file_digest", lambda *arguments: (read.append(1), whole(*arguments))[1])
+    whole = sources.hashlib.file_digest
+    monkeypatch.setattr(sources.hashlib, "file_digest", lambda *arguments: (read.append(1), whole(*arguments))[1])
     first = digest()
     assert digest() == first == hashlib.sha256(b"return 1").hexdigest() and len(read) == 1
     wait_for_a_tick(file)  # or the change would leave no trace
@@ -66,7 +66,7 @@ def test_a_kept_hash_spares_the_reading_and_is_not_believed_after_a_write(tmp_pa
 def test_the_hash_of_a_file_that_was_just_written_is_not_kept(tmp_path):
     """The next write may fall into the same tick of the file system's clock, and would leave no trace in its times."""
     (tmp_path / "text.py").write_text("x = 1")
-    found = digests.Digests(tmp_path / "kept.json")
+    found = sources.Digests(tmp_path / "kept.json")
     found.of(tmp_path / "text.py")
     found.save()
     assert not (tmp_path / "kept.json").exists()
@@ -74,7 +74,7 @@ def test_the_hash_of_a_file_that_was_just_written_is_not_kept(tmp_path):
 
 def test_hashes_that_cannot_be_kept_stop_nothing(tmp_path, monkeypatch):
     """As in a folder of finished text that can only be read, whose sources were copied since."""
-    monkeypatch.setattr(digests, "SETTLED", -math.inf)
+    monkeypatch.setattr(sources, "SETTLED", -math.inf)
     folder, output = write_folder(tmp_path / "code"), tmp_path / "prepared"
     (output / "sources.json").mkdir(parents=True)
     assert prepare(config_of(folder), output).folder == prepare(config_of(folder), output).folder

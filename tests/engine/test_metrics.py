@@ -8,14 +8,12 @@ import torch
 from runs import MODEL, SEQ, Loader, Recorder, batch, make_engine, printed
 
 from shared.course.errors import CourseError
-from shared.engine.metrics import throughput as monitoring
-from shared.engine.metrics import peaks
+from shared.engine.metrics import flops, throughput as monitoring
 from shared.engine.callbacks import Callback
-from shared.engine.metrics.flops import flops_per_token
+from shared.engine.metrics.flops import PEAKS, flops_per_token, measure_peak, mfu, peak_flops, peak_of
 from shared.engine.metrics.throughput import Resources, Throughput, tokens_of
-from shared.engine.metrics.norms import Norms
+from shared.engine.metrics.gradient_norm import Norms
 from shared.engine.strategy import Strategy
-from shared.engine.metrics.peaks import PEAKS, measure_peak, mfu, peak_flops, peak_of
 from shared.engine.metrics.profiling import Profile
 from shared.model.config import ModelConfig
 from shared.model.roles import parameters_by_role
@@ -76,7 +74,7 @@ def test_a_cpus_peak_is_measured_in_products_that_happen(monkeypatch):
         done["flops"] += 2 * left.shape[0] * left.shape[1] * right.shape[1]
         return real(left, right, out=out)
 
-    monkeypatch.setattr(peaks, "time", SimpleNamespace(perf_counter=lambda: done["flops"]))
+    monkeypatch.setattr(flops, "time", SimpleNamespace(perf_counter=lambda: done["flops"]))
     monkeypatch.setattr(torch, "mm", counted)
     assert measure_peak(torch.float32, size=64, repeats=3, at_most=math.inf) == 1.0
     assert done["flops"] == (1 + 3) * 2 * 64**3
@@ -94,7 +92,7 @@ def test_measuring_a_cpus_peak_ends_in_time_on_a_slow_one_too(monkeypatch, speed
     def slow(left, right, *, out):
         clock["seconds"] += 2 * left.shape[0] * left.shape[1] * right.shape[1] / speed
 
-    monkeypatch.setattr(peaks, "time", SimpleNamespace(perf_counter=lambda: clock["seconds"]))
+    monkeypatch.setattr(flops, "time", SimpleNamespace(perf_counter=lambda: clock["seconds"]))
     monkeypatch.setattr(torch, "mm", slow)
     assert measure_peak(torch.bfloat16) == pytest.approx(speed)
     assert clock["seconds"] < 1.0, "so that precision auto, which measures two dtypes, takes less than 2 seconds"

@@ -13,7 +13,7 @@ from runs import MODEL, Loader, Recorder, batch, make_engine, printed
 from shared.course.errors import CourseError
 from shared.engine.metrics import throughput as monitoring
 from shared.engine.callbacks import Callback
-from shared.engine.early_stopping import EarlyStopping
+from shared.engine.stopping import EarlyStopping
 from shared.engine.metrics.throughput import Resources
 from shared.engine.metrics.profiling import Profile
 

@@ -12,7 +12,7 @@ from runs import Loader, Recorder, held_out, resumable_engine
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.engine.callbacks import Callback
-from shared.engine.early_stopping import EarlyStopping
+from shared.engine.stopping import EarlyStopping
 from shared.engine.strategy import Strategy
 
 SCRIPT = CHECKOUT / "tests" / "support" / "runs.py"

@@ -20,7 +20,7 @@ from shared.engine.config import CheckpointConfig, EngineConfig
 from shared.engine.defaults import default_callbacks
 from shared.engine.debug.dump import read_dump
 from shared.engine.engine import RuntimeEngine
-from shared.engine.metrics.norms import Norms
+from shared.engine.metrics.gradient_norm import Norms
 from shared.engine.metrics.throughput import Throughput
 from shared.engine.trackers.jsonl import read_jsonl
 from shared.folder_lock import FolderLock

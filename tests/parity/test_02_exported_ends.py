@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from shared.data.tokenizer import TextTokenizer
 from shared.loss import cross_entropy
 from shared.model.config import ModelConfig
-from shared.model.hf.generation import every_id
+from shared.model.hf.files import every_id
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.hf.registry import FORMATS, read_config
 from shared.moe.hf import MIXTURES

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared.model.attention import sdpa_attention
 from shared.model.masks import Causal, Documents, Mask, Padding, to_attention_mask
-from shared.model.positions import alibi_bias
+from shared.model.rope import alibi_bias
 from shared.parallel.context import blocks, ring
 from shared.parallel.context.blocks import merge_attention
 from shared.parallel.context.ring import gathered_attention, ring_attention

@@ -21,9 +21,8 @@ from shared.course.extensions import Extension, ImportPath, is_import_path
 from shared.corpus import Document
 from shared.course.bounds import NonNegativeInt, Share, checked
 from shared.data.cleaning.duplicates import ExactDuplicates, NearDuplicates
-from shared.data.cleaning.quality import CodeQuality, ProseQuality
+from shared.data.cleaning.stages import CodeQuality, FixEncoding, Language, Length, ProseQuality, Stage, Verdict
 from shared.data.cleaning.report import LENGTH_BINS, CleaningReport, StageReport
-from shared.data.cleaning.stages import FixEncoding, Language, Length, Stage, Verdict
 
 NAMES = ("repair", "length", "exact duplicates", "language", "quality", "near duplicates")
 CHUNK = 32  # documents sent to a worker at a time

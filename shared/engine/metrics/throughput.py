@@ -4,7 +4,7 @@
 request for its data to the end of its update, callbacks in between included; evaluation, logs and checkpoints are not part of it.
 `Resources` queries the operating system and the GPU, only when a log is due.
 
-Left out on purpose: norms of gradients and weights (`shared.engine.metrics.norms`), and single operations
+Left out on purpose: norms of gradients and weights (`shared.engine.metrics.gradient_norm`), and single operations
 (`shared.engine.metrics.profiling`).
 """
 
@@ -18,8 +18,7 @@ import torch
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Metrics
-from shared.engine.metrics.flops import model_flops_per_token
-from shared.engine.metrics.peaks import mfu
+from shared.engine.metrics.flops import mfu, model_flops_per_token
 from shared.engine.run_state import RunState
 from shared.model.config import ModelConfig
 from shared.totals import Batch
@@ -33,7 +32,7 @@ class Throughput(Callback):
     Every token that the model reads counts, padding included: its arithmetic is done whether or not it counts in the loss.
 
     Args:
-        peak_flops: FLOP/s of one device (`shared.engine.metrics.peaks`); None to leave MFU out. A CPU's is measured, and a moment in which
+        peak_flops: FLOP/s of one device (`shared.engine.metrics.flops`); None to leave MFU out. A CPU's is measured, and a moment in which
             other programs used it makes that too low. A step that beats it is a better measurement, so the peak grows, and says so once.
         config: the model's configuration, for `model_flops_per_token`; None for the model's own `config`. Needed for MFU only.
 

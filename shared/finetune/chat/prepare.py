@@ -22,10 +22,9 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from shared.course.bounds import Fraction, checked
 from shared.course.errors import CourseError
-from shared.data.digests import Digests
+from shared.data.sources import Digests, identity
 from shared.data.prepare import DIGESTS, SIDES
 from shared.data.shards import TokenStore
-from shared.data.sources import identity
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.datasets import ChatSource, open_chats_of
 from shared.finetune.chat.examples import ChatExamples, PairExamples

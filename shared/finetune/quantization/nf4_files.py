@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from shared.finetune.quantization.frozen_files import FrozenFolder, open_frozen
 from shared.finetune.quantization.nf4 import BLOCK, SCALE_BLOCK, dynamic_values, nf4_values
 from shared.finetune.quantization.nf4_linear import Nf4Linear, Tables, table_shapes
-from shared.model.hf.files import PretrainedError, plan_files, write_json, write_tensors
+from shared.model.hf.files import PretrainedError, every_id, plan_files, write_generation, write_json, write_tensors
 from shared.model.hf.format import FileTensor, only
-from shared.model.hf.generation import every_id, write_generation
 from shared.model.hf.pretrained import Weights, packed_like, whole_weights
 from shared.model.hf.registry import write_config
 from shared.model.sharding import Box

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from shared.finetune.quantization.packed import QuantizedLinear
 from shared.finetune.quantization.rounding import WORD, QuantizedWeight, Rounding, pack, unpack
-from shared.model.hf.files import plan_files, write_json, write_tensors
+from shared.model.hf.files import TokenIds, every_id, plan_files, write_generation, write_json, write_tensors
 from shared.model.hf.format import FileTensor, only
-from shared.model.hf.generation import TokenIds, every_id, write_generation
 from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
 

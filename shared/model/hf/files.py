@@ -1,13 +1,20 @@
-"""Chapter 02. Safetensors files of a model's folder: one, or shards with an index. Nothing here unpickles anything."""
+"""Chapter 02. Files of a Hugging Face model folder: safetensors (one, or shards with an index), JSON, and the special token ids in it.
+
+Nothing here unpickles anything. What a file does not say of `eos_token_id` and the others, transformers fills in with the defaults of its
+classes, such as 2 for the end token of every LLaMA: `generate` then stops at an ordinary token, or never. So each id is written, to
+`config.json` and `generation_config.json`, and one that a model does not have is null.
+"""
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shared.model.config import ModelConfig
+from shared.model.hf.format import ConfigJson, Format
 from shared.output_files import write_atomically
 from shared.tensor_files import stream_tensors
 
@@ -130,3 +137,43 @@ def write_tensors(folder: Path, plan: dict[str, list[str]], like: dict[str, Tens
 def write_json(path: Path, raw: dict) -> None:
     """Put a JSON file in place whole."""
     write_atomically(path, json.dumps(raw, indent=2).encode() + b"\n")
+
+
+TokenIds = Mapping[str, int | list[int] | None]
+GENERATION = "generation_config.json"
+KEYS = ("eos_token_id", "bos_token_id", "pad_token_id")
+START = "decoder_start_token_id"  # of an encoder-decoder
+
+
+def read_token_ids(known: Format, folder: Path, raw: ConfigJson) -> dict[str, int | list[int] | None]:
+    """The ids that a folder gives: in generation_config.json, in its config.json (`raw`), or by what transformers assumes in its format.
+
+    Raises:
+        PretrainedError: generation_config.json cannot be read.
+    """
+    said = raw | (read_json(folder / GENERATION) if (folder / GENERATION).exists() else {})
+    return {key: said.get(key, known.token_ids.get(key)) for key in (*KEYS, START) if key != START or START in said}
+
+
+def require_token_ids(token_ids: TokenIds, config: ModelConfig) -> None:
+    """Raise ValueError for an id that the model does not have, and for a name that is neither in KEYS nor START."""
+    for key, value in token_ids.items():
+        if key not in (*KEYS, START):
+            raise ValueError(f"token_ids has {key!r}: give {', '.join(KEYS)} or {START}.")
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not 0 <= number < config.vocab_size:
+                raise ValueError(f"{key} is {value}, and the model's ids are 0 to {config.vocab_size - 1}.")
+
+
+def every_id(token_ids: TokenIds, config: ModelConfig) -> ConfigJson:
+    """The ids as the files have them. An encoder-decoder starts with padding, as T5 does, unless something else is given."""
+    ids = dict.fromkeys(KEYS) | dict(token_ids)
+    return {START: ids["pad_token_id"]} | ids if config.architecture == "encoder-decoder" else ids
+
+
+def write_generation(folder: Path, ids: ConfigJson, config: ModelConfig) -> None:
+    """Write generation_config.json: the ids, and the longest text that the model takes. An encoder generates nothing and has none."""
+    if config.architecture == "encoder":
+        (folder / GENERATION).unlink(missing_ok=True)
+    else:
+        write_json(folder / GENERATION, ids | {"max_length": config.max_position_embeddings})

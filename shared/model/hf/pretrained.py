@@ -21,7 +21,7 @@ from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError, TensorFolder, plan_files, read_json, write_json, write_tensors
 from shared.model.hf.format import FileTensor, Format, not_in_format
-from shared.model.hf.generation import TokenIds, every_id, read_token_ids, require_token_ids, write_generation
+from shared.model.hf.files import TokenIds, every_id, read_token_ids, require_token_ids, write_generation
 from shared.model.hf.registry import read_config, write_config
 from shared.model.init import forget_files, materialize
 from shared.model.transformer import PLAIN, TIED_TO, TransformerModel

@@ -22,7 +22,7 @@ from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, KeyValueCache, to_compute_dtype
 from shared.model.masks import Mask
 from shared.model.rope import rope_tables
-from shared.model.stack import Stack
+from shared.model.block import Stack
 from shared.model.transformer import TransformerModel
 from shared.parallel.context.ring import ring_attention
 from shared.parallel.context.zigzag import ContextMask, SequenceShare

@@ -27,13 +27,12 @@ from torch import Tensor, nn
 
 from shared.course.errors import SettingError
 from shared.model.attention import Attention
-from shared.model.block import Block
+from shared.model.block import Block, Stack
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, to_compute_dtype
 from shared.model.embedding import Embedding, Head
 from shared.model.feed_forward import FeedForward, GatedFeedForward
 from shared.model.sharding import Range, cut_parameter
-from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Axis, Mesh

@@ -34,10 +34,9 @@ from torch.distributed.tensor.parallel import (
 
 from shared.course.errors import SettingError
 from shared.loss import IGNORED
-from shared.model.block import Block
+from shared.model.block import Block, Stack
 from shared.model.embedding import Head, TargetScores
 from shared.model.sharding import split_dimension
-from shared.model.stack import Stack
 from shared.model.transformer import TransformerModel
 from shared.parallel.data.shards_on_torch import chunk_ranges
 from shared.parallel.mesh import Mesh

@@ -14,7 +14,7 @@ from statistics import fmean
 from rich.console import Console
 
 from shared.course import figures as style
-from shared.data.digests import Digests
+from shared.data.sources import Digests
 from shared.data.prepare import DIGESTS
 from shared.data.shards import TokenStore
 from shared.devices import on_device

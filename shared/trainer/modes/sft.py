@@ -15,7 +15,7 @@ from shared.finetune.chat.datasets import ChatSource
 from shared.finetune.chat.prepare import PreparedChats, open_chats, prepare_chats
 from shared.finetune.chat.rows import chat_loaders
 from shared.finetune.instructions import read_tasks, write_instructions
-from shared.model.hf.generation import START
+from shared.model.hf.files import START
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.health.agreement import agreed

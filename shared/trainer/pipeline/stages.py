@@ -20,7 +20,7 @@ from typing import Any
 from shared.course.errors import CourseError, SettingError
 from shared.course.paths import CHECKOUT
 from shared.course.typed import configured, with_words
-from shared.data.digests import Digests
+from shared.data.sources import Digests
 from shared.data.prepare import DIGESTS
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig

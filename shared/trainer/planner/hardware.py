@@ -1,6 +1,6 @@
 """Chapter 12. Hardware for planning: memory, bandwidth, links and efficiency of devices, with sources; `2x3090`, `2x8xH100`, `cpu`.
 
-Peaks of matrix products are in `shared.engine.metrics.peaks`. The efficiency is the one constant of a device that no data sheet has: the
+Peaks of matrix products are in `shared.engine.metrics.flops`. The efficiency is the one constant of a device that no data sheet has: the
 share of its peak that the products of a training step reach. It is the same for every layout and model. An A100's is fixed by the first
 row of Narayanan et al. 2021, table 1, an H100's by that of torchtitan's table 1 (chapters/12_grpo/PUBLISHED.md); a 3090's is an assumption.
 
@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from shared.course.errors import SettingError
-from shared.engine.metrics.peaks import cpu_peak, peak_of
+from shared.engine.metrics.flops import cpu_peak, peak_of
 from shared.parallel.planning.costs import Link
 
 RESERVED = 1.5e9  # bytes of a GPU that CUDA, its libraries and the allocator's gaps take

@@ -26,8 +26,7 @@ from shared.finetune.chat.template import FILE, ChatTemplate, Message
 from shared.finetune.peft_format import load_adapter
 from shared.finetune.quantization.packed import fused_kernel, use_kernels
 from shared.finetune.soft_prompts import count_virtual_tokens
-from shared.model.hf.files import PretrainedError, read_json
-from shared.model.hf.generation import START
+from shared.model.hf.files import START, PretrainedError, read_json
 from shared.model.transformer import TransformerModel
 from shared.moe.config import MixtureModelConfig
 from shared.rl.generation import Drawing, stream_answer

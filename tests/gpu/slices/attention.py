@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared.model.attention import eager_attention, sdpa_attention
 from shared.model.masks import Causal, Documents, Full, Mask, Padding, Prefix, Window, to_attention_mask
-from shared.model.positions import alibi_bias
+from shared.model.rope import alibi_bias
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}  # 8 bits of mantissa, 11 bits
 

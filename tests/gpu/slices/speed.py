@@ -23,8 +23,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from side_by_side import Comparison  # noqa: E402
 
 from shared.course.errors import CourseError  # noqa: E402
-from shared.engine.metrics.flops import model_flops_per_token  # noqa: E402
-from shared.engine.metrics.peaks import mfu, peak_flops  # noqa: E402
+from shared.engine.metrics.flops import mfu, model_flops_per_token, peak_flops  # noqa: E402
 from shared.model.config import ModelConfig  # noqa: E402
 from shared.model.hf.pretrained import save_pretrained  # noqa: E402
 from shared.model.transformer import TransformerModel  # noqa: E402

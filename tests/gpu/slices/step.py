@@ -8,7 +8,7 @@ from gpu_machine import Machine, tf32
 from gpu_models import FAMILIES, batch_of, distance, family, moved, step_of, tensors_of
 from gpu_rows import Row
 
-import shared.model.stack as stack
+import shared.model.block as stack
 from shared.model.config import ModelConfig
 from shared.model.rope import RopeTables, rope_tables
 

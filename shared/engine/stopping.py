@@ -1,14 +1,43 @@
-"""Chapter 04. Early stopping: end a run that has stopped improving on held-out data.
+"""Chapter 04. Ends of a run before its last step: graceful shutdown by a signal, and early stopping on held-out data.
+
+After the first SIGTERM of a scheduler or Ctrl-C of a person the step is completed, and the engine saves a checkpoint and ends. A second
+Ctrl-C ends the process at once.
 
 Left out on purpose: going back to the best weights. Checkpoints keep the best one (`checkpoint.keep_best`).
 """
 
 import math
+import signal
+import threading
+from types import FrameType
 from typing import Any
 
 from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Metrics
 from shared.engine.run_state import RunState
+
+
+class ShutdownRequest:
+    """Within its `with` block, SIGTERM and Ctrl-C set `reason` and do not end the process. It does nothing outside the main thread."""
+
+    def __init__(self):
+        self.reason: str | None = None  # the signal's name
+        self.previous_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "ShutdownRequest":
+        self.reason = None
+        if threading.current_thread() is threading.main_thread():
+            self.previous_handlers = {number: signal.signal(number, self.request) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.previous_handlers.items():
+            signal.signal(number, handler)
+
+    def request(self, number: int, frame: FrameType | None) -> None:
+        if self.reason and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
 
 
 class EarlyStopping(Callback):
