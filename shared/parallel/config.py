@@ -1,7 +1,7 @@
-"""Chapter 06. How a run is spread over ranks: the degrees of the mesh, who does the work, and what each rank keeps.
+"""Chapter 06. The parallel configuration: degrees of the mesh, backend, sharding, pipeline schedule and timeouts.
 
-A layout is also one word, as `make run LAYOUT=dp2_zero1` takes it: axes with their degrees, `zero1` or `zero2`, and `sp` for sequence
-parallelism, joined by `_`.
+A layout also has a name, as in `make run LAYOUT=dp2_zero1`: axes with their degrees, `zero1` or `zero2`, and `sp` for sequence parallelism,
+joined by `_`.
 """
 
 import math
@@ -32,32 +32,29 @@ LATER = {  # the field, and the chapter whose axis makes it take effect
 @dataclass
 @checked
 class ParallelConfig:
-    """How a run is spread over ranks.
-
-    Settings of an axis whose degree is 1 have no effect, a pipeline's schedule for instance, so one file runs in every layout.
+    """How a run is distributed over ranks. Settings of an axis whose degree is 1 have no effect, so one file runs in every layout.
 
     Args:
         backend: course runs this course's own parallelism, torch the same configuration on PyTorch's (DDP, fully_shard,
             parallelize_module, torch.distributed.pipelining).
-        pipeline_parallel: how many ranks share out the layers.
-        pipeline_schedule: in which order a pipeline's ranks compute: gpipe, 1f1b, interleaved, which needs pipeline_chunks, or zero_bubble
-            (ZB-H1).
+        pipeline_parallel: over how many ranks the layers are divided.
+        pipeline_schedule: gpipe, 1f1b, interleaved, which needs pipeline_chunks, or zero_bubble (ZB-H1).
         pipeline_chunks: how many stages each of these ranks has.
         pipeline_layers: how many blocks each stage has: as balances the stages' flops, the head's included, or their memory for weights and
             state, the embedding's and the head's included; or a list with the count of each stage.
-        data_parallel: how many replicas of the model each see their share of the batch.
-        fully_sharded: over how many ranks each replica's weights, gradients and optimizer state are cut (FSDP, ZeRO-3).
-        context_parallel: over how many ranks each sequence is cut (context parallelism, by ring attention).
-        tensor_parallel: over how many ranks each matrix is cut (tensor parallelism).
-        sequence_parallel: whether tensor-parallel ranks also cut the activations between the matrices, along the sequence.
-        expert_parallel: over how many of the data-parallel ranks experts are spread.
-        zero: what the data-parallel replicas share out among themselves: 0 nothing, 1 the optimizer's state, 2 gradients as well.
-        activation_checkpointing: which activations are computed again in the backward pass instead of kept: none; full, those of whole
-            blocks; or, by selective, all but the results of matrix products.
-        reshard_after_forward: whether fully sharded weights are freed after the forward pass and gathered again for the backward. Where
-            not, a pipeline keeps them, and whole gradients, until the step ends: both travel once a step, and not with each micro-batch.
-        prefetch: how many units of fully sharded weights are gathered ahead of the one in use.
-        bucket_megabytes: how many gradients travel together.
+        data_parallel: how many replicas of the model divide the batch.
+        fully_sharded: over how many ranks each replica's weights, gradients and optimizer state are sharded (FSDP, ZeRO-3).
+        context_parallel: over how many ranks each sequence is sharded (context parallelism, by ring attention).
+        tensor_parallel: over how many ranks each matrix is sharded (tensor parallelism).
+        sequence_parallel: whether tensor-parallel ranks also shard the activations between the matrices, along the sequence.
+        expert_parallel: over how many of the data-parallel ranks experts are distributed.
+        zero: what the data-parallel replicas shard: 0 nothing, 1 the optimizer's state, 2 gradients as well.
+        activation_checkpointing: which activations are recomputed in the backward pass: none; full, those of whole blocks; or selective,
+            all but the results of matrix products.
+        reshard_after_forward: whether fully sharded weights are freed after the forward pass and gathered again for the backward. If not, a
+            pipeline keeps them, and unsharded gradients, until the step ends, and communicates both once a step.
+        prefetch: how many units of fully sharded weights are prefetched.
+        bucket_megabytes: the size of a gradient bucket.
         offload_optimizer: keep the optimizer's state in the CPU's memory.
         heartbeat_timeout: seconds without a heartbeat after which a rank counts as dead.
         collective_timeout: seconds that a rank waits in one operation for a rank that is alive and busy elsewhere, with preparing text
@@ -137,27 +134,20 @@ class ParallelConfig:
 
     @property
     def data_ranks(self) -> int:
-        """Among how many ranks a batch is shared out."""
+        """The number of ranks that divide a batch."""
         return self.data_parallel * self.fully_sharded
 
 
 def require_built(config: ParallelConfig, brought: Collection[str] = ()) -> None:
-    """Refuse what no axis makes take effect.
-
-    Args:
-        brought: the fields that the axes in use bring, such as tensor_parallel.
-
-    Raises:
-        ValueError: the first field that is set in vain, with the chapter that brings it.
-    """
+    """Refuse the first field that no axis in use implements, with its chapter. brought: the fields that the axes implement."""
     for name, chapter in LATER.items():
         if name not in brought and getattr(config, name) > 1 - isinstance(getattr(config, name), bool):
             raise ValueError(f"parallel.{name} is {getattr(config, name)}: it comes with chapter {chapter}; until then leave it out.")
 
 
 def parse_layout(word: str, base: ParallelConfig | None = None) -> ParallelConfig:
-    """`dp2`, `fsdp2`, `dp2_fsdp2`, `dp4_zero1`, `tp2_sp`, `one`: a layout from its name. Axes that the word does not say have the degree 1,
-    whatever `base` says; everything else is `base`'s.
+    """Parse a layout's name: `dp2`, `dp2_fsdp2`, `dp4_zero1`, `tp2_sp`, `one`. Axes that it does not name have degree 1; everything else is
+    `base`'s.
 
     Raises:
         ValueError: a part that is no axis with a degree, or one that is said twice.
@@ -173,7 +163,7 @@ def parse_layout(word: str, base: ParallelConfig | None = None) -> ParallelConfi
 
 
 def layout_name(config: ParallelConfig) -> str:
-    """The word for a layout: the inverse of `parse_layout`."""
+    """A layout's name: the inverse of `parse_layout`."""
     parts = [f"{axis}{getattr(config, name)}" for axis, name in (AXES | VIEWS).items() if getattr(config, name) > 1]
     parts += [f"zero{config.zero}"] * (config.zero > 0) + ["sp"] * config.sequence_parallel
     return "_".join(parts) or "one"

@@ -85,18 +85,17 @@ def apply_parallel(
 
 
 def routes_of(model: nn.Module, optimizer: OptimizerConfig | None) -> list[Route] | None:
-    """Which rule updates which parameter, decided once on the whole model: a rank that holds a part of it may lack what a pattern names."""
+    """The update rule of each parameter, decided on the whole model: a rank's part may lack what a pattern names."""
     return route(model, optimizer.name, no_decay=optimizer.no_decay, to_adamw=optimizer.to_adamw) if optimizer else None
 
 
 def data_engines(
     model: nn.Module, mesh: Mesh, whole: set[str], dtype: torch.dtype | None, device: torch.device | str, seed: int
 ) -> list[DataEngine]:
-    """Make the data-parallel engines (DDP, ZeRO or FSDP): one for all parameters, or, for replicas, one for each group of ranks over which
-    gradients are added."""
+    """Make the data-parallel engines (DDP, ZeRO or FSDP): one for all parameters, or for replicas one for each group of ranks."""
     config = mesh.config
     by_torch = config.backend == "torch" and (mesh.pp.size == 1 or config.fully_sharded > 1)  # DDP's hooks know no schedule
-    if by_torch and mesh.loss.size == 1:  # tensor-parallel ranks alone: nothing is shared out
+    if by_torch and mesh.loss.size == 1:  # tensor-parallel ranks alone: nothing to shard
         return []
     if config.fully_sharded > 1:
         return [(torch_sharded if by_torch else FullySharded)(model, mesh, dtype, device, seed)]
@@ -144,7 +143,7 @@ def require_sensible(model: nn.Module, mesh: Mesh, trained: bool) -> None:
 
 
 def require_effect(strategy: ParallelStrategy) -> None:
-    """What was asked for must have happened: a switch that wraps nothing trains on, slower or larger than it should, without a word."""
+    """Require that sharding took effect: a setting that wraps nothing would silently train slower or larger than it should."""
     config = strategy.mesh.config
     if not (config.zero or config.fully_sharded > 1):
         return

@@ -265,10 +265,8 @@ class ParallelStrategy(Held, Strategy):
 
 
 class LocalState(nn.Module):
-    """What one rank holds of a run's state, under logical names: to chapter 04's snapshots it looks like a model.
-
-    `state_dict` has this rank's weights, whole or as shards. `named_parameters` are what the optimizer was built over.
-    """
+    """A rank's state under logical names, as a module that chapter 04's snapshots take for a model: `state_dict` has this rank's weights or
+    shards, and `named_parameters` are the optimizer's."""
 
     def __init__(self, strategy: ParallelStrategy):
         super().__init__()
@@ -279,7 +277,7 @@ class LocalState(nn.Module):
         return strategy.optim_params.named_parameters()
 
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Tensor]:
-        """Each tensor once. What an engine keeps elsewhere than in the model's modules is taken from there."""
+        """Each tensor once; weights that an engine keeps outside the model's modules are read from the engine (`stored`)."""
         strategy = self.strategy[0]
         elsewhere = {name: shard for engine in strategy.engines for name, shard in engine.stored.items()}
         held = {name: elsewhere.get(name, tensor) for name, tensor in unique(strategy.module.state_dict(keep_vars=True)).items()}

@@ -1,4 +1,4 @@
-"""Chapter 07. Context parallelism as an axis of the mesh: each sequence shared out over ranks, attention between them by a ring.
+"""Chapter 07. Context parallelism as an axis of the mesh: each sequence is sharded over ranks, with ring attention between them.
 
     a batch, the same on all ranks of cp  ->  this rank's positions of it  ->  the model  ->  loss sum and token count of those positions
 
@@ -6,8 +6,8 @@ Everything but attention treats each position alone, so it needs no change, exce
 and gradients are summed over the ranks, as in data parallelism (`Mesh.loss`). A model that is called outside of an objective, for
 generation, gets whole sequences on each rank and computes as one process does.
 
-Left out on purpose: encoder-decoders, whose two sequences would be shared out separately, and relative position biases, which are learned:
-the ring computes no gradient of a bias. Both are refused, as is attention dropout.
+Left out on purpose, and refused: encoder-decoders, which have two sequences to shard; relative position biases, of which the ring computes
+no gradient; and attention dropout.
 """
 
 from collections.abc import Callable
@@ -46,13 +46,13 @@ class ContextParallel(Axis):
         self.attend = attend
 
     def shape(self, model: nn.Module, mesh: Mesh) -> None:
-        """Refuse what cannot be shared out. The model's parameters stay as they are."""
+        """Refuse what cannot be sharded along the sequence. Parameters stay as they are."""
         if mesh.cp.size > 1:
             require_known(model)
             require_shareable(model.config)
 
     def engine(self, model: nn.Module, mesh: Mesh) -> DataEngine | None:
-        """Have objectives work on this rank's positions, and the model's attention reach the others."""
+        """Give objectives this rank's positions, and the model's attention those of all ranks."""
         if mesh.cp.size == 1:
             return None
         share = SequenceShare(mesh.cp)
@@ -77,11 +77,7 @@ class OverPositions(DataEngine):
 
 
 def require_shareable(config: ModelConfig) -> None:
-    """Refuse a model whose attention cannot be shared out.
-
-    Raises:
-        SettingError: names the setting.
-    """
+    """Refuse a model whose attention cannot be computed by a ring."""
     wrong = [
         (config.architecture == "encoder-decoder", "model.architecture is encoder-decoder, which has two sequences to share out"),
         (config.position == "relative", "model.position is relative, a learned bias for which the ring computes no gradient"),
@@ -93,11 +89,7 @@ def require_shareable(config: ModelConfig) -> None:
 
 
 def require_known(model: nn.Module) -> None:
-    """Refuse modules that context parallelism does not know.
-
-    Raises:
-        SettingError: names the module and its class.
-    """
+    """Refuse modules that context parallelism does not know."""
     if type(model) is not TransformerModel:
         raise SettingError(f"Context parallelism is for a TransformerModel, not a {type(model).__name__}.")
     for name, block in model.stack.blocks.items():
@@ -109,11 +101,8 @@ def require_known(model: nn.Module) -> None:
 
 
 def with_positions(share: SequenceShare) -> Callable[..., tuple[tuple, dict[str, Any]]]:
-    """A forward pre-hook of the model: positions that nobody gave count from the start of the whole sequence.
-
-    Raises:
-        ValueError: a training pass over whole sequences, of which each rank would compute all, and gradients be added up n times.
-    """
+    """A forward pre-hook of the model: default positions count from the start of the whole sequence. Training passes over whole sequences
+    are refused, of which gradients would be summed n times."""
 
     def hook(model: nn.Module, inputs: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if share.length is None:
@@ -128,7 +117,7 @@ def with_positions(share: SequenceShare) -> Callable[..., tuple[tuple, dict[str,
 
 
 def context_of_share(stack: Stack, share: SequenceShare) -> Callable[..., AttentionContext]:
-    """`Stack.context` for a share of a sequence: masks and biases by chunks, rotations of the whole sequence's length."""
+    """`Stack.context` for a rank's positions: masks and biases by chunks, rotations for the whole sequence's length."""
     of_whole = stack.context
 
     def context(
@@ -153,10 +142,8 @@ def context_of_share(stack: Stack, share: SequenceShare) -> Callable[..., Attent
 
 
 def over_ranks(attend: Attend, of_whole: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Attention's kernel: over the ranks for a share of a sequence, and as before for a whole one.
-
-    Under autocast PyTorch's kernel casts what it is given, and the ring does not: norms leave queries and keys in float32.
-    """
+    """The attention kernel: over the ranks for a sharded sequence, unchanged for a whole one. Under autocast PyTorch's kernel casts its
+    inputs, and the ring does not: norms leave queries and keys in float32."""
 
     def run(queries: Tensor, keys: Tensor, values: Tensor, mask: Any, scale: float, dropout: float) -> Tensor:
         if isinstance(mask, ContextMask):

@@ -115,7 +115,7 @@ def blocks(mask: ContextMask, held: Mapping[int, Tensor]) -> Iterator[tuple[int,
 
 
 def travelling(mask: ContextMask, own: dict[int, Tensor]) -> Iterator[tuple[int, dict[int, Tensor]]]:
-    """Keys and values as they come by: (hops, chunk -> [2, batch, K, c, d]). The next ones travel while the caller computes."""
+    """Keys and values as they arrive: (hops, chunk -> [2, batch, K, c, d]). The next ones travel while the caller computes."""
     held, like = own, next(iter(own.values()))
     for hops in range(max(mask.reach) + 1):
         arriving = {chunk: torch.empty_like(like) for chunk in mask.held(hops + 1)}
@@ -130,7 +130,7 @@ def travelling(mask: ContextMask, own: dict[int, Tensor]) -> Iterator[tuple[int,
 
 
 class Returning:
-    """Gradients of keys and values on their way: each chunk's travels one step behind its keys, and home from the last rank that looked.
+    """Gradients of keys and values in transit: each chunk's travels one step behind its keys, and home from the last rank that attended.
 
     home: this rank's chunks -> their gradients, complete after the last step.
     """
@@ -141,7 +141,7 @@ class Returning:
         self.work: Work = Work()
 
     def add(self, hops: int, found: dict[int, Tensor]) -> None:
-        """Add what this rank found at a step to what arrived, and send it on."""
+        """Add this rank's gradients of a step to those that arrived, and send them on."""
         mask = self.mask
         if hops == 0:
             self.home = found
@@ -164,7 +164,7 @@ class Returning:
             self.receive()
 
     def receive(self) -> None:
-        """Wait for what is under way, and take in what came home."""
+        """Wait for pending messages, and add the gradients that arrived home."""
         self.work.wait()
         for chunk in self.arriving.keys() & self.home.keys():
             self.home[chunk] += self.arriving.pop(chunk)

@@ -39,11 +39,7 @@ def own_chunks(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def require_divisible(length: int, ranks: int, setting: str = "The sequence") -> None:
-    """Refuse a sequence that cannot be cut into two equal chunks for each rank.
-
-    Raises:
-        SettingError: with the nearest lengths that can.
-    """
+    """Refuse a sequence that does not divide into two equal chunks for each rank, with the nearest lengths that do."""
     chunks = 2 * ranks
     if length % chunks:
         raise SettingError(
@@ -65,7 +61,7 @@ class SequenceShare:
 
     @contextmanager
     def of(self, length: int) -> Iterator[None]:
-        """Within it, what the model is given are this rank's positions of sequences of `length`."""
+        """A context in which the model's inputs are this rank's positions of sequences of `length`."""
         self.length = length
         try:
             yield
@@ -73,18 +69,13 @@ class SequenceShare:
             self.length = None
 
     def indices(self, length: int, device: torch.device | str = "cpu") -> Tensor:
-        """[length / ranks] int64: where this rank's positions stand in the whole sequence."""
+        """[length / ranks] int64: the indices of this rank's positions in the whole sequence."""
         chunks = torch.arange(length, device=device).view(2 * self.group.size, -1)
         return chunks[list(own_chunks(self.group.rank, self.group.size))].flatten()
 
     def cut(self, batch: Batch) -> Batch:
-        """This rank's positions of a batch: of every entry [batch, seq, ...] but those that masks read, which stay whole.
-
-        Targets must have been shifted before: the token after a chunk's last one is another rank's.
-
-        Raises:
-            SettingError: the sequence does not divide by twice the ranks.
-        """
+        """This rank's positions of a batch: of every entry [batch, seq, ...] but those that masks read, which stay whole. Targets must have
+        been shifted before: the token after a chunk's last one is another rank's."""
         rows, length = batch["input_ids"].shape
         require_divisible(length, self.group.size, "A batch's sequence")
         indices = self.indices(length, batch["input_ids"].device)
@@ -94,7 +85,7 @@ class SequenceShare:
         }
 
     def of_share(self, objective: Objective) -> Objective:
-        """The objective of a share: the same sums, over the tokens at this rank's positions."""
+        """The objective over the tokens at this rank's positions."""
 
         def objective_of_share(model: nn.Module, batch: Batch) -> Totals:
             with self.of(batch["input_ids"].shape[1]):
@@ -131,7 +122,7 @@ class ContextMask:
         self.reach = [self.farthest(chunk) for chunk in range(self.chunks)]
 
     def indices(self, chunk: int) -> Tensor:
-        """[length / chunks] int64: where a chunk's positions stand in the whole sequence."""
+        """[length / chunks] int64: the indices of a chunk's positions in the whole sequence."""
         return torch.arange(chunk * self.size, (chunk + 1) * self.size, device=self.device)
 
     def allowed(self, queries: int, keys: int) -> Tensor:
@@ -140,7 +131,7 @@ class ContextMask:
         return (allowed[:, None] if allowed.dim() == 3 else allowed[None, None]).expand(-1, 1, self.size, self.size)
 
     def block(self, queries: int, keys: int) -> AttentionMask:
-        """What attention within a block takes."""
+        """The mask of one block."""
         bias = self.position_bias(self.indices(queries), self.indices(keys))
         looks = self.looks[queries][keys]
         if looks == ALL:
@@ -150,7 +141,7 @@ class ContextMask:
         return AttentionMask(allowed=self.allowed(queries, keys), bias=bias)
 
     def all_looks(self) -> list[list[int]]:
-        """Which queries look at which keys, block by block, on all ranks: one `look` for each chunk of queries and each chunk of keys."""
+        """All-gather the kinds of all blocks: one `look` for each chunk of queries and each chunk of keys."""
         mine = [[self.look(queries, keys) for keys in range(self.chunks)] for queries in own_chunks(self.group.rank, self.group.size)]
         answers = torch.stack([torch.stack(row) for row in mine]).to(torch.uint8)
         everyone = answers.new_empty(self.group.size, *answers.shape)
@@ -161,17 +152,17 @@ class ContextMask:
         return [rows[chunk] for chunk in range(self.chunks)]
 
     def look(self, queries: int, keys: int) -> Tensor:
-        """Which queries of a block of this rank look at its keys, []: NOBODY, SOME, TRIANGLE or ALL."""
+        """The kind of a block of this rank, []: NOBODY, SOME, TRIANGLE or ALL."""
         allowed = self.allowed(queries, keys)
         triangle = (allowed == torch.ones_like(allowed).tril()).all() & (queries == keys)
         return torch.where(allowed.all(), ALL, torch.where(triangle, TRIANGLE, torch.where(allowed.any(), SOME, NOBODY)))
 
     def direction(self, chunk: int) -> int:
-        """Early chunks travel to the next rank, late ones to the one before."""
+        """1 for early chunks, which travel to the next rank; -1 for late ones, which travel to the previous one."""
         return 1 if chunk < self.group.size else -1
 
     def owner(self, chunk: int) -> int:
-        """The rank whose positions a chunk's are."""
+        """The rank that has a chunk's positions."""
         return min(chunk, self.chunks - 1 - chunk)
 
     def holder(self, chunk: int, hops: int) -> int:
@@ -187,5 +178,5 @@ class ContextMask:
         return any(self.looks[queries][chunk] for queries in own_chunks(rank, self.group.size))
 
     def held(self, hops: int) -> list[int]:
-        """The chunks of keys that are at this rank after some hops."""
+        """The chunks of keys at this rank after some hops."""
         return [chunk for chunk in range(self.chunks) if hops <= self.reach[chunk] and self.holder(chunk, hops) == self.group.rank]

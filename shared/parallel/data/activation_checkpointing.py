@@ -1,14 +1,13 @@
-"""Chapter 06. Activation checkpointing (recomputation): keep a block's inputs, and run the block again in the backward pass.
+"""Chapter 06. Activation checkpointing (recomputation): save a block's inputs only, and run the block again in the backward pass.
 
-A block's backward pass needs what its forward pass computed: about thirty tensors, whereas its input is one. Recomputing costs one more
-forward pass, a third of a step, and leaves one tensor per block (Chen et al. 2016, "Training deep nets with sublinear memory cost",
-section 4). Selective recomputation keeps the results of matrix products and attention, which cost the most to make again, and recomputes
-the cheap rest (Korthikanti et al. 2022, section 5, for kernels that hold no [Q, K] matrix).
+A block's backward pass needs about thirty tensors of its forward pass, whereas its input is one. Recomputing costs one more forward pass, a
+third of a step, and saves one tensor per block (Chen et al. 2016, "Training deep nets with sublinear memory cost", section 4). Selective
+recomputation saves the results of matrix products and attention, the most expensive to recompute (Korthikanti et al. 2022, section 5, for
+kernels that hold no [Q, K] matrix).
 
 It is applied through `run_block`, the extension point that a stack calls for each of its blocks (`Builders`).
 
-Dropout must draw the same numbers when a block is run again, so the random state is saved for every block of every step: torch's
-generators alone, whereas a run's checkpoint (chapter 04) saves all of them.
+Dropout must sample the same mask when a block is run again, so the state of torch's generators is saved for every block of every step.
 
 Left out on purpose: segments other than a block, and moving activations to the CPU.
 """
@@ -29,16 +28,14 @@ from shared.model.context import AttentionContext
 
 
 def random_state_of(tensor: Tensor) -> list[Tensor]:
-    """The states of torch's generators that a computation with `tensor` may draw from: the CPU's, and its GPU's."""
+    """The states of torch's generators that a computation with `tensor` may use: the CPU's, and its GPU's."""
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(tensor.device)] if tensor.is_cuda else [])
 
 
 @contextmanager
 def random_numbers_from(state: list[Tensor]) -> Iterator[None]:
-    """Restore a random state (as torch.random.fork_rng): within the block numbers are drawn from `state`; afterwards generators are reset.
-
-    The GPU whose state it holds is the current one, as it is in a forward and in a backward pass.
-    """
+    """A context with the random state `state` (as torch.random.fork_rng), whose GPU state is that of the current device; afterwards
+    generators are reset."""
     cpu, *gpu = state
     with torch.random.fork_rng([torch.cuda.current_device()] if gpu else []):
         torch.set_rng_state(cpu)
@@ -48,7 +45,7 @@ def random_numbers_from(state: list[Tensor]) -> Iterator[None]:
 
 
 aten = torch.ops.aten
-KEPT = [  # by selective recomputation: matrix products, and attention through its kernels
+KEPT = [  # saved by selective recomputation: matrix products, and attention through its kernels
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
@@ -118,7 +115,7 @@ RunBlock = Callable[[nn.Module, Tensor, AttentionContext], Tensor]
 
 
 def run_block_fully(inner: RunBlock, block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:
-    """Full activation checkpointing, as a `run_block`: only a block's inputs are kept. All inputs and parameters get their gradients."""
+    """Full activation checkpointing, as a `run_block`: only a block's inputs are saved."""
     if not torch.is_grad_enabled():
         return inner(block, x, context)
     tensors, context_of = differentiable_parts(context)
@@ -143,11 +140,7 @@ def run_block_by_torch(inner: RunBlock, block: nn.Module, x: Tensor, context: At
 
 
 def apply_activation_checkpointing(model: nn.Module, how: Literal["none", "full", "selective"], backend: str = "course") -> None:
-    """Run the blocks of a `TransformerModel` with activation checkpointing, around whatever runs them now.
-
-    Raises:
-        ValueError: the blocks run with activation checkpointing already.
-    """
+    """Wrap the `run_block` of a `TransformerModel` in activation checkpointing, once."""
     if how == "none":
         return
     full = run_block_by_torch if backend == "torch" else run_block_fully
@@ -161,10 +154,7 @@ def apply_activation_checkpointing(model: nn.Module, how: Literal["none", "full"
 
 
 def differentiable_parts(context: AttentionContext) -> tuple[list[Tensor], Callable[..., AttentionContext]]:
-    """The tensors of a context that gradients may flow to, and a function that makes the same context from others in their place.
-
-    They are the encoder's output and position biases; the rest is masks and tables.
-    """
+    """The differentiable tensors of a context, the encoder's output and position biases, and a function that replaces them by others."""
     biased = {name: mask.bias for name, mask in context.masks.items() if mask.bias is not None}
     memory = [] if context.memory is None else [context.memory]
 
@@ -176,10 +166,8 @@ def differentiable_parts(context: AttentionContext) -> tuple[list[Tensor], Calla
 
 
 def with_autocast_of_now(run: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
-    """Wrap `run` in the current autocast state, which a backward pass does not restore.
-
-    Without autocast's cache: it would keep 16-bit copies of the block's weights, without their graph.
-    """
+    """Wrap `run` in the current autocast state, which a backward pass does not restore. Without the cache, which would keep 16-bit copies
+    of the block's weights, without their graph."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
     def run_in_precision(*inputs: Tensor) -> Tensor:

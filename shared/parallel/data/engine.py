@@ -50,7 +50,7 @@ class DataEngine:
         return torch.empty(0)
 
     def drop_unused(self, users: Sequence[float]) -> None:
-        """Remove the gradients of parameters that no rank has used: weight decay would change them. users: how many ranks used each."""
+        """Drop the gradients of parameters that no rank has used: weight decay would change them. users: how many ranks used each."""
 
     def updater(self, updater: Updater) -> Updater:
         """Wrap the updater, so that it steps `optim_params`; afterwards `model` has the new weights."""
@@ -133,8 +133,8 @@ class Parameters(nn.Module):
 
 
 def add_partial(parameters: Sequence[nn.Parameter], group: Communicator) -> None:
-    """Sum over a group the gradients of which each rank has a part. One that some rank has not used counts as 0 there; one that no rank has
-    used stays None."""
+    """All-reduce gradients that are partial over a group. One that a rank has not used counts as 0 there; one that no rank has used stays
+    None."""
     flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
     gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
     flat = torch.cat([*(gradient.flatten() for gradient in gradients), flags.to(gradients[0])])

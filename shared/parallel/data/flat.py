@@ -24,7 +24,7 @@ from shared.parallel.comm.trace import Work
 
 @dataclass
 class Slot:
-    """A parameter of a model. name: its name in the model. places: the modules and attributes that hold it; a tied one has several."""
+    """A parameter of a model. name: its name in the model. places: the modules and attributes that hold it, several for a tied one."""
 
     name: str
     parameter: nn.Parameter
@@ -121,7 +121,7 @@ class FlatParam:
         self.sizes = [parameter.numel() for parameter in parameters]
         self.shard = torch.zeros(-(-sum(self.sizes) // group.size), dtype=parameters[0].dtype, device=device)
         self.whole = torch.empty(group.size * len(self.shard), dtype=dtype or self.shard.dtype, device=device)
-        # `.data` counts changes by itself: gathering the same weights again must not look like a change of what autograd has kept.
+        # `.data` has a version counter of its own: gathering again must not look like a change of a tensor saved for backward.
         views = self.whole.data[: sum(self.sizes)].split(self.sizes)
         self.wholes = [nn.Parameter(view.view(p.shape), self.trained) for view, p in zip(views, parameters, strict=True)]
         self.whole.untyped_storage().resize_(0)
@@ -168,7 +168,7 @@ class FlatParam:
             self.gathering = None
 
     def put_shards(self) -> None:
-        """Put the shards back into the modules; what is unsharded stays."""
+        """Put the shards back into the modules; unsharded weights stay in memory."""
         self.put(self.pieces)
 
     def put(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -241,7 +241,7 @@ class Unit:
         kinds: dict[tuple, list[Slot]] = {}
         for slot in slots:
             parameter = slot.parameter
-            # One that other pipeline stages hold too must be sharded there as here, so it shares its flat with nothing else.
+            # A parameter that another pipeline stage holds too must be sharded alike there, so its flat has nothing else.
             elsewhere = getattr(parameter, "partial_over", None) if apart else None
             uneven = len(set(part_sizes(parameter))) > 1
             gathered_in = dtype if parameter.dtype.is_floating_point and not getattr(parameter, "full_precision", False) else None

@@ -41,15 +41,15 @@ class FullySharded(DataEngine):
             too large for a rank: it is allocated and initialized here, one parameter after the other.
         mesh: `reshard_after_forward`, `pipeline_parallel` and `prefetch` of its configuration are read.
         dtype: the dtype in which blocks are gathered; None for the weights' own. The run then computes under autocast with that dtype,
-            which would round the same weights, and keep the rounded copies of all blocks until the backward pass. The root unit is gathered
-            in its own dtype, so that the residual stream is not rounded either. Gradients are added in the weights' own dtype.
+            which would otherwise round the weights and keep the copies of all blocks until the backward pass. The root unit is gathered in
+            its own dtype, so that the residual stream is not rounded. Gradients are added in the weights' own dtype.
         device: where the shards of a model on the meta device are allocated.
         seed: for the initial weights of such a model.
 
     Attributes:
         model, optim_params: the model. Its `named_parameters` are this rank's shards under the full parameters' names.
         root: the unit of all parameters outside the blocks. units: the root first, then the blocks in the order of the forward pass.
-        running: of these, the ones of the last forward pass: a pipeline's rank runs one of its chunks at a time.
+        running: the units of the last forward pass: a pipeline's rank runs one of its chunks at a time.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", seed: int = 0):
@@ -154,8 +154,7 @@ class FullySharded(DataEngine):
     # The parts of a step.
 
     def runner(self, runner: Runner) -> Runner:
-        """Each micro-batch's objective finds all weights sharded, which it may look at before its forward pass. Under a pipeline
-        `reshard_after_forward: false` keeps weights and gradients unsharded until the last backward pass."""
+        """Reshard all weights before each micro-batch; under a pipeline with `reshard_after_forward: false`, after the step only."""
 
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
             def on_shards(model: nn.Module, batch: Batch) -> Totals:
@@ -192,7 +191,7 @@ class FullySharded(DataEngine):
 
     @contextmanager
     def kept_whole(self) -> Iterator[None]:
-        """A context in which units stay gathered once they were used: generation runs a forward pass for each token, and gathers once."""
+        """A context in which units stay gathered after their first use: generation runs a forward pass for each token."""
         self.always_unsharded = True
         try:
             yield
@@ -225,13 +224,13 @@ class PostBackward(torch.autograd.Function):
 
 
 def compile_each(blocks: Sequence[nn.Module], **options: Any) -> None:
-    """Compile each block (torch.compile) in place of the whole model, so that the gathering around the blocks stays outside the graph."""
+    """Compile each block instead of the whole model (torch.compile), so that the all-gathers around the blocks stay outside the graph."""
     for block in blocks:
         block.compile(**options)
 
 
 def autocast_without_cache(device_type: str) -> torch.autocast:
-    """The current autocast, without its cache, which would keep rounded copies of all units until the end of the forward pass."""
+    """The current autocast without its cache, which would keep rounded copies of all units until the forward pass ends."""
     dtype = torch.get_autocast_dtype(device_type)
     return torch.autocast(device_type, dtype, enabled=torch.is_autocast_enabled(device_type), cache_enabled=False)
 

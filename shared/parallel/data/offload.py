@@ -3,10 +3,11 @@
     gradients and weights down  ->  divide, clip, step on the CPU  ->  weights up          12 bytes for each parameter, in float32
 
 AdamW's state is twice the weights, and is used once in a step (Ren et al. 2021, "ZeRO-Offload", section 3). With ZeRO or FSDP each
-rank takes down its shards only, so the CPUs of all ranks share the step.
+rank copies its shards only, so the CPUs of all ranks share the step.
 
-The weights are copied both ways, because restoring a checkpoint writes to the model's weights, from which a step must start. Left out on
-purpose: overlapping copies with computation, and keeping weights or gradients on the CPU.
+Weights are copied both ways, because restoring a checkpoint writes to the model's weights, from which a step must start.
+
+Left out on purpose: overlapping copies with computation, and keeping weights or gradients on the CPU.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ class OffloadedOptimizer(DataEngine):
         self.optim_params = Parameters({name: copy_of(shard, self.home) for name, shard in self.away.items()})
 
     def runner(self, runner: Runner) -> Runner:
-        """The runner, begun without the last step's gradients: the optimizer clears its copies' gradients alone."""
+        """Clear the shards' gradients before the step: the optimizer clears those of its copies only."""
 
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
             for shard in self.away.values():
@@ -45,7 +46,7 @@ class OffloadedOptimizer(DataEngine):
         return run
 
     def updater(self, updater: Updater) -> Updater:
-        """Bring gradients and weights down, update there, bring the weights up."""
+        """Copy gradients and weights to `home`, update there, and copy the weights back."""
 
         def update(model: nn.Module, optimizer: Optimizer, token_count: Tensor) -> None:
             self.bring_down()
@@ -69,7 +70,7 @@ class OffloadedOptimizer(DataEngine):
 
 
 def copy_of(shard: nn.Parameter, home: torch.device) -> nn.Parameter:
-    """A copy of a parameter at `home` with its facts, gathered where its original is: there ranks can talk."""
+    """A copy of a parameter at `home` with its attributes; it is gathered on the device of the original, where the group communicates."""
     copy = copy_facts(shard, nn.Parameter(copy_at(home, shard.detach())))
     if sharding := sharding_of(shard):
         copy.sharding = sharding.on(shard.device)
@@ -77,5 +78,5 @@ def copy_of(shard: nn.Parameter, home: torch.device) -> nn.Parameter:
 
 
 def copy_at(home: torch.device, tensor: Tensor) -> Tensor:
-    """A GPU's copies lie in pinned memory, which it writes and reads without the CPU; they may still be under way on return."""
+    """A copy at `home`; of a GPU's tensor in pinned memory, asynchronously."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=home, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=tensor.is_cuda)

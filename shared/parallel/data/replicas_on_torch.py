@@ -1,7 +1,7 @@
-"""Chapter 06. The same layouts on PyTorch's own engine: `DistributedDataParallel` and `fully_shard`, told to add and never to average.
+"""Chapter 06. DDP on PyTorch's own engine: `DistributedDataParallel`, configured to sum gradients instead of averaging them.
 
-Both engines divide gradients by the number of ranks unless told otherwise, and a mean over ranks is not the mean over tokens: ranks hold
-unequally many. Here the gradient of the loss sum is added, as everywhere in this course, and the updater divides once.
+By default DDP divides gradients by the number of ranks, and a mean over ranks is not the mean over tokens, of which ranks hold unequally
+many. Here the gradients of the loss sum are added, as everywhere in this course, and the updater divides once.
 
 ZeRO-1 is DDP with this course's partition: `ZeroRedundancyOptimizer` sends whole parameters only, and gives its state to one rank alone.
 
@@ -61,7 +61,7 @@ class TorchReplicas(DataEngine):
         self.model.register_comm_hook(mesh.data, summed)
 
     def runner(self, runner: Runner) -> Runner:
-        """Gradients stay here, forward and backward, until the last micro-batch brings them along."""
+        """Exchange gradients in the last micro-batch only (`no_sync` in the others)."""
 
         def run(model: nn.Module, microbatches: Sequence[Batch], objective: Objective) -> Totals:
             *early, last = microbatches
@@ -89,7 +89,7 @@ def summed(group: Communicator, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 class TorchZero(TorchReplicas):
-    """Replicas that share out the optimizer's state: DDP adds up the gradients, and each rank steps its shards (ZeRO-1).
+    """ZeRO-1 on DDP's gradients: each rank steps its shards of the optimizer state.
 
     Args:
         whole: names of parameters that must not be cut (`shared.parallel.data.zero.muon_matrices`).
@@ -101,7 +101,7 @@ class TorchZero(TorchReplicas):
         self.optim_params = self.zero.optim_params
 
     def finish(self) -> None:
-        """Hand each shard its part of DDP's gradient, which the parameters give away."""
+        """Move each shard's part of DDP's gradient from the parameter to the shard."""
         for bucket in self.zero.buckets:
             for parameter, shard in zip(bucket.parameters, bucket.results, strict=True):
                 gradient, parameter.grad = parameter.grad, None

@@ -28,18 +28,17 @@ from shared.totals import Batch, Objective, Runner, Totals, Updater, add_totals
 
 
 class TorchSharded(DataEngine):
-    """Weights, gradients and optimizer state cut over `mesh.fsdp`, one block after the other: `fully_shard`.
+    """FSDP by `fully_shard`: weights, gradients and optimizer state are sharded over `mesh.fsdp`, block by block.
 
-    With several replicas (`mesh.dp`, HSDP) each is sharded in the same way, and shards of gradients are added over them at the last
-    micro-batch.
-    Within a replica they are added at every micro-batch, so that no rank ever holds whole gradients of more than a block.
+    With several replicas (`mesh.dp`, HSDP) gradient shards are all-reduced over them in the last micro-batch. Within a replica gradients
+    are reduce-scattered in every micro-batch, so that no rank ever holds unsharded gradients of more than a block.
 
     Args:
-        model: on its device, the same on every rank. It is cut in place.
+        model: on its device, the same on every rank. It is sharded in place.
         mesh: `reshard_after_forward` and `prefetch` of its configuration are read; with `prefetch` 0 PyTorch chooses.
-        dtype: what blocks are gathered in, the one that the run computes in under autocast; None for the weights' own. The ends of the
-            model are gathered as they are, and so are gradients added.
-        device, seed: of a model on the meta device, whose parts get their memory and their initial weights here.
+        dtype: the dtype in which blocks are gathered, that of autocast; None for the weights' own, in which embedding, head and gradients
+            always are.
+        device, seed: of a model on the meta device, whose shards are allocated and initialized here.
 
     Attributes:
         optim_params: this rank's shards, each a view of the memory that `fully_shard` keeps it in.
@@ -84,7 +83,7 @@ class TorchSharded(DataEngine):
         self.watched = UsedParameters(model)
 
     def runner(self, runner: Runner) -> Runner:
-        """Replicas exchange with the last micro-batch."""
+        """All-reduce over the replicas in the last micro-batch only."""
         if self.replicas == 1:
             return runner
 
@@ -101,7 +100,7 @@ class TorchSharded(DataEngine):
         return self.watched.take()
 
     def drop_unused(self, users: Sequence[float]) -> None:
-        """Hand each part's gradient over to the shard that the optimizer holds. What no rank used gets none."""
+        """Move each gradient to the shard that the optimizer holds; a parameter that no rank used gets none."""
         for parameter, shard, anywhere in zip(self.whole.values(), self.optim_params.parameters(), users, strict=True):
             gradient, parameter.grad = parameter.grad, None
             owned = [part for part in shard.sharding.parts if part.sizes == tuple(shard.sharding.outer_shape)]  # one rank has all of it
@@ -126,7 +125,7 @@ class TorchSharded(DataEngine):
 
     @contextmanager
     def resharding(self, after_forward: bool) -> Iterator[None]:
-        """While it is open, units are freed after each use, or stay gathered."""
+        """A context in which units are freed after each use, or stay gathered."""
         for unit in self.units:
             unit.set_reshard_after_forward(after_forward)
         try:
@@ -142,7 +141,7 @@ class TorchSharded(DataEngine):
 
 
 def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """PyTorch's mesh over groups that are there already: fsdp, or replicas of it."""
+    """PyTorch's device mesh over existing groups: fsdp, or dp x fsdp."""
     if mesh.dp.size == 1:
         return DeviceMesh.from_group(mesh.fsdp.torch_group, device.type, mesh_dim_names=("fsdp",))
     grid = torch.tensor(mesh.data.members).view(mesh.dp.size, mesh.fsdp.size)
@@ -151,31 +150,24 @@ def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 
 def fetch_ahead(units: Sequence[FSDPModule], ahead: int) -> None:
-    """While a unit computes, gather the `ahead` next ones: those behind it in the forward pass, those before it in the backward pass."""
+    """Prefetch the next `ahead` units while a unit computes, in the forward and in the backward pass."""
     for index, unit in enumerate(units) if ahead else ():
         unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + ahead]))
         unit.set_modules_to_backward_prefetch(list(units[max(index - ahead, 0) : index][::-1]))
 
 
 def stays_exact(module: nn.Module) -> bool:
-    """Whether a module has parameters of its own that are not to be gathered in 16 bits, such as a router."""
+    """Whether a module has parameters that must not be gathered in 16 bits, such as a router's."""
     return any(getattr(parameter, "full_precision", False) for parameter in module.parameters(recurse=False))
 
 
 def local(tensor: DTensor) -> Tensor:
-    """This rank's part of a parameter or of its gradient: the very memory that the engine keeps it in."""
+    """This rank's shard of a parameter or gradient, in the engine's own memory."""
     return tensor.detach().to_local()
 
 
 def sharding_by_torch(name: str, parameter: DTensor, group: Communicator, outer: nn.Parameter) -> Sharding:
-    """How `fully_shard` shards: whole rows, equally many for each rank as far as they reach (`torch.chunk`), so later ranks may have none.
-
-    Args:
-        outer: what the parameter was before, which may be this rank's shard already.
-
-    Raises:
-        ValueError: it is sharded over several axes by DTensor (`_StridedShard`), whose rows are not one box.
-    """
+    """The sharding of a parameter by `fully_shard`, in chunks of rows. outer: the parameter before, perhaps a shard itself."""
     if [placement for placement in parameter.placements if not placement.is_replicate()] != [Shard(0)]:
         raise ValueError(
             f"{name} has the placements {parameter.placements}, of which no rank holds one box: shard it by tensor parallelism on plain "
@@ -185,18 +177,14 @@ def sharding_by_torch(name: str, parameter: DTensor, group: Communicator, outer:
 
 
 def chunk_ranges(size: int, ranks: int) -> list[Range]:
-    """A dimension in slices as PyTorch's engines cut it (`torch.chunk`): equally many for each rank as far as they reach, so later ranks
-    may have fewer, or none."""
+    """The slices of a dimension by `torch.chunk`: of equal length as far as it reaches, so later ranks may have less, or nothing."""
     share = -(-size // ranks)
     return [(min(rank * share, size), min((rank + 1) * share, size)) for rank in range(ranks)]
 
 
 class UsedParameters:
-    """Which parameters a step's backward passes reach on this rank.
-
-    `fully_shard` fills the gradient of a parameter that was not used with zeros, so that all ranks send equally much, and a gradient of
-    zeros is not none: an optimizer would let the parameter decay.
-    """
+    """Flags of the parameters that a step has used on this rank. `fully_shard` gives an unused parameter a gradient of zeros, with which an
+    optimizer would apply weight decay."""
 
     def __init__(self, model: nn.Module):
         names = [name for name, _ in model.named_parameters()]
@@ -205,7 +193,7 @@ class UsedParameters:
         self.handles = {unit: unit.register_forward_pre_hook(self.watch) for unit in units}
 
     def watch(self, unit: FSDPModule, inputs: tuple) -> None:
-        """As the unit runs for the first time, and its whole parameters exist."""
+        """Register hooks on the unsharded parameters, which exist from the unit's first use."""
         self.handles.pop(unit).remove()
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor) and not hasattr(parameter, "watched"):
@@ -213,7 +201,7 @@ class UsedParameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.flags.update({name: True}))
 
     def take(self) -> Tensor:
-        """[parameters] float64, 1 for those that were used since the last call, in the order of `named_parameters`."""
+        """[parameters] float64, 1 for each that was used since the last call, in the order of `named_parameters`."""
         flags = torch.tensor(list(self.flags.values()), dtype=torch.float64)
         self.flags = dict.fromkeys(self.flags, False)
         return flags

@@ -93,7 +93,7 @@ class Zero(DataParallel):
     def make_buckets(self, plan: Sequence[Sequence[nn.Parameter]]) -> list[Bucket]:
         buckets = []
         for parameters in plan:
-            # Another stage of a pipeline may hold this one too, beside other parameters: it is cut evenly by itself, there as here.
+            # Another pipeline stage may hold this parameter too, beside others: it is partitioned alone, so alike there.
             apart = {p for p in parameters if hasattr(p, "partial_over") and self.names[p] not in self.whole}
             planned: dict[nn.Parameter, list[Range]] = {}
             if together := [p for p in parameters if p not in apart]:
@@ -106,7 +106,7 @@ class Zero(DataParallel):
         return buckets
 
     def planned(self, parameters: Sequence[nn.Parameter], held: Sequence[int]) -> dict[nn.Parameter, list[Range]]:
-        """For each parameter the range of each rank, where ranks hold so many numbers already; they count as held from now on."""
+        """For each parameter the range of each rank, where ranks hold so many elements already; adds them to `self.held`."""
         planned = partition([max(part_sizes(p)) for p in parameters], [self.names[p] in self.whole for p in parameters], held)
         for row in planned:
             self.held = [held + stop - start for held, (start, stop) in zip(self.held, row, strict=True)]
@@ -138,8 +138,7 @@ class SharedBucket:
     Args:
         parameters: whole on every rank, contiguous.
         shardings: how each is sharded over `group`, by spans.
-        under_way: the operations of all buckets, of which a few may be unfinished at a time; their memory is free when they are done. None
-            for any number.
+        under_way: the pending operations of all buckets, at most `MAX_UNDER_WAY`, which bounds their memory; None for no bound.
 
     Attributes:
         results: this rank's shards, views of the parameters: an optimizer that steps them changes the parameters' memory.

@@ -1,10 +1,10 @@
-"""Chapter 06. Configuration consistency check: before the first step all ranks compare what they were given, and refuse what differs.
+"""Chapter 06. Configuration consistency check: before the first step all ranks compare code, configuration, text and model.
 
-Each machine is started by a command of its own. Where one has another learning rate, other text or other code, nothing fails: gradients of
+Each machine is started by a command of its own. If one has another learning rate, other text or other code, nothing fails: gradients of
 different models are added up, and a checkpoint mixes them. So ranks exchange fingerprints, and where these differ all of them raise one
-sentence, which names the key, both values, and the ranks with their hosts.
+error, which names the key, both values, and the ranks with their hosts.
 
-    topic          compared by                           what
+    topic          compared by                           facts
     program        `from_torchrun`                       source files, whose exercises run, versions, kind of device
     configuration  the trainer, and `Mesh` for layouts   every key, before any group of ranks is made by it
     text           the trainer                           what the prepared shards hold, and the tokenizer
@@ -13,8 +13,9 @@ sentence, which names the key, both values, and the ranks with their hosts.
     checkpoint     `RankCheckpoints.candidates`         its manifest, where machines share no folder
     state          `RankSaver.save`                      `shared.parallel.health.replicas`, before every save
 
-May differ: the patch release of Python, the host, its processor, its number of threads, and in a script of your own what only rank 0 acts
-on (trackers). Left out on purpose: a guard against intent.
+May differ: the patch release of Python, the host, its processor, its number of threads, and what only rank 0 uses (trackers).
+
+Left out on purpose: a guard against intent.
 """
 
 import hashlib
@@ -52,20 +53,18 @@ Result = TypeVar("Result")
 
 
 class RanksDisagree(CourseError):
-    """Ranks were given different things; every rank raises the same sentence."""
+    """The ranks' code, configuration or data differ; every rank raises the same message."""
 
     on_all_ranks = True
 
 
 def require_agreement(world: Communicator, topic: str, facts: Any) -> None:
-    """Compare facts over all ranks. Every rank calls it; 64 characters of each travel, and all facts only where they differ.
+    """Compare facts over all ranks. Every rank calls it, and all raise `RanksDisagree` where facts differ. Ranks exchange a hash, and all
+    facts only where it differs.
 
     Args:
         topic: a key of `CURES`.
-        facts: a dataclass, or a dictionary of whatever can be compared as text, as deep as it goes.
-
-    Raises:
-        RanksDisagree: on every rank.
+        facts: a dataclass or a dictionary, nested, whose leaves can be compared as text.
     """
     own = dict(flattened(facts))
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
@@ -88,7 +87,7 @@ def flattened(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def sentence(topic: str, hosts: list[str], facts: list[dict[str, str]]) -> str:
-    """What differs, in the order of the keys, and what to do."""
+    """The error message: what differs, in the order of the keys, and what to do."""
     keys = dict.fromkeys(key for of_rank in facts for key in of_rank)
     differing = [key for key in keys if len({of_rank.get(key) for of_rank in facts}) > 1]
     told = []
@@ -111,7 +110,7 @@ def rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def program(device: torch.device) -> dict[str, Any]:
-    """What this process runs, apart from its configuration."""
+    """Facts of this process: device, versions, and checksums of its code."""
     return {
         "device": device.type,
         "versions": versions(),
@@ -122,14 +121,14 @@ def program(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, without its patch release, and of the packages whose arithmetic or formats decide a run."""
+    """Versions of Python, without its patch release, and of the packages whose arithmetic or formats decide a run."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"python": python, "torch": torch.__version__} | {name: metadata.version(name) for name in LIBRARIES}
 
 
 @cache
 def source_files() -> dict[str, str]:
-    """Path -> checksum, of the core, the solutions, the learner's exercises if they are asked for, and the script that was started."""
+    """Path -> checksum of the core, the solutions, the learner's exercises where they are used, and the main script."""
     choice = binding.current_choice()
     places = [(CHECKOUT, "shared/**/*.py"), (CHECKOUT, "solutions/*.py")]
     if choice.implementation != "reference":
@@ -143,11 +142,8 @@ def source_files() -> dict[str, str]:
 def agreed(
     world: Communicator, work: Callable[[], Result], error: type[CourseError] = CourseError, worse: type[CourseError] | None = None
 ) -> Result:
-    """Return the result of `work`; where it raises a CourseError on any rank, raise the first such sentence on all of them, as `error`.
-
-    Args:
-        worse: a class that comes before all others, and stays what it is.
-    """
+    """Return the result of `work`; where it raises a CourseError on any rank, raise the first such message on all of them, as `error`.
+    worse: a class of errors that take precedence and keep their class."""
     result, problem = None, None
     try:
         result = work()
@@ -162,14 +158,12 @@ def agreed(
 
 
 def ranks_that_share(world: Communicator, folder: Path) -> list[int]:
-    """The ranks that see the same folder as this one, itself included, ascending. Every rank calls it.
-
-    The same path may be another disk on another machine, so each rank leaves a file with a new name there and looks for the others' files.
-    """
+    """The ranks that see the same folder as this one, itself included, ascending. Every rank calls it. The same path may be another disk on
+    another machine, so each rank creates a file with a unique name there and looks for the others' files."""
     if world.size == 1:
         return [0]
     names = world.gather_objects(f".rank-{world.rank}-{uuid4().hex}")
-    with suppress(OSError):  # a folder that can only be read is looked into
+    with suppress(OSError):  # a read-only folder is looked into
         folder.mkdir(parents=True, exist_ok=True)
         (folder / names[world.rank]).touch()
     world.gather_objects(None)  # all files are there

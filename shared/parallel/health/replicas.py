@@ -1,20 +1,18 @@
 """Chapter 06. Replica consistency check, against silent data corruption: ranks compare weights that should be the same.
 
-Ranks that add up the same gradients take the same steps, bit for bit. Where one does not (a forgotten parameter, a random number, a
-broken memory chip), nothing fails: each rank trains a model of its own, and every step adds up gradients of different models. So each rank
-sums up the bits of its weights, and the sums are compared.
+Ranks that add up the same gradients take the same steps, bit for bit. If one does not (a forgotten parameter, a random number, a broken
+memory chip), nothing fails: every step then adds up gradients of different models. So ranks compare checksums of their weights.
 
     checksum of a parameter = sum over rows i of (2 i + 1) * (sum of the row's bits, read as whole numbers)    mod 2^64
 
-A single bit always changes it. Before every save the optimizer's state is compared as well, and with it what is not a tensor: the gradient
-norm as each rank has it, loss scale, learning rates, the loader's position. So no checkpoint is written by ranks that differ. Of weights
-and state, what several ranks hold is compared; a shard that one rank alone holds has no other to be compared with.
+A single flipped bit always changes it. Before every save the optimizer's state is compared as well, and the gradient norm, loss scale,
+learning rates and the loader's position. So no checkpoint is written by ranks that differ. A shard without replicas is not compared.
 
-A save of 13.8 million parameters with AdamW compares for 46 ms on dp2, beside 370 ms for the copy that an asynchronous save makes; for
-8 ms on fsdp2, where shards have no double (`tests/benchmarks/replica_check.py`; medians on 2 busy CPU cores).
+Before a save of 13.8 million parameters with AdamW the check takes 46 ms on dp2, where the copy of an asynchronous save takes 370 ms; and
+8 ms on fsdp2, where shards have no replicas (`tests/benchmarks/replica_check.py`; medians on 2 busy CPU cores).
 
-Left out on purpose: changes that cancel each other within a row, which a real hash would see, at a cost; and random states, since each rank
-of this floor draws its own numbers.
+Left out on purpose: changes that cancel each other within a row, which a real hash would see, at a cost; and random states, which differ
+between ranks.
 """
 
 import zlib
@@ -36,23 +34,17 @@ from shared.parallel.held import Held, Holders
 from shared.totals import Batch
 
 WHOLE_NUMBERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
-LOSS_SCALE = CALLBACK + "KeepLossScale"  # other callbacks may measure what is a rank's own, such as seconds
+LOSS_SCALE = CALLBACK + "KeepLossScale"  # other callbacks may measure per-rank values, such as seconds
 
 
 class ReplicasDiffer(CommunicationError):
-    """Ranks that should hold the same weights do not; the message says which, and where first."""
+    """Replicas differ; the message names the ranks and the first parameter that differs."""
 
     on_all_ranks = True
 
 
 class ReplicaCheck(Callback):
-    """Compares what several ranks hold at the same time: weights of replicas, norms under tensor parallelism. It runs once before the first
-    step, on what was built or resumed, and then between saves, which compare by themselves (`require_equal_state`).
-
-    Args:
-        held: what is compared.
-        check_every: steps.
-    """
+    """Compares replicated weights before the first step, and then every `check_every` steps; saves compare too (`require_equal_state`)."""
 
     every_rank = True
 
@@ -71,7 +63,7 @@ class ReplicaCheck(Callback):
 
 
 class StepCounter(Callback):
-    """Notes the step in the comm trace, and so for the heartbeat."""
+    """Records the step in the communication trace, and so for the heartbeat."""
 
     every_rank = True
 
@@ -89,12 +81,7 @@ def weights_of(held: Held) -> dict[str, Tensor]:
 
 
 def require_equal_state(held: Held, snapshot: Snapshot, notes: Mapping[str, Any]) -> None:
-    """Compare all that ranks have in common, before it is saved. Every rank calls it.
-
-    Raises:
-        RanksDisagree: settings, counts or norms differ.
-        ReplicasDiffer: weights or optimizer state differ.
-    """
+    """Compare all replicated state before a save. Every rank calls it; `RanksDisagree` or `ReplicasDiffer` is raised on all of them."""
     world = held.mesh.world
     if world.size == 1:
         return
@@ -122,14 +109,11 @@ def require_equal_state(held: Held, snapshot: Snapshot, notes: Mapping[str, Any]
 
 
 def require_equal(weights: Mapping[str, Tensor], holders: Holders, world: Communicator, step: int = 0) -> None:
-    """Compare each tensor over the ranks that hold the same part of it; every rank calls it. A number for each tensor and rank travels.
+    """Compare checksums of each tensor over the ranks that hold the same part of it; every rank calls it.
 
     Args:
         weights: this rank's, by name; a tensor of `holders` that is in no rank's weights, such as a buffer, is not compared.
-        holders: who holds what of them.
-
-    Raises:
-        ReplicasDiffer: on every rank, the same sentence.
+        holders: the placement of the weights.
     """
     compare_sums(lambda name: checksum(weights[name]), weights, holders, world, "the weights", step)
 
@@ -137,7 +121,7 @@ def require_equal(weights: Mapping[str, Tensor], holders: Holders, world: Commun
 def compare_sums(
     sum_of: Callable[[str], Tensor], own: Container[str], holders: Holders, world: Communicator, what: str, step: int
 ) -> None:
-    """Compare the checksums, [] int64, of what several ranks hold. Those of other tensors are not computed. own: the names to compare."""
+    """Compare the checksums, [] int64, of replicated tensors; those of other tensors are not computed. own: the names to compare."""
     several = {name for (name, _), ranks in holders.ranks.items() if len(ranks) > 1}
     if not several:
         return
@@ -163,7 +147,7 @@ def fingerprints(model: nn.Module) -> dict[str, str]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """[] int64, of the tensor's bits; 0 of an empty one. Bits are read as the longest whole numbers that fill a row, which is fastest."""
+    """The checksum of a tensor's bits, [] int64; 0 for an empty one. Bits are read as the longest integers that fill a row, the fastest."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     rows = tensor.detach().reshape(len(tensor) if tensor.dim() > 1 else 1, -1).contiguous()
@@ -175,7 +159,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def difference(name: str, sums: Sequence[int], members: Sequence[int], what: str) -> str:
-    """The sentence for a parameter whose checksums differ. The fewer are wrong; of as many, those that differ from the first."""
+    """The error message for a parameter whose checksums differ. The minority is wrong; in a tie, those that differ from the first."""
     counts = Counter(sums)
     right = max(sums, key=lambda each: (counts[each], each == sums[0]))
     odd = [rank for rank, each in zip(members, sums, strict=True) if each != right]

@@ -84,11 +84,7 @@ def group_of_ends(mesh: Mesh) -> Communicator:
 
 
 def require_stages(model: ModelConfig, config: ParallelConfig) -> None:
-    """Refuse what a pipeline cannot run, or what nobody has compared with one process.
-
-    Raises:
-        SettingError: names the setting.
-    """
+    """Refuse what a pipeline cannot run, and combinations without a parity test."""
     stages = config.pipeline_parallel * config.pipeline_chunks
     counts = () if isinstance(config.pipeline_layers, str) else config.pipeline_layers
     chunked, splits, sharded = config.pipeline_chunks > 1, config.pipeline_schedule == "zero_bubble", config.fully_sharded > 1
@@ -148,7 +144,7 @@ def balance_stages(blocks: Sequence[float], stages: int, first: float = 0, last:
 
 
 def stage_blocks(model: ModelConfig, layout: ParallelConfig) -> list[range]:
-    """For each stage of a pipeline the numbers of its blocks, as `layout.pipeline_layers` says."""
+    """The blocks of each pipeline stage, as `layout.pipeline_layers` says."""
     asked, stages = layout.pipeline_layers, layout.pipeline_parallel * layout.pipeline_chunks
     if stages == 1:
         return [range(model.num_hidden_layers)]
@@ -160,7 +156,7 @@ def stage_blocks(model: ModelConfig, layout: ParallelConfig) -> list[range]:
 
 @cache
 def stage_costs(model: ModelConfig, by: Literal["flops", "memory"]) -> tuple[tuple[int, ...], int, int]:
-    """The cost of each block, what the first stage has more, and what the last one has more.
+    """The cost of each block, the extra cost of the first stage, and that of the last one.
 
     flops: of a token's training step, in sequences as long as the model allows; looking up an embedding takes none. memory: parameters,
         since weights, gradients and optimizer state have a few bytes for each; a tied embedding stands at both ends.

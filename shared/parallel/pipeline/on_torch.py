@@ -5,7 +5,7 @@
 PyTorch's schedules send, receive and compute. What they call as a stage is this course's objective on this rank's chunk of the model, as
 in `shared.parallel.pipeline.runner`, and what they call a batch is the numbers of the micro-batches: every rank reads its own rows anyway.
 The loss is a sum and `scale_grads` is off, so the updater divides once. Nothing is traced, and each stage knows the shape of its hidden
-states beforehand, so no step sends shapes; micro-batches of another shape get new stages.
+states in advance, so no step sends shapes; micro-batches of another shape get new stages.
 
 Left out on purpose: schedules of the reader's own, which PyTorch runs by private names only; `DistributedDataParallel` around a stage, for
 which replicas are this course's; and these messages in the communication trace, where they do not appear.
@@ -35,10 +35,7 @@ OF_SEVERAL = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInt
 
 
 class TorchPipelineModel(PipelineModel):
-    """A rank's chunks of a model. In a training step hidden states come from PyTorch's stage; outside of one, from this course's links.
-
-    handed: what PyTorch has received for the running stage.
-    """
+    """A rank's chunks of a model. In a training step PyTorch's stage passes the hidden states (`handed`); outside of one, `Links` does."""
 
     handed: Tensor | None = None
 
@@ -47,7 +44,7 @@ class TorchPipelineModel(PipelineModel):
 
 
 class Stage(nn.Module):
-    """What PyTorch takes for a stage's module: it runs the objective of one micro-batch on one chunk.
+    """The module of a `PipelineStage`: it runs the objective of one micro-batch on one chunk.
 
     Args:
         runner: whose micro-batches and objective these are.
@@ -113,7 +110,7 @@ class TorchPipelineRunner(PipelineRunner):
         """Make stages and schedule for micro-batches of this number and shape, unless the last step had the same.
 
         Raises:
-            SettingError: their shapes differ, or PyTorch's schedule has no room for so many.
+            SettingError: their shapes differ, or PyTorch's schedule does not take this number.
         """
         shapes = {tuple(batch["input_ids"].shape) for batch in microbatches}
         if len(shapes) > 1:
@@ -138,7 +135,7 @@ class TorchPipelineRunner(PipelineRunner):
         self.count = len(microbatches)
 
     def stage(self, chunk: int, device: torch.device) -> PipelineStage:
-        """PyTorch's stage of a chunk, with shapes that are known before it runs."""
+        """PyTorch's stage of a chunk, with static shapes."""
         index, count = chunk * self.pp.size + self.pp.rank, self.pp.size * self.shape.chunks
         loss = torch.empty((), dtype=torch.promote_types(self.hidden.dtype, torch.float32), device="meta", requires_grad=True)
         received = () if index == 0 else (self.hidden,)

@@ -31,11 +31,11 @@ class PipelineRunner(DataEngine):
     Args:
         model: this rank's stages.
         mesh: this rank's; `pipeline_schedule` of its configuration is read.
-        waiting: where linear layers leave their weight gradients; None where backward passes are whole.
+        waiting: the list in which linear layers defer their weight gradients; None where backward passes are not split.
 
     Attributes:
-        schedules: by the number of micro-batches, each of all ranks; made when first needed, unless `use` has set another one.
-        most: the most graphs that this rank kept at a time in the last step.
+        schedules: by number of micro-batches; made when first needed, unless `use` has set another one.
+        most: the largest number of graphs that this rank kept at a time in the last step.
     """
 
     model: PipelineModel
@@ -50,13 +50,13 @@ class PipelineRunner(DataEngine):
         self.dtypes: dict[str, str] = {}
 
     def schedule_for(self, microbatches: int) -> Schedule:
-        """The schedule of so many micro-batches, checked before it runs for the first time."""
+        """The schedule for this number of micro-batches, validated before its first use."""
         if microbatches not in self.schedules:
             self.use(make_schedule(self.name, self.shape.ranks, microbatches, self.shape.chunks), microbatches)
         return self.schedules[microbatches]
 
     def use(self, schedule: Schedule, microbatches: int) -> None:
-        """Run this schedule in steps of so many micro-batches.
+        """Use this schedule in steps of so many micro-batches.
 
         Raises:
             ScheduleError: it cannot be run.
@@ -75,7 +75,7 @@ class PipelineRunner(DataEngine):
         return lambda model, batches, objective: self.execute(self.schedule_for(len(batches)), batches, objective)
 
     def execute(self, schedule: Schedule, microbatches: Sequence[Batch], objective: Objective) -> Totals:
-        """Do this rank's actions in order. Returns the totals of all micro-batches, on every rank."""
+        """Run this rank's actions in order. Returns the totals of all micro-batches, on every rank."""
         self.links.follow(schedule)
         self.graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (chunk, micro-batch) -> input and result
         self.left: dict[tuple[int, int], Waiting] = {}
@@ -110,7 +110,7 @@ class PipelineRunner(DataEngine):
         self.graphs[action[1:]] = self.model.received, result
 
     def backward(self, action: Action) -> None:
-        """Of one micro-batch through one chunk; what part W needs is put away."""
+        """The backward pass of one micro-batch through one chunk; weight gradients are deferred to part W."""
         received, result = self.graphs.pop(action[1:])
         message, gradient = self.shape.needed(self.pp.rank, action), None
         if message is not None:

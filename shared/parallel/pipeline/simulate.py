@@ -105,7 +105,7 @@ def check_order(schedule: Schedule, shape: Shape) -> None:
 
 
 class Step(NamedTuple):
-    """What a rank does at one moment of a replay: it receives a message, runs an action, or sends a message."""
+    """A step of a replay: a rank receives a message, runs an action, or sends a message."""
 
     does: str
     action: Action
@@ -113,7 +113,7 @@ class Step(NamedTuple):
 
 
 def steps_of(rank: int, actions: Sequence[Action], shape: Shape) -> Iterator[Step]:
-    """An action is up to three steps: receive, run, send."""
+    """The steps of a rank's actions: receive, run, send."""
     for action in actions:
         if needed := shape.needed(rank, action):
             yield Step("receive", action, needed)
@@ -123,7 +123,7 @@ def steps_of(rank: int, actions: Sequence[Action], shape: Shape) -> Iterator[Ste
 
 
 def replay(schedule: Schedule, shape: Shape, blocking: bool) -> None:
-    """Run a schedule without time or numbers.
+    """Replay a schedule's messages, without time or tensors.
 
     Raises:
         ScheduleError: a deadlock, with what each rank waits for.
@@ -155,7 +155,7 @@ def replay(schedule: Schedule, shape: Shape, blocking: bool) -> None:
 
 
 def sends_now(steps: Sequence[Sequence[Step]], places: Sequence[int], message: Message) -> bool:
-    """Whether the message's sender stands at this very send."""
+    """Whether the sender is about to send this message."""
     own, place = steps[message.source], places[message.source]
     return place < len(own) and own[place] == Step("send", own[place].action, message)
 

@@ -30,10 +30,7 @@ from shared.totals import Totals
 
 
 class Sent(NamedTuple):
-    """A message under way.
-
-    place: of the action that receives it, in the receiver's list. tensor: what is sent, kept until it has arrived.
-    """
+    """A pending message. place: of the receiving action in the receiver's list. tensor: the data, kept until it has arrived."""
 
     message: Message
     place: int
@@ -60,7 +57,7 @@ class Links:
         self.received_at: dict[Message | None, int] = {}
 
     def follow(self, schedule: Schedule) -> None:
-        """Take a schedule: at which place of whose list each message is sent and received."""
+        """Look up at which place of its rank's list each message of a schedule is sent and received."""
         self.sent_at, self.received_at = {}, {}
         for rank, actions in enumerate(schedule):
             for place, action in enumerate(actions):
@@ -74,12 +71,12 @@ class Links:
         self.under_way.append(Sent(message, self.received_at[message], work, tensor))
 
     def receive(self, tensor: Tensor, message: Message) -> None:
-        """Fill a tensor. Messages that the sender took before it sent this one have arrived, and their memory is freed."""
+        """Receive into a tensor. Messages that the sender received before it sent this one have arrived, and their memory is freed."""
         self.groups[message.what, self.shape.goes_around(message)].receive(tensor, source=message.source)
         self.wait([sent for sent in self.under_way if sent.message.to == message.source and sent.place <= self.sent_at[message]])
 
     def wait(self, arrived: list[Sent] | None = None) -> None:
-        """Wait for messages under way; None for all of them."""
+        """Wait for pending messages; None for all of them."""
         done = {sent.message for sent in (self.under_way if arrived is None else arrived)}
         for sent in self.under_way:
             if sent.message in done:
@@ -151,7 +148,7 @@ class PipelineModel(nn.Module):
 
     @contextmanager
     def running(self, action: Action) -> Iterator[None]:
-        """Within it, a call runs the forward pass of one action of a schedule."""
+        """A context in which a call runs the forward pass of one action of a schedule."""
         self.action, self.called, self.received = action, False, None
         try:
             yield
@@ -159,8 +156,8 @@ class PipelineModel(nn.Module):
             self.action = None
 
     def run(self, action: Action, input_ids: Tensor, options: dict[str, Any]) -> tuple[Any, Message | None]:
-        """Run one chunk, on ids or on what the stage before sends. Returns its result, and as what it is to be sent, if it is. Hidden
-        states have the dtype of the weights, also under autocast, which rounds no residual stream."""
+        """Run one chunk, on ids or on the previous stage's hidden states. Returns its result and the message to send it as, if any. Hidden
+        states have the weights' dtype, also under autocast, which does not round the residual stream."""
         x, needed, given = input_ids, self.links.shape.needed(self.pp.rank, action), self.links.shape.given(self.pp.rank, action)
         if needed is not None:
             x = self.received = self.receive(input_ids, needed).requires_grad_(torch.is_grad_enabled())
@@ -168,14 +165,14 @@ class PipelineModel(nn.Module):
             return self.module(x, **options), given
 
     def receive(self, input_ids: Tensor, message: Message) -> Tensor:
-        """The hidden states of the stage before."""
+        """The previous stage's hidden states."""
         x = torch.empty(*input_ids.shape, self.module.config.hidden_size, dtype=self.dtype, device=input_ids.device)
         self.links.receive(x, message)
         return x
 
     @contextmanager
     def only(self, chunk: int) -> Iterator[None]:
-        """Within it, the module is one of this rank's chunks alone, under the names that it always has."""
+        """A context in which the module is one of this rank's chunks, with unchanged names."""
         if len(self.chunks) == 1:
             yield
             return
@@ -190,7 +187,7 @@ class PipelineModel(nn.Module):
             model.stack.blocks = kept
 
     def run_all(self, input_ids: Tensor, options: dict[str, Any]) -> Any:
-        """The whole pipeline, one stage after the other; the last one's result on every rank. Every rank of the pipeline calls it."""
+        """Run all stages sequentially. Returns the last one's result on every rank. Every rank of the pipeline calls it."""
         shape, result = self.links.shape, None
         actions = [[Action("F", 0, chunk) for chunk in range(shape.chunks)]] * shape.ranks
         self.links.follow(actions)
@@ -202,7 +199,7 @@ class PipelineModel(nn.Module):
         return from_last(self.pp, result if self.pp.rank == self.pp.size - 1 else None, input_ids.device)
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """Compile block by block: what lies between them sends and waits."""
+        """Compile block by block: communication stays outside the graphs."""
         if not self.compilable:
             raise SettingError(
                 "engine.compile with parallel.pipeline_schedule zero_bubble: weight gradients are computed apart, which a compiled block "
@@ -224,7 +221,7 @@ def from_last(group: Communicator, result: Any, device: torch.device) -> Any:
 
 
 def describe(value: Any, tensors: list[Tensor]) -> dict[str, Any]:
-    """What `rebuild` needs to make such a value on another rank; its tensors are appended to a list."""
+    """Describe a nested value as JSON for `rebuild`; its tensors are appended to a list."""
     if isinstance(value, Tensor):
         tensors.append(value.detach().contiguous())
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
@@ -236,7 +233,7 @@ def describe(value: Any, tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def rebuild(described: dict[str, Any], tensors: list[Tensor], device: torch.device) -> Any:
-    """The value that was described, with empty tensors, which are appended to a list."""
+    """A described value with uninitialized tensors, which are appended to a list."""
     if "shape" in described:
         tensors.append(torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]), device=device))
         return tensors[-1]

@@ -41,12 +41,12 @@ CAUSE_GRACE = 60.0  # ... where that one failed because of another rank, whose e
 
 
 class RankFailed(Exception):
-    """Stands for an exception of a rank that cannot be pickled; the message has its type and its text."""
+    """Replaces an exception of a rank that cannot be pickled; the message has its type and its text."""
 
 
 @dataclass
 class Job:
-    """What one rank runs."""
+    """The task of one rank."""
 
     call: bytes  # the function and its arguments
     rank: int
@@ -61,15 +61,15 @@ def run_processes(
 ) -> list[Result]:
     """Run `function(world, *arguments)` in each of `ranks` new processes, and return the results in rank order.
 
-    `world` is the rank's `ProcessCommunicator`, on the CPU with one thread. The ranks' output is printed here once all have ended, rank by
-    rank. No process is left over, whatever happens.
+    `world` is the rank's `ProcessCommunicator`, on the CPU with one thread. The ranks' output is printed once all have ended, rank by rank.
+    No process outlives the call.
 
     Args:
         timeout: seconds for the whole call. timeouts: how long ranks wait for each other.
 
     Raises:
         CommunicationError: a rank's process ended, `timeout` is over, or the ranks' calls do not match.
-        Exception: what the first rank that failed raised, with a note that holds the rank and its traceback there.
+        Exception: the error of the first rank that failed, with a note that has the rank and its traceback.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -97,11 +97,11 @@ def run_processes(
 
 
 def collect(connections: list[Connection], deadline: float) -> dict[int, tuple[Any, BaseException | None] | None]:
-    """Receive each rank's answer, until all have answered, until the deadline, or until shortly after the first failure.
+    """Receive the ranks' results, until all have arrived, the deadline, or shortly after the first failure.
 
     Returns:
-        rank -> its answer; None for a rank whose process ended without one. Ranks that have not answered are absent. Answers that have
-        arrived are read even after the deadline.
+        rank -> (result, error); None for a rank whose process ended without one. Late ranks are absent. Results that have arrived are read
+        even after the deadline.
     """
     answers: dict[int, Any] = {}
     while len(answers) < len(connections):
@@ -152,7 +152,7 @@ def exit_name(code: int) -> str:
 
 
 def stderr_of(rank: int, folder: Path) -> str:
-    """The last lines that the process wrote to its standard error, such as errors of gloo."""
+    """The last lines of the process's standard error, such as errors of gloo."""
     path = Path(folder, f"stderr-{rank}")
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
     return ":\n" + "\n".join(lines[-5:]) if lines else ""
@@ -168,7 +168,7 @@ def print_lines(rank: int, path: Path) -> None:
 
 
 def rank_main(connection: Connection, job: Job) -> None:
-    """Run the job, send the answer, and stay until the parent has all answers: the others would take a rank that exits early for dead."""
+    """Run the job, send the result, and wait until the parent has all results: the others would take a rank that exits early for dead."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills this process
     redirect(job)
@@ -213,7 +213,7 @@ def loopback() -> str:
 
 
 def pickled(answer: tuple[Any, BaseException | None], job: Job) -> bytes:
-    """Pickle an answer. An exception carries its traceback along, as a note."""
+    """Pickle a result or an exception, whose traceback becomes a note."""
     result, error = answer
     if error is not None and not isinstance(error, CommunicationError):
         error.add_note(f"on rank {job.rank} of {job.ranks}:\n{''.join(traceback.format_exception(error)).rstrip()}")

@@ -1,22 +1,21 @@
-"""Chapter 07. Tensor parallelism as an axis of the mesh: cuts a plain transformer's matrices over ranks, in place (Megatron-LM).
+"""Chapter 07. Tensor parallelism as an axis of the mesh: shards a plain transformer's matrices over ranks, in place (Megatron-LM).
 
     attention      q, k, v by columns (whole heads)    o by rows         feed-forward    gate, up by columns    down by rows
     embedding      by tokens                           head by tokens
 
-Each rank computes its heads and its inner features from the same input; f stands in front of a sublayer, g in its last matrix. What is
-not cut (norms, biases of rows) is computed in the same way on every rank and has the whole gradient on each.
+Each rank computes its heads and its inner features from the same input: f comes before a sublayer, g after its last matrix. Replicated
+parameters (norms, biases of rows) are used alike on every rank, so each has their full gradient.
 
-A sublayer of a later chapter that has a method `over_ranks(group, leave)` says itself where its parts are added up (`leave`); so does a
-head of a later chapter, or a module within the head: its input has passed f, which sums the ranks' gradients. A layer of a later chapter
-that knows of ranks (`knows_tensor_parallelism`) calls its `combine` itself. Stacks of matrices [E, out, in] are cut as each of them is. A
-layer that holds its weight in another form has a method `cut_weight(dimension, ranges, group)`, which is called in place of
-cutting the parameter `weight`, the `weight_shape`, and the names of the parameters that it holds (`stored`).
+Extension points of later chapters: a sublayer or head with a method `over_ranks(group, leave)` sums its parts itself, with `leave`; a layer
+with `knows_tensor_parallelism` calls its `combine` itself; a layer that stores its weight in another form has `cut_weight(dimension,
+ranges, group)`, called in place of sharding the parameter `weight`, with `weight_shape` and the names of its parameters (`stored`). Stacks
+of matrices [E, out, in] are sharded matrix by matrix.
 
-With sequence parallelism the residual stream between the sublayers is cut along the sequence: norms, dropout and what they keep for the
-backward pass are shared out too. What is not cut then sees this rank's positions only, and its gradient is summed over the ranks
+With sequence parallelism the residual stream between the sublayers is sharded along the sequence, and so are norms, dropout and what they
+save for backward. Replicated parameters then see this rank's positions only, and their gradients are summed over the ranks
 (`partial_over`).
 
-Left out on purpose: layers that this file does not know, which are refused: training them would silently give wrong numbers.
+Left out on purpose: layers that this file does not know, which are refused: training them would silently give wrong results.
 """
 
 from collections.abc import Callable
@@ -61,10 +60,7 @@ class TensorParallel(Axis):
 
 
 class Cutter:
-    """Cuts the modules of a model over the tensor ranks of a mesh.
-
-    copies: the ranks that hold a copy of the same key and value head, where there are fewer heads than ranks.
-    """
+    """Shards a model's modules over tp. copies: the ranks with the same key-value head, where there are fewer heads than ranks."""
 
     def __init__(self, mesh: Mesh, key_value_heads: int):
         self.group, self.by_sequence = mesh.tp, mesh.config.sequence_parallel
@@ -98,7 +94,7 @@ class Cutter:
             self.change_stack(stack, lambda stack=stack: stack is model.encoder or model.head is not None)
 
     def cut_parameters(self, model: TransformerModel) -> None:
-        """Replace each parameter that is cut by this rank's slice, and state which ones have a gradient to be summed over ranks."""
+        """Replace each sharded parameter by this rank's slice, and set `partial_over` where gradients must be summed over ranks."""
         shapes = {name: tuple(parameter.shape[-2:]) for name, parameter in model.named_parameters()}
         packed = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "cut_weight")}
         for name, module in packed.items():
@@ -124,8 +120,8 @@ class Cutter:
         cut_parameter(module, name, dimension % getattr(module, name).dim(), ranges, self.group)
 
     def change_stack(self, stack: Stack, is_last: Callable[[], bool]) -> None:
-        """is_last: whether each rank computes a part of what follows the stack, as a head and cross-attention do; a pipeline's other
-        stages get the stream whole, and all ranks continue with it. A rank with several stages runs them one at a time."""
+        """is_last: whether a sharded module follows the stack, as a head or cross-attention; after the other stages of a pipeline all ranks
+        continue with the full stream."""
         if stack.config.position == "alibi":
             stack.position_bias = self.own_heads(stack.position_bias)
         for block in stack.blocks.values():
@@ -157,11 +153,11 @@ class Cutter:
             block.dropout.__class__, block.dropout.group = ShardDropout, self.group
 
     def own_heads(self, bias: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """A position bias for the heads of this rank."""
+        """A position bias for this rank's heads."""
         return lambda queries, keys: bias(queries, keys).chunk(self.group.size, dim=1)[self.group.rank]
 
     def splitting(self, run_block: Callable[..., Tensor], stack: Stack) -> Callable[..., Tensor]:
-        """Run blocks on this rank's positions: the stream is split in front of the first one."""
+        """Run blocks on this rank's positions: the stream is split before the first one."""
 
         def run(block: Block, x: Tensor, context: AttentionContext) -> Tensor:
             is_first = block is next(iter(stack.blocks.values()))
@@ -171,11 +167,7 @@ class Cutter:
 
 
 def require_known(model: nn.Module) -> None:
-    """Refuse a model with modules that tensor parallelism does not know.
-
-    Raises:
-        ValueError: names the module and its class.
-    """
+    """Refuse a model with modules that tensor parallelism does not know."""
     if type(model) is not TransformerModel:
         raise ValueError(f"Tensor parallelism cuts a TransformerModel, not a {type(model).__name__}.")
     kinds: dict[str, tuple[type, ...]] = {
@@ -190,17 +182,13 @@ def require_known(model: nn.Module) -> None:
 
 
 def require_plain(model: nn.Module) -> None:
-    """Refuse layers that hold their weights in another form, of which PyTorch's styles would cut nothing."""
+    """Refuse layers that store their weights in another form, which PyTorch's styles would not shard."""
     if packed := [name for name, module in model.named_modules() if hasattr(module, "cut_weight")]:
         raise SettingError(f"parallel.backend torch cannot cut the quantized weight of {packed[0]} (tensor_parallel): use backend course.")
 
 
 def require_even(config: ModelConfig, ranks: int, backend: str = "course") -> None:
-    """Refuse sizes that cannot be cut.
-
-    Raises:
-        SettingError: names the size, and degrees that divide it.
-    """
+    """Refuse sizes that the degree does not divide."""
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     sizes = {"num_attention_heads": heads, "intermediate_size": config.intermediate_size}
     for name, size in sizes.items():

@@ -1,9 +1,9 @@
 """Chapter 07. Tensor-parallel layers: row-parallel linear layer, vocabulary-parallel embedding, head and cross-entropy, dropout on shards.
 
-A matrix that is cut by columns (its output features) needs no class: f stands in front of it, and each rank computes its features. Cut by
-rows (its input features), each rank has a part of every output, and g adds the parts up; the bias is added once, to the sum.
+A column-parallel linear layer (sharded output features) needs no class: f comes before it, and each rank computes its features. In a
+row-parallel one (sharded input features) each rank has a summand of every output, and g sums them; the bias is added once, to the sum.
 
-A vocabulary is cut by tokens, evenly or not, so nothing is padded: no rank ever holds a logit of a token that does not exist.
+A vocabulary is sharded by tokens, evenly or not, so nothing is padded.
 """
 
 from collections.abc import Callable
@@ -75,10 +75,7 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
 
 
 class RowLinear(nn.Linear):
-    """A linear layer of which this rank holds some input features: [..., in / ranks] -> [..., out].
-
-    combine: adds up what the ranks have: g, or `scatter_sequence`, of which this rank keeps its positions.
-    """
+    """A row-parallel linear layer: [..., in / ranks] -> [..., out]. combine: sums over the ranks: g, or `scatter_sequence`."""
 
     combine: Callable[[Tensor], Tensor]
 
@@ -87,7 +84,7 @@ class RowLinear(nn.Linear):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Token embeddings of which this rank holds the rows from `first` on: ids [...] -> [..., D]. combine: g, which adds up the ranks'."""
+    """A vocabulary-parallel embedding, of which this rank has the rows from `first` on: ids [...] -> [..., D]. combine: g."""
 
     first: int
     combine: Callable[[Tensor], Tensor]
@@ -101,15 +98,12 @@ class VocabularyEmbedding(nn.Embedding):
         return self.combine(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
     def look_up(self, local: Tensor) -> Tensor:
-        """Rows of this rank's part, by their numbers in it."""
+        """Rows of this rank's shard, by local index."""
         return F.embedding(local, self.weight)
 
 
 class VocabularyHead(Head):
-    """A head of which this rank holds some tokens' rows. `forward` returns their logits: [..., D] -> [..., vocab of this rank].
-
-    sizes: how many tokens each rank of `group` has.
-    """
+    """A vocabulary-parallel head: [..., D] -> [..., vocab of this rank]. sizes: how many tokens each rank of `group` has."""
 
     sizes: list[int]
     group: Communicator
@@ -122,12 +116,7 @@ class VocabularyHead(Head):
 
 
 class VocabularyScores(TargetScores):
-    """Vocabulary-parallel cross-entropy and its gradient: what losses compute from the logits of some tokens on each rank.
-
-    Args:
-        logits: [rows, vocab of this rank].
-        first: the token of the first column.
-    """
+    """Vocabulary-parallel cross-entropy and its gradient. logits: [rows, vocab of this rank]. first: the token of the first column."""
 
     def __init__(self, logits: Tensor, targets: Tensor, first: int, group: Communicator):
         super().__init__(logits, targets)
@@ -152,7 +141,7 @@ class VocabularyScores(TargetScores):
 
 
 class ShardDropout(nn.Dropout):
-    """Dropout of activations of which each rank has a part: every rank draws its own mask."""
+    """Dropout of sharded activations: every rank samples its own mask."""
 
     group: Communicator
 
@@ -175,10 +164,10 @@ def attend_with_own_dropout(attend: Callable[..., Tensor], rank: int) -> Callabl
 
 
 def with_random_numbers_of_rank(draw: Callable[[], Tensor], device: torch.device, rank: int) -> Tensor:
-    """`draw()` with random numbers that differ between tensor-parallel ranks, whose generators agree before it and after it.
+    """`draw()` with random numbers that differ between tensor-parallel ranks, whose generators agree before and after it.
 
-    The generators are seeded from the rank and one number of the CPU's, which is the same on all ranks. So nothing needs to be kept between
-    calls or in checkpoints, and a forward pass that is computed again draws the same.
+    The seed is the rank plus one random number, the same on all ranks. So no state is kept between calls or in checkpoints, and a
+    recomputed forward pass samples the same.
     """
     seed = int(torch.randint(2**62, ()))
     devices = [device] if device.type == "cuda" else []

@@ -3,12 +3,12 @@
     q, k, v, gate, up, head     ColwiseParallel          attention, feed-forward    PrepareModuleInput: gathers the stream, once
     o, down, embedding          RowwiseParallel          norms                      SequenceParallel
 
-A style makes a module's parameters DTensors, and says how what goes in and comes out lies on the ranks; DTensor then finds the collectives,
-also of gradients: one that is partial is summed before it reaches its parameter.
+A style makes a module's parameters DTensors, and sets the layouts of its inputs and outputs; DTensor then inserts the collectives, also of
+gradients: a partial one is summed before it reaches its parameter.
 
-Between two uses each rank's part is kept as a plain tensor with a `sharding`, as this course's own cut leaves it, and is wrapped in a
-DTensor while its module computes. So DDP, ZeRO, `fully_shard`, optimizers and checkpoints work on it as they do on any other parameter.
-(`fully_shard` on DTensors themselves would cut a column's rows into strides, which are no box of the whole matrix.)
+Between two uses each shard is kept as a plain tensor with a `sharding`, as with backend course, and is wrapped in a DTensor while its
+module computes. So DDP, ZeRO, `fully_shard`, optimizers and checkpoints treat it as any other parameter. (`fully_shard` on DTensors would
+shard a column's rows into strides, which are no box of the full matrix.)
 
 Left out on purpose: fewer key and value heads than ranks, of which a style would give each rank a part of a head; torch.compile; DTensor's
 collectives in the communication trace, where they do not appear.
@@ -76,7 +76,7 @@ def refuse_to_compile(**options: object) -> None:
 
 
 def style_of(name: str, by_sequence: bool) -> ParallelStyle | None:
-    """The style of a module, by the last part of its name; None where every rank computes it alone, on the same numbers as the others."""
+    """The style of a module, by the last part of its name; None for a replicated one."""
     stream = Shard(1) if by_sequence else Replicate()
     match name.rpartition(".")[2]:
         case "q_proj" | "k_proj" | "v_proj" | "gate_proj" | "up_proj" | "linear":
@@ -97,8 +97,7 @@ def style_of(name: str, by_sequence: bool) -> ParallelStyle | None:
 
 
 def keep_local(module: nn.Module, mesh: Mesh) -> None:
-    """Keep the DTensors that a style has made of a module's own parameters as local parts, each with its `sharding`, and wrap them again
-    while the module computes."""
+    """Replace a module's DTensors by local shards with a `sharding`, which are wrapped again while the module computes."""
     wrapped = {name: parameter for name, parameter in module.named_parameters(recurse=False) if isinstance(parameter, DTensor)}
     if not wrapped:
         return
@@ -123,12 +122,12 @@ def keep_local(module: nn.Module, mesh: Mesh) -> None:
 
 
 def as_dtensor(part: Tensor, device_mesh: DeviceMesh, placements: tuple, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
-    """A local part as a DTensor. Backward, a gradient that is partial is summed over the ranks."""
+    """A local shard as a DTensor, whose backward pass sums a partial gradient over the ranks."""
     return DTensor.from_local(part, device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def shape_stack(stack: Stack, mesh: Mesh, device_mesh: DeviceMesh) -> None:
-    """What no style covers: position biases and dropout of this rank's heads, and where the stream is cut and joined along the sequence."""
+    """Set what no style covers: position biases and dropout of this rank's heads, and sequence parallelism of the stream."""
 
     def between(x: Tensor, before: Replicate | Shard, after: Replicate | Shard) -> Tensor:
         return DTensor.from_local(x, device_mesh, [before], run_check=False).redistribute(placements=[after]).to_local()
@@ -160,7 +159,7 @@ def shape_stack(stack: Stack, mesh: Mesh, device_mesh: DeviceMesh) -> None:
 
 
 class DTensorHead(Head):
-    """A head of which this rank holds some tokens' rows, and whose logits are wrapped in a DTensor where the loss is computed."""
+    """A vocabulary-parallel head, whose logits are wrapped in a DTensor for the loss."""
 
     device_mesh: DeviceMesh
 
@@ -178,10 +177,7 @@ class DTensorHead(Head):
 
 
 class DTensorScores(TargetScores):
-    """Cross-entropy under `loss_parallel`, which leaves logits where they are. logits: [rows, vocab of this rank].
-
-    wrapped: makes them a DTensor [rows, vocab].
-    """
+    """Cross-entropy under `loss_parallel`. logits: [rows, vocab of this rank]. wrapped: makes them a DTensor [rows, vocab]."""
 
     def __init__(self, logits: Tensor, targets: Tensor, wrapped: Callable[[Tensor], DTensor]):
         super().__init__(logits, targets)
