@@ -176,7 +176,10 @@ def require_agreement(layout: str, config: ParallelConfig, parallel: dict[str, A
 def main(words: list[str]) -> None:
     if not words or words[0] in ("-h", "--help"):
         sys.exit(__doc__)
-    command, ranks = command_of(words[0], with_start(words[1:]))
+    try:
+        command, ranks = command_of(words[0], with_start(words[1:]))
+    except CourseError as error:
+        refuse(error)
     if ranks == 1:
         os.execv(command[0], command)
     from shared.trainer.config import TrainerConfig
