@@ -10,6 +10,7 @@ The samples were drawn by an older policy, so each token's advantage is weighted
 Left out on purpose: a bonus for entropy, which language models that start from a good policy do without.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,12 +99,15 @@ class PPOAdvantages:
     An answer that was cut off ends there like any other: its score judges what there is, and nothing follows. With the value of the state
     after it on top, as for an episode that is only interrupted, values would grow with every rollout.
 
+    Args:
+        watch: more metrics of a rollout.
+
     Attributes:
         kl_coefficient: the one in effect.
     """
 
-    def __init__(self, config: PPOConfig):
-        self.config, self.kl_coefficient = config, config.kl_coefficient
+    def __init__(self, config: PPOConfig, watch: Callable[[Rollout], Metrics] = lambda rollout: {}):
+        self.config, self.kl_coefficient, self.watch = config, config.kl_coefficient, watch
 
     def __call__(self, rollout: Rollout) -> tuple[dict[str, Tensor], Metrics]:
         config, mask, values = self.config, rollout.mask, rollout.values
@@ -118,7 +122,7 @@ class PPOAdvantages:
             self.kl_coefficient *= 1 + min(max(error, -KL_STEP), KL_STEP) * len(rollout.lengths) / config.kl_horizon
         if config.whiten:
             advantages = whitened(advantages, mask)
-        return {"advantages": advantages, "returns": returns, "old_values": values}, metrics
+        return {"advantages": advantages, "returns": returns, "old_values": values}, metrics | self.watch(rollout)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl_coefficient": self.kl_coefficient, "given": self.config.kl_coefficient}

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean as mean
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
 
 from shared.course.errors import CourseError
 from shared.data.completion import Gap
@@ -19,6 +21,7 @@ from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.strategy import ParallelStrategy
+from shared.rl.examination import Compared
 from shared.totals import Objective, Totals
 from shared.trainer.config import TrainerConfig
 from shared.trainer.costs import Costs, Stopwatch, Traffic
@@ -29,34 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = 3  # answers of each kind
-
-
-class Answered(NamedTuple):
-    """A held-out task, what was answered to it before training and after, and whether that was right."""
-
-    kind: str
-    prompt: str
-    wanted: str
-    before: str
-    after: str
-    right_before: bool
-    right_after: bool
-
-
-class Preferred(NamedTuple):
-    """A held-out prompt, what was answered to it before training and after, and the hidden preference's reward of each answer."""
-
-    kind: str
-    prompt: str
-    before: str
-    after: str
-    reward_before: float
-    reward_after: float
-
-    @property
-    def won(self) -> float:
-        """1 where the later answer is preferred, 0 where the earlier one is, 1/2 for equal ones."""
-        return 0.5 + 0.5 * ((self.reward_after > self.reward_before) - (self.reward_after < self.reward_before))
 
 
 @dataclass
@@ -71,8 +46,8 @@ class Judged:
     summary: dict[str, Any]
     samples: list[tuple[str, str]] = field(default_factory=list)
     completions: list[Gap] = field(default_factory=list)
-    answered: list[Answered] = field(default_factory=list)
-    preferred: list[Preferred] = field(default_factory=list)
+    answered: list[Compared] = field(default_factory=list)
+    preferred: list[Compared] = field(default_factory=list)
     example: list[tuple[str, bool]] = field(default_factory=list)
     figures: dict[str, "Figure"] = field(default_factory=dict)
     unit: str = "nats per token"
@@ -80,7 +55,7 @@ class Judged:
     def accuracy(self) -> list[tuple[str, int, float, float]]:
         """For each kind of task, and for all: how many there are, and which share was right before and after."""
         return [
-            (kind, len(some), mean(each.right_before for each in some), mean(each.right_after for each in some))
+            (kind, len(some), mean(each.score_before == 1 for each in some), mean(each.score_after == 1 for each in some))
             for kind, some in by_kind(self.answered).items()
         ]
 
@@ -88,14 +63,20 @@ class Judged:
         """For each kind of prompt, and for all: how many there are, the mean reward before and after, and the win rate of the later answers
         over the earlier ones."""
         return [
-            (kind, len(some), *(mean(getattr(each, name) for each in some) for name in ("reward_before", "reward_after", "won")))
+            (kind, len(some), *(mean(getattr(each, name) for each in some) for name in ("score_before", "score_after", "won")))
             for kind, some in by_kind(self.preferred).items()
         ]
 
-    def shown(self) -> list[Answered] | list[Preferred]:
+    def shown(self) -> list[Compared]:
         """The first answers of each kind, which the report puts side by side."""
         found = by_kind(self.answered or self.preferred)
         return [each for kind, some in found.items() for each in some[:SHOWN] if kind == each.kind]
+
+
+def right_shares(answered: Sequence[Compared]) -> dict[str, float]:
+    """The shares of held-out tasks that were right before and after, for a summary; nothing where there are none."""
+    scores = {"before": [each.score_before for each in answered], "after": [each.score_after for each in answered]}
+    return {f"held-out tasks right {when}": sum(score == 1 for score in some) / len(some) for when, some in scores.items() if some}
 
 
 def by_kind(entries: Sequence[Any]) -> dict[str, list[Any]]:
@@ -104,8 +85,8 @@ def by_kind(entries: Sequence[Any]) -> dict[str, list[Any]]:
     return kinds | ({"all": list(entries)} if len(kinds) > 1 else {})
 
 
-class Mode(Protocol):
-    """What a run is for: where its rows come from, what is learned from them, and how it is judged.
+class Mode:
+    """What a run is for: where its rows come from, what is learned from them, and how it is judged. Made on every rank.
 
     Attributes:
         text: what was prepared.
@@ -114,44 +95,52 @@ class Mode(Protocol):
         pad_id: of an exported model; None for what it had at first.
         left_out: weights that are dropped on export.
         objective: the loss of a micro-batch.
-
-    A mode is made by its class: Mode(config, start, world, console), on every rank.
     """
 
     text: Any
     tokenizer: TextTokenizer
     end_ids: list[int]
-    pad_id: int | None
-    left_out: tuple[str, ...]
+    pad_id: int | None = None
+    left_out: tuple[str, ...] = ()
     objective: Objective
+
+    def __init__(self, config: TrainerConfig, start: InitialWeights | None, world: Communicator, console: Console):
+        raise NotImplementedError(f"{type(self).__name__} must prepare its data.")
 
     def require_answerable(self, config: TrainerConfig) -> None:
         """Refuse now what the report could not show after the last step."""
 
     def more_weights(self) -> list[InitialWeights]:
         """What else than the first weights decides the run's: a reward model."""
+        return []
 
     def shaped(self, model: TransformerModel) -> TransformerModel:
         """The plain model, perhaps without memory yet, with what the mode trains in it, such as a head of another kind. In place."""
+        return model
 
     def loaders(self, config: TrainerConfig, strategy: ParallelStrategy) -> tuple[Iterable, Iterable | None]:
         """What yields this rank's share of each training step, resumable, and of the held-out rows of an evaluation during training; None
         for no such evaluation. The strategy's model still has its first weights. Every rank calls it."""
+        raise NotImplementedError
 
     def all_held_out(self, config: TrainerConfig, strategy: ParallelStrategy) -> Iterable | None:
         """This rank's share of all that is held out, for the last evaluation; None where the mode has no loss of it."""
 
     def callbacks(self, config: TrainerConfig) -> list[Callback]:
         """The mode's own."""
+        return []
 
     def announcement(self, config: TrainerConfig) -> tuple[str, str]:
         """How much data there is, as the end of a sentence; and lines about it that a reader should see before the first step."""
+        raise NotImplementedError
 
     def judge(self, run: "Run", model: TransformerModel, totals: Totals | None) -> Judged:
         """What the report shows of the trained model, which rank 0 has whole. totals: of the last evaluation, if there was one."""
+        raise NotImplementedError
 
-    def save_beside(self, folder: Any, longest: int) -> None:
+    def save_beside(self, folder: Path, longest: int) -> None:
         """Write the tokenizer, and whatever else of text belongs to an exported model."""
+        self.tokenizer.save_pretrained(folder, longest)
 
 
 @dataclass

@@ -6,7 +6,6 @@ modes, such as where rows come from and what is evaluated at the end, is one obj
 """
 
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -43,11 +42,7 @@ from shared.trainer.costs import Costs, Stopwatch, Traffic
 from shared.trainer.mode import Mode, Run
 from shared.trainer.models import float_remark, objective_of, own_parts, parallel_model, parameter_count, require_extensions
 from shared.trainer.models import resolve_precision
-from shared.trainer.modes.grpo import TaskPolicyOptimization
-from shared.trainer.modes.pairs import PreferenceTuning, RewardModelling
-from shared.trainer.modes.ppo import PolicyOptimization
-from shared.trainer.modes.pretrain import Pretraining
-from shared.trainer.modes.sft import FineTuning
+from shared.trainer.modes import MODES
 from shared.trainer.planner.layout import pipeline_line, stages_summary
 from shared.trainer.planner.memory import require_memory
 from shared.trainer.records.changes import Changes, KeepChanges, find_changes, unresolved
@@ -57,15 +52,6 @@ from shared.trainer.reports.figures import Results
 from shared.trainer.results import evaluate_and_report
 from shared.trainer.sections import ROLLING
 from shared.trainer.weights import InitialWeights, find_initial_weights, fingerprint_of
-
-MODES: dict[str, Callable[..., Mode]] = {
-    "pretrain": Pretraining,
-    "sft": FineTuning,
-    "reward": RewardModelling,
-    "dpo": PreferenceTuning,
-    "ppo": PolicyOptimization,
-    "grpo": TaskPolicyOptimization,
-}
 
 
 def train_model(config: TrainerConfig, console: Console, world: Communicator | None = None, began: float | None = None) -> Results | None:

@@ -11,7 +11,8 @@ from shared.finetune.instructions import Task, draw_tasks, read_tasks
 from shared.preference.config import MOST_PROMPTS, MadeConfig
 from shared.preference.datasets import open_preferences_of
 from shared.preference.made_preferences import MAKERS, SCORES, Judge, draw_made, write_made
-from shared.trainer.mode import Judged, Preferred
+from shared.rl.examination import Compared
+from shared.trainer.mode import Judged
 
 
 def read(path):
@@ -86,7 +87,7 @@ def test_the_win_rate_counts_a_tie_as_half():
 
     def win_rate(answers: list[str], others: list[str]) -> float:
         rewards = [(judge(f"{n}?", old), judge(f"{n}?", new)) for n, (new, old) in enumerate(zip(answers, others, strict=True))]
-        [(_, _, _, _, won)] = Judged({}, preferred=[Preferred("kind", "", "", "", *each) for each in rewards]).wins()
+        [(_, _, _, _, won)] = Judged({}, preferred=[Compared("kind", "", "", "", "", *each) for each in rewards]).wins()
         return won
 
     assert win_rate(["5", "4", "9", "5"], ["4", "5", "9", "5"]) == 0.5

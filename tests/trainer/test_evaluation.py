@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from shared.course.cli import cli
+from shared.rl import examination
 from shared.trainer.evaluation import command, measures
 from shared.trainer.evaluation.command import evaluate_run
 from shared.trainer.evaluation.measures import Measured, plain_prompt
@@ -127,7 +128,7 @@ def test_drawn_answers_of_a_chat_model_are_judged_and_kept(model, tmp_path):
 @pytest.mark.parametrize(("new_tokens", "kept"), [(10, 86), (48, 48), (90, 48), (1000, 48)])
 def test_a_long_prompt_keeps_its_end_and_at_least_half_of_the_context(model, new_tokens, kept, monkeypatch):
     read = []
-    monkeypatch.setattr(measures, "generate_tokens", lambda model, prompts, *rest, **settings: read.extend(prompts) or iter([]))
+    monkeypatch.setattr(examination, "generate_tokens", lambda model, prompts, *rest, **settings: read.extend(prompts) or iter([]))
     ids = [5 + number % 200 for number in range(300)]
     assert measures.generate(open_subject(model), [ids, ids[:7]], new_tokens) == ["", ""]
     assert read == [ids[-kept:], ids[:7]]

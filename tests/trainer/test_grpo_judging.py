@@ -41,7 +41,7 @@ def test_a_check_that_fails_on_a_held_out_answer_counts_as_0_after_training(tmp_
     run.mode.loaders(run.config, run.strategy)
     monkeypatch.setattr(run.mode.verdicts, "process", lambda calls: ["it raised"] + [1.0] * (len(calls) - 1))
     with pytest.warns(UserWarning, match="it raised.* It counts as 0.0"):
-        assert run.mode.right(run.mode.tasks[:3], ["1", "2", "3"]) == [0.0, 1.0, 1.0]
+        assert run.mode.check(run.mode.tasks[:3], ["1", "2", "3"]) == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("words", "multiple"), [([], 1), (["parallel.sequence_parallel=true"], 2)])

@@ -8,6 +8,7 @@ from rich.console import Console
 from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
+from shared.rl import examination
 from shared.totals import Totals
 from shared.trainer.run import build
 
@@ -101,11 +102,12 @@ def test_answers_are_scored_in_the_precision_of_the_run(tmp_path, base):
 def test_the_trained_model_wins_where_its_answers_are_right_and_the_first_ones_empty(tmp_path, base, monkeypatch):
     run = build(preferring_config(tmp_path, base, "dpo"), QUIET)
     trained, right = run.strategy.module, [task.answer for task in run.mode.tasks]
-    monkeypatch.setattr(run.mode, "answers", lambda prompts, model, config: right if model is trained else [""] * len(right))
+    said = lambda model: right if model is trained else [""] * len(right)  # noqa: E731
+    monkeypatch.setattr(examination, "generated", lambda model, *_, **settings: [(text, True) for text in said(model)])
     rows, summary = run.mode.preferred(run, trained)
     assert summary["win rate over the first model, by the hidden preference"] == 1
     assert summary["hidden preference's reward before"] == 0 and summary["hidden preference's reward after"] == 1
-    assert all(row.reward_after > row.reward_before for row in rows) and len(rows) == len(right)
+    assert all(row.score_after > row.score_before for row in rows) and len(rows) == len(right)
 
 
 def test_the_calibration_is_over_all_held_out_pairs_on_any_ranks(tmp_path, base):

@@ -22,8 +22,9 @@ from shared.course.errors import CourseError, SettingError
 from shared.data.source import Source
 from shared.engine.checkpoint.folder import STATE
 from shared.output_files import require_writable, write_atomically
+from shared.rl.examination import TaskChecks
 from shared.trainer.evaluation.built_in import BUILT_IN, built_in
-from shared.trainer.evaluation.measures import Judge, TaskResult, measure, requests_of
+from shared.trainer.evaluation.measures import TaskResult, measure, requests_of
 from shared.trainer.evaluation.subject import Subject, open_subject
 from shared.trainer.evaluation.tasks import EvalTask, Loaded, load_task, open_task
 
@@ -95,10 +96,10 @@ def evaluate_run(
 
 def evaluate_subject(subject: Subject, tasks: Sequence[Loaded], console: Console | None = None) -> Evaluation:
     results = []
-    with Judge() as judge, Progress(console=console, disable=console is None or not console.is_terminal, transient=True) as bar:
+    with TaskChecks() as check, Progress(console=console, disable=console is None or not console.is_terminal, transient=True) as bar:
         for each in tasks:
             row = bar.add_task(each.name, total=requests_of(each))
-            results.append(measure(subject, each, judge, lambda count, row=row: bar.advance(row, count)))
+            results.append(measure(subject, each, check, lambda count, row=row: bar.advance(row, count)))
     return Evaluation(subject.path, results)
 
 

@@ -20,10 +20,10 @@ from shared.data.tokenizer import TextTokenizer
 from shared.finetune.soft_prompts import virtual_ids
 from shared.model.chunked_loss import chunk_rows
 from shared.model.transformer import TransformerModel
+from shared.rl.examination import Advance, silent
 from shared.sampling import evaluating
 
 Pair = tuple[list[int], list[int]]  # ids of a context, and of its continuation
-Advance = Callable[[int], None]  # called with how many more requests are done
 
 
 class Scored(NamedTuple):
@@ -77,7 +77,7 @@ class LikelihoodScorer:
             yield ids[max(0, end - self.context) : done + 1], ids[done + 1 : end + 1]
             done = end
 
-    def rolling(self, documents: Sequence[Sequence[int]], overlap: int = 1, advance: Advance = lambda count: None) -> list[float]:
+    def rolling(self, documents: Sequence[Sequence[int]], overlap: int = 1, advance: Advance = silent) -> list[float]:
         """The log-likelihood of each document, given as ids, in nats. advance: counts documents' windows."""
         windows = [(number, pair) for number, tokens in enumerate(documents) for pair in self.windows(tokens, overlap)]
         sums = [0.0] * len(documents)
@@ -86,7 +86,7 @@ class LikelihoodScorer:
         return sums
 
     @torch.no_grad()
-    def score(self, pairs: Sequence[Pair], advance: Advance = lambda count: None) -> list[Scored]:
+    def score(self, pairs: Sequence[Pair], advance: Advance = silent) -> list[Scored]:
         """Each continuation behind its context, which loses its beginning where both have no room."""
         for context, continuation in pairs:
             if not context or not 1 <= len(continuation) <= self.context:

@@ -21,17 +21,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
-from shared.model.init import stream_seed
-from shared.rl.code_reward import CodeReward
-from shared.rl.generation import Drawing, generate_tokens, stop_strings
-from shared.rl.pass_at_k import pass_at_k
-from shared.rl.rewards import RewardPart, RewardSet
-from shared.sampling import evaluating
-from shared.trainer.evaluation.likelihood import Advance, Pair
+from shared.rl.generation import Drawing
+from shared.rl.examination import GREEDY, Advance, Check, Examination, generated, silent
+from shared.trainer.evaluation.likelihood import Pair
 from shared.trainer.evaluation.subject import Subject
 from shared.trainer.evaluation.tasks import EvalTask, Item, Loaded
 
@@ -83,13 +77,13 @@ class TaskResult:
     answers: list[dict[str, Any]] = field(default_factory=list)
 
 
-def measure(subject: Subject, loaded: Loaded, judge: "Judge", advance: Advance = lambda count: None) -> TaskResult:
+def measure(subject: Subject, loaded: Loaded, check: Check, advance: Advance = silent) -> TaskResult:
     """A model's figures in one task. advance: called with how many more requests are done, of `requests_of`."""
     if loaded.task.kind == "text":
         return measure_text(subject, loaded, advance)
     if loaded.task.kind == "choice":
         return measure_choice(subject, loaded, advance)
-    return measure_generate(subject, loaded, judge, advance)
+    return measure_generate(subject, loaded, check, advance)
 
 
 def requests_of(loaded: Loaded) -> int:
@@ -133,76 +127,39 @@ def plain_prompt(task: EvalTask, item: Item) -> str:
     return "".join(shots) + item.prompt
 
 
-def measure_generate(subject: Subject, loaded: Loaded, judge: "Judge", advance: Advance) -> TaskResult:
+def measure_generate(subject: Subject, loaded: Loaded, check: Check, advance: Advance) -> TaskResult:
     task, items = loaded.task, loaded.items
     is_chat = task.chat and subject.template is not None
     prompts = [
         subject.chat_prompt(item.shots, item.prompt) if is_chat else subject.encode(plain_prompt(task, item)) for item in items
     ]
-    answers = generate(subject, prompts, task.new_tokens, task.stop, advance=advance)
-    seeds = [stream_seed(f"{loaded.name} {number}", task.seed) for number in range(len(prompts) * task.samples)]
-    repeated = [prompt for prompt in prompts for _ in range(task.samples)]
-    drawn = generate(subject, repeated, task.new_tokens, task.stop, Drawing(task.temperature), seeds, advance)
-    right = judge(items, answers)
-    of_drawn = judge([item for item in items for _ in range(task.samples)], drawn)
-    counts = [sum(of_drawn[first : first + task.samples]) for first in range(0, len(of_drawn), task.samples or 1)]
-    metrics = {"exact_match": Measured([float(each) for each in right])}
-    for power in range(task.samples.bit_length()):
-        metrics[f"pass@{2**power}"] = Measured([pass_at_k(task.samples, count, 2**power) for count in counts])
-    shown = [
-        {"prompt": item.prompt, "answer": answer, "expected": item.right, "right": each}
-        for item, answer, each in zip(items, answers, right, strict=True)
-    ]
+    examination = Examination(
+        [Task("evaluation", item.prompt, item.right, item.check) for item in items], with_room(subject, prompts, task.new_tokens), check,
+        subject.tokenizer.decode, task.new_tokens, limits_of(subject), task.samples, Drawing(task.temperature), loaded.name, task.seed,
+        task.stop,
+    )  # fmt: skip
+    answers = examination.answers(subject.model, advance)
+    metrics = {"exact_match": Measured([float(each.score == 1) for each in answers])}
+    metrics |= {f"pass@{k}": Measured(found) for k, found in examination.pass_at_k(subject.model, advance).items()}
+    shown = [{"prompt": each.prompt, "answer": each.text, "expected": each.wanted, "right": each.score == 1} for each in answers]
     return TaskResult(loaded, metrics, shown)
 
 
-def generate(
-    subject: Subject,
-    prompts: Sequence[list[int]],
-    new_tokens: int,
-    stop: Collection[str] = (),
-    drawing: Drawing = Drawing(temperature=0.0),  # noqa: B008 (frozen)
-    seeds: Sequence[int] | None = None,
-    advance: Advance = lambda count: None,
-) -> list[str]:
-    """What a model answers to each prompt, given as ids, up to a text of `stop`. A prompt that leaves no room loses its beginning."""
-    before, decode = subject.scorer.before, subject.tokenizer.decode
+def with_room(subject: Subject, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+    """Prompts as ids, without their beginnings where an answer would not fit; at most half of the context is kept free for it."""
     room = max(1, subject.scorer.context - min(new_tokens, subject.scorer.context // 2))
-    read = [[*before, *(prompt or [subject.scorer.prefix_id])[-room:]] for prompt in prompts]
-    found: list[list[int]] = [[] for _ in prompts]
-    with evaluating(subject.model), torch.no_grad():
-        for token in generate_tokens(
-            subject.model, read, new_tokens, drawing=drawing, seeds=seeds, stops=subject.stops,
-            stop_here=stop_strings(decode, stop) if stop else None, context=len(before) + subject.scorer.context,
-        ):  # fmt: skip
-            if token.token not in subject.stops:
-                found[token.number].append(token.token)
-            advance(int(token.last))
-    return [cut_at(decode(ids), stop) for ids in found]
+    return [(prompt or [subject.scorer.prefix_id])[-room:] for prompt in prompts]
 
 
-def cut_at(text: str, stop: Collection[str]) -> str:
-    """A text up to the first of some others in it."""
-    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+def limits_of(subject: Subject) -> dict[str, Any]:
+    return {"stops": subject.stops, "context": len(subject.scorer.before) + subject.scorer.context}
 
 
-class Judge:
-    """Says which answers pass their questions' checks, in processes of their own, which start with the first answer. A check that fails on
-    an answer takes it for wrong. To be used in a `with` statement."""
-
-    def __init__(self):
-        self.code = CodeReward()
-        self.verdicts: RewardSet | None = None
-
-    def __enter__(self) -> "Judge":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self.verdicts is not None:
-            self.verdicts.close()
-        self.code.close()
-
-    def __call__(self, items: Sequence[Item], answers: Sequence[str]) -> list[bool]:
-        self.verdicts = self.verdicts or RewardSet((RewardPart(),), (), str, code=self.code, failed=0.0)
-        tasks = [Task("evaluation", item.prompt, item.right, item.check) for item in items]
-        return [value == 1 for value in self.verdicts.judged(tasks, answers)[0]]
+def generate(
+    subject: Subject, prompts: Sequence[list[int]], new_tokens: int, stop: Collection[str] = (), drawing: Drawing = GREEDY,
+    seeds: Sequence[int] | None = None,
+) -> list[str]:  # fmt: skip
+    """The answer of a model to each prompt, given as ids."""
+    settings = {"stop": stop, "drawing": drawing, "seeds": seeds} | limits_of(subject)
+    found = generated(subject.model, with_room(subject, prompts, new_tokens), new_tokens, subject.tokenizer.decode, **settings)
+    return [text for text, _ in found]

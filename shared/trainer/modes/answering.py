@@ -6,25 +6,23 @@ from typing import Any
 
 from shared.course.errors import SettingError
 from shared.data.loader import EvaluationLoader, StatefulLoader
-from shared.data.tokenizer import TextTokenizer
-from shared.engine.callbacks import Callback
 from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.template import call_of
 from shared.finetune.instructions import Task
 from shared.model.transformer import TransformerModel
 from shared.parallel.mesh import Mesh
 from shared.parallel.strategy import ParallelStrategy
-from shared.rl.generation import answer_all
+from shared.rl.examination import Compared, Examination, compared
 from shared.trainer.config import TrainerConfig
-from shared.trainer.mode import Run, require_rows
+from shared.trainer.mode import Mode, Run, require_rows
 from shared.trainer.weights import InitialWeights
 
 Loaders = tuple[StatefulLoader, EvaluationLoader]  # of the rows to train on, and of those that are held out
 AT_ONCE = 64  # tasks that the template renders in one request
 
 
-class Answering:
-    """What modes have in common that start from given weights and train a chat model (`shared.trainer.mode.Mode`).
+class Answering(Mode):
+    """A mode that starts from given weights and trains a chat model.
 
     Attributes:
         start: the first weights.
@@ -35,13 +33,9 @@ class Answering:
     """
 
     start: InitialWeights
-    text: Any
-    tokenizer: TextTokenizer
     tasks: Sequence[Task] = ()
     start_id: int | None = None
     system: str | None = None
-    pad_id: int | None = None
-    left_out: tuple[str, ...] = ()
     virtual_tokens = 0
 
     @property
@@ -52,12 +46,6 @@ class Answering:
     def stops(self) -> set[int]:
         """The tokens that end an answer."""
         return {*self.end_ids, self.tokenizer.end_id}
-
-    def more_weights(self) -> list[InitialWeights]:
-        return []
-
-    def shaped(self, model: TransformerModel) -> TransformerModel:
-        return model
 
     def rows(self, config: TrainerConfig, strategy: ParallelStrategy, held_out_rows: int | None) -> Loaders:
         """This rank's rows to train on, and those that are held out. held_out_rows: how many of the latter; None for all."""
@@ -85,9 +73,6 @@ class Answering:
     def all_held_out(self, config: TrainerConfig, strategy: ParallelStrategy) -> Iterable:
         return self.rows(config, strategy, config.report.held_out_rows)[1]
 
-    def callbacks(self, config: TrainerConfig) -> list[Callback]:
-        return []
-
     def require_room(self, config: TrainerConfig, tasks: Sequence[Task], where: object) -> None:
         """Refuse prompts that leave no room for an answer."""
         for task, prompt in zip(tasks, self.prompts_of(tasks), strict=True):
@@ -107,25 +92,37 @@ class Answering:
             found += [each.ids for each in encoder.encode([each.text for each in rendered])]
         return found
 
-    def answers(
-        self, prompts: list[list[int]], model: TransformerModel, config: TrainerConfig, new_tokens: int | None = None
-    ) -> list[str]:
-        """What a model answers to prompts, given as ids: the likeliest token each time. new_tokens: at most; None for the report's."""
-        new_tokens, context = new_tokens or config.report.new_tokens, config.data.seq
-        found = answer_all(model, prompts, new_tokens, context=context, stops=self.stops, start_id=self.start_id)
-        return [self.tokenizer.decode(ids) for ids in found]
+    def limits(self, config: TrainerConfig) -> dict[str, Any]:
+        """Where answers end, as `generate_tokens` takes it."""
+        return {"context": config.data.seq, "stops": self.stops, "start_id": self.start_id}
 
-    def before_and_after(self, prompts: list[list[int]], run: Run, model: TransformerModel) -> tuple[list[str], list[str]]:
+    def check(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+        """The score of each answer to its task; 1 is right."""
+        return [float(task.solved_by(answer)) for task, answer in zip(tasks, answers, strict=True)]
+
+    def examination(self, config: TrainerConfig) -> Examination:
+        """The held-out tasks, as a model of this mode is asked and judged."""
+        new_tokens, limits = config.report.new_tokens, self.limits(config)
+        return Examination(self.tasks, self.prompts_of(self.tasks), self.check, self.tokenizer.decode, new_tokens, limits, seed=config.seed)
+
+    def first_model(self, run: Run) -> TransformerModel:
+        """The model that the run started from."""
+        return self.start.load(run.config.model, run.engine.device)
+
+    def compared(self, run: Run, model: TransformerModel) -> list[Compared]:
         """The answers of the model that the run started from, and of the trained one."""
-        first = self.start.load(run.config.model, run.engine.device)
-        return self.answers(prompts, first, run.config), self.answers(prompts, model, run.config)
+        examination = self.examination(run.config)
+        return compared(examination.answers(self.first_model(run)), examination.answers(model))
 
     def example(self) -> list[tuple[str, bool]]:
         """A text that was trained on, in pieces, each with whether it is a target."""
         return self.text.report.shown[0] if self.text.report.shown else []
 
+    def close(self) -> None:
+        """End the processes that judge, if there are any; a later answer starts others."""
+
     def save_beside(self, folder: Path, longest: int) -> None:
-        self.tokenizer.save_pretrained(folder, longest)
+        super().save_beside(folder, longest)
         if self.text.template is not None:
             self.text.template.save(folder)
 

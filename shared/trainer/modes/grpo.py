@@ -6,11 +6,10 @@ it, or the policy without its adapter.
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 
 from shared.course import figures as style
@@ -22,25 +21,23 @@ from shared.finetune.chat.examples import ChatExamples
 from shared.finetune.chat.prepare import ChatReport, chat_tokenizer
 from shared.finetune.chat.template import ChatTemplate
 from shared.finetune.instructions import Task
-from shared.model.init import stream_seed
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.health.agreement import agreed, require_agreement
 from shared.parallel.strategy import ParallelStrategy
 from shared.preference.rollouts import RolloutMetrics, require_prompts
 from shared.rl.alarms import alarms
-from shared.rl.cached_sampler import CachedSampler
 from shared.rl.code_reward import CodeReward
+from shared.rl.examination import Examination, compared
+from shared.rl.generation import Drawing
 from shared.rl.groups import GroupLoader
 from shared.rl.grpo import GRPOAdvantages, GRPOObjective
-from shared.rl.pass_at_k import mean_pass_at_k
-from shared.rl.rewards import TASK, RewardSet
+from shared.rl.rewards import TASK, RewardPart, RewardSet
 from shared.rl.tasks import open_tasks
 from shared.rl.verifiers import CODE
-from shared.sampling import evaluating
 from shared.totals import Totals
 from shared.trainer.config import TrainerConfig
-from shared.trainer.mode import Answered, Judged, Run
+from shared.trainer.mode import Judged, Run, right_shares
 from shared.trainer.modes.answering import Answering, trained_parameters
 from shared.trainer.modes.rollouts import Rolling, reward_by, reward_weights
 from shared.trainer.weights import InitialWeights
@@ -61,7 +58,7 @@ class Prompting:
 
 
 class TaskPolicyOptimization(Rolling, Answering):
-    """The mode grpo (`shared.trainer.mode.Mode`).
+    """The mode grpo.
 
     Attributes:
         training: the tasks that are answered. tasks: those that are held out.
@@ -110,21 +107,13 @@ class TaskPolicyOptimization(Rolling, Answering):
         return f"{len(self.training):,} tasks to answer ({len(self.tasks):,} held out)", f"Answers are rewarded by {by}.\n{runs}"
 
     def judge(self, run: Run, model: TransformerModel, totals: Totals | None) -> Judged:
-        first = self.start.load(run.config.model, run.engine.device)
+        examination, first = self.examination(run.config), self.first_model(run)
         try:
-            (old, were), (new, are) = (self.examined(each, run.config) for each in (first, model))
-            answered = [
-                Answered(task.kind, task.prompt, task.answer, one, other, right_one == 1, right_other == 1)
-                for task, one, other, right_one, right_other in zip(
-                    self.tasks, old, new, self.right(self.tasks, old), self.right(self.tasks, new), strict=True
-                )
-            ]
+            answered = compared(examination.answers(first), examination.answers(model))
+            were, are = examination.mean_pass_at_k(first), examination.mean_pass_at_k(model)
         finally:
             self.close()
-        summary: dict[str, Any] = {}
-        for when in ("before", "after"):
-            if answered:
-                summary[f"held-out tasks right {when}"] = sum(getattr(each, f"right_{when}") for each in answered) / len(answered)
+        summary: dict[str, Any] = right_shares(answered)
         for k in were:
             summary |= {f"held-out pass@{k} before": were[k], f"held-out pass@{k} after": are[k]}
         summary |= self.last_rollout(SHOWN) | {"alarms": " ".join(alarms(self.measured.loader.metrics).values()) or "none"}
@@ -132,31 +121,21 @@ class TaskPolicyOptimization(Rolling, Answering):
         figures = {"pass_at_k": plot_pass_at_k(were, are)} if were else {}
         return Judged(summary, answered=answered, figures=figures, unit="mean of advantages, weighed by ratios")
 
-    def examined(self, model: TransformerModel, config: TrainerConfig) -> tuple[list[str], dict[int, float]]:
-        """A model's likeliest answers to the held-out tasks, and pass@k of its drawn ones, by k."""
-        grpo, prompts = config.grpo, self.prompts_of(self.tasks)
-        count = grpo.held_out_answers if prompts else 0
-        texts = self.answers(prompts, model, config, grpo.new_tokens)
-        if not count:
-            return texts, {}
-        sampler = CachedSampler(grpo.new_tokens, self.stops, grpo.temperature)
-        seeds = [stream_seed(f"held-out {number}", config.seed) for number in range(len(prompts) * count)]
-        with torch.no_grad(), evaluating(model):
-            drawn = sampler(model, [prompt for prompt in prompts for _ in range(count)], seeds, lambda is_open: is_open)
-        said = [self.tokenizer.decode(each.said) for each in drawn]
-        right = torch.tensor(self.right([task for task in self.tasks for _ in range(count)], said)).eq(1).reshape(-1, count)
-        counts = right.sum(dim=1).tolist()
-        return texts, {2**power: mean_pass_at_k(counts, count, 2**power) for power in range(count.bit_length())}
+    def examination(self, config: TrainerConfig) -> Examination:
+        grpo = config.grpo
+        settings = {"new_tokens": grpo.new_tokens, "samples": grpo.held_out_answers, "drawing": Drawing(grpo.temperature)}
+        return replace(super().examination(config), **settings)
 
     def close(self) -> None:
-        """End the processes that judge; a later answer starts others."""
         for each in (self.verdicts, self.code):
             if each is not None:
                 each.close()
 
-    def right(self, tasks: list[Task], answers: list[str]) -> list[float]:
-        """What each task's own check says of its answer; 0 where it fails, since training is over by now."""
-        if self.verdicts.failed is None:
+    def check(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+        """What each task's own check says of its answer; after a training 0 where it fails."""
+        if self.verdicts is None:
+            self.verdicts = RewardSet((RewardPart(),), self.tasks, self.tokenizer.decode, code=self.code)
+        elif self.verdicts.failed is None:
             self.verdicts.failed = 0.0
         return self.verdicts.judged(tasks, answers, TASK)[0]
 

@@ -8,6 +8,7 @@ and the win rate before and after by a hidden preference.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -19,7 +20,7 @@ from shared.data.prepare import DIGESTS
 from shared.data.shards import TokenStore
 from shared.devices import on_device
 from shared.finetune.chat.datasets import ChatSource
-from shared.finetune.instructions import read_tasks
+from shared.finetune.instructions import Task, read_tasks
 from shared.loop import evaluate
 from shared.model.transformer import TransformerModel
 from shared.optim.precision import autocast_objective
@@ -35,10 +36,11 @@ from shared.preference.prepare import PreparedPairs, open_preferences, prepare_p
 from shared.preference.reference import ReferencedLoader, Score, cached_reference, scorer
 from shared.preference.reward_model import RewardObjective, as_reward_model
 from shared.preference.rows import preference_loaders
+from shared.rl.examination import GREEDY, Compared, generated
 from shared.totals import Totals
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
-from shared.trainer.mode import Judged, Preferred, Run, prepared_once
+from shared.trainer.mode import Judged, Run, prepared_once
 from shared.trainer.models import first_scorer
 from shared.trainer.modes.answering import Answering, Loaders, trained_parameters
 from shared.trainer.weights import InitialWeights
@@ -85,27 +87,29 @@ class Preferring(Answering):
         """Prompts of held-out pairs with the answers of the trained model and of the first one, where nobody judges answers."""
         if self.judge_of is not None:
             return []
-        prompts = prompts_of_pairs(self.text.held_out, SAMPLES)
-        before, after = self.before_and_after(prompts, run, model)
-        texts = [self.tokenizer.decode(prompt) for prompt in prompts]
-        return [(text, f"{new}\n\nbefore: {old}") for text, old, new in zip(texts, before, after, strict=True)]
+        prompts, decode = prompts_of_pairs(self.text.held_out, SAMPLES), self.tokenizer.decode
+        how = {"drawing": GREEDY, **self.limits(run.config)}
+        before, after = (
+            generated(each, prompts, run.config.report.new_tokens, decode, **how) for each in (self.first_model(run), model)
+        )
+        return [(decode(prompt), f"{new}\n\nbefore: {old}") for prompt, (old, _), (new, _) in zip(prompts, before, after, strict=True)]
 
-    def preferred(self, run: Run, model: TransformerModel) -> tuple[list[Preferred], dict[str, float]]:
+    def check(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+        """The hidden preference's reward of each answer."""
+        return [self.judge_of(task.prompt, answer) for task, answer in zip(tasks, answers, strict=True)]
+
+    def preferred(self, run: Run, model: TransformerModel) -> tuple[list[Compared], dict[str, float]]:
         """The answers to held-out prompts before training and after, with the hidden preference's reward of each; and a summary of them.
         Both are empty where there is no such preference."""
         if self.judge_of is None:
             return [], {}
-        before, after = self.before_and_after(self.prompts_of(self.tasks), run, model)
-        found = [
-            Preferred(task.kind, task.prompt, old, new, self.judge_of(task.prompt, old), self.judge_of(task.prompt, new))
-            for task, old, new in zip(self.tasks, before, after, strict=True)
-        ]
+        found = self.compared(run, model)
         return found, {
             "win rate over the first model, by the hidden preference": fmean(each.won for each in found),
-            "hidden preference's reward before": fmean(each.reward_before for each in found),
-            "hidden preference's reward after": fmean(each.reward_after for each in found),
-            "characters of an answer before": fmean(map(len, before)),
-            "characters of an answer after": fmean(map(len, after)),
+            "hidden preference's reward before": fmean(each.score_before for each in found),
+            "hidden preference's reward after": fmean(each.score_after for each in found),
+            "characters of an answer before": fmean(len(each.before) for each in found),
+            "characters of an answer after": fmean(len(each.after) for each in found),
         }
 
 
@@ -125,7 +129,7 @@ def made_set(config: TrainerConfig) -> MadeSet | None:
 
 
 class PreferenceTuning(Preferring):
-    """The mode dpo (`shared.trainer.mode.Mode`)."""
+    """The mode dpo."""
 
     def __init__(self, config: TrainerConfig, start: InitialWeights, world: Communicator, console: Console):
         super().__init__(config, start, world, console)
@@ -187,7 +191,7 @@ class PreferenceTuning(Preferring):
 
 
 class RewardModelling(Preferring):
-    """The mode reward (`shared.trainer.mode.Mode`)."""
+    """The mode reward."""
 
     def __init__(self, config: TrainerConfig, start: InitialWeights, world: Communicator, console: Console):
         super().__init__(config, start, world, console)

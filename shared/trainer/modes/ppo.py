@@ -4,11 +4,9 @@ The policy begins as the model of start_from with a value head, answers the prom
 the hidden preference itself. The reference that it stays close to is that first model, kept beside it, or the policy without its adapter.
 """
 
-from collections.abc import Callable
 from statistics import fmean
 
 from rich.console import Console
-from torch import Tensor
 
 from shared.engine.callbacks import Metrics
 from shared.finetune.instructions import read_tasks
@@ -28,14 +26,13 @@ from shared.trainer.mode import Judged, Run
 from shared.trainer.modes.answering import trained_parameters
 from shared.trainer.modes.pairs import Preferring, made_set, prompts_of_pairs
 from shared.trainer.modes.rollouts import Rolling, reward_by, reward_weights
-from shared.trainer.sections import PolicyConfig
 from shared.trainer.weights import InitialWeights
 
 SHOWN = ("reward", "gold_reward", "kl_to_reference", "answer_tokens", "ended", "value_explains")  # of the metrics of a rollout
 
 
 class PolicyOptimization(Rolling, Preferring):
-    """The mode ppo (`shared.trainer.mode.Mode`).
+    """The mode ppo.
 
     Attributes:
         prompts: ids of what is answered. texts: the same as their tasks have them.
@@ -58,7 +55,7 @@ class PolicyOptimization(Rolling, Preferring):
 
     def loaders(self, config: TrainerConfig, strategy: ParallelStrategy) -> tuple[RolloutLoader, None]:
         reward = reward_by(self.rewards, config, strategy) if self.rewards else self.gold_reward
-        advantages = WatchedAdvantages(config.ppo, self.gold_of)
+        advantages = PPOAdvantages(config.ppo, self.gold_of)
         return self.rollouts(
             RolloutLoader, config, strategy, config.ppo, True, prompts=self.prompts, reward=reward, advantages=advantages
         ), None  # fmt: skip
@@ -81,15 +78,3 @@ class PolicyOptimization(Rolling, Preferring):
         preferred, summary = self.preferred(run, model)
         summary |= self.last_rollout(SHOWN) | {"trained parameters": trained_parameters(model)}
         return Judged(summary, self.samples(run, model), preferred=preferred, unit="policy and value, per token")
-
-
-class WatchedAdvantages(PPOAdvantages):
-    """PPO's advantages, with more metrics of each rollout."""
-
-    def __init__(self, config: PolicyConfig, more: Callable[[Rollout], Metrics]):
-        super().__init__(config)
-        self.more = more
-
-    def __call__(self, rollout: Rollout) -> tuple[dict[str, Tensor], Metrics]:
-        columns, metrics = super().__call__(rollout)
-        return columns, metrics | self.more(rollout)

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from torch import nn
@@ -17,7 +16,6 @@ from shared.data.prepare import PreparedText, open_prepared, prepare
 from shared.data.tokenizer import TextTokenizer
 from shared.engine.callbacks import Callback
 from shared.model.chunked_loss import packed_next_token_objective
-from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.health.agreement import agreed
 from shared.parallel.mesh import Mesh
@@ -26,17 +24,15 @@ from shared.rl.generation import Drawing, answer_all
 from shared.totals import Totals, bits_per_byte
 from shared.trainer.config import TrainerConfig
 from shared.trainer.costs import BitsPerByte
-from shared.trainer.mode import Judged, Run, prepared_once, require_rows
+from shared.trainer.mode import Judged, Mode, Run, prepared_once, require_rows
 from shared.trainer.sections import FIM_SLACK
 from shared.trainer.weights import InitialWeights
 
 
-class Pretraining:
-    """The mode pretrain (`shared.trainer.mode.Mode`)."""
+class Pretraining(Mode):
+    """The mode pretrain."""
 
     objective = staticmethod(packed_next_token_objective)
-    pad_id = None
-    left_out = ()
 
     def __init__(self, config: TrainerConfig, start: InitialWeights | None, world: Communicator, console: Console):
         if start:
@@ -50,12 +46,6 @@ class Pretraining:
     def require_answerable(self, config: TrainerConfig) -> None:
         for prompt in config.report.prompts:
             require_prompt(self.tokenizer, prompt)
-
-    def more_weights(self) -> list[InitialWeights]:
-        return []
-
-    def shaped(self, model: TransformerModel) -> TransformerModel:
-        return model
 
     def loaders(self, config: TrainerConfig, strategy: ParallelStrategy) -> tuple[StatefulLoader, EvaluationLoader]:
         return loaders(config, self.text, strategy.mesh)
@@ -115,9 +105,6 @@ class Pretraining:
         stops = {self.tokenizer.end_id}
         found = answer_all(model, prompts, new_tokens, context=context, stops=stops, drawing=drawing, seeds=seeds)
         return [self.tokenizer.decode(ids) for ids in found]
-
-    def save_beside(self, folder: Path, longest: int) -> None:
-        self.tokenizer.save_pretrained(folder, longest)
 
 
 def given_tokenizer(config: TrainerConfig, start: InitialWeights) -> TextTokenizer:

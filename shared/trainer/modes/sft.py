@@ -22,13 +22,13 @@ from shared.parallel.health.agreement import agreed
 from shared.parallel.strategy import ParallelStrategy
 from shared.totals import Totals
 from shared.trainer.config import TrainerConfig
-from shared.trainer.mode import Answered, Judged, Run, prepared_once
+from shared.trainer.mode import Judged, Run, prepared_once, right_shares
 from shared.trainer.modes.answering import Answering, Loaders, trained_parameters
 from shared.trainer.weights import InitialWeights
 
 
 class FineTuning(Answering):
-    """The mode sft (`shared.trainer.mode.Mode`)."""
+    """The mode sft."""
 
     def __init__(self, config: TrainerConfig, start: InitialWeights, world: Communicator, console: Console):
         self.start, folder = start, config.data.prepared
@@ -63,17 +63,11 @@ class FineTuning(Answering):
         return amount, "".join(f"{line}\n" for line in report.lines()[1:3])
 
     def judge(self, run: Run, model: TransformerModel, totals: Totals) -> Judged:
-        before, after = self.before_and_after(self.prompts_of(self.tasks), run, model)
-        answered = [
-            Answered(task.kind, task.prompt, task.answer, old, new, task.solved_by(old), task.solved_by(new))
-            for task, old, new in zip(self.tasks, before, after, strict=True)
-        ]
-        count = max(1, len(answered))
+        answered = self.compared(run, model)
         summary = {
             "held-out loss on answers": totals.mean_loss,
             "held-out answer tokens guessed right": totals.mean_metrics()["correct"],
-            **({"held-out tasks right before": sum(each.right_before for each in answered) / count} if answered else {}),
-            **({"held-out tasks right after": sum(each.right_after for each in answered) / count} if answered else {}),
+            **right_shares(answered),
             "trained parameters": trained_parameters(model),
         }
         return Judged(summary, answered=answered, example=self.example())

@@ -16,9 +16,10 @@ from rich.table import Table
 from shared.course import figures as style
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.output_files import write_atomically
+from shared.rl.examination import Answer
 from shared.trainer.costs import IN_ALL
 from shared.trainer.mode import by_kind
-from shared.trainer.pipeline.abilities import ALL, TITLES, Answer, read_kept
+from shared.trainer.pipeline.abilities import ALL, PREFERRING, TITLES, read_kept
 from shared.trainer.pipeline.stages import RECORD, Pipeline, Stage
 from shared.trainer.reports.page import code_of, rendered
 
@@ -79,7 +80,7 @@ def ability_tables(pipeline: Pipeline) -> list[AbilityTable]:
         measured = [each.get(stage.name) for each in kept]
         names = dict.fromkeys(row for each in measured if each for row in each["values"])
         rows = [Row(row, [each["values"].get(row) if each else None for each in measured]) for row in names]
-        if stage.config.mode in ("dpo", "ppo") and rows:
+        if stage.config.mode in PREFERRING and rows:
             rows.append(Row(WON, win_rates(measured)))
         if rows:
             found.append(AbilityTable(stage.name, TITLES[stage.config.mode].format(stage.name), rows))
@@ -160,7 +161,7 @@ def side_by_side(pipeline: Pipeline) -> Iterator[tuple[str, list[dict[str, Any]]
         answers = next(iter(said.values()), [])
         if not answers:
             continue
-        judged = stage.config.mode in ("dpo", "ppo")
+        judged = stage.config.mode in PREFERRING
         numbers = [answers.index(each) for kind, some in by_kind(answers).items() if kind != ALL for each in some[:SHOWN]]
         yield TITLES[stage.config.mode].format(stage.name), [
             {

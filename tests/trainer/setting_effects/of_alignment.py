@@ -27,13 +27,12 @@ from shared.preference.reward_model import RewardConfig, RewardObjective, as_rew
 from shared.preference.rollouts import RolloutLoader
 from shared.preference.sampler import Completion
 from shared.preference.value_head import token_scores, with_value_head
-from shared.rl import rewards
+from shared.rl import examination, rewards
 from shared.rl.config import TaskPolicyConfig
 from shared.rl.groups import GroupLoader
 from shared.rl.grpo import GRPOAdvantages, GRPOObjective
 from shared.rl.rewards import RewardPart
 from shared.rl.tasks import MadeTasks, TasksConfig, open_tasks
-from shared.trainer.modes import grpo
 from shared.trainer.sections import PolicyConfig
 from shared.trainer.config import TrainerConfig
 from shared.trainer.modes.grpo import TaskPolicyOptimization
@@ -176,10 +175,7 @@ class Passed(TaskPolicyOptimization):
     def prompts_of(self, tasks: list[Task]) -> list[str]:
         return [task.prompt for task in tasks]
 
-    def answers(self, *arguments: Any) -> list[str]:
-        return []
-
-    def right(self, tasks: list[Task], answers: list[str]) -> list[float]:
+    def check(self, tasks: list[Task], answers: list[str]) -> list[float]:
         return [1.0] * len(tasks)
 
 
@@ -202,9 +198,8 @@ def examined(config: TaskPolicyConfig) -> dict[int, float]:
     training, held_out = open_tasks(config.tasks)
     mode = Passed(training)
     mode.tasks = held_out
-    sampler = lambda *settings: lambda model, prompts, seeds, anyone: [SimpleNamespace(said=[]) for _ in prompts]  # noqa: E731
-    with patch.object(grpo, "CachedSampler", sampler):
-        return mode.examined(nn.Linear(1, 1), replace(RUN, grpo=config))[1]
+    with patch.object(examination, "generated", lambda model, prompts, *_, **settings: [("", True) for _ in prompts]):
+        return mode.examination(replace(RUN, grpo=config)).mean_pass_at_k(nn.Linear(1, 1))
 
 
 KL = {"kl_coefficient": 0.3}
