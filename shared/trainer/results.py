@@ -31,9 +31,8 @@ from shared.trainer.mode import Run
 from shared.trainer.models import parameter_count
 from shared.trainer.planner.layout import bubble_summary, predicted_traffic, stages_summary
 from shared.trainer.records.history import changes_of, eras
-from shared.trainer.reports.figures import Results
+from shared.trainer.reports.figures import Results, write_report
 from shared.trainer.reports.listing import format_value
-from shared.trainer.reports.page import write_report
 
 GIB = 2**30
 

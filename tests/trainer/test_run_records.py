@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from shared.course.cli import cli
 from shared.folder_lock import FolderLock
 from shared.trainer.records.record import RunRecord, find_runs, read_run
-from shared.trainer.reports.side_by_side import curves, differences, drawn, results
+from shared.trainer.reports.page import plot
+from shared.trainer.reports.side_by_side import differences, drawn, results
 
 SETTINGS = {
     "mode": "sft", "steps": 4, "seed": 0, "data": {"batch_size": 8, "seq": 64}, "parallel": {"data_parallel": 2, "backend": "torch"},
@@ -125,7 +126,7 @@ def test_curves_are_those_of_the_metrics_and_tokens_where_steps_differ_in_them(t
     [axes] = found["training loss by tokens"].axes
     assert axes.lines[1].get_xdata().tolist() == [512, 1024, 1536, 2048]
     assert "training loss by tokens" not in drawn(["a", "b"], [runs[0], runs[0]])
-    curves({"a $b$ _c": [(1, float("nan")), (2, float("inf")), (3, 1.0)]}, "step", "loss").savefig(tmp_path / "odd.png")
+    plot({"a $b$ _c": [(1, float("nan")), (2, float("inf")), (3, 1.0)], "b": [(1, 1.0)]}, "loss", "step").savefig(tmp_path / "odd.png")
 
 
 def test_all_text_of_a_run_is_text_in_the_page(tmp_path):

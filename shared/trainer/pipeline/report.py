@@ -21,7 +21,7 @@ from shared.trainer.costs import IN_ALL
 from shared.trainer.mode import by_kind
 from shared.trainer.pipeline.abilities import ALL, PREFERRING, TITLES, read_kept
 from shared.trainer.pipeline.stages import RECORD, Pipeline, Stage
-from shared.trainer.reports.page import code_of, rendered
+from shared.trainer.reports.page import code_of, embedded, page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,25 +100,22 @@ def win_rates(measured: list[dict[str, Any] | None]) -> list[float | None]:
 
 def write_report(pipeline: Pipeline) -> Path:
     """Write the page, and the plots of abilities beside it."""
-    tables, pictures = ability_tables(pipeline), {}
-    for table in tables:
-        content = style.png(drawn(table, [stage.name for stage in pipeline.stages]))
-        write_atomically(pipeline.output / "figures" / f"{table.name}.png", content)
-        pictures[table.title] = base64.b64encode(content).decode()
+    tables, names = ability_tables(pipeline), [stage.name for stage in pipeline.stages]
+    figures = embedded({table.name: drawn(table, names) for table in tables}, pipeline.output / "figures")
     summaries = [summary_of(stage) for stage in pipeline.stages]
-    page = rendered(
+    content = page(
         Path(__file__).with_name("report.html"),
         title=pipeline.output.name,
         stages=[stage_entry(stage, summary, pipeline.output) for stage, summary in zip(pipeline.stages, summaries, strict=True)],
         minutes=sum(map(minutes_of, summaries)),
-        names=[stage.name for stage in pipeline.stages],
+        names=names,
         abilities=tables,
-        pictures=pictures,
+        pictures={table.title: figures[table.name] for table in tables},
         answers=list(side_by_side(pipeline)),
         code=code_of(pipeline.stages[0].folder),
         words="\n".join(f"{stage.name}: {stage.file.name} {' '.join(stage.words)}" for stage in pipeline.stages),
     )
-    write_atomically(pipeline.output / FILE, page)
+    write_atomically(pipeline.output / FILE, content)
     return pipeline.output / FILE
 
 

@@ -1,18 +1,23 @@
-"""Chapter 12. Figures of a run's report: loss, learning rate, speed, what its mode measures, and the load of its experts."""
+"""Chapter 12. The report that a run leaves, and its figures: loss, learning rate, speed, what its mode measures, and the load of its experts."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from shared.course import figures as style
+from shared.output_files import write_atomically
+from shared.trainer import provenance
+from shared.trainer.config import TrainerConfig
 from shared.trainer.mode import Judged
 from shared.trainer.records.history import Change, Era
+from shared.trainer.reports.listing import format_value
+from shared.trainer.reports.page import HELD_OUT, code_of, embedded, page, plot, series
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Series = list[tuple[int, float]]
-HELD_OUT = "held-out files"
 OF_PREFERENCES = {  # figure -> its lines by metric, and what they measure
     "ranked_right": ({"train/accuracy": "training", "validation/accuracy": HELD_OUT}, "share of pairs ranked right"),
     "margins": ({"train/margin": "training", "validation/margin": HELD_OUT}, "reward of the chosen minus the rejected"),
@@ -39,6 +44,23 @@ class Results:
     changes: list[Change] = field(default_factory=list)
 
 
+def write_report(config: TrainerConfig, results: Results) -> None:
+    """Write the HTML file and, beside it in `figures`, each figure as a PNG."""
+    judged, output = results.judged, config.engine.output
+    content = page(
+        Path(__file__).with_name("report.html"),
+        title=output.name,
+        summary=[(name, format_value(name, value)) for name, value in judged.summary.items()],
+        pictures=embedded(drawn(results), output / "figures"),
+        judged=judged,
+        eras=results.eras,
+        changes=results.changes,
+        code=code_of(output),
+        config=yaml.safe_dump(provenance.plain(config), sort_keys=False),
+    )
+    write_atomically(results.report, content)
+
+
 def drawn(results: Results) -> dict[str, "Figure"]:
     """The report's figures by name. One of which nothing was logged is left out."""
     found = {
@@ -63,48 +85,28 @@ def named(results: Results, beginning: str) -> dict[str, str]:
     return {name: name.rpartition("/")[2] for name in names}
 
 
-def series(results: Results, name: str) -> Series:
-    return [(step, row[name]) for step, row in sorted(results.metrics.items()) if row.get(name) is not None]
-
-
 def curves(results: Results, names: dict[str, str], label: str, zero: bool = False) -> "Figure | None":
     """Figures of the log against the step, each with its name."""
-    present = {title: points for name, title in names.items() if (points := series(results, name))}
+    present = {title: points for name, title in names.items() if (points := series(results.metrics, name))}
     if not present:
         return None
-    figure = style.new_figure()
-    axes = figure.subplots()
-    colours = {"training": style.TRAINING, HELD_OUT: style.HELD_OUT}
-    for title, points in present.items():
-        marker = "o" if len(points) < 40 else None
-        axes.plot(*zip(*points, strict=True), label=title, marker=marker, markersize=3, color=colours.get(title))
+    figure = plot(present, label)
+    [axes] = figure.axes
     for era in results.eras[1:]:
         axes.axvline(era.step, color="0.6", linestyle=":", linewidth=1)
     for change in results.changes:
         axes.axvline(change.step, color="0.4", linestyle="--", linewidth=1)
-    axes.set(xlabel="training step", ylabel=label)
     if zero:
         axes.set_ylim(bottom=0)
-    if len(present) > 1:
-        axes.legend()
     return figure
 
 
 def over_kl(results: Results) -> "Figure | None":
     """The rewards of rollouts against how far the policy has moved: where the hidden preference's falls while the other rises, the reward
     model is over-optimized (Gao et al. 2023)."""
-    moved = dict(series(results, "rollout/kl_to_reference"))
-    lines, _ = OF_PREFERENCES["reward"]
-    if not moved:
-        return None
-    figure = style.new_figure()
-    axes = figure.subplots()
-    for name, title in lines.items():
-        if points := [(moved[step], value) for step, value in series(results, name)]:
-            axes.plot(*zip(*points, strict=True), "o", label=title, markersize=3)
-    axes.set(xlabel="KL to the first model, nats per answer", ylabel="mean reward of an answer")
-    axes.legend()
-    return figure
+    kl, (titles, _) = "rollout/kl_to_reference", OF_PREFERENCES["reward"]
+    lines = {title: points for name, title in titles.items() if (points := series(results.metrics, name, kl))}
+    return plot(lines, "mean reward of an answer", "KL to the first model, nats per answer", linestyle="none") if lines else None
 
 
 def expert_load(results: Results) -> "Figure | None":
@@ -114,7 +116,7 @@ def expert_load(results: Results) -> "Figure | None":
     experts = sorted(tuple(map(int, key[len(name) :].split("."))) for key in keys)
     if not experts:
         return None
-    rows = [dict(series(results, f"{name}{block}.{expert}")) for block, expert in experts]
+    rows = [dict(series(results.metrics, f"{name}{block}.{expert}")) for block, expert in experts]
     steps = sorted(rows[0])
     figure = style.new_figure(figsize=(7.0, 1.2 + 0.14 * len(rows)))
     axes = figure.subplots()

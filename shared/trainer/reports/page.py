@@ -1,52 +1,61 @@
-"""Chapter 12. The HTML report of a run: one file that holds its own plots, to be opened, kept or sent."""
+"""Chapter 12. HTML pages of reports and the plots in them: one file that holds its own figures, to be opened, kept or sent."""
 
 import base64
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from shared.course import figures as style
 from shared.output_files import write_atomically
 from shared.trainer import provenance
-from shared.trainer.config import TrainerConfig
-from shared.trainer.reports.figures import Results, drawn
-from shared.trainer.reports.listing import format_value
 
 if TYPE_CHECKING:
-    pass
+    from matplotlib.figure import Figure
+
+Series = list[tuple[float, float]]
+HELD_OUT = "held-out files"
+COLOURS = {"training": style.TRAINING, HELD_OUT: style.HELD_OUT}
 
 
-def write_report(config: TrainerConfig, results: Results) -> None:
-    """Write the HTML file and, beside it in `figures`, each figure as a PNG."""
-    folder = config.engine.output / "figures"
+def series(metrics: Mapping[int, Mapping[str, float]], name: str, against: str | None = None) -> Series:
+    """Points of a logged metric: against the step, or another metric."""
+    rows = [(row.get(against) if against else step, row.get(name)) for step, row in sorted(metrics.items())]
+    return [(x, y) for x, y in rows if x is not None and y is not None]
+
+
+def plot(lines: Mapping[str, Series], ylabel: str, xlabel: str = "training step", **line: Any) -> "Figure":
+    """Lines over each other, with a legend where there are several. line: how matplotlib draws them."""
+    figure = style.new_figure()
+    axes = figure.subplots()
+    for title, points in lines.items():
+        how = {"marker": "o" if len(points) < 40 else None, "markersize": 3, "color": COLOURS.get(title)} | line
+        axes.plot(*zip(*points, strict=True), label=title.replace("$", r"\$"), **how)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    if len(lines) > 1:
+        axes.legend()
+    return figure
+
+
+def embedded(figures: Mapping[str, "Figure"], folder: Path | None = None) -> dict[str, str]:
+    """Figures as PNGs that a page holds. folder: where they are written as files too."""
     pictures = {}
-    for name, figure in drawn(results).items():
+    for name, figure in figures.items():
         content = style.png(figure)
-        write_atomically(folder / f"{name}.png", content)
+        if folder is not None:
+            write_atomically(folder / f"{name}.png", content)
         pictures[name] = base64.b64encode(content).decode()
-    page = rendered(
-        Path(__file__).with_name("report.html"),
-        title=config.engine.output.name,
-        summary=[(name, format_value(name, value)) for name, value in results.judged.summary.items()],
-        pictures=pictures,
-        judged=results.judged,
-        eras=results.eras,
-        changes=results.changes,
-        code=code_of(config.engine.output),
-        config=yaml.safe_dump(provenance.plain(config), sort_keys=False),
-    )
-    write_atomically(results.report, page)
+    return pictures
 
 
-def rendered(template: Path, **values: Any) -> bytes:
-    """An HTML page from a Jinja template, in the style of all reports. Every value is escaped."""
+def page(template: Path, **values: Any) -> bytes:
+    """An HTML page whose body is a Jinja template, with the head and the style of all reports. Every value is escaped."""
     from jinja2 import Environment  # after the last step, for which no first one should wait
     from markupsafe import Markup
 
-    style = Markup(Path(__file__).with_name("report.css").read_text(encoding="utf-8"))
-    return Environment(autoescape=True).from_string(template.read_text(encoding="utf-8")).render(style=style, **values).encode()
+    head, css = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("head.html", "report.css"))
+    text = f"{head}{template.read_text(encoding='utf-8')}</body>\n</html>\n"
+    return Environment(autoescape=True).from_string(text).render(style=Markup(css), **values).encode()
 
 
 def code_of(output: Path) -> dict[str, Any]:

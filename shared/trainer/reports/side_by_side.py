@@ -1,23 +1,22 @@
 """Chapter 12. Comparison of runs: settings that differ, results, and curves over each other, in the terminal and as one HTML page
 (`course report A B`)."""
 
-import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shared.course import figures as style, terminal
+from shared.course import terminal
 from shared.course.errors import CourseError
 from shared.engine.trackers.services import flat
 from shared.output_files import write_atomically
 from shared.trainer.records.record import RunRecord, read_run
 from shared.trainer.reports.listing import PIPED, shown
+from shared.trainer.reports.page import embedded, page, plot, series
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +41,7 @@ CODE = ("commit", "torch", "machine")
 Rows = list[tuple[str, list[str]]]
 
 
-def report_runs(console: Console, folders: Sequence[Path], page: Path) -> None:
+def report_runs(console: Console, folders: Sequence[Path], path: Path) -> None:
     """Print the tables of several runs, and write the page."""
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise CourseError("One run is given twice: give different ones.")
@@ -61,8 +60,8 @@ def report_runs(console: Console, folders: Sequence[Path], page: Path) -> None:
     for run in runs:
         for problem in run.problems:
             terminal.say(console, f"{run.folder}: {problem}.", "yellow")
-    write_page(page, names, runs)
-    console.print(f"Curves over each other: {page}", markup=False, soft_wrap=True)
+    write_page(path, names, runs)
+    console.print(f"Curves over each other: {path}", markup=False, soft_wrap=True)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -113,44 +112,24 @@ def plain_text(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def write_page(page: Path, names: Sequence[str], runs: Sequence[RunRecord]) -> None:
-    pictures = {label: base64.b64encode(style.png(figure)).decode() for label, figure in drawn(names, runs).items()}
-    template = Environment(autoescape=True).from_string(Path(__file__).with_name("side_by_side.html").read_text(encoding="utf-8"))
-    text = template.render(
-        title=" beside ".join(names), names=names, tables=tables(runs), pictures=pictures,
-        problems=[f"{run.folder}: {problem}" for run in runs for problem in run.problems],
+def write_page(path: Path, names: Sequence[str], runs: Sequence[RunRecord]) -> None:
+    content = page(
+        Path(__file__).with_name("side_by_side.html"), title=" beside ".join(names), names=names, tables=tables(runs),
+        pictures=embedded(drawn(names, runs)), problems=[f"{run.folder}: {problem}" for run in runs for problem in run.problems],
     )  # fmt: skip
-    write_atomically(page, text.encode())
+    write_atomically(path, content)
 
 
 def drawn(names: Sequence[str], runs: Sequence[RunRecord]) -> dict[str, "Figure"]:
     """The figures of what at least one run logged, by their labels."""
     found = {}
     for metric, label in CURVES.items():
-        lines = {name: points for name, run in zip(names, runs, strict=True) if (points := series(run, metric))}
+        lines = {name: points for name, run in zip(names, runs, strict=True) if (points := series(run.metrics, metric))}
         if lines:
-            found[label] = curves(lines, "training step", label)
+            found[label] = plot(lines, label)
     sizes = {(data.get("batch_size"), data.get("seq")) for run in runs if isinstance(data := run.settings.get("data"), dict)}
     if len(sizes) > 1:
-        lines = {name: series(run, AGAINST_TOKENS, "progress/tokens") for name, run in zip(names, runs, strict=True)}
+        lines = {name: series(run.metrics, AGAINST_TOKENS, "progress/tokens") for name, run in zip(names, runs, strict=True)}
         label = CURVES[AGAINST_TOKENS]
-        found[f"{label} by tokens"] = curves({name: points for name, points in lines.items() if points}, "training tokens", label)
+        found[f"{label} by tokens"] = plot({name: points for name, points in lines.items() if points}, label, "training tokens")
     return found
-
-
-def series(run: RunRecord, metric: str, against: str | None = None) -> list[tuple[float, float]]:
-    """Points of a metric: against the step, or another metric."""
-    rows = sorted(run.metrics.items())
-    return [(row[against] if against else step, row[metric]) for step, row in rows if metric in row and (against is None or against in row)]
-
-
-def curves(lines: dict[str, list[tuple[float, float]]], against: str, label: str) -> "Figure":
-    figure = style.new_figure()
-    axes = figure.subplots()
-    for name, points in lines.items():
-        marker = "o" if len(points) < 40 else None
-        axes.plot(*zip(*points, strict=True), label=name.replace("$", r"\$"), marker=marker, markersize=3)
-    axes.set(xlabel=against, ylabel=label)
-    if lines:
-        axes.legend()
-    return figure
