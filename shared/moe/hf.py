@@ -19,110 +19,69 @@ from shared.model.hf.registry import FORMATS
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 
 
-def with_experts(config: ModelConfig, **choices: Any) -> MixtureModelConfig:
-    """An imported model has no loss of its own, as in transformers, where one must ask for it."""
-    return MixtureModelConfig(**vars(config) | {"experts": MixtureConfig(**choices, balance_coefficient=0.0)})
+# Field of MixtureConfig -> its key in config.json, and its value where there is none; `...` requires the key.
+MIXTRAL = {"num_experts": ("num_local_experts", 8), "num_experts_per_tok": ("num_experts_per_tok", 2),
+           "moe_intermediate_size": ("intermediate_size", ...)}  # fmt: skip
+OLMOE = {"num_experts": ("num_experts", 64), "num_experts_per_tok": ("num_experts_per_tok", 8),
+         "moe_intermediate_size": ("intermediate_size", ...), "norm_topk_prob": ("norm_topk_prob", False)}  # fmt: skip
+QWEN3 = OLMOE | {"num_experts": ("num_experts", 128), "moe_intermediate_size": ("moe_intermediate_size", 768)}
+DOTS = OLMOE | {
+    "num_experts": ("n_routed_experts", ...),
+    "num_experts_per_tok": ("num_experts_per_tok", ...),
+    "moe_intermediate_size": ("moe_intermediate_size", 1408),
+    "routed_scaling_factor": ("routed_scaling_factor", 1.0),
+    "n_group": ("n_group", 1),
+    "topk_group": ("topk_group", 1),
+    "num_shared_experts": ("n_shared_experts", 1),
+    "first_k_dense": ("first_k_dense_replace", 0),
+}
+OLDER = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}  # keys of other versions of transformers
+POSITIVE = ("n_group", "topk_group", "n_shared_experts")  # where 0 stands for 1: transformers cannot build a model without
+Fields = dict[str, tuple[str, Any]]
+
+
+def read_fields(fields: Fields, raw: ConfigJson) -> dict[str, Any]:
+    found = {}
+    for ours, (key, default) in fields.items():
+        given = next((raw[name] for name in (key, OLDER.get(key)) if raw.get(name) is not None), default)
+        found[ours] = raw[key] if given is ... else given or 1 if key in POSITIVE else given
+    return found
 
 
 def read_mixtral(raw: ConfigJson) -> ModelConfig:
-    experts = {"num_experts": raw.get("num_local_experts", 8), "num_experts_per_tok": raw.get("num_experts_per_tok", 2)}
-    common = replace(llama.read_common({"rope_theta": 1e6} | raw, 131072, 1e-5), sliding_window=raw.get("sliding_window"))
-    return with_experts(common, **experts, moe_intermediate_size=raw["intermediate_size"])
+    return replace(llama.read_common({"rope_theta": 1e6} | raw, 131072, 1e-5), sliding_window=raw.get("sliding_window"))
 
 
-def write_mixtral(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
-    return llama.write_mistral(config) | {
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "intermediate_size": experts.moe_intermediate_size,
-        "output_router_logits": False,
-    }
+def with_bias(raw: ConfigJson, common: ModelConfig, **changes: Any) -> ModelConfig:
+    """A model whose attention has norms of queries and keys, and biases where the file says so."""
+    bias = raw.get("attention_bias", False)
+    return replace(common, attention_bias=bias, attention_output_bias=bias, qk_norm=True, **changes)
 
 
 def read_olmoe(raw: ConfigJson) -> ModelConfig:
-    bias = raw.get("attention_bias", False)
-    changes = {"attention_bias": bias, "attention_output_bias": bias, "qk_norm": True, "qk_norm_over": "projection", "head_dim": None}
-    return with_experts(
-        replace(llama.read_common(raw, 4096, 1e-5), **changes),
-        num_experts=raw.get("num_experts") or raw.get("num_local_experts", 64),
-        num_experts_per_tok=raw.get("num_experts_per_tok", 8),
-        moe_intermediate_size=raw["intermediate_size"],
-        norm_topk_prob=raw.get("norm_topk_prob", False),
-    )
-
-
-def write_olmoe(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
-    return llama.write_llama(config) | {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "intermediate_size": experts.moe_intermediate_size,
-        "norm_topk_prob": experts.norm_topk_prob,
-    }
+    return with_bias(raw, llama.read_common(raw, 4096, 1e-5), qk_norm_over="projection", head_dim=None)
 
 
 def read_qwen3(raw: ConfigJson) -> ModelConfig:
-    bias, window = raw.get("attention_bias", False), raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    changes = {"attention_bias": bias, "attention_output_bias": bias, "qk_norm": True, "sliding_window": window}
-    return with_experts(
-        replace(llama.read_common(raw, 32768), **changes),
-        num_experts=raw.get("num_experts") or raw.get("num_local_experts", 128),  # transformers 4 and 5
-        num_experts_per_tok=raw.get("num_experts_per_tok", 8),
-        moe_intermediate_size=raw.get("moe_intermediate_size", 768),
-        norm_topk_prob=raw.get("norm_topk_prob", False),
-    )
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    return with_bias(raw, llama.read_common(raw, 32768), sliding_window=window)
 
 
-def write_qwen3(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
-    window = config.sliding_window
-    return llama.write_llama(config) | {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "moe_intermediate_size": experts.moe_intermediate_size,
-        "norm_topk_prob": experts.norm_topk_prob,
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+def write_qwen3(config: ModelConfig) -> ConfigJson:
+    window = {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
+    return llama.write_llama(config) | window | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def read_dots(raw: ConfigJson) -> ModelConfig:
-    bias, layers, window = raw.get("attention_bias", False), raw["num_hidden_layers"], raw.get("sliding_window", 4096)
-    first = raw.get("max_window_layers", 62)
+    layers, window, first = raw["num_hidden_layers"], raw.get("sliding_window", 4096), raw.get("max_window_layers", 62)
     kinds = raw.get("layer_types") or ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
     windows = {"sliding_window": window, "layer_types": tuple(kinds)} if "sliding_attention" in kinds else {}
-    changes = {"attention_bias": bias, "attention_output_bias": bias, "qk_norm": True} | windows
-    return with_experts(
-        replace(llama.read_common(raw, 2048), **changes),
-        num_experts=raw.get("n_routed_experts") or raw["num_local_experts"],
-        num_experts_per_tok=raw["num_experts_per_tok"],
-        moe_intermediate_size=raw.get("moe_intermediate_size", 1408),
-        scoring="sigmoid",
-        norm_topk_prob=raw.get("norm_topk_prob", False),
-        routed_scaling_factor=raw.get("routed_scaling_factor", 1.0),
-        n_group=raw.get("n_group") or 1,
-        topk_group=raw.get("topk_group") or 1,
-        num_shared_experts=raw.get("n_shared_experts") or 1,  # transformers cannot build one without
-        first_k_dense=raw.get("first_k_dense_replace") or 0,
-        bias_update_rate=0.0,
-    )
+    return with_bias(raw, llama.read_common(raw, 2048), **windows)
 
 
-def write_dots(config: ModelConfig, experts: MixtureConfig) -> ConfigJson:
-    return llama.write_llama(config) | {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "moe_intermediate_size": experts.moe_intermediate_size,
-        "norm_topk_prob": experts.norm_topk_prob,
-        "routed_scaling_factor": experts.routed_scaling_factor,
-        "n_group": experts.n_group,
-        "topk_group": experts.topk_group,
-        "n_shared_experts": experts.num_shared_experts,
-        "first_k_dense_replace": experts.first_k_dense,
-        "sliding_window": config.sliding_window,
-        "layer_types": list(config.layer_types),
-        "max_window_layers": config.num_hidden_layers,
-    }
+def write_dots(config: ModelConfig) -> ConfigJson:
+    windows = {"sliding_window": config.sliding_window, "layer_types": list(config.layer_types)}
+    return llama.write_llama(config) | windows | {"max_window_layers": config.num_hidden_layers}
 
 
 NAMES = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
@@ -149,14 +108,33 @@ def tensors(config: ModelConfig, mlp: str = "mlp", names: dict[str, str] = NAMES
 
 
 def mixture(
-    model_type: str, architecture: str, read: Callable, write: Callable, tensors: Callable = tensors, required: Any = None, **token_ids: int
+    model_type: str,
+    architecture: str,
+    fields: Fields,
+    read: Callable[[ConfigJson], ModelConfig],
+    write: Callable[[ModelConfig], ConfigJson],
+    *,
+    fixed: dict[str, Any] | None = None,
+    written: dict[str, Any] | None = None,
+    tensors: Callable = tensors,
+    required: Any = None,
+    **token_ids: int,
 ) -> Format:
-    def write_any(config: ModelConfig) -> ConfigJson:
+    """A format. read, write: all but the experts, which `fields` give both ways. fixed: what holds of the experts of every such model.
+    written: keys that every such file has."""
+
+    def read_all(raw: ConfigJson) -> ModelConfig:
+        """An imported model has no loss of its own, as in transformers, where one must ask for it."""
+        experts = MixtureConfig(**read_fields(fields, raw), **(fixed or {}), balance_coefficient=0.0)
+        return MixtureModelConfig(**vars(read(raw)) | {"experts": experts})
+
+    def write_all(config: ModelConfig) -> ConfigJson:
         is_mixture = isinstance(config.experts, MixtureConfig)  # of another model, reading back says what is lost
-        return write(config, config.experts if is_mixture else MixtureConfig(1, 1, 1))
+        experts = config.experts if is_mixture else MixtureConfig(1, 1, 1)
+        return write(config) | {key: getattr(experts, ours) for ours, (key, _) in fields.items()} | (written or {})
 
     required = llama.COMMON_REQUIRED | (required or {})
-    known = llama.relative(model_type, architecture, read, write_any, **token_ids)
+    known = llama.relative(model_type, architecture, read_all, write_all, **token_ids)
     return replace(known, tensors=tensors, required=required)
 
 
@@ -164,15 +142,18 @@ MIXTURES: dict[str, Format] = {
     known.model_type: known
     for known in (
         mixture(
-            "mixtral", "MixtralForCausalLM", read_mixtral, write_mixtral,
-            partial(tensors, mlp="block_sparse_moe", names=MIXTRAL_NAMES), bos_token_id=1, eos_token_id=2,
+            "mixtral", "MixtralForCausalLM", MIXTRAL, read_mixtral, llama.write_mistral, written={"output_router_logits": False},
+            tensors=partial(tensors, mlp="block_sparse_moe", names=MIXTRAL_NAMES), bos_token_id=1, eos_token_id=2,
         ),
-        mixture("olmoe", "OlmoeForCausalLM", read_olmoe, write_olmoe, required={"clip_qkv": (None,)}, pad_token_id=1, eos_token_id=50279),
         mixture(
-            "qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3, write_qwen3,
+            "olmoe", "OlmoeForCausalLM", OLMOE, read_olmoe, llama.write_llama, required={"clip_qkv": (None,)}, pad_token_id=1,
+            eos_token_id=50279,
+        ),
+        mixture(
+            "qwen3_moe", "Qwen3MoeForCausalLM", QWEN3, read_qwen3, write_qwen3,
             required={"decoder_sparse_step": (1,), "mlp_only_layers": (None, [])},
         ),
-        mixture("dots1", "Dots1ForCausalLM", read_dots, write_dots),
+        mixture("dots1", "Dots1ForCausalLM", DOTS, read_dots, write_dots, fixed={"scoring": "sigmoid", "bias_update_rate": 0.0}),
     )
 }  # fmt: skip
 FORMATS.update(MIXTURES)
