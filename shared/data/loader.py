@@ -18,8 +18,7 @@ import numpy as np
 
 from shared.batches import split_batch
 from shared.course.errors import CourseError
-from shared.data import packing
-from shared.data.rows import PackedRows, Position, Row, Transform, as_ids, masked, padding_row, stack_rows, trained_of
+from shared.data.rows import Documents, PackedRows, Position, Row, Transform, documents_of, stack_rows, trained_of
 from shared.data.shards import TokenStore
 from shared.totals import Batch
 
@@ -157,21 +156,17 @@ class EvaluationLoader:
         limit: at most this many rows, spread evenly; None for all.
     """
 
-    def __init__(self, store: TokenStore, *, seq: int, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1):
+    def __init__(self, store: TokenStore | Documents, *, seq: int, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1):
         require_sizes(batch_size * ranks, batch_size, rank, ranks)
         if not (store.lengths > 1).any():
             raise CourseError(f"{store.folder} holds no document of two tokens or more: there is nothing to predict.")
-        self.store, self.seq, self.batch_size = store, seq, batch_size
-        self.plan = self.planned(store.lengths)
+        self.store, self.seq, self.batch_size = documents_of(store), seq, batch_size
+        self.plan = self.store.plan(store.lengths, seq)
         rows = np.arange(self.plan.rows)
         if limit is not None and limit < len(rows):
             rows = rows[np.arange(limit) * len(rows) // limit]
         self.rows: list[int | None] = rows[rank::ranks].tolist()
         self.rows += [None] * (-(-len(rows) // ranks) - len(self.rows))
-
-    def planned(self, lengths: np.ndarray) -> packing.RowPlan:
-        """Rows for documents of these lengths."""
-        return packing.plan_rows(lengths, self.seq)
 
     def __len__(self) -> int:
         return -(-len(self.rows) // self.batch_size)
@@ -181,11 +176,7 @@ class EvaluationLoader:
             yield stack_rows([self.row(number) for number in self.rows[first : first + self.batch_size]])
 
     def row(self, number: int | None) -> Batch:
-        if number is None:
-            return padding_row(self.seq)
-        segments = self.plan.segments(number)
-        row = packing.pack_documents([as_ids(self.store.document(s.document)[s.start : s.stop]) for s in segments], self.seq)
-        return masked(row, [trained_of(self.store, *s) for s in segments])
+        return self.store.row([] if number is None else self.plan.segments(number), self.seq)
 
     def byte_count(self, byte_lengths: np.ndarray) -> int:
         """The bytes of text that this rank's predictions cover, which bits per byte divides by.

@@ -14,28 +14,24 @@ import numpy as np
 
 from shared.course.errors import CourseError
 from shared.data.loader import PackedLoader, StatefulLoader
-from shared.data.rows import PackedRows, Position, Row, RowIndex, Transform, padding_row
+from shared.data.rows import Documents, PackedRows, Position, Row, RowIndex, Transform, padding_row
 from shared.data.shards import TokenStore
 from shared.data.source import Source
 from shared.totals import Batch
 
 
-class SourceDocuments:
-    """The documents of one source in a store: from `first` up to, not including, `last`. It serves as the store of `PackedRows`."""
+class SourceDocuments(Documents):
+    """The documents of one source in a store: from `first` up to, not including, `last`."""
 
     def __init__(self, store: TokenStore, first: int, last: int):
-        self.store, self.first, self.folder, self.tokenizer = store, first, store.folder, store.tokenizer
-        self.lengths = store.lengths[first:last]
-        self.fingerprint = f"{store.fingerprint}[{first}:{last}]"
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+        super().__init__(store)
+        self.first, self.lengths, self.fingerprint = first, store.lengths[first:last], f"{store.fingerprint}[{first}:{last}]"
 
     def document(self, number: int) -> np.ndarray:
-        return self.store.document(self.first + number)
+        return super().document(self.first + number)
 
     def trained(self, number: int) -> np.ndarray | None:
-        return self.store.trained(self.first + number)
+        return super().trained(self.first + number)
 
 
 class MixedIndex(NamedTuple):

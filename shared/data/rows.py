@@ -7,7 +7,7 @@ a restart: an index is two numbers, `RowIndex(epoch, row)`.
 Left out on purpose: batches, ranks and threads. They are the loader's, and change nothing about the rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,11 +38,59 @@ class Row(NamedTuple):
     skipped: int
 
 
+class Documents:
+    """The documents of a token store, and the rows that are planned and made of them. Subclasses make rows of other kinds.
+
+    Args:
+        before: ids that come before each document and are not trained: virtual tokens.
+
+    Attributes:
+        lengths: [documents], by which rows are planned.
+        fingerprint: of all that decides what is in a row.
+    """
+
+    def __init__(self, store: "TokenStore | Documents", before: Sequence[int] = ()):
+        self.store, self.before = store, np.array(before, dtype=np.int64)
+        self.folder, self.tokenizer, self.lengths = store.folder, store.tokenizer, store.lengths + len(before)
+        self.fingerprint = f"{store.fingerprint}+{list(before)}" if len(before) else store.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def document(self, number: int) -> np.ndarray:
+        """[tokens] ids."""
+        ids = self.store.document(number)
+        return np.concatenate([self.before, ids]) if len(self.before) else ids
+
+    def trained(self, number: int) -> np.ndarray | None:
+        """[tokens] bool; None where all are trained."""
+        trained = self.store.trained(number)
+        return np.concatenate([np.zeros(len(self.before), dtype=bool), trained]) if len(self.before) else trained
+
+    def plan(self, lengths: np.ndarray, seq: int, strategy: str = "best_fit", slack: int = 0) -> packing.RowPlan:
+        """Rows for documents of these lengths."""
+        return packing.plan_rows(lengths, seq, strategy, slack)
+
+    def piece(self, segment: packing.Segment) -> np.ndarray:
+        return self.document(segment.document)[segment.start : segment.stop]
+
+    def row(self, segments: Sequence[packing.Segment], seq: int) -> Batch:
+        """The row that holds these segments, [seq] each; without any, a row of padding."""
+        if not segments:
+            return padding_row(seq)
+        row = packing.pack_documents([as_ids(self.piece(segment)) for segment in segments], seq)
+        return masked(row, [trained_of(self, *segment) for segment in segments])
+
+
+def documents_of(store: TokenStore | Documents) -> Documents:
+    return store if isinstance(store, Documents) else Documents(store)
+
+
 class PackedRows:
     """The rows of one store.
 
     Args:
-        store: where the tokens are.
+        store: where the tokens are, or a view of it.
         seq: positions in a row.
         seed: of the shuffles and of what the transform draws.
         epochs: how many times through the store; None for no end.
@@ -58,7 +106,7 @@ class PackedRows:
 
     def __init__(
         self,
-        store: TokenStore,
+        store: TokenStore | Documents,
         seq: int,
         seed: int,
         epochs: int | None = None,
@@ -70,7 +118,7 @@ class PackedRows:
             raise CourseError(f"{store.folder} holds no document of two tokens or more: there is nothing to predict.")
         if transform and store.trained(0) is not None:
             raise CourseError(f"{store.folder} says which tokens are trained, and a transform would move them: leave the transform out.")
-        self.store, self.seq, self.seed, self.epochs = store, seq, seed, epochs
+        self.store, self.seq, self.seed, self.epochs = documents_of(store), seq, seed, epochs
         self.transform, self.slack, self.strategy = transform, slack, strategy
         self.plans: dict[int, tuple[packing.RowPlan, np.ndarray, np.ndarray]] = {}
 
@@ -84,18 +132,14 @@ class PackedRows:
         if epoch not in self.plans:
             generator = np.random.default_rng([self.seed, epoch])
             documents = generator.permutation(len(self.store))
-            plan = self.planned(self.store.lengths[documents])
+            plan = self.store.plan(self.store.lengths[documents], self.seq, self.strategy, self.slack)
             # A batch may hold the end of one epoch and the beginning of the next, never more than is kept here.
             self.plans = dict([*self.plans.items()][-1:]) | {epoch: (plan, documents, generator.permutation(plan.rows))}
         return self.plans[epoch]
 
-    def planned(self, lengths: np.ndarray) -> packing.RowPlan:
-        """Rows for documents of these lengths."""
-        return packing.plan_rows(lengths, self.seq, self.strategy, self.slack)
-
     def padding(self) -> Batch:
         """A row that holds nothing."""
-        return padding_row(self.seq)
+        return self.store.row([], self.seq)
 
     @property
     def rows(self) -> int:
@@ -124,11 +168,12 @@ class PackedRows:
         """Make the row at an index."""
         plan, documents, order = self.plan(index.epoch)
         number = int(order[index.row])
-        segments = plan.segments(number)
-        pieces = [self.store.document(int(documents[s.document]))[s.start : s.stop] for s in segments]
-        skipped = self.apply_transform(pieces, index.epoch, number) if self.transform else 0
-        row = packing.pack_documents([as_ids(piece) for piece in pieces], self.seq)
-        return Row(masked(row, [trained_of(self.store, int(documents[s.document]), s.start, s.stop) for s in segments]), skipped)
+        segments = [segment._replace(document=int(documents[segment.document])) for segment in plan.segments(number)]
+        if not self.transform:
+            return Row(self.store.row(segments, self.seq), 0)
+        pieces = [self.store.piece(segment) for segment in segments]
+        skipped = self.apply_transform(pieces, index.epoch, number)
+        return Row(packing.pack_documents([as_ids(piece) for piece in pieces], self.seq), skipped)
 
     def apply_transform(self, pieces: list[np.ndarray], epoch: int, row: int) -> int:
         """Transform the pieces in place where the result fits; how many did not."""
@@ -151,7 +196,7 @@ def described(transform: Transform | None) -> str | None:
     return f"{getattr(transform, '__name__', type(transform).__name__)}({getattr(transform, 'config', '')})"
 
 
-def trained_of(store: TokenStore, document: int, start: int, stop: int) -> np.ndarray | None:
+def trained_of(store: Documents, document: int, start: int, stop: int) -> np.ndarray | None:
     """[predictions] bool: which targets of a piece of a document are trained; None where all are, as in a store that does not say."""
     trained = store.trained(document)
     return None if trained is None else trained[start + 1 : stop]

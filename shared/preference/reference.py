@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shared.course.errors import CourseError
 from shared.data.loader import EvaluationLoader
+from shared.data.rows import Documents
 from shared.data.shards import TokenStore
 from shared.devices import on_device
 from shared.finetune.adapters import base_model
@@ -60,21 +61,21 @@ class ReferencedLoader:
     """Another loader's batches with their `reference`: [rows, seq] float, what the reference says of their targets.
 
     Args:
-        loader: yields steps, which are lists of micro-batches, or batches. Everything else that it has, this one has too, so its position
-            is saved and restored.
+        loader: yields steps, which are lists of micro-batches, or batches.
         score: of the reference. Ranks call it equally often, since their loaders yield equally many micro-batches.
     """
 
     def __init__(self, loader: Iterable, score: Score):
         self.loader, self.score = loader, score
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not there yet, while this is copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
     def __len__(self) -> int:
         return len(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
 
     def __iter__(self) -> Iterator:
         for step in self.loader:
@@ -84,20 +85,13 @@ class ReferencedLoader:
         return batch | {"reference": self.score(batch)}
 
 
-class ReferencedDocuments:
-    """A store whose documents have reference log-probabilities. It serves as the store of rows, which put them in (`reference`)."""
+class ReferencedDocuments(Documents):
+    """The documents of a store with their reference log-probabilities, which rows have as a column (`reference`)."""
 
     def __init__(self, store: TokenStore, log_probs: np.ndarray, identity: str):
-        self.store, self.log_probs, self.fingerprint = store, log_probs, f"{store.fingerprint}+{identity}"
+        super().__init__(store)
+        self.log_probs, self.values, self.fingerprint = log_probs, store.values, f"{store.fingerprint}+{identity}"
         self.offsets = np.concatenate([[0], np.cumsum(store.lengths)])
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "store":
-            raise AttributeError(name)
-        return getattr(self.store, name)
-
-    def __len__(self) -> int:
-        return len(self.store)
 
     def reference(self, number: int) -> np.ndarray:
         """[tokens] float32: the log-probability of each token of a document after those before it; 0 where it is not trained."""

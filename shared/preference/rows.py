@@ -8,7 +8,6 @@ none is spread over two rows. Each answer stands with its prompt, and sees nothi
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,20 +15,19 @@ import torch.nn.functional as F
 
 from shared.course.errors import CourseError
 from shared.data.loader import EvaluationLoader, StatefulLoader
-from shared.data.packing import pack_documents
-from shared.data.rows import PackedRows, Row, RowIndex, as_ids, masked, padding_row
+from shared.data.packing import Segment, pack_documents
+from shared.data.rows import Documents, PackedRows, as_ids, masked, padding_row
 from shared.data.shards import TokenStore
-from shared.finetune.chat.rows import PrefixedDocuments
 from shared.preference.prepare import PreparedPairs
+from shared.preference.reference import ReferencedDocuments
 from shared.totals import Batch
 
 
-class ComparedDocuments:
-    """Pairs, or single answers, of a store as what rows are planned of. It serves as their store.
+class ComparedDocuments(Documents):
+    """Pairs, or single answers, of a store as what rows are planned of.
 
     Args:
-        store: of a preparation; a pair is two documents in it. If it has a method `reference`, of a document's number, that gives the
-            log-probability of each of its tokens under the reference model, rows have it as well.
+        store: of a preparation; a pair is two documents in it. Of `ReferencedDocuments`, rows have the reference as well.
         facts: [documents], the margin of a document's pair, or 1 for a good single answer and 0 for a bad one.
         together: documents that stand together: 2 for pairs, 1 for single answers.
         seq: positions in a row.
@@ -39,46 +37,41 @@ class ComparedDocuments:
 
     def __init__(
         self,
-        store: TokenStore,
+        store: TokenStore | ReferencedDocuments,
         facts: np.ndarray,
         together: int,
         seq: int,
         whole: bool = False,
         virtual_ids: Sequence[int] = (),
     ):
-        self.store = PrefixedDocuments(store, virtual_ids) if len(virtual_ids) else store
-        self.facts, self.folder = facts, store.folder
-        self.together, self.seq, self.whole, self.before = together, seq, whole, len(virtual_ids)
-        self.known = getattr(store, "reference", None)
-        positions = (self.store.lengths - 1 + whole).reshape(-1, together).sum(1)
+        super().__init__(store, virtual_ids)
+        self.facts, self.together, self.seq, self.whole = facts, together, seq, whole
+        positions = (self.lengths - 1 + whole).reshape(-1, together).sum(1)
         self.lengths = positions + 1  # so that rows are planned of that many positions
-        self.fingerprint = f"{self.store.fingerprint}/{together}/{whole}"
+        self.fingerprint = f"{self.fingerprint}/{together}/{whole}"
         if positions.max() > seq:
-            what = ("pairs" if together == 2 else "answers") + (f" behind {self.before} virtual tokens" if self.before else "")
+            what = ("pairs" if together == 2 else "answers") + (f" behind {len(virtual_ids)} virtual tokens" if len(virtual_ids) else "")
             raise CourseError(
                 f"{self.folder} holds {what} of {positions.max():,} tokens, and a row takes {seq:,}: prepare them for shorter rows."
             )
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     def trained(self, number: int) -> np.ndarray:
         """[tokens] bool of a document, with room for a target behind its last token if that is an input."""
-        trained = self.store.trained(number)
+        trained = super().trained(number)
         return np.append(trained, False) if self.whole else trained
 
-    def row(self, which: Sequence[int]) -> Batch:
+    def row(self, segments: Sequence[Segment], seq: int) -> Batch:
         """A row of these pairs or single answers: [seq] each. `preference_loaders` describes it."""
-        numbers = [number for one in which for number in range(one * self.together, (one + 1) * self.together)]
-        row, counted = padding_row(self.seq), [self.trained(number)[1:] for number in numbers]
+        numbers = [number for one, *_ in segments for number in range(one * self.together, (one + 1) * self.together)]
+        row, counted = padding_row(seq), [self.trained(number)[1:] for number in numbers]
         if numbers:
-            ids = [as_ids(self.store.document(number)) for number in numbers]
-            row = pack_documents([F.pad(each, (0, 1)) for each in ids] if self.whole else ids, self.seq)
+            ids = [as_ids(self.document(number)) for number in numbers]
+            row = pack_documents([F.pad(each, (0, 1)) for each in ids] if self.whole else ids, seq)
             row = masked(row, counted)
         row["numbers"] = self.slots(torch.tensor(numbers, dtype=torch.int64), -1)
         facts = torch.from_numpy(self.facts[numbers])
         row |= {"margins": self.slots(facts[::2], 0)} if self.together == 2 else {"desirable": self.slots(facts.long(), -1)}
-        if self.known is not None:
+        if isinstance(self.store, ReferencedDocuments):
             row["reference"] = self.reference(numbers, counted)
         return row
 
@@ -88,37 +81,13 @@ class ComparedDocuments:
 
     def reference(self, numbers: Sequence[int], counted: Sequence[np.ndarray]) -> torch.Tensor:
         """[seq] float32: the reference's log-probability of each target, 0 where there is none."""
-        found, place = np.zeros(self.seq, np.float32), 0
+        found, place, before = np.zeros(self.seq, np.float32), 0, len(self.before)
         for number, trained in zip(numbers, counted, strict=True):
-            known = self.known(number)[1:]
-            here = slice(place + self.before, place + self.before + len(known))
-            found[here] = np.where(trained[self.before : self.before + len(known)], known, 0)
+            known = self.store.reference(number)[1:]
+            here = slice(place + before, place + before + len(known))
+            found[here] = np.where(trained[before : before + len(known)], known, 0)
             place += len(trained)
         return torch.from_numpy(found)
-
-
-class ComparedRows(PackedRows):
-    """The rows of `ComparedDocuments`, shuffled, without an end."""
-
-    def __init__(self, documents: ComparedDocuments, seed: int, epochs: int | None):
-        super().__init__(documents, documents.seq, seed, epochs)
-
-    def row(self, index: RowIndex) -> Row:
-        plan, documents, order = self.plan(index.epoch)
-        return Row(self.store.row([int(documents[segment.document]) for segment in plan.segments(int(order[index.row]))]), 0)
-
-    def padding(self) -> Batch:
-        return self.store.row([])
-
-
-class ComparedEvaluationLoader(EvaluationLoader):
-    """All of `ComparedDocuments` once, always in the same rows."""
-
-    def __init__(self, documents: ComparedDocuments, **sizes: Any):
-        super().__init__(documents, seq=documents.seq, **sizes)
-
-    def row(self, number: int | None) -> Batch:
-        return self.store.row([] if number is None else [segment.document for segment in self.plan.segments(number)])
 
 
 def compared_documents(
@@ -169,5 +138,5 @@ def preference_loaders(
     """
     training, held_out = (compared_documents(prepared, held_out, seq, whole, answers, virtual_ids) for held_out in (False, True))
     sizes = {"rank": rank, "ranks": ranks}
-    rows = StatefulLoader(ComparedRows(training, seed, epochs), batch_size=batch_size, micro_batch_size=micro_batch_size, **sizes)
-    return rows, ComparedEvaluationLoader(held_out, batch_size=micro_batch_size, limit=held_out_rows, **sizes)
+    rows = StatefulLoader(PackedRows(training, seq, seed, epochs), batch_size=batch_size, micro_batch_size=micro_batch_size, **sizes)
+    return rows, EvaluationLoader(held_out, seq=seq, batch_size=micro_batch_size, limit=held_out_rows, **sizes)

@@ -8,7 +8,7 @@ and the win rate before and after by a hidden preference.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -136,23 +136,28 @@ class PreferenceTuning(Preferring):
         self.objective = PreferenceObjective(config.dpo)
         self.score: Score | None = None
 
-    def loaders(self, config: TrainerConfig, strategy: ParallelStrategy) -> Loaders:
+    def loaders(self, config: TrainerConfig, strategy: ParallelStrategy) -> tuple[Iterable, Iterable]:
         if config.dpo.needs_reference:
             self.score = self.reference(config, strategy)
             if config.dpo.reference == "cached":
                 self.text = self.cached(config, strategy)
-        return super().loaders(config, strategy)
+        training, held_out = super().loaders(config, strategy)
+        return self.with_reference(training, config, strategy), self.with_reference(held_out, config, strategy)
 
     def rows(self, config: TrainerConfig, strategy: ParallelStrategy, held_out_rows: int | None) -> Loaders:
-        kto = config.dpo.loss == "kto"
-        found = preference_loaders(self.text, answers=kto, **self.sizes(config, strategy.mesh, held_out_rows))
+        return preference_loaders(self.text, answers=config.dpo.loss == "kto", **self.sizes(config, strategy.mesh, held_out_rows))
+
+    def all_held_out(self, config: TrainerConfig, strategy: ParallelStrategy) -> Iterable:
+        return self.with_reference(super().all_held_out(config, strategy), config, strategy)
+
+    def with_reference(self, loader: Iterable, config: TrainerConfig, strategy: ParallelStrategy) -> Iterable:
+        """A loader whose batches have what the loss needs of the reference, where the cache has not put it into the rows."""
         if self.score is None or config.dpo.reference == "cached":
-            return found
-        if kto:
+            return loader
+        if config.dpo.loss == "kto":
             policy = scorer(strategy.model, autocast_objective(score_answers, config.precision))
-            found = tuple(BaselinedLoader(loader, self.score, policy, strategy.mesh.data) for loader in found)
-        training, held_out = (ReferencedLoader(loader, self.score) for loader in found)
-        return training, held_out
+            loader = BaselinedLoader(loader, self.score, policy, strategy.mesh.data)
+        return ReferencedLoader(loader, self.score)
 
     def reference(self, config: TrainerConfig, strategy: ParallelStrategy) -> Score:
         """What computes reference log-probabilities: the model while it still has its first weights, that model without its adapter, or a
