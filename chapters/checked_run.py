@@ -149,7 +149,7 @@ def samples_of(model: Any, tasks: CheckedTasks, some: Sequence[Asked], each: int
     """`each` drawn answers to every task, at temperature 1, side by side, and how many to each are right."""
     from shared.model.init import stream_seed
     from shared.preference.answer_rows import Sample
-    from shared.rl.cached_sampler import CachedSampler
+    from shared.rl.generation import CachedSampler
     from shared.sampling import evaluating
 
     numbers = [number for number in range(len(some)) for _ in range(each)]
@@ -184,7 +184,7 @@ def learn(
     from shared.parallel.parallelize import apply_parallel
     from shared.preference.rollouts import RolloutLoader
     from shared.preference.value_head import token_scores
-    from shared.rl.cached_sampler import CachedSampler
+    from shared.rl.generation import CachedSampler
     from shared.rl.grpo import GRPOAdvantages, GRPOConfig, GRPOObjective
 
     curve = Curve()

@@ -224,7 +224,7 @@ def continued(config: CaseConfig, settings: dict[str, Any], seed: int) -> tuple[
     """Continue the training of the model before. Returns the figures, and the curve of both texts."""
     import torch
 
-    from shared.finetune.tokenizer_extension import extend_tokenizer
+    from shared.finetune.vocabulary import extend_tokenizer
 
     tokens = first_tokens(config.experiment, config.vocab_size)
     model = make_model(tokens.size, seed)

@@ -40,7 +40,7 @@ def run(config: ExtensionConfig) -> None:
     from shared.data.source import Source
     from shared.data.sources import open_source
     from shared.data.tokenizer import TextTokenizer
-    from shared.finetune.tokenizer_extension import extend_tokenizer
+    from shared.finetune.vocabulary import extend_tokenizer
     from shared.output_files import require_writable
 
     console = Console(markup=False, emoji=False, highlight=False)

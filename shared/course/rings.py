@@ -76,8 +76,6 @@ AROUND = {  # folder or module of `shared/` -> what it is for; a module that no 
     "finetune/memory_costs": "memory of adapters and of a quantized base, for the planner",
     "finetune/peft_format": "adapters in peft's format",
     "finetune/peft_layers": "... which of peft's layers is which of ours",
-    "finetune/peft_places": "... and each tensor of them",
-    "finetune/quantization/frozen_files": "quantized weights read as the frozen base of adapters",
     "finetune/quantization/nf4_files": "bitsandbytes' NF4 format",
     "finetune/quantization/packed_files": "GPTQ's and AWQ's packed formats",
     "finetune/quantization/saved": "quantized models written and read",

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from shared.finetune.adapters import DEFAULT, Adapter, LayerUpdate, adapters_of, add_updates, attach_adapter
 from shared.finetune.config import AdapterConfig
-from shared.finetune.peft_layers import ROOT, packed, unpacked
-from shared.finetune.peft_places import ExpertsPlace, Place, layers_in_files
+from shared.finetune.peft_layers import ROOT, ExpertsPlace, Place, layers_in_files, packed, unpacked
 from shared.finetune.soft_prompts import PREFIX, PROMPT, from_peft, to_peft
 from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError, read_json, write_json

@@ -15,7 +15,7 @@ from rich.console import Console
 from shared.course.errors import CourseError
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.datasets import ChatError
-from shared.finetune.chat.examples import ChatExamples, Example
+from shared.finetune.chat.encoding import ChatExamples, Example
 from shared.finetune.chat.prepare import BATCH, SHOWN, ChatReport, PreparedChats, names_of, opened, prepared_folder
 from shared.finetune.chat.sides import SideWriter
 from shared.finetune.chat.template import ChatTemplate

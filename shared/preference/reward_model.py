@@ -2,7 +2,8 @@
 
 A language model's head is replaced by one vector, and the reward of a text is that vector's product with the hidden state of the text's
 last token, which alone has read all of it (Stiennon et al. 2020, section 3.4; Ouyang et al. 2022, section 3.5). The numbers equal
-transformers' sequence classification with one label.
+transformers' sequence classification with one label, and so do the files: the decoder under its usual names, no language-model head, and
+one vector, `score.weight` [1, D].
 
 Rows are packed, and the reward is read where a text's last token is the input: rows for reward models end with that token, where rows of
 other objectives have it as a target only.
@@ -27,17 +28,19 @@ from shared.course.errors import SettingError
 from shared.loss import IGNORED
 from shared.model.builders import Builders
 from shared.model.chunked_loss import apart
+from shared.model.config import ModelConfig
 from shared.model.hf.files import TensorFolder
+from shared.model.hf.format import ConfigJson, FileTensor, Format, same
 from shared.model.hf.pretrained import open_pretrained
 from shared.model.init import forget_files, initial_value, materialize, stream_seed
 from shared.model.transformer import PLAIN, TransformerModel
 from shared.preference.bradley_terry import bradley_terry_loss
 from shared.preference.log_probs import token_shares
-from shared.preference.reward_format import HEAD, SCORE, sequence_classification
 from shared.preference.value_head import ScalarProjection
 from shared.sampling import evaluating
 from shared.totals import Batch, Totals
 
+HEAD, SCORE = "head.weight", "score.weight"  # the vector's logical name, and its name in the files
 WIDTH = 16  # sequences are padded to multiples of this, which sequence-parallel ranks can share out
 
 
@@ -223,3 +226,17 @@ def padded(sequences: Sequence[Sequence[int]], longest: int) -> tuple[Tensor, Te
     rows = pad_sequence([torch.as_tensor(ids, dtype=torch.int64) for ids in sequences], batch_first=True)
     width = min(-(-rows.shape[1] // WIDTH) * WIDTH, longest)
     return F.pad(rows, (0, max(0, width - rows.shape[1]))), lengths.unsqueeze(1) - 1
+
+
+def sequence_classification(known: Format, raw: ConfigJson) -> tuple[Format, ConfigJson]:
+    """The format and config.json of a decoder with a language-model head -> the format and config.json of the reward model.
+
+    Files of OLMoE and dots.llm1 are written in the same way; transformers 5 has no class that reads them.
+    """
+    architecture = known.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"
+
+    def tensors(config: ModelConfig) -> list[FileTensor]:
+        return [*(each for each in known.tensors(config) if not each.ours[0].startswith("head.")), same(SCORE, HEAD)]
+
+    changed = replace(known, architecture=architecture, tensors=tensors, tied=(), ignored=(*known.ignored, *known.tied))
+    return changed, raw | {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -39,7 +39,7 @@ from shared.parallel.pipeline.axis import PipelineParallel
 from shared.parallel.strategy import ParallelStrategy
 from shared.parallel.tensor.axis import TensorParallel
 from shared.preference.reference import Score, scorer
-from shared.rl.reward_worker import function_of
+from shared.rl.reward_process import function_of
 from shared.totals import Batch, Objective, Totals
 from shared.trainer.config import TrainerConfig
 from shared.trainer.weights import InitialWeights

@@ -24,8 +24,7 @@ from shared.engine.engine import RuntimeEngine
 from shared.folder_lock import held_folder
 from shared.loop import accumulate_gradients
 from shared.model.hf.registry import write_config
-from shared.moe.balancing import BalanceExperts
-from shared.moe.expert_norms import ExpertNorms
+from shared.moe.balancing import BalanceExperts, ExpertNorms
 from shared.optim.build import build_optimizer
 from shared.optim.loss_scale import KeepLossScale, LossScaler
 from shared.optim.precision import autocast_objective

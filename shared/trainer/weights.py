@@ -27,7 +27,7 @@ from shared.course.typed import configured
 from shared.data.sources import Digests
 from shared.data.tokenizer import TextTokenizer
 from shared.engine.checkpoint.folder import FOLDER, MANIFEST, STATE, Checkpoints, require_intact
-from shared.finetune.quantization.frozen_files import FrozenFolder, with_frozen_layers
+from shared.finetune.quantization.frozen import FrozenFolder, with_frozen_layers
 from shared.finetune.quantization.nf4_files import Nf4Folder
 from shared.finetune.quantization.packed_files import PackedFolder
 from shared.finetune.quantization.saved import KEYS

@@ -32,7 +32,7 @@ from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
 from shared.preference.reference import scorer
 from shared.preference.value_head import token_scores
-from shared.rl.cached_sampler import CachedSampler
+from shared.rl.generation import CachedSampler
 from shared.rl.groups import GroupLoader
 from shared.rl.grpo import GRPOAdvantages, GRPOConfig, GRPOObjective
 

@@ -16,7 +16,7 @@ from shared.course.errors import CourseError
 from shared.data.objectives import encoder_decoder_objective
 from shared.data.rows import stack_rows
 from shared.finetune.chat.datasets import Conversation
-from shared.finetune.chat.examples import PairExamples
+from shared.finetune.chat.encoding import PairExamples
 from shared.finetune.chat.prepare import ChatConfig, ChatSource, prepare_chats
 from shared.finetune.chat.rows import chat_loaders, longest_read
 from shared.loop import accumulate_gradients

@@ -13,8 +13,7 @@ from shared.finetune.adapters import attach_adapter
 from shared.finetune.config import AdapterConfig
 from shared.finetune.memory_costs import packed_bits
 from shared.finetune.quantization.awq import AWQ
-from shared.finetune.quantization.frozen import FrozenLinear
-from shared.finetune.quantization.frozen_files import open_frozen
+from shared.finetune.quantization.frozen import FrozenLinear, open_frozen
 from shared.finetune.quantization.gptq import GPTQ
 from shared.finetune.quantization.methods import quantize_model
 from shared.finetune.quantization.packed import QuantizedLinear

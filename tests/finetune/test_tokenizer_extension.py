@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shared.corpus import EMBEDDED, embedded_corpus
 from shared.data.tokenizer import TextTokenizer, TokenizerError
-from shared.finetune.tokenizer_extension import extend_tokenizer
+from shared.finetune.vocabulary import extend_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from mixture_runs import MODEL, MixtureRun
 
 from shared.engine.debug.dump import by_expert, describe_all
-from shared.moe.expert_norms import ExpertNorms
+from shared.moe.balancing import ExpertNorms
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig

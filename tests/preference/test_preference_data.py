@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shared.course.errors import CourseError, SettingError
 from shared.course.typed import configured
 from shared.finetune.chat.datasets import ChatSource
-from shared.finetune.chat.examples import Example
+from shared.finetune.chat.encoding import Example
 from shared.preference.config import PreferenceConfig
 from shared.preference.datasets import open_preferences_of, preference_of
 from shared.preference.prepare import PreferenceReport, count, cut_to_row, open_preferences, prepare_preferences

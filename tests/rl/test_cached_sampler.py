@@ -11,7 +11,7 @@ from shared.model.transformer import TransformerModel
 from shared.preference.answer_rows import AnswerRows, Sample
 from shared.preference.sampler import PlainSampler
 from shared.preference.value_head import token_scores
-from shared.rl.cached_sampler import CachedSampler
+from shared.rl.generation import CachedSampler
 
 CONFIG = ModelConfig(
     vocab_size=23, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24,

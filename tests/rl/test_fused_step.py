@@ -18,7 +18,7 @@ from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig
 from shared.preference.value_head import with_value_head
 from shared.rl import decoding_cache, generation
-from shared.rl.cached_sampler import CachedSampler
+from shared.rl.generation import CachedSampler
 from shared.rl.decoding_cache import DecodingCache
 from shared.rl.fused_step import FusedStep
 

@@ -14,7 +14,7 @@ from shared.loop import accumulate_gradients
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
-from shared.rl.cached_sampler import CachedSampler
+from shared.rl.generation import CachedSampler
 from shared.rl.grpo import GRPOConfig
 
 PLAIN = GRPOConfig(**SIZES)

@@ -12,7 +12,7 @@ from shared.course.errors import CourseError
 from shared.preference.answer_rows import Sample, minibatch
 from shared.preference.rollout import Rollout
 from shared.preference.sampler import Completion
-from shared.rl.alarms import alarms
+from shared.trainer.modes.grpo import alarms
 from shared.rl.grpo import GRPOAdvantages, GRPOConfig, GRPOObjective
 
 COUNT = len(ANSWERS)

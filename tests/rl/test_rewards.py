@@ -17,7 +17,7 @@ from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
 from shared.preference.answer_rows import Sample
 from shared.preference.sampler import Completion
-from shared.rl import reward_process, reward_worker
+from shared.rl import reward_process
 from shared.rl.code_reward import CodeReward
 from shared.rl.reward_process import RewardProcess
 from shared.rl.rewards import RewardPart, RewardSet
@@ -88,8 +88,8 @@ def test_math_verify_is_imported_before_the_time_limit_runs():
     """Before a process says that it is ready. The calls after that import nothing."""
     program = r"""
 import sys
-from shared.rl import reward_worker
-judge = reward_worker.function_of("math", None)
+from shared.rl import reward_process
+judge = reward_process.function_of("math", None)
 known = {*sys.modules}
 assert judge("", r"$\frac{2}{\sqrt{2}}$", r"\sqrt{2}") == 1 and judge("", "7", "12") == 0
 assert known == {*sys.modules}, {*sys.modules} - known
@@ -234,7 +234,7 @@ def test_a_reward_that_hangs_ends_without_the_process_that_asked(tmp_path):
     name = f"{tmp_path / 'mine.py'}:hang"
     lines = [json.dumps({"functions": {name: None}, "seconds": 0}), json.dumps([[name, "", "", ""]])]
     words = {"input": "\n".join(lines) + "\n", "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([sys.executable, "-m", reward_worker.__name__], **words)
+    done = subprocess.run([sys.executable, "-m", reward_process.__name__], **words)
     assert done.returncode == 1 and done.stdout == "{}\n" and "in hang" in done.stderr
 
 

@@ -16,8 +16,7 @@ from shared.course.cli import cli
 from shared.rl import examination
 from shared.trainer.evaluation import command, measures
 from shared.trainer.evaluation.command import evaluate_run
-from shared.trainer.evaluation.measures import Measured, plain_prompt
-from shared.trainer.evaluation.subject import open_subject
+from shared.trainer.evaluation.measures import Measured, open_subject, plain_prompt
 from shared.trainer.evaluation.tasks import load_task
 
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn_end|>{% endfor %}"

@@ -8,8 +8,7 @@ from evaluated_models import RECORDS, SHAPES, model_folder, write_tasks
 
 from shared.trainer.evaluation.command import evaluate_subject
 from shared.trainer.evaluation.lm_eval_adapter import run_tasks
-from shared.trainer.evaluation.measures import pairs_of
-from shared.trainer.evaluation.subject import open_subject
+from shared.trainer.evaluation.measures import open_subject, pairs_of
 from shared.trainer.evaluation.tasks import load_task
 
 FIGURES = {"choosing": ("acc", "acc_norm", "acc_bytes"), "rolling": ("bits_per_byte",), "writing": ("exact_match",)}

@@ -1,19 +1,28 @@
-"""Chapter 10. Tokenization of rendered chats: special tokens where the template writes them, and never where a message spells their names.
+"""Chapter 10. Encoding of chats: token ids with their loss mask, cut to a row. Special tokens come from the template, never from a message.
 
 A user who types "<|im_end|>" must not end a turn. So in messages such names are broken by a mark before they are rendered, and what comes
 out broken is encoded as ordinary text, without the mark. Texts without such names get the ids that transformers gives them.
+
+A conversation that is longer than a row is cut, never continued in another row, where its answers would have no prompt.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from shared.data.tokenizer import TextTokenizer
-from shared.finetune.chat.template import ChatTemplate, Message
+from shared.finetune.chat.datasets import ChatError, Conversation
+from shared.finetune.chat.masking import assistant_mask
+from shared.finetune.chat.spans import render_answers
+from shared.finetune.chat.template import ChatTemplate, Message, TemplateError
 
 MARK = "\U0010fffe"  # no character of Unicode
+Pieces = list[tuple[str, bool]]  # of a text, each with whether it is trained on
 
 
 class Encoded(NamedTuple):
@@ -79,3 +88,100 @@ class ChatEncoder:
         """The ids that a model continues with its answer to messages."""
         text = template.render(self.guarded(list(messages)), generation_prompt=True, tools=self.guarded(tools))
         return self.encode([text])[0].ids
+
+
+@dataclass(frozen=True)
+class Example:
+    """ids, trained: [kept] of a conversation, cut. length: before that. byte_count: of its text. stops: special tokens that end answers.
+
+    value: a number that is kept with it in the shard.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    length: int
+    byte_count: int
+    turns: int
+    stops: list[str]
+    value: float = 0.0
+
+    @property
+    def kept(self) -> int:
+        return len(self.ids)
+
+
+class Examples:
+    """Makes examples of conversations."""
+
+    def __init__(self, tokenizer: TextTokenizer, seq: int):
+        self.tokenizer, self.seq = tokenizer, seq
+        self.names = {number: name for name, number in tokenizer.special_ids.items()}
+
+    def pieces(self, example: Example) -> Pieces:
+        """An example as text."""
+        grouped = groupby(zip(example.ids.tolist(), example.trained.tolist(), strict=True), key=lambda pair: pair[1])
+        return [(self.tokenizer.decode([number for number, _ in some], keep_special=True), trained) for trained, some in grouped]
+
+
+class ChatExamples(Examples):
+    """Examples of conversations that a template renders. What comes after the last trained token is left out: nothing is learned from it.
+
+    Args:
+        seq: an example has at most seq + 1 tokens, which are seq predictions.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate, seq: int):
+        super().__init__(tokenizer, seq)
+        self.template, self.encoder = template, ChatEncoder(tokenizer)
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Example]:
+        rendered = []
+        for one in conversations:
+            try:
+                messages, tools = self.encoder.guarded(one.messages), self.encoder.guarded(one.tools)
+                rendered.append(render_answers(self.template, self.encoder.special, messages, tools, one.first))
+            except TemplateError as error:
+                raise TemplateError(f"{one.place}: {error}") from None
+        made = []
+        for one, (text, spans), encoded in zip(conversations, rendered, self.encoder.encode([text for text, _ in rendered]), strict=True):
+            ids, trained = np.array(encoded.ids), assistant_mask(encoded.offsets, spans).numpy()
+            require_part(trained, one.place, self.template)
+            ends = np.flatnonzero(trained & ~np.append(trained[1:], False))
+            ids, trained = ids[: ends[-1] + 1], trained[: ends[-1] + 1]
+            stops = [self.names[number] for number in ids[ends].tolist() if number in self.names]
+            size = len(self.encoder.plain(text).encode())
+            made.append(Example(ids[: self.seq + 1], trained[: self.seq + 1], len(ids), size, len(spans), stops))
+        return made
+
+
+class PairExamples(Examples):
+    """Pairs for an encoder-decoder: what is said before the last answer, and the answer, each with the end token.
+
+    Each text has at most seq tokens. One that is read keeps its end token when it is cut; one that is written does not, or the model would
+    learn to end in the middle.
+    """
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Example]:
+        texts = []
+        for one in conversations:
+            last = max(number for number, message in enumerate(one.messages) if message["role"] == "assistant")
+            read = "\n\n".join(message["content"] for message in one.messages[:last] if message.get("content"))
+            if not read or not one.messages[last].get("content"):
+                raise ChatError(f"{one.place} is no pair of texts: it needs words to read, and then an answer.")
+            texts += [read, one.messages[last]["content"]]
+        encoded, end, made = self.tokenizer.encode_batch_fast(texts), [self.tokenizer.end_id], []
+        for place in range(0, len(texts), 2):
+            read = np.concatenate([encoded[place][: self.seq - 1], end])
+            written = np.concatenate([encoded[place + 1], end])[: self.seq]
+            length = len(encoded[place]) + len(encoded[place + 1]) + 2
+            trained = np.arange(len(read) + len(written)) >= len(read)
+            size = len("".join(texts[place : place + 2]).encode())
+            made.append(Example(np.concatenate([read, written]), trained, length, size, 1, [self.tokenizer.end]))
+        return made
+
+
+def require_part(trained: np.ndarray, place: str, template: ChatTemplate) -> None:
+    """Refuse a mask that trains on nothing, or on everything, the prompt too."""
+    if trained.all() or not trained.any():
+        what = "trains on every token, the prompt too" if trained.all() else "leaves no token to train on"
+        raise ChatError(f"{place}: the chat template {template.name} {what}: look at where it says {{% generation %}}.")

@@ -27,7 +27,7 @@ from shared.data.prepare import DIGESTS, SIDES
 from shared.data.shards import TokenStore
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.datasets import ChatSource, open_chats_of
-from shared.finetune.chat.examples import ChatExamples, PairExamples
+from shared.finetune.chat.encoding import ChatExamples, PairExamples
 from shared.finetune.chat.sides import SideWriter
 from shared.finetune.chat.template import FILE, ChatTemplate
 from shared.folder_lock import FolderLock

@@ -12,7 +12,7 @@ from shared.course.errors import CourseError
 from shared.data.shards import ENDING, write_shard
 from shared.data.prepare import SIDES
 from shared.data.tokenizer import TextTokenizer
-from shared.finetune.chat.examples import Example
+from shared.finetune.chat.encoding import Example
 
 PART = 2**24  # tokens in a shard, which is what is held in memory
 

@@ -1,4 +1,4 @@
-"""Chapter 10. Frozen quantized linear layer, under any layout: what QLoRA's base is made of, whatever its format.
+"""Chapter 10. Frozen quantized linear layers, under any layout: what QLoRA's base is made of, and how its files are read slice by slice.
 
     forward     y = x W^T       W is dequantized for the product, in the dtype of x, and then freed
     backward    dx = dy W       W is dequantized again
@@ -6,9 +6,11 @@
 Autograd would keep a dequantized matrix for the backward pass, and with it all that four bits save; so the product is a function of its
 own, which keeps what is stored. Only x gets a gradient. What is stored are parameters without a gradient: engines that shard weights cut
 and gather parameters, and leave buffers alone.
+
+Of a folder whose layers are quantized already, each rank reads the codes and scales that it holds; nothing is dequantized on the way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,11 @@ from torch import Tensor, nn
 
 from shared.course.errors import SettingError
 from shared.model.context import to_compute_dtype
+from shared.model.hf.files import PretrainedError, TensorFolder
+from shared.model.hf.format import only
+from shared.model.hf.pretrained import names_in_files, open_pretrained, read_folder
 from shared.model.sharding import Range, cut_parameter
+from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 
 AT_ONCE = 2**22  # numbers that are dequantized at a time: a whole weight is never in memory in float32
@@ -120,3 +126,45 @@ class FrozenLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class FrozenFolder(TensorFolder):
+    """The tensors of such a folder: a quantized weight has its own name and shape [out, in], and what it is made of is not listed.
+
+    quantized: the names of these weights.
+    """
+
+    settings = ("quantization_config",)
+    quantized: Collection[str] = ()
+
+    def layer(self, name: str, bias: nn.Parameter | None) -> FrozenLinear:
+        """The frozen layer of a weight on the meta device, whose parameters have functions `stored` that read slices of theirs."""
+        raise NotImplementedError(f"{type(self).__name__} must define layer(name, bias).")
+
+
+def open_frozen(files: FrozenFolder, dtype: torch.dtype = torch.float32) -> TransformerModel:
+    """The model in such a folder on the meta device, with its frozen layers, as `open_pretrained` opens others. `materialize` reads it
+    whole, and `apply_parallel` what each rank holds.
+
+    Args:
+        files: of the folder.
+        dtype: of what is not quantized.
+    """
+    return with_frozen_layers(open_pretrained(files.folder, dtype=dtype, files=files), files)
+
+
+def with_frozen_layers(model: TransformerModel, files: FrozenFolder) -> TransformerModel:
+    """A model on the meta device, opened with these files, whose linear layers that are quantized there become frozen ones, in place."""
+    known, config, _ = read_folder(files.folder, files.settings)
+    stored = {entry.name: entry for entry in known.tensors(model.config)}
+    for name, full in names_in_files(known, stored, files, config).items():
+        if name not in files.quantized:
+            continue
+        module, _, attribute = stored[full].ours[0].rpartition(".")
+        linear, (parent, _, own) = model.get_submodule(module), module.rpartition(".")
+        if type(linear) is not nn.Linear or attribute != "weight" or stored[full].pack is not only or len(stored[full].ours) > 1:
+            raise PretrainedError(
+                f"{files.folder}: {name} is quantized and is not the weight of one linear layer as it is: load a model of LLaMA's family."
+            )
+        setattr(model.get_submodule(parent), own, files.layer(name, linear.bias))
+    return model

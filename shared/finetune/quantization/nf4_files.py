@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from shared.finetune.quantization.frozen_files import FrozenFolder, open_frozen
+from shared.finetune.quantization.frozen import FrozenFolder, open_frozen
 from shared.finetune.quantization.nf4 import BLOCK, SCALE_BLOCK, dynamic_values, nf4_values
 from shared.finetune.quantization.nf4_linear import Nf4Linear, Tables, table_shapes
 from shared.model.hf.files import PretrainedError, every_id, plan_files, write_generation, write_json, write_tensors

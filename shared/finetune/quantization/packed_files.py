@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shared.finetune.quantization.frozen_files import FrozenFolder, open_frozen
+from shared.finetune.quantization.frozen import FrozenFolder, open_frozen
 from shared.finetune.quantization.packed import QuantizedLinear
 from shared.finetune.quantization.rounding import WORD, pack
 from shared.finetune.quantization.saved import AWQ_ORDER, KEYS, read_settings, reordered, unpack_rows, zero_offset

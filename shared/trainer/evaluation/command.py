@@ -24,8 +24,7 @@ from shared.engine.checkpoint.folder import STATE
 from shared.output_files import require_writable, write_atomically
 from shared.rl.examination import TaskChecks
 from shared.trainer.evaluation.built_in import BUILT_IN, built_in
-from shared.trainer.evaluation.measures import TaskResult, measure, requests_of
-from shared.trainer.evaluation.subject import Subject, open_subject
+from shared.trainer.evaluation.measures import Subject, TaskResult, measure, open_subject, requests_of
 from shared.trainer.evaluation.tasks import EvalTask, Loaded, load_task, open_task
 
 FORMAT = 1  # of the JSON

@@ -14,8 +14,7 @@ from lm_eval.tasks import TaskManager
 from shared.course.errors import CourseError
 from shared.finetune.chat.encoding import ChatEncoder
 from shared.rl.generation import Drawing
-from shared.trainer.evaluation.measures import generate
-from shared.trainer.evaluation.subject import Subject
+from shared.trainer.evaluation.measures import Subject, generate
 
 NEW_TOKENS = 256  # of an answer at most where a task does not say, as in lm-eval
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # what tasks call it, the first one that is there

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
@@ -17,7 +17,7 @@ from shared.course.extensions import called
 from shared.data.tokenizer import TextTokenizer
 from shared.engine.callbacks import Callback, Metrics
 from shared.finetune.chat.datasets import Conversation
-from shared.finetune.chat.examples import ChatExamples
+from shared.finetune.chat.encoding import ChatExamples
 from shared.finetune.chat.prepare import ChatReport, chat_tokenizer
 from shared.finetune.chat.template import ChatTemplate
 from shared.finetune.instructions import Task
@@ -26,7 +26,6 @@ from shared.parallel.comm.communicator import Communicator
 from shared.parallel.health.agreement import agreed, require_agreement
 from shared.parallel.strategy import ParallelStrategy
 from shared.preference.rollouts import RolloutMetrics, require_prompts
-from shared.rl.alarms import alarms
 from shared.rl.code_reward import CodeReward
 from shared.rl.examination import Examination, compared
 from shared.rl.generation import Drawing
@@ -198,3 +197,36 @@ def plot_pass_at_k(before: dict[int, float], after: dict[int, float]) -> "Figure
     axes.set_xticks([*before], [*map(str, before)])
     axes.legend()
     return figure
+
+
+class Alarm(NamedTuple):
+    """metric: of a rollout. rings: whether its value is a cause for alarm. sentence: about it, with `value` in it."""
+
+    metric: str
+    rings: Callable[[float], bool]
+    sentence: str
+
+
+ALARMS = (
+    Alarm(
+        "zero_variance", lambda value: value > 0.9,
+        "In {value:.0%} of the groups all answers have the same score and teach nothing: tasks are too hard or too easy for the policy, "
+        "or groups too small. Change tasks, grpo.answers or grpo.rounds.",
+    ),
+    Alarm(
+        "ended", lambda value: value < 0.5,
+        "Only {value:.0%} of the answers ended by themselves, the others were cut off: raise grpo.new_tokens, or punish length "
+        "(grpo.overlong_penalty).",
+    ),
+    Alarm(
+        "entropy", lambda value: value < 0.02,
+        "The entropy is {value:.3f} nats a token: the policy gives almost the same answer each time, with nothing left to compare. Lower "
+        "optimizer.lr, or raise grpo.clip_high or grpo.kl_coefficient.",
+    ),
+)  # fmt: skip
+
+
+def alarms(metrics: Metrics) -> dict[str, str]:
+    """Metric -> a sentence about it, for each cause for alarm in the metrics of a rollout."""
+    present = [(each, metrics[each.metric]) for each in ALARMS if each.metric in metrics]
+    return {each.metric: each.sentence.format(value=value) for each, value in present if each.rings(value)}

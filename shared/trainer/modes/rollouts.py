@@ -21,7 +21,7 @@ from shared.preference.rewards import Reward
 from shared.preference.rollout import RolloutConfig
 from shared.preference.rollouts import RolloutLoader, RolloutMetrics
 from shared.preference.value_head import token_scores
-from shared.rl.cached_sampler import CachedSampler
+from shared.rl.generation import CachedSampler
 from shared.trainer.config import TrainerConfig
 from shared.trainer.models import RUN_AXES, first_scorer
 from shared.trainer.planner.memory import cache_bytes, copies_weights, memory_of

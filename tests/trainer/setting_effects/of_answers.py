@@ -12,8 +12,7 @@ from shared.data.source import Source
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.rl.generation import Drawing
-from shared.trainer.evaluation.measures import measure
-from shared.trainer.evaluation.subject import open_subject
+from shared.trainer.evaluation.measures import measure, open_subject
 from shared.trainer.evaluation.tasks import EvalTask, Item, open_task
 from shared.trainer.pipeline import stages
 from shared.trainer.pipeline.stages import PipelineEntry, StageEntry
