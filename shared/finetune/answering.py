@@ -6,14 +6,14 @@ a prompt alone.
 Left out on purpose: keeping keys and values between tokens (chapter 12), and batches of prompts of several lengths.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shared.finetune.soft_prompts import virtual_ids
 from shared.model.transformer import TransformerModel
-from shared.sampling import generate
+from shared.sampling import evaluating, generate
 
 ROWS = 64  # answered at a time
 
@@ -62,12 +62,14 @@ def answer_all(
     lengths: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         lengths.setdefault(len(prompt), []).append(number)
-    for same in lengths.values():
-        for first in range(0, len(same), ROWS):
-            some = same[first : first + ROWS]
+    with evaluating(model):
+        for some in (same[first : first + ROWS] for same in lengths.values() for first in range(0, len(same), ROWS)):
+            ids = torch.tensor([list(prompts[number]) for number in some], device=next(model.parameters()).device)
+            answering = AnsweringModel(model, None if start_id is None else ids).eval()
+            begin = ids if start_id is None else torch.full_like(ids[:, :1], start_id)
             open_rows = set(some)
-            for drawn in answer_rows(model, [list(prompts[number]) for number in some], new_tokens, context, start_id):
-                for number, token in zip(some, drawn, strict=True):
+            for drawn in generate(answering, begin, new_tokens, context=context - len(answering.before), temperature=0.0):
+                for number, token in zip(some, drawn.tolist(), strict=True):
                     if number in open_rows and token in stops:
                         open_rows.remove(number)
                     elif number in open_rows:
@@ -75,19 +77,3 @@ def answer_all(
                 if not open_rows:
                     break
     return found
-
-
-def answer_rows(
-    model: TransformerModel, prompts: list[list[int]], new_tokens: int, context: int, start_id: int | None
-) -> Iterator[list[int]]:
-    """The likeliest next token of each of some prompts of one length, again and again."""
-    ids = torch.tensor(prompts, device=next(model.parameters()).device)
-    answering = AnsweringModel(model, None if start_id is None else ids)
-    begin = ids if start_id is None else torch.full_like(ids[:, :1], start_id)
-    was_training = model.training
-    answering.train(was_training)
-    try:
-        for tokens in generate(answering, begin, new_tokens, context=context - len(answering.before), temperature=0.0):
-            yield tokens.tolist()
-    finally:
-        model.train(was_training)
