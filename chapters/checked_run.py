@@ -88,7 +88,7 @@ def model_settings(config: CheckedConfig, tasks: CheckedTasks) -> dict[str, Any]
 
 def demonstrations(tasks: CheckedTasks, drawn: Iterator[Asked], count: int) -> Iterator[list[Any]]:
     """Batches of `count` right answers, without end."""
-    from shared.preference.answer_rows import AnswerRows, Sample
+    from shared.preference.rollout import AnswerRows, Sample
     from shared.preference.sampler import Completion
 
     while True:
@@ -148,7 +148,7 @@ def drawn_accuracy(model: Any, tasks: CheckedTasks, seed: int) -> float:
 def samples_of(model: Any, tasks: CheckedTasks, some: Sequence[Asked], each: int, seed: int) -> tuple[list[Any], list[int]]:
     """`each` drawn answers to every task, at temperature 1, side by side, and how many to each are right."""
     from shared.model.init import stream_seed
-    from shared.preference.answer_rows import Sample
+    from shared.preference.rollout import Sample
     from shared.rl.generation import CachedSampler
     from shared.sampling import evaluating
 

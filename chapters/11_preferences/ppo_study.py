@@ -108,7 +108,7 @@ def fine_tuned(steps: int, seed: int) -> Any:
     from shared.model.chunked_loss import packed_next_token_objective
     from shared.model.config import ModelConfig
     from shared.model.transformer import TransformerModel
-    from shared.preference.answer_rows import AnswerRows, Sample
+    from shared.preference.rollout import AnswerRows, Sample
     from shared.preference.sampler import Completion
 
     draw = random.Random(seed)

@@ -146,7 +146,7 @@ def measured(model: Any, start: Any, tasks: Any, seed: int) -> dict[str, float]:
     import torch
 
     from chapters import checked_run
-    from shared.preference.answer_rows import AnswerRows
+    from shared.preference.rollout import AnswerRows
     from shared.preference.value_head import token_scores
     from shared.rl.pass_at_k import mean_pass_at_k
 

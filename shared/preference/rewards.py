@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from shared.course.errors import CourseError
-from shared.preference.answer_rows import Sample
+from shared.preference.rollout import Sample
 
 Reward = Callable[[Sequence[Sample]], Sequence[float]]
 SHOWN = 60  # characters of a prompt in a sentence

@@ -1,21 +1,99 @@
-"""Chapter 11. A rollout: answers that a policy gave, with the log-probability, reference and value of each of their tokens.
+"""Chapter 11. A rollout: sampled answers, their packed rows, and the log-probability, reference and value of each of their tokens.
+
+A sequence is a prompt and its answer. The position before a token predicts it, so an answer's first position is the prompt's last token.
 
 The columns are [answers, time]: an answer begins at time 0 and ends at its length. A checkpoint holds an open rollout as JSON, which keeps
 every number to its last bit.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shared.course.bounds import PositiveFloat, PositiveInt, checked
+from shared.data.packing import pack_documents, plan_rows
+from shared.data.rows import padding_row, stack_rows
 from shared.engine.callbacks import Metrics
-from shared.preference.answer_rows import Sample
+from shared.loss import IGNORED
 from shared.preference.gathering import Gather
 from shared.preference.sampler import Completion
+from shared.totals import Batch
+
+
+class Sample(NamedTuple):
+    """An answer to a prompt.
+
+    prompt: its number in the list of prompts. prompt_ids: the prompt's tokens. score: its reward, 0 before it is judged. parts: the rewards
+    that the score is made of, by name.
+    """
+
+    prompt: int
+    prompt_ids: list[int]
+    completion: Completion
+    score: float = 0.0
+    parts: dict[str, float] = {}  # noqa: RUF012 (never changed)
+
+    @property
+    def predictions(self) -> int:
+        """Positions that it takes in a row."""
+        return len(self.prompt_ids) + len(self.completion.ids) - 1
+
+
+class AnswerRows:
+    """Some answers in packed rows.
+
+    Args:
+        samples: one or more.
+        seq: positions in a row, at least what the longest of them takes.
+        multiple: the number of rows is a multiple of this; rows of padding fill it up.
+
+    Attributes:
+        batch: `input_ids`, `targets` (of the answers' tokens alone), `documents` and `positions`, [rows, seq].
+        places: [answers, 2] int64, the row and the first position of each answer.
+        lengths: [answers] int64, its tokens.
+    """
+
+    def __init__(self, samples: Sequence[Sample], seq: int, multiple: int):
+        rows, self.places = [], torch.zeros(len(samples), 2, dtype=torch.int64)
+        self.lengths = torch.tensor([len(each.completion.ids) for each in samples])
+        plan = plan_rows(np.array([each.predictions + 1 for each in samples]), seq)
+        for row in range(plan.rows):
+            numbers, start = [segment.document for segment in plan.segments(row)], 0
+            documents = [[*samples[number].prompt_ids, *samples[number].completion.ids] for number in numbers]
+            rows.append(pack_documents([torch.tensor(each) for each in documents], seq))
+            for number in numbers:
+                self.places[number] = torch.tensor([row, start + len(samples[number].prompt_ids) - 1])
+                start += samples[number].predictions
+        rows += [padding_row(seq)] * (-len(rows) % multiple)
+        self.batch = stack_rows(rows)
+        answers = self.put(torch.ones(len(samples), int(self.lengths.max())))
+        self.batch["targets"] = self.batch["targets"].where(answers > 0, IGNORED)
+
+    def put(self, column: Tensor) -> Tensor:
+        """[answers, time] -> [rows, seq]: what belongs to each token of the answers, and 0 elsewhere."""
+        whole = column.new_zeros(self.batch["input_ids"].shape)
+        for values, (row, start), length in zip(column, self.places.tolist(), self.lengths.tolist(), strict=True):
+            whole[row, start : start + length] = values[:length]
+        return whole
+
+    def take(self, whole: Tensor) -> Tensor:
+        """[rows, seq] -> [answers, time]: the values at each answer's positions; 0 behind its end."""
+        time = int(self.lengths.max())
+        padded = F.pad(whole, (0, time))
+        taken = torch.stack([padded[row, start : start + time] for row, start in self.places.tolist()])
+        return taken.where(torch.arange(time) < self.lengths[:, None], 0)
+
+
+def minibatch(samples: Sequence[Sample], columns: Mapping[str, Tensor], chosen: Sequence[int], seq: int, multiple: int) -> Batch:
+    """Rows of some of the answers, with columns [answers, time] at the positions of their tokens."""
+    rows = AnswerRows([samples[number] for number in chosen], seq, multiple)
+    return rows.batch | {name: rows.put(column[chosen]) for name, column in columns.items()}
 
 
 @dataclass(frozen=True)
@@ -69,7 +147,6 @@ class Rollout:
     sampled: the same, as the sampler recorded them.
     reference: the same under the reference; equal to log_probs where there is none.
     values: [answers, time], of the state before each token; zeros without a value head.
-    parts: for each answer what its score is made of, by name.
     """
 
     samples: list[Sample]
@@ -81,7 +158,6 @@ class Rollout:
     sampled: Tensor
     reference: Tensor
     values: Tensor
-    parts: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def mask(self) -> Tensor:
@@ -91,10 +167,9 @@ class Rollout:
     def metrics(self) -> Metrics:
         """Means over answers; `sampler_difference` is the largest over all tokens."""
         kl = (self.log_probs - self.reference).sum(dim=1)
-        names = self.parts[0] if self.parts else ()
         return {
             "reward": self.scores.mean().item(),
-            **{f"reward/{name}": fmean(each[name] for each in self.parts) for name in names},
+            **{f"reward/{name}": fmean(sample.parts[name] for sample in self.samples) for name in self.samples[0].parts},
             "reward_deviation": self.scores.std(correction=0).item(),
             "kl_to_reference": kl.mean().item(),
             "answer_tokens": self.lengths.double().mean().item(),
@@ -134,6 +209,6 @@ class OpenRollout:
 
 
 def sample_of(state: list) -> Sample:
-    """A sample that has been JSON."""
-    prompt, prompt_ids, completion = state
-    return Sample(prompt, prompt_ids, Completion(*completion))
+    """A sample that has been JSON, perhaps without its score, as in checkpoints of an earlier version."""
+    prompt, prompt_ids, completion, *judged = state
+    return Sample(prompt, prompt_ids, Completion(*completion), *judged)

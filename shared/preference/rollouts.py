@@ -34,17 +34,14 @@ from shared.engine.callbacks import Callback, Metrics
 from shared.model.init import stream_seed
 from shared.parallel.health.agreement import agreed
 from shared.parallel.strategy import ParallelStrategy
-from shared.preference.answer_rows import AnswerRows, Sample, minibatch
+from shared.preference.rollout import Advantages, AnswerRows, OpenRollout, Rollout, RolloutConfig, Sample, minibatch, sample_of
 from shared.preference.gathering import gathers_once
 from shared.preference.reference import Score
 from shared.preference.rewards import Reward, reward_all
-from shared.preference.rollout import Advantages, OpenRollout, Rollout, RolloutConfig, sample_of
 from shared.preference.sampler import Sampler
 from shared.preference.value_head import token_scores
 from shared.sampling import evaluating
 from shared.totals import Batch
-
-Answered = tuple[list[Sample], list[float], list[dict[str, float]]]  # answers, their scores, and the rewards that these are made of
 
 
 @dataclass
@@ -137,10 +134,9 @@ class RolloutLoader:
         """Answer the next prompts. Every rank calls it, and has all answers afterwards."""
         device, self.is_rolling = next(self.strategy.module.parameters()).device, True
         with torch.no_grad(), evaluating(self.strategy.model), self.gathering():
-            samples, scores, parts = self.answered(device)
+            samples = self.answered(device)
             with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
-                rollout = self.scored(samples, scores, device)
-        rollout.parts = parts
+                rollout = self.scored(samples, device)
         columns, metrics = self.advantages(rollout)
         self.is_rolling = False
         return OpenRollout(samples, {"old_log_probs": rollout.log_probs} | columns, rollout.metrics() | metrics)
@@ -153,8 +149,8 @@ class RolloutLoader:
         self.once = once
         return self.strategy.kept_whole() if once else self.strategy.kept_sharded()
 
-    def answered(self, device: torch.device) -> Answered:
-        """The answers to the next prompts, their scores, and what these are made of, on every rank."""
+    def answered(self, device: torch.device) -> list[Sample]:
+        """The answers to the next prompts with their scores, on every rank."""
         with torch.autocast(device.type, self.computed_in, enabled=self.computed_in is not None):
             mine = self.own_answers()
         return self.share(mine)
@@ -182,17 +178,17 @@ class RolloutLoader:
         self.mesh.data.all_reduce(flag, op="max")
         return bool(flag)
 
-    def share(self, mine: list[Sample]) -> Answered:
-        """The answers and scores of all data ranks, in the order of their prompts."""
+    def share(self, mine: list[Sample]) -> list[Sample]:
+        """The answers of all data ranks with their scores, in the order of their prompts."""
         scores = agreed(self.mesh.world, partial(reward_all, self.reward, mine))
         parts = getattr(self.reward, "parts", [{} for _ in mine])
         leads = self.mesh.tp.rank == self.mesh.pp.rank == 0
-        gathered = self.mesh.world.gather_objects([self.mesh.data.rank, mine, scores, parts] if leads else None)
+        judged = [sample._replace(score=score, parts=part) for sample, score, part in zip(mine, scores, parts, strict=True)]
+        gathered = self.mesh.world.gather_objects([self.mesh.data.rank, judged] if leads else None)
         shares = sorted((each for each in gathered if each is not None), key=lambda each: each[0])
-        samples, scores, parts = ([each for share in shares for each in share[place]] for place in (1, 2, 3))
-        return [sample_of(each) for each in samples], scores, parts
+        return [sample_of(each) for _, share in shares for each in share]
 
-    def scored(self, samples: list[Sample], scores: list[float], device: torch.device) -> Rollout:
+    def scored(self, samples: list[Sample], device: torch.device) -> Rollout:
         """The rollout, with what policy and reference say of each token. Every data rank passes its share of the rows."""
         rows = AnswerRows(samples, self.seq, self.mesh.data.size * self.micro_batch_size)
         parts: list[tuple[Tensor, ...]] = []
@@ -206,10 +202,9 @@ class RolloutLoader:
         for row, sample in zip(sampled, samples, strict=True):
             row[: len(sample.completion.ids)] = torch.tensor(sample.completion.log_probs, dtype=log_probs.dtype)
         ended = torch.tensor([sample.completion.ended for sample in samples])
-        return Rollout(
-            samples, self.config.answers, torch.tensor(scores, dtype=log_probs.dtype), rows.lengths, ended, log_probs, sampled, reference,
-            more[0] if more else torch.zeros_like(log_probs),
-        )  # fmt: skip
+        scores = torch.tensor([sample.score for sample in samples], dtype=log_probs.dtype)
+        values = more[0] if more else torch.zeros_like(log_probs)
+        return Rollout(samples, self.config.answers, scores, rows.lengths, ended, log_probs, sampled, reference, values)
 
     def all_rows(self, mine: Tensor) -> Tensor:
         """[own rows, seq] -> [rows, seq] of all data ranks, on the CPU."""

@@ -6,8 +6,8 @@ Answers that are all right, or all wrong, have no advantage over one another: a 
 import torch
 
 from shared.course.errors import CourseError
-from shared.preference.rollout import OpenRollout
-from shared.preference.rollouts import Answered, RolloutLoader
+from shared.preference.rollout import OpenRollout, Sample
+from shared.preference.rollouts import RolloutLoader
 from shared.rl.grpo import GRPOConfig, differing
 
 
@@ -23,25 +23,25 @@ class GroupLoader(RolloutLoader):
 
     config: GRPOConfig
 
-    def answered(self, device: torch.device) -> Answered:
+    def answered(self, device: torch.device) -> list[Sample]:
         size, wanted, kept, drawn = self.config.answers, self.config.prompts, [], 0
         for number in range(self.config.rounds):
             if number:
                 self.position += wanted
             try:
-                answered = super().answered(device)
+                samples = super().answered(device)
             except CourseError:
                 self.position -= number * wanted  # a saved run draws this rollout again, from its first prompts
                 raise
-            groups = [tuple(each[first : first + size] for each in answered) for first in range(0, len(answered[0]), size)]
-            differ = differing(torch.tensor(answered[1], dtype=torch.float64), size).tolist()
+            groups = [samples[first : first + size] for first in range(0, len(samples), size)]
+            differ = differing(torch.tensor([sample.score for sample in samples], dtype=torch.float64), size).tolist()
             drawn += sum(differ)
             kept += [group for group, varied in zip(groups, differ, strict=True) if varied]
             if len(kept) >= wanted:
                 break
         kept = [*kept, *(group for group, varied in zip(groups, differ, strict=True) if not varied)][:wanted]
         self.rounds = {"rounds": number + 1, "zero_variance": 1 - drawn / (wanted * (number + 1))}
-        return tuple([each for group in kept for each in group[place]] for place in range(3))
+        return [sample for group in kept for sample in group]
 
     def roll_out(self) -> OpenRollout:
         opened = super().roll_out()

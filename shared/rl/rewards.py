@@ -18,7 +18,7 @@ from typing import Any
 from shared.course.errors import CourseError
 from shared.course.extensions import ImportPath, called, is_import_path
 from shared.finetune.instructions import Task
-from shared.preference.answer_rows import Sample
+from shared.preference.rollout import Sample
 from shared.preference.rewards import SHOWN, Reward, describe, numbers_of
 from shared.rl.code_reward import CodeReward
 from shared.rl.reward_process import Call, RewardProcess

@@ -18,9 +18,8 @@ from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
-from shared.preference.answer_rows import Sample
+from shared.preference.rollout import Rollout, Sample
 from shared.preference.ppo import PPOAdvantages, PPOConfig, PPOObjective
-from shared.preference.rollout import Rollout
 from shared.preference.rollouts import RolloutLoader
 from shared.preference.sampler import Completion, PlainSampler
 from shared.preference.value_head import token_scores, with_value_head

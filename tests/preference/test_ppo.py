@@ -19,10 +19,9 @@ from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
-from shared.preference.answer_rows import Sample, minibatch
+from shared.preference.rollout import Rollout, Sample, minibatch
 from shared.preference.gae import generalized_advantages
 from shared.preference.ppo import PPOAdvantages, PPOConfig, PPOObjective, clipped_value_loss, token_rewards, whitened
-from shared.preference.rollout import Rollout
 from shared.preference.rollouts import RolloutLoader
 from shared.preference.sampler import Completion
 from shared.preference.value_head import token_scores, with_value_head

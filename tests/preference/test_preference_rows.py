@@ -19,6 +19,7 @@ from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 from shared.preference.config import PreferenceConfig
 from shared.preference.prepare import prepare_preferences
+from shared.preference.reference import ReferencedDocuments
 from shared.preference.rows import compared_documents, preference_loaders
 from tests.support import chat_templates as published
 
@@ -152,17 +153,11 @@ def test_every_held_out_pair_is_evaluated_once_over_any_ranks(made):
         assert sorted(numbers) == list(range(len(store)))
 
 
-class Known:
-    """A store that knows a reference's log-probabilities: minus the place of each token, and the document's number in the hundreds."""
+class Known(ReferencedDocuments):
+    """Documents that know a reference's log-probabilities: minus the place of each token, and the document's number in the hundreds."""
 
     def __init__(self, store):
-        self.store = store
-
-    def __getattr__(self, name):
-        return getattr(self.store, name)
-
-    def __len__(self):
-        return len(self.store)
+        super().__init__(store, np.zeros(store.token_count, np.float32), "known")
 
     def reference(self, number):
         return (-np.arange(self.store.lengths[number]) - 100.0 * number).astype(np.float32)

@@ -16,7 +16,7 @@ from shared.optim.precision import autocast_objective
 from shared.parallel.comm.communicator import CommunicationError, SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import ParallelConfig
-from shared.preference.answer_rows import AnswerRows, Sample
+from shared.preference.rollout import AnswerRows, Sample
 from shared.preference.rewards import reward_of_texts
 from shared.preference.rollouts import RolloutLoader, RolloutMetrics
 from shared.preference.sampler import Completion, PlainSampler

@@ -8,7 +8,7 @@ import torch
 
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
-from shared.preference.answer_rows import AnswerRows, Sample
+from shared.preference.rollout import AnswerRows, Sample
 from shared.preference.sampler import PlainSampler, draw
 from shared.preference.value_head import token_scores
 from shared.sampling import generate

@@ -11,7 +11,7 @@ from scripts import refused, run_script
 
 from chapters.checked_tasks import END, Sums, ids_of, reward_of, tasks_of, text_of
 from shared.course.paths import CHECKOUT
-from shared.preference.answer_rows import Sample
+from shared.preference.rollout import Sample
 from shared.preference.sampler import Completion
 
 SCRIPT = CHECKOUT / "chapters" / "12_grpo" / "run.py"

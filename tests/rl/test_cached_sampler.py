@@ -8,7 +8,7 @@ from ppo_runs import NEW_TOKENS, PPO, STOPS, alone, on_ranks
 
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
-from shared.preference.answer_rows import AnswerRows, Sample
+from shared.preference.rollout import AnswerRows, Sample
 from shared.preference.sampler import PlainSampler
 from shared.preference.value_head import token_scores
 from shared.rl.generation import CachedSampler

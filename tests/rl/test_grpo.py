@@ -9,8 +9,7 @@ from test_ppo import ANSWERS, LENGTH, PROMPT, REWARDS, exact_log_probs, gradient
 from torch import Tensor
 
 from shared.course.errors import CourseError
-from shared.preference.answer_rows import Sample, minibatch
-from shared.preference.rollout import Rollout
+from shared.preference.rollout import Rollout, Sample, minibatch
 from shared.preference.sampler import Completion
 from shared.trainer.modes.grpo import alarms
 from shared.rl.grpo import GRPOAdvantages, GRPOConfig, GRPOObjective

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shared.preference.answer_rows import AnswerRows, Sample
-from shared.preference.rollout import Rollout
+from shared.preference.rollout import AnswerRows, Rollout, Sample
 from shared.preference.sampler import Completion
 from shared.rl import grpo
 from shared.rl.grpo import GRPOAdvantages, GRPOConfig, GRPOObjective

@@ -15,7 +15,7 @@ import pytest
 
 from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
-from shared.preference.answer_rows import Sample
+from shared.preference.rollout import Sample
 from shared.preference.sampler import Completion
 from shared.rl import reward_process
 from shared.rl.code_reward import CodeReward

@@ -11,7 +11,7 @@ from rich.console import Console
 from shared.course.errors import CourseError, SettingError
 from shared.model.counting import parameter_counts
 from shared.model.hf.pretrained import load_pretrained
-from shared.preference.answer_rows import Sample
+from shared.preference.rollout import Sample
 from shared.preference.reward_model import load_reward_model, score
 from shared.preference.sampler import Completion
 from shared.trainer.planner.memory import memory_needed, run_memory

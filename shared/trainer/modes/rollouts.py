@@ -15,10 +15,9 @@ from shared.moe.builders import MIXTURE
 from shared.parallel.parallelize import apply_parallel
 from shared.parallel.planning.pipeline_costs import held_parts
 from shared.parallel.strategy import ParallelStrategy
-from shared.preference.answer_rows import Sample
+from shared.preference.rollout import RolloutConfig, Sample
 from shared.preference.reward_model import open_reward_model, score
 from shared.preference.rewards import Reward
-from shared.preference.rollout import RolloutConfig
 from shared.preference.rollouts import RolloutLoader, RolloutMetrics
 from shared.preference.value_head import token_scores
 from shared.rl.generation import CachedSampler
