@@ -70,7 +70,7 @@ def run(config: QuantizeConfig) -> None:
     from shared.data.loader import PackedLoader
     from shared.finetune.chat.template import FILE, ChatTemplate
     from shared.finetune.quantization.methods import layers_of, quantize_model, require_sizes
-    from shared.finetune.quantization.saved import require_outputs, save_quantized
+    from shared.finetune.quantization.packed_files import require_outputs, save_quantized
     from shared.model.hf.files import PretrainedError
     from shared.model.hf.pretrained import load_pretrained
     from shared.output_files import require_writable, writing
@@ -135,7 +135,7 @@ def method_of(config: QuantizeConfig) -> Any:
 
 def layout_of(config: QuantizeConfig) -> str:
     """The files' layout, refused here where it does not fit rather than after the work."""
-    from shared.finetune.quantization.saved import file_settings
+    from shared.finetune.quantization.packed_files import file_settings
 
     layout = config.layout or ("awq" if config.method == "awq" and config.bits == 4 else "gptq")
     file_settings(rounding_of(config), layout)

@@ -23,7 +23,7 @@ EXCEPTIONS = {  # module of the core -> what it imports of what is around it, an
         "the entry point: it binds training to what watches it, records it and reports on it",
     ),
     "shared.trainer.weights": (
-        {f"finetune/quantization/{name}" for name in ("nf4_files", "packed_files", "saved")},
+        {f"finetune/quantization/{name}" for name in ("nf4_files", "packed_files")},
         "start_from reads quantized weights as the frozen base of an adapter",
     ),
 }

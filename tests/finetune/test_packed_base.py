@@ -17,9 +17,8 @@ from shared.finetune.quantization.frozen import FrozenLinear, open_frozen
 from shared.finetune.quantization.gptq import GPTQ
 from shared.finetune.quantization.methods import quantize_model
 from shared.finetune.quantization.packed import QuantizedLinear
-from shared.finetune.quantization.packed_files import PackedFolder, load_quantized
+from shared.finetune.quantization.packed_files import PackedFolder, load_quantized, save_quantized
 from shared.finetune.quantization.rounding import Rounding
-from shared.finetune.quantization.saved import save_quantized
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.threads import run_threads
 from shared.trainer.planner.memory import base_bits

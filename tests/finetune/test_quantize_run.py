@@ -12,8 +12,7 @@ from scripts import run_script
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.data.tokenizer import TextTokenizer
-from shared.finetune.quantization.packed_files import load_quantized
-from shared.finetune.quantization.saved import quantized_layers
+from shared.finetune.quantization.packed_files import load_quantized, quantized_layers
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel

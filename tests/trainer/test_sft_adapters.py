@@ -23,7 +23,7 @@ from shared.finetune.quantization.nf4_files import save_nf4
 from shared.finetune.quantization.nf4_linear import quantize_base
 from shared.finetune.quantization.packed import QuantizedLinear
 from shared.finetune.quantization.rounding import Rounding
-from shared.finetune.quantization.saved import save_quantized
+from shared.finetune.quantization.packed_files import save_quantized
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
