@@ -7,45 +7,43 @@ Left out on purpose, in reading and in writing: what is said of training (the ba
 logit. A coefficient would have to be converted as well: see `balance_convention`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from shared.model.config import ModelConfig
 from shared.model.hf import llama
-from shared.model.hf.format import ConfigJson, FileTensor, Format, same
+from shared.model.hf.format import ConfigJson, FileTensor, Format, Key, read_keys, same, write_keys
 from shared.model.hf.registry import FORMATS
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 
-
-# Field of MixtureConfig -> its key in config.json, and its value where there is none; `...` requires the key.
-MIXTRAL = {"num_experts": ("num_local_experts", 8), "num_experts_per_tok": ("num_experts_per_tok", 2),
-           "moe_intermediate_size": ("intermediate_size", ...)}  # fmt: skip
-OLMOE = {"num_experts": ("num_experts", 64), "num_experts_per_tok": ("num_experts_per_tok", 8),
-         "moe_intermediate_size": ("intermediate_size", ...), "norm_topk_prob": ("norm_topk_prob", False)}  # fmt: skip
-QWEN3 = OLMOE | {"num_experts": ("num_experts", 128), "moe_intermediate_size": ("moe_intermediate_size", 768)}
-DOTS = OLMOE | {
-    "num_experts": ("n_routed_experts", ...),
-    "num_experts_per_tok": ("num_experts_per_tok", ...),
-    "moe_intermediate_size": ("moe_intermediate_size", 1408),
-    "routed_scaling_factor": ("routed_scaling_factor", 1.0),
-    "n_group": ("n_group", 1),
-    "topk_group": ("topk_group", 1),
-    "num_shared_experts": ("n_shared_experts", 1),
-    "first_k_dense": ("first_k_dense_replace", 0),
+PER_TOKEN, NORMALIZED = Key("num_experts_per_tok", 8), Key("norm_topk_prob", False)
+MIXTRAL = {"num_experts": Key("num_local_experts", 8), "num_experts_per_tok": Key("num_experts_per_tok", 2),
+           "moe_intermediate_size": Key("intermediate_size")}  # fmt: skip
+OLMOE = {"num_experts": Key("num_experts", 64), "num_experts_per_tok": PER_TOKEN, "moe_intermediate_size": Key("intermediate_size"),
+         "norm_topk_prob": NORMALIZED}  # fmt: skip
+QWEN3 = OLMOE | {"num_experts": Key("num_experts", 128), "moe_intermediate_size": Key("moe_intermediate_size", 768)}
+DOTS = {
+    "num_experts": Key("n_routed_experts"),
+    "num_experts_per_tok": Key("num_experts_per_tok"),
+    "moe_intermediate_size": Key("moe_intermediate_size", 1408),
+    "norm_topk_prob": NORMALIZED,
+    "routed_scaling_factor": Key("routed_scaling_factor", 1.0),
+    "n_group": Key("n_group", 1),
+    "topk_group": Key("topk_group", 1),
+    "num_shared_experts": Key("n_shared_experts", 1),
+    "first_k_dense": Key("first_k_dense_replace", 0),
 }
-OLDER = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}  # keys of other versions of transformers
 POSITIVE = ("n_group", "topk_group", "n_shared_experts")  # where 0 stands for 1: transformers cannot build a model without
-Fields = dict[str, tuple[str, Any]]
 
 
-def read_fields(fields: Fields, raw: ConfigJson) -> dict[str, Any]:
-    found = {}
-    for ours, (key, default) in fields.items():
-        given = next((raw[name] for name in (key, OLDER.get(key)) if raw.get(name) is not None), default)
-        found[ours] = raw[key] if given is ... else given or 1 if key in POSITIVE else given
-    return found
+def read_experts(keys: Mapping[str, Key], raw: ConfigJson) -> dict[str, Any]:
+    """Fields of a `MixtureConfig`. transformers 5 calls the number of experts `num_local_experts` in every format."""
+    given = {name: value for name, value in raw.items() if value is not None and not (name in POSITIVE and value == 0)}
+    if "num_local_experts" in given:
+        given.setdefault(keys["num_experts"].name, given["num_local_experts"])
+    return read_keys(keys, given)
 
 
 def read_mixtral(raw: ConfigJson) -> ModelConfig:
@@ -110,7 +108,7 @@ def tensors(config: ModelConfig, mlp: str = "mlp", names: dict[str, str] = NAMES
 def mixture(
     model_type: str,
     architecture: str,
-    fields: Fields,
+    keys: Mapping[str, Key],
     read: Callable[[ConfigJson], ModelConfig],
     write: Callable[[ModelConfig], ConfigJson],
     *,
@@ -120,18 +118,18 @@ def mixture(
     required: Any = None,
     **token_ids: int,
 ) -> Format:
-    """A format. read, write: all but the experts, which `fields` give both ways. fixed: what holds of the experts of every such model.
+    """A format. read, write: all but the experts, which `keys` give both ways. fixed: what holds of the experts of every such model.
     written: keys that every such file has."""
 
     def read_all(raw: ConfigJson) -> ModelConfig:
         """An imported model has no loss of its own, as in transformers, where one must ask for it."""
-        experts = MixtureConfig(**read_fields(fields, raw), **(fixed or {}), balance_coefficient=0.0)
+        experts = MixtureConfig(**read_experts(keys, raw), **(fixed or {}), balance_coefficient=0.0)
         return MixtureModelConfig(**vars(read(raw)) | {"experts": experts})
 
     def write_all(config: ModelConfig) -> ConfigJson:
         is_mixture = isinstance(config.experts, MixtureConfig)  # of another model, reading back says what is lost
         experts = config.experts if is_mixture else MixtureConfig(1, 1, 1)
-        return write(config) | {key: getattr(experts, ours) for ours, (key, _) in fields.items()} | (written or {})
+        return write(config) | write_keys(keys, experts) | (written or {})
 
     required = llama.COMMON_REQUIRED | (required or {})
     known = llama.relative(model_type, architecture, read_all, write_all, **token_ids)

@@ -19,7 +19,6 @@ from shared.course.bounds import PositiveInt, checked
 from shared.course.errors import CourseError
 from shared.course.typed import PathText
 from shared.data import hub, tables
-from shared.data.arrow import rows_of
 from shared.data.source import Source, kind_of_file
 from shared.data.sources import files_at
 from shared.finetune.chat.template import Message
@@ -106,8 +105,7 @@ def records(source: ChatSource) -> Iterator[tables.Record]:
     if kind == "embedded":
         raise CorpusError("The embedded corpus holds no conversations: give a file, a folder, or the name of a hub dataset.")
     if kind == "hub":
-        batches = hub.open_hub(source).with_format("arrow").iter(tables.ROWS)
-        yield from places(rows_of(hub.unbroken(batches, source), source.path), name)
+        yield from places(hub.unbroken(hub.open_hub(source), source), name)
     elif kind == "saved":
         batches = hub.open_saved(source).with_format("arrow").iter(tables.ROWS)
         yield from places(rows_of(batches, source.path), name)
@@ -132,6 +130,18 @@ def records_of_file(file: Path, kind: str) -> Iterator[tables.Record]:
             raise CorpusError(f"{file} is not a whole Parquet file ({tables.first_line(error)}): make it again.") from None
     else:
         raise ChatError(f"{file} is no file of conversations: give JSONL, CSV or Parquet, or say which files with suffixes.")
+
+
+def rows_of(batches: Any, name: str) -> Iterator[dict[str, Any]]:
+    """The rows of Arrow batches or tables, whose memory may be a damaged file's."""
+    import pyarrow
+
+    try:
+        for batch in batches:
+            batch.validate(full=True)
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise CorpusError(f"{name} is damaged ({tables.first_line(error)}): make it again.") from None
 
 
 def places(rows: Any, name: str) -> Iterator[tables.Record]:
