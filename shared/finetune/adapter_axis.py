@@ -39,7 +39,7 @@ def follow(name: str, layer: AdaptedLayer, update: LowRankUpdate) -> None:
         if owners is not None:
             parameter.shared_over = owners
     for dimension, ranges, group in cuts:
-        if dimension < -2:  # whole matrices of a stack are shared out
+        if dimension < -2:  # whole matrices of a stack are sharded
             for factor in ("lora_A", "lora_B"):
                 cut_parameter(update, factor, 0, ranges, group)
             continue

@@ -24,7 +24,7 @@ from shared.totals import Totals
 
 
 def take_loads(model: nn.Module, add: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
-    """The loads of a step by block number, and counting of loads and losses begins again at 0.
+    """Return the loads of a step by block number, and reset the counts of loads and losses.
 
     Args:
         model: or a stage of it.

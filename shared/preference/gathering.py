@@ -1,4 +1,4 @@
-"""Chapter 11. How a rollout gathers weights that are fully sharded: all of them once, or block by block for each token; chosen by memory.
+"""Chapter 11. How a rollout gathers weights that are fully sharded: all at once, or block by block for each token; chosen by free memory.
 
     once     a unit stays gathered until the rollout ends           a rank holds the whole weights beside its shards
     block    a unit is gathered, computes and is freed each time    a rank holds its shards and a few units; everything travels per token
@@ -6,7 +6,7 @@
 Only storage differs, so tokens and log-probabilities are the same to the last bit, and each rollout chooses for itself. All ranks choose
 the same way: a unit that one rank gathers is gathered by all.
 
-Left out on purpose: keeping as many units as there is room for.
+Left out on purpose: keeping as many gathered units as fit.
 """
 
 import platform

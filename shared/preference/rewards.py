@@ -10,7 +10,7 @@ from shared.course.errors import CourseError
 from shared.preference.rollout import Sample
 
 Reward = Callable[[Sequence[Sample]], Sequence[float]]
-SHOWN = 60  # characters of a prompt in a sentence
+SHOWN = 60  # characters of a prompt in an error message
 
 
 def reward_of_texts(function: Callable[[str, str], float], texts: Sequence[str], decode: Callable[[list[int]], str]) -> Reward:

@@ -6,12 +6,10 @@
     advantages -> passes x minibatches of packed rows, each one step; then the next prompts
 
 The engine knows nothing of this: it asks for the micro-batches of a step, and the first step of a rollout takes longer. Between two steps
-the loader calls the model that objectives call, so rollouts work in every layout. Every data rank draws its share of the answers, and all
+the loader calls the model that objectives call, so rollouts work in every layout. Every data rank samples its shard of the answers, and all
 ranks then hold the whole rollout: what is computed over it (whitening, groups, packing) is the same in all layouts.
 
-A saved run continues with the very rollout that it stood in, also on other ranks: its answers and their numbers are the loader's state.
-
-Left out on purpose: what advantages are. PPO hands in a function (`shared.preference.ppo`), GRPO another one (chapter 12).
+A resumed run continues with the same open rollout, also on other ranks: its answers and their columns are the loader's state.
 """
 
 import hashlib
@@ -51,9 +49,9 @@ class RolloutLoader:
     A batch has `input_ids`, `targets`, `documents`, `positions`, `old_log_probs`, and the columns that `advantages` makes, all [rows, seq].
 
     Args:
-        strategy: of the policy. Its `model` draws and scores.
+        strategy: of the policy. Its `model` samples and scores.
         prompts: ids, one or more each. They are taken in an order that `seed` decides, epoch after epoch.
-        sampler: draws the answers.
+        sampler: samples the answers.
         reward: scores them. Every rank calls it with its share; the numbers of the first rank of each share count. One that has `parts`, a
             dictionary for each answer of the last call, gets a metric for each of them.
         config: sizes.
@@ -63,8 +61,8 @@ class RolloutLoader:
         seed: of the order of the prompts, of the answers and of the minibatches.
         reference: what the policy is held near to; None for nothing.
         computed_in: the autocast dtype of the run; None for the weights' own.
-        cache: bytes that the sampler holds while it draws, at most.
-        say: called with a sentence on how sharded weights are gathered, at first and whenever it changes; None to stay silent.
+        cache: bytes of the sampler's KV cache, at most.
+        say: called with a line on how sharded weights are gathered, at first and whenever that changes; None for no output.
 
     Attributes:
         position: prompts that were answered so far, over all ranks.
@@ -156,7 +154,7 @@ class RolloutLoader:
         return self.share(mine)
 
     def own_answers(self) -> list[Sample]:
-        """Draw this data rank's share of the answers."""
+        """Sample this data rank's shard of the answers."""
         data, count = self.mesh.data, self.config.answers
         wanted = [(place, answer) for place in range(self.position, self.position + self.config.prompts) for answer in range(count)]
         share = len(wanted) // data.size
@@ -168,7 +166,7 @@ class RolloutLoader:
         return [Sample(*each) for each in zip(numbers, prompts, completions, strict=True)]
 
     def prompt_at(self, place: int) -> int:
-        """The prompt that is answered at a place in the order of all epochs."""
+        """The number of the prompt at a position in the order of all epochs."""
         epoch, index = divmod(place, len(self.prompts))
         return int(np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))[index])
 
@@ -215,12 +213,12 @@ class RolloutLoader:
     # State.
 
     def settings(self) -> dict[str, Any]:
-        """What decides which answers are drawn."""
+        """Settings that decide which answers are sampled."""
         digest = hashlib.sha256(json.dumps([list(map(int, prompt)) for prompt in self.prompts]).encode()).hexdigest()
         return {"seed": self.seed, "answers": self.config.answers, "prompts": digest}
 
     def sizes(self) -> list[int]:
-        """What decides which answers of an open rollout are in which of its steps."""
+        """Settings that decide in which step an answer of an open rollout is."""
         return [self.config.prompts, self.config.passes, self.config.minibatches]
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,7 +229,7 @@ class RolloutLoader:
         return state | {"settings": self.settings(), "sizes": self.sizes()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader stood, whatever its ranks; with a rollout of its own where the open one had other sizes.
+        """Resume from the state of another loader, on any number of ranks; with a new rollout where the open one had other sizes.
 
         Raises:
             CourseError: the prompts, their number of answers or the seed differ.

@@ -23,11 +23,11 @@ from shared.course.bounds import PositiveFloat, PositiveInt, checked
 
 
 class Completion(NamedTuple):
-    """An answer as it was drawn.
+    """A sampled answer.
 
     ids: its tokens, the one that ended it included.
-    log_probs: of each, under the distribution that it was drawn from.
-    ended: whether it drew a token that ends an answer; one that did not was cut off.
+    log_probs: of each token, under the distribution that it was sampled from.
+    ended: whether its last token ends an answer; otherwise it was truncated.
     """
 
     ids: list[int]
@@ -41,7 +41,7 @@ class Completion(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Draws an answer to each prompt. `PlainSampler` is one."""
+    """Samples an answer to each prompt. `PlainSampler` is one."""
 
     def __call__(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], seeds: Sequence[int], anyone: Callable[[bool], bool]
@@ -58,14 +58,14 @@ class Sampler(Protocol):
 @dataclass(frozen=True)
 @checked
 class PlainSampler:
-    """Draws answers with a pass over the whole sequence for each token, as chapter 01's `generate` does.
+    """Samples answers with a pass over the whole sequence for each token, as chapter 01's `generate` does.
 
     Args:
         new_tokens: of an answer at most.
         stops: tokens that end an answer.
         temperature: positive.
         rows: answers that are drawn at a time.
-        multiple: of which the length is that the model is given: with sequence parallelism, the tensor-parallel ranks.
+        multiple: pad each sequence to a multiple of this length: with sequence parallelism, the number of tensor-parallel ranks.
     """
 
     new_tokens: PositiveInt
@@ -86,7 +86,7 @@ class PlainSampler:
     def draw_rows(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], seeds: Sequence[int], anyone: Callable[[bool], bool]
     ) -> list[Completion]:
-        """A few answers at a time. Rows that have ended stay in the batch, and what is drawn for them is not looked at."""
+        """Sample one batch of answers. Rows that have ended stay in the batch, and their further tokens are ignored."""
         device = next(model.parameters()).device
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniform = torch.stack([torch.rand(self.new_tokens, generator=stream, dtype=torch.float64) for stream in streams])

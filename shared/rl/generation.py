@@ -228,7 +228,7 @@ def require_prompts(prompts: Sequence[Sequence[int]], begins: Sequence[int], con
 @dataclass(frozen=True)
 @checked
 class CachedSampler:
-    """Draws answers with a pass over one token of each row for each token (`shared.preference.sampler.Sampler`).
+    """Samples answers with a KV cache, one forward pass over one token of each row per token (`shared.preference.sampler.Sampler`).
 
     Args:
         new_tokens: of an answer at most.

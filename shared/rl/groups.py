@@ -1,4 +1,4 @@
-"""Chapter 12. Dynamic sampling: draw answers to further prompts while too few groups have answers of different reward (Yu et al. 2025).
+"""Chapter 12. Dynamic sampling: sample answers to further prompts while too few groups have differing rewards (Yu et al. 2025).
 
 Answers that are all right, or all wrong, have no advantage over one another: a rollout of them costs as much as any, and teaches nothing.
 """
@@ -12,11 +12,10 @@ from shared.rl.grpo import GRPOConfig, differing
 
 
 class GroupLoader(RolloutLoader):
-    """The loader of a `GRPOConfig`'s rollouts: up to `rounds` times it draws answers to as many prompts as a rollout has.
+    """The loader of a `GRPOConfig`'s rollouts: up to `rounds` times it samples answers to as many prompts as a rollout has.
 
-    Groups whose scores differ are kept, in the order of their prompts; those that no place is left for are thrown away. Where they are too
-    few in the end, groups of the last round fill the rollout, and count as what they are. Which prompts come next is in the position, so a
-    saved run continues as any other.
+    Groups whose scores differ are kept, in the order of their prompts; surplus groups are discarded. If there are too few in the end,
+    groups of the last round fill the rollout. The position holds which prompts come next, so a resumed run continues as any other.
 
     Metrics in addition to the rollout's: `rounds`, and `zero_variance`, of all groups that were drawn.
     """
@@ -31,7 +30,7 @@ class GroupLoader(RolloutLoader):
             try:
                 samples = super().answered(device)
             except CourseError:
-                self.position -= number * wanted  # a saved run draws this rollout again, from its first prompts
+                self.position -= number * wanted  # a resumed run samples this rollout again, from its first prompts
                 raise
             groups = [samples[first : first + size] for first in range(0, len(samples), size)]
             differ = differing(torch.tensor([sample.score for sample in samples], dtype=torch.float64), size).tolist()
@@ -47,5 +46,5 @@ class GroupLoader(RolloutLoader):
         opened = super().roll_out()
         opened.metrics |= self.rounds
         if self.reference is None:
-            del opened.metrics["kl_to_reference"]  # 0, and nobody has measured it
+            del opened.metrics["kl_to_reference"]  # 0, and not measured
         return opened

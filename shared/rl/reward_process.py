@@ -130,7 +130,7 @@ def verified(verify: Callable[[str, str], float], prompt: str, answer: str, expe
 
 
 def attempt(function: Callable, *arguments: Any) -> Any:
-    """What a function gives, or in words why it gives nothing."""
+    """The result of a function, or its error message."""
     try:
         return function(*arguments)
     except (Exception, SystemExit) as error:

@@ -140,7 +140,7 @@ class Traffic(Callback):
         self.bytes += self.trace.bytes() - sizes
 
     def per_step(self) -> dict[str, str]:
-        """Operation and axis -> calls and megabytes of one step, in words, of what runs in at least every other step."""
+        """Operation and axis -> calls and megabytes of one step, as text, of what runs in at least every other step."""
         return {
             f"{operation} over {axis}, a step": f"{count / self.steps:.0f} calls, {self.bytes[operation, axis] / self.steps / 1e6:.2f} MB"
             for (operation, axis), count in sorted(self.calls.items())

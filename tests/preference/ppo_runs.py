@@ -11,7 +11,7 @@ from mixture_runs import MODEL as MIXTURE
 from mixture_runs import MixtureRun, observed
 from sharded_runs import build
 
-from shared.loop import train_step
+from shared.loop import accumulate_gradients, train_step
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE as BUILDERS
 from shared.parallel.comm.communicator import SingleRankCommunicator
@@ -84,7 +84,7 @@ class PPORun(MixtureRun):
                 self.answers.append([sample.completion.ids for sample in self.loader.current.samples])
             self.totals = train_step(
                 self.parallel.model, self.optimizer, microbatches, self.objective,
-                self.parallel.runner(self.accumulate), self.parallel.reducer, self.parallel.updater(self.update),
+                self.parallel.runner(accumulate_gradients), self.parallel.reducer, self.parallel.updater(self.update),
             )  # fmt: skip
             self.step += 1
             self.first = self.first or self.totals.mean_metrics()

@@ -1,7 +1,7 @@
 """Chapter 10. Preparation of fine-tuning data: conversations as shards of tokens, each marked as trained or only read.
 
 Everything is in a folder named after the configuration, the sources' content, the template, the tokenizer and the row's length, so the same
-is prepared once. `report.json` is written last: without it the preparation begins again, and ends with the same bytes.
+is prepared once. `report.json` is written last: without it the preparation starts over, and writes the same bytes.
 
     training/00000.tokens.safetensors ..., held_out/...      the shards, with the array `trained` (`shared.data.shards`)
     tokenizer.json, tokenizer_config.json, chat_template.jinja      what made them
@@ -231,7 +231,7 @@ def opened(folder: Path, prepared: type[Prepared], report_class: type[ChatReport
 
 
 def names_of(sources: Sequence[ChatSource]) -> str:
-    """Where examples are from, for a sentence."""
+    """The names of the sources, for error messages."""
     return ", ".join(source.path for source in sources)
 
 

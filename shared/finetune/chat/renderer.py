@@ -85,7 +85,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def attempt(make: Any) -> dict[str, Any]:
-    """What a template gives, or in words why it gives nothing: whatever it computes may raise."""
+    """The text that a template renders, or an error message: its expressions may raise anything."""
     try:
         made = make()
     except TemplateError as error:

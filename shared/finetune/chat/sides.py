@@ -1,6 +1,6 @@
 """Chapter 10. Split of fine-tuning data into training and held-out examples, by a hash of their prompts, and their shards.
 
-Two conversations with the same prompt are on the same side: a model that has seen one would answer the other by heart.
+Conversations with the same prompt are on the same side: a model that was trained on one would have memorised the other.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class SideWriter:
     Args:
         folder: gets the folders `training` and `held_out`.
         share: of the prompts, held out.
-        sources: what the examples are of, for a sentence.
+        sources: names of the data sources, for error messages.
         section: of the configuration that has `held_out_share`.
 
     Attributes:

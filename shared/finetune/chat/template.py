@@ -1,7 +1,7 @@
 """Chapter 10. Chat templates (jinja2, `apply_chat_template`): messages with roles rendered as the text that a model reads.
 
 A template is Hugging Face's: `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`. ChatML is the default. Texts equal
-those of transformers. A template that fails, or computes without end, is refused in a sentence (`shared.finetune.chat.renderer`).
+those of transformers. A template that fails or never ends is rejected with an error (`shared.finetune.chat.renderer`).
 """
 
 import json

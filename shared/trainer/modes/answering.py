@@ -74,13 +74,13 @@ class Answering(Mode):
         return self.rows(config, strategy, config.report.held_out_rows)[1]
 
     def require_room(self, config: TrainerConfig, tasks: Sequence[Task], where: object) -> None:
-        """Refuse prompts that leave no room for an answer."""
+        """Reject prompts after which no answer fits."""
         for task, prompt in zip(tasks, self.prompts_of(tasks), strict=True):
             if len(prompt) >= config.data.seq - self.virtual_tokens:
                 raise SettingError(f"A task of {where} is longer than a row of data.seq {config.data.seq}: {task.prompt[:60]!r}.")
 
     def prompts_of(self, tasks: Sequence[Task]) -> list[list[int]]:
-        """What the model reads before it answers each task."""
+        """The prompt of each task, as token ids."""
         if self.text.template is None:
             before = f"{self.system}\n\n" if self.system else ""  # as `PairExamples` joins them
             return [[*self.tokenizer.encode(before + task.prompt), self.tokenizer.end_id] for task in tasks]
@@ -115,11 +115,11 @@ class Answering(Mode):
         return compared(examination.answers(self.first_model(run)), examination.answers(model))
 
     def example(self) -> list[tuple[str, bool]]:
-        """A text that was trained on, in pieces, each with whether it is a target."""
+        """A training example in pieces of text, each with whether it is trained on."""
         return self.text.report.shown[0] if self.text.report.shown else []
 
     def close(self) -> None:
-        """End the processes that judge, if there are any; a later answer starts others."""
+        """End the processes that check answers, if there are any; the next answer starts new ones."""
 
     def save_beside(self, folder: Path, longest: int) -> None:
         super().save_beside(folder, longest)
@@ -128,5 +128,5 @@ class Answering(Mode):
 
 
 def trained_parameters(model: TransformerModel) -> int:
-    """How many numbers a run has trained."""
+    """The number of trained parameters."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -131,7 +131,7 @@ class TaskPolicyOptimization(Rolling, Answering):
                 each.close()
 
     def check(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
-        """What each task's own check says of its answer; after a training 0 where it fails."""
+        """The score of each answer by its task's own check; 0 where the check fails after training."""
         if self.verdicts is None:
             self.verdicts = RewardSet((RewardPart(),), self.tasks, self.tokenizer.decode, code=self.code)
         elif self.verdicts.failed is None:
@@ -140,7 +140,7 @@ class TaskPolicyOptimization(Rolling, Answering):
 
 
 class RolloutAlarms(RolloutMetrics):
-    """Logs the metrics of rollouts, and says once of each of them when it is a cause for alarm. close: called when the run ends.
+    """Logs the metrics of rollouts, and prints a warning the first time that one of them is alarming. close: called when the run ends.
 
     Attributes:
         first: the loss and the gradient's norm of the first step.
@@ -170,7 +170,7 @@ class RolloutAlarms(RolloutMetrics):
         self.first, self.said = state["first"], {*state["said"]}
 
     def explained(self) -> str:
-        """A loss of 0 whose gradient is not."""
+        """Why the loss is near 0 while its gradient is not."""
         loss, norm = self.first
         return (
             "The advantages of a group add up to 0, and right after a rollout all ratios are 1: the loss of a rollout is then near 0, "

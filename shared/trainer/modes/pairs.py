@@ -53,7 +53,7 @@ class Preferring(Answering):
 
     Attributes:
         text: the prepared pairs.
-        judge_of: what the hidden preference says of an answer to a held-out prompt; None where nobody knows it.
+        judge_of: the hidden preference's reward of an answer to a held-out prompt; None where there is no such preference.
     """
 
     def __init__(self, config: TrainerConfig, start: InitialWeights, world: Communicator, console: Console):
@@ -84,7 +84,7 @@ class Preferring(Answering):
         return amount, "".join(f"{line}\n" for line in report.lines()[1:3])
 
     def samples(self, run: Run, model: TransformerModel) -> list[tuple[str, str]]:
-        """Prompts of held-out pairs with the answers of the trained model and of the first one, where nobody judges answers."""
+        """Prompts of held-out pairs with the answers of the trained model and of the first one, where no preference judges them."""
         if self.judge_of is not None:
             return []
         prompts, decode = prompts_of_pairs(self.text.held_out, SAMPLES), self.tokenizer.decode
@@ -114,7 +114,7 @@ class Preferring(Answering):
 
 
 def prompts_of_pairs(store: TokenStore, most: int | None = None) -> list[list[int]]:
-    """The prompts of prepared pairs, each once. most: how many."""
+    """The distinct prompts of prepared pairs. most: at most so many."""
     found: dict[tuple[int, ...], None] = {}
     for number in range(len(store)):
         if len(found) == most:
@@ -124,7 +124,7 @@ def prompts_of_pairs(store: TokenStore, most: int | None = None) -> list[list[in
 
 
 def made_set(config: TrainerConfig) -> MadeSet | None:
-    """The set made on the spot; None where the run names pairs of its own."""
+    """The generated set of pairs; None where the run names its own."""
     return None if config.preferences.sources else write_made(config.data.prepared, config.preferences.made)
 
 
@@ -211,7 +211,7 @@ class RewardModelling(Preferring):
         return as_reward_model(model, self.seed)
 
     def require_answerable(self, config: TrainerConfig) -> None:
-        """A reward model writes nothing."""
+        """A reward model generates nothing."""
 
     def rows(self, config: TrainerConfig, strategy: ParallelStrategy, held_out_rows: int | None) -> Loaders:
         return preference_loaders(self.text, whole=True, **self.sizes(config, strategy.mesh, held_out_rows))

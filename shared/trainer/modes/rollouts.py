@@ -33,7 +33,7 @@ class Rolling:
     Attributes:
         rewards: the weights of a reward model, where one rewards.
         measured: what logs the metrics of rollouts.
-        console: where a line goes that says how weights are gathered.
+        console: prints how sharded weights are gathered.
     """
 
     rewards: InitialWeights | None = None
@@ -59,7 +59,7 @@ class Rolling:
         reference: bool,
         **parts: Any,
     ) -> RolloutLoader:
-        """The loader. sizes: the section of the mode. reference: whether the first model is asked. parts: what it takes besides."""
+        """The loader. sizes: the mode's section. reference: whether to score with the first model. parts: further arguments of `kind`."""
         multiple = strategy.mesh.tp.size if config.parallel.sequence_parallel else 1
         fused = copies_weights(config, memory_of(next(strategy.module.parameters()).device))
         self.measured.loader = kind(
@@ -86,7 +86,7 @@ class Rolling:
 
 
 def reward_weights(folder: Path, tokenizer: TextTokenizer, setting: str) -> InitialWeights:
-    """A reward model's. setting: what names it, such as ppo.reward_model."""
+    """The weights of a reward model. setting: what names it, such as ppo.reward_model."""
     found = find_reward_model(folder, setting)
     mine, theirs = (each.tokenizer.get_vocab(with_added_tokens=True) for each in (tokenizer, found.text_tokenizer()))
     if odd := sorted(token for token, number in mine.items() if theirs.get(token) != number):

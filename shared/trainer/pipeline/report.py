@@ -34,7 +34,7 @@ CURVES = (  # of the figures that a run leaves
 )  # fmt: skip
 PLAIN = ("bits per byte", "mean reward")  # how rows begin that are no shares
 BLANK = "(nothing but spaces)"
-WON = "win rate over the stage before"
+WON = "win rate over the previous stage"
 
 
 class Row(NamedTuple):
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     @property
     def cells(self) -> list[tuple[str, str]]:
-        """Each value as a person reads it, and whether it is better or worse than the stage before, or nothing."""
+        """Each value as text, and whether it is better or worse than that of the previous stage, or an empty text."""
         found, before = [], None
         for value in self.values:
             if value is None:
@@ -88,7 +88,7 @@ def ability_tables(pipeline: Pipeline) -> list[AbilityTable]:
 
 
 def win_rates(measured: list[dict[str, Any] | None]) -> list[float | None]:
-    """The share of prompts whose answer has the higher score than that of the stage before, with half of the ties."""
+    """The share of prompts whose answer scores higher than that of the previous stage; ties count half."""
     found, before = [], None
     for each in measured:
         scores = each and [answer["score"] for answer in each["answers"]]
@@ -171,7 +171,7 @@ def side_by_side(pipeline: Pipeline) -> Iterator[tuple[str, list[dict[str, Any]]
 
 
 def verdict_of(score: float, judged: bool) -> str:
-    """A score as a person reads it. judged: by the hidden preference."""
+    """A score as text. judged: by the hidden preference."""
     return f"{score:.2f}" if judged else "right" if score == 1 else "wrong"
 
 

@@ -67,7 +67,7 @@ def row_of(run: RunRecord, folder: Path) -> dict[str, str]:
 
 
 def format_value(name: str, value: Any) -> str:
-    """A value of the summary as a person reads it."""
+    """A value of the summary as text."""
     if value is None:
         return "not measured"
     if isinstance(value, str):
