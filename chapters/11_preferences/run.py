@@ -15,7 +15,7 @@ from chapters.rank_run import RankRunConfig, require_cuts, run_and_compare
 from shared.course.launch import launch
 from shared.model.config import ModelConfig
 from shared.parallel.config import ParallelConfig
-from shared.preference.dpo_config import DPOConfig
+from shared.preference.config import DPOConfig
 
 
 @dataclass

@@ -15,7 +15,6 @@ from shared.course.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from shared.course.errors import SettingError
 from shared.course.extensions import Extension
 from shared.model.config import ExpertsConfig, ModelConfig
-from shared.moe.memory_costs import saved_by_experts
 from shared.parallel.config import ParallelConfig
 
 CAPACITY_OF_WHOLE_ROWS = (
@@ -205,3 +204,45 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
     for is_wrong, reason in wrong:
         if is_wrong:
             raise SettingError(reason)
+
+
+def saved_by_experts(config: ModelConfig, rows: int, seq: int, width: int, ranks: int, imbalance: float) -> tuple[float, float]:
+    """Activation memory of a layer by formula: what router, experts and shared experts keep of [rows, seq] tokens for the backward pass; see
+    `ExpertsConfig.saved_bytes`.
+
+    All k choices of a token count, also dropped ones. The router keeps the tokens in float32, experts keep them in the dtype of the products.
+    Padding is left out: of batched products, and of the blocks that half precision pads rows to on a CPU, at most an eighth of the rows.
+    """
+    experts, tokens, size = config.experts, rows * seq, config.hidden_size
+    number, k = experts.num_experts, experts.num_experts_per_tok
+    inner, shared = experts.moe_intermediate_size, experts.num_shared_experts * experts.moe_intermediate_size
+    entries = 2 if config.gated else 1  # matrices into an expert
+    choices = tokens * k
+    arriving = choices * imbalance
+    logits = 4 * tokens * number
+    balanced, z = experts.balance_coefficient > 0, experts.z_coefficient > 0
+    grouped = experts.implementation == "grouped" and width <= 4
+
+    everything = {
+        "the router's input": 4 * tokens * size,
+        "scores": 4 * tokens * number,
+        "weights, their sum, and whether that is 0": 4 * tokens * (2 * k + 1.25 if experts.norm_topk_prob else k),
+        "norms of sigmoid scores": 4 * tokens * 2 * (balanced and experts.scoring == "sigmoid"),
+        "the rows' shares of choices": 4 * rows * (number + 1) * balanced,
+        "logits and their logsumexp": (logits + 4 * tokens) * z,
+        "experts, the sorted rows' tokens, and where rows go back to": 8 * 3 * choices,
+        "ends of each expert's rows": 4 * number // ranks * (entries + 1) * grouped,
+        "rows as they enter": width * arriving * size,
+        "rows within experts": width * arriving * 2 * entries * inner,
+        "rows as they come back": width * choices * size,
+        "rows within shared experts": width * tokens * 2 * entries * shared,
+        "the shared experts' input": width * tokens * size if shared and width < 4 else 0,
+    }
+    products = {
+        "logits": logits,
+        "into experts": width * arriving * entries * inner,
+        "out of experts": width * arriving * size,
+        "into shared experts": width * tokens * entries * shared,
+        "out of shared experts": width * tokens * size * bool(shared),
+    }
+    return sum(everything.values()), sum(products.values())

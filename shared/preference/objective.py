@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shared.loss import IGNORED
 from shared.model.chunked_loss import apart
 from shared.preference.dpo import dpo_loss
-from shared.preference.dpo_config import DPOConfig
+from shared.preference.config import DPOConfig
 from shared.preference.log_probs import (
     answer_log_probs,
     sequence_log_probs,

@@ -26,8 +26,7 @@ from shared.parallel.context.zigzag import require_divisible
 from shared.parallel.pipeline.axis import require_stages
 from shared.parallel.pipeline.schedules import make_schedule
 from shared.parallel.tensor.axis import require_even
-from shared.preference.config import PreferenceConfig
-from shared.preference.dpo_config import DPOConfig
+from shared.preference.config import DPOConfig, PreferenceConfig
 from shared.preference.reward_model import RewardConfig
 from shared.rl.config import TaskPolicyConfig
 from shared.trainer.sections import FIM_SLACK, PREFERRING, ROLLING, DataConfig, InstructionConfig, PolicyConfig, ReportConfig, section

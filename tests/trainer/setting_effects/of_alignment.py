@@ -20,7 +20,7 @@ from shared.parallel.config import ParallelConfig
 from shared.moe.config import MixtureModelConfig
 from shared.parallel.mesh import Mesh
 from shared.parallel.parallelize import apply_parallel
-from shared.preference.dpo_config import DPOConfig
+from shared.preference.config import DPOConfig
 from shared.preference.objective import PreferenceObjective
 from shared.preference.ppo import PPOAdvantages, PPOObjective
 from shared.preference.reward_model import RewardConfig, RewardObjective, as_reward_model

@@ -30,8 +30,7 @@ from shared.model.transformer import TransformerModel
 from shared.moe.config import MixtureModelConfig
 from shared.optim.config import OptimizerConfig, ScheduleConfig
 from shared.parallel.config import ParallelConfig
-from shared.preference.config import MadeConfig, PreferenceConfig
-from shared.preference.dpo_config import DPOConfig
+from shared.preference.config import DPOConfig, MadeConfig, PreferenceConfig
 from shared.preference.reward_model import RewardConfig
 from shared.rl.config import TaskPolicyConfig
 from shared.rl.tasks import MadeTasks, TasksConfig
