@@ -1,4 +1,4 @@
-"""Chapter 01. The training loop: forward, loss, backward, step, on one page.
+"""Chapter 01. The training loop: forward, loss, backward, gradient accumulation, step, on one page.
 
 `train_step` names the four things that a step consists of and calls them: the runner (forward and backward of every
 micro-batch), the reducer (adds up what several processes hold), the updater (divides once, steps) and the objective.

@@ -113,7 +113,7 @@ def named(check: Check, result: Any) -> Observation:
 
 
 def contents(value: Any) -> Any:
-    """What must be the same in an argument after the call. Callables and generators are not looked into."""
+    """What must be the same in an argument after the call. Callables and generators are not inspected."""
     match value:
         case nn.Module():
             return dict(value.named_parameters()) | dict(value.named_buffers()) | {"training": value.training}

@@ -67,7 +67,7 @@ SPINE = (
     Stop("shared/moe/layer.py", 20, "each token through the experts that a router chose"),
     Stop("shared/finetune/lora.py", 20, "a frozen matrix with a trained low-rank addition"),
     Stop("shared/preference/objective.py", 20, "a policy trained on pairs: DPO and its relatives"),
-    Stop("shared/rl/grpo.py", 25, "a policy trained on its own tries: advantages, weights, loss"),
+    Stop("shared/rl/grpo.py", 25, "a policy trained on its own samples: advantages, weights, loss"),
     Stop("shared/trainer/run.py", 40, "from a configuration to a report"),
 )
 

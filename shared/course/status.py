@@ -68,7 +68,7 @@ def state_of(exercise: Exercise, chapter: Chapter, file: BodyFile | None, passed
 
 
 def next_open(found: Sequence[ExerciseStatus], after: Exercise | None = None) -> Exercise | None:
-    """The first exercise that has not passed: from `after` on if given, and from the beginning again behind the last."""
+    """The first exercise that has not passed: from `after` on if given, and again from the beginning."""
     ids = [status.exercise.id for status in found]
     start = ids.index(after.id) + 1 if after else 0
     return next((status.exercise for status in [*found[start:], *found[:start]] if not status.passed), None)

@@ -1,4 +1,4 @@
-"""Chapter 03. Sequence packing: several documents in one row, none of which sees another.
+"""Chapter 03. Sequence packing: several documents in one row, kept apart by a document mask.
 
 A row of seq positions that held one short document would be mostly padding, which costs as much as text. So rows are filled
 with several documents, and two things keep them apart: `documents` says which positions belong together (a mask for attention)

@@ -1,4 +1,4 @@
-"""Chapter 02. Embedding and language-model head: token ids to vectors, vectors to logits, and what the losses compute from logits."""
+"""Chapter 02. Embedding and language-model head, tied or not: token ids to vectors, vectors to logits, and the losses' work on logits."""
 
 import torch
 from torch import Tensor, nn

@@ -41,7 +41,7 @@ def corpus() -> Finding:
 @click.option("--folder", type=click.Path(path_type=Path), help="A folder that all machines should share.")
 @click.option("--wait", type=click.FloatRange(min=1), default=60.0, show_default=True, help="Seconds until all must have connected.")
 def doctor(machines: int | None, machine: int, address: str, port: int, folder: Path | None, wait: float) -> None:
-    """Say what is wrong with the set-up, and what to do about it.
+    """Diagnose the set-up: what is wrong, and what to do about it.
 
     With --machines it says whether several machines can train together: their addresses, whether they run the same code, how fast the links
     between them are, and whether they share a folder.

@@ -39,7 +39,7 @@ def plan(
     config: Path, words: tuple[str, ...], layout: str | None, hardware: str | None, model: str | None, search: bool, budget: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Say what a run holds, sends and takes, before anything runs: memory by kind and rank, traffic, FLOPs, time, and what limits.
+    """Predict a run's memory by kind and rank, communication, FLOPs and time, and what limits it.
 
     Nothing is downloaded, built or trained. Exit code 0: it fits. 1: it does not.
     """
@@ -74,14 +74,14 @@ def plan(
 @click.option("--task", "tasks", multiple=True, help="A built-in task, or a YAML file that describes one; may be given again.")
 @click.option("--data", multiple=True, help="Bits per byte of this text: a file, a folder, or a data set of the hub; may be given again.")
 @click.option("--limit", type=click.IntRange(min=1), help="At most so many items of each task.")
-@click.option("--samples", type=click.IntRange(min=0), help="Answers drawn to each prompt, for pass@k.")
+@click.option("--samples", type=click.IntRange(min=0), help="Samples for each prompt, for pass@k.")
 @click.option("--compare", metavar="RUN", help="Another model, with the paired difference between the two.")
 @click.option("--lm-eval", "harness", metavar="NAMES", help="Tasks of lm-eval, with commas; it needs the network, or local tasks.")
 @click.option("--include-path", help="A folder with tasks of your own for lm-eval.")
 @click.option("--shots", type=click.IntRange(min=0), help="With --lm-eval, few-shot examples; else the task's file says how many.")
 @click.option("--chat", is_flag=True, help="With --lm-eval, prompts are turns of a chat.")
 @click.option("--output", help="The JSON file of the results; RUN/eval.json where it is not given.")
-@click.option("--batch-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Positions that are computed at a time.")
+@click.option("--batch-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens in a forward pass.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True)
 @click.option("--precision", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Of the weights.")
 def evaluate(
@@ -98,7 +98,7 @@ def evaluate(
     output: str | None,
     **opened: object,
 ) -> None:
-    """Evaluate a run, or a model in any folder of Hugging Face's format: bits per byte, multiple choice, exact match and pass@k.
+    """Evaluate a run or any Hugging Face folder: bits per byte, multiple choice, exact match, pass@k.
 
     Without --task or --data it takes the built-in tasks, which need no download: held-out Python, its next line, and made instructions.
     """
@@ -133,7 +133,7 @@ def evaluate(
 @click.option("--layout", default="", help="Such as fsdp2 or dp2_tp2, in place of the file's.")
 @click.option("--output", type=click.Path(path_type=Path), help="Its folder.  [default: runs/twins/NAME]")
 def twin(config: Path, words: tuple[str, ...], steps: int, layout: str, output: Path | None) -> int:
-    """Dry-run a configuration: train a scaled-down twin of the very same file for a few steps, on processes of this machine's CPU.
+    """Dry-run a configuration: train a scaled-down twin of it for a few steps, on this machine's CPU.
 
     Mode, layout, adapter, quantization, optimizer, precision and recomputation are the file's. Sizes shrink, text is made on the spot, and
     a model to start from gets random weights, so nothing is downloaded.
@@ -154,7 +154,7 @@ def twin(config: Path, words: tuple[str, ...], steps: int, layout: str, output: 
 @click.option("--address", default="127.0.0.1", show_default=True, help="Of this machine, by which the others reach it.")
 @click.option("--port", type=click.IntRange(1, 65535), default=29400, show_default=True, help="What --rdzv-endpoint of torchrun ends in.")
 def rendezvous(address: str, port: int) -> None:
-    """Hold the place where the machines of an elastic run meet, until Ctrl-C. Run it on a machine that stays.
+    """Host the rendezvous of an elastic run, until Ctrl-C, on a machine that stays up.
 
     Every machine that reaches the address can join the run: give one of a network that is yours alone.
     """
@@ -165,19 +165,19 @@ def rendezvous(address: str, port: int) -> None:
 
 
 def answer_options(command: Callable) -> Callable:
-    """The options that say how answers are drawn, for a command that takes a run and `**drawn`."""
+    """The sampling options of a command that takes a run and `**drawn`."""
     share = click.FloatRange(min=0, min_open=True, max=1)
     options = (
         click.option("--system", help="A system prompt, before everything else."),
-        click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0 takes the likeliest token."),
-        click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True, help="Draw among so many tokens; 0: all."),
-        click.option("--top-p", type=share, help="Draw among the likeliest tokens that together have this probability."),
-        click.option("--min-p", type=share, help="Leave out tokens below this share of the likeliest one's probability."),
+        click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0: greedy decoding."),
+        click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True, help="Sample among so many of the likeliest tokens; 0: all."),
+        click.option("--top-p", type=share, help="Nucleus sampling: the likeliest tokens that together have this probability."),
+        click.option("--min-p", type=share, help="Exclude tokens below this share of the likeliest one's probability."),
         click.option("--repetition-penalty", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
-                     help="Above 1, what stands in the text already is less likely."),
+                     help="Above 1, tokens that the text already has become less likely."),
         click.option("--stop", multiple=True, metavar="TEXT", help="End an answer before this text; may be given several times."),
-        click.option("--new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="At most, in an answer."),
-        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is drawn."),
+        click.option("--new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Maximum length of an answer."),
+        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed."),
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -200,10 +200,10 @@ def answer_settings(drawn: dict[str, Any]) -> Any:
 )
 @click.argument("run", metavar="RUN")
 @answer_options
-@click.option("--web", is_flag=True, help="Talk in the browser: a page on this machine, for this machine alone.")
+@click.option("--web", is_flag=True, help="Chat in the browser, on a page that listens on localhost only.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Of that page; 0: any free one.")
 def chat(run: str, system: str | None, web: bool, port: int, **drawn: Any) -> None:
-    """Talk to the model of a run, or in any folder of Hugging Face's format. A model without a chat template continues your text.
+    """Chat with the model of a run, or of any Hugging Face folder. A model without a chat template continues your text.
 
     /reset forgets what was said. Ctrl-D or Ctrl-C ends the conversation.
     """
@@ -240,7 +240,7 @@ def sample(run: str, prompt: str, number: int, system: str | None, **drawn: Any)
 @click.command(cls=CourseCommand, section=TRAINER, epilog=examples("course runs", "course runs FOLDER"))
 @click.argument("folder", metavar="[FOLDER]", default="runs", type=click.Path(path_type=Path))
 def runs(folder: Path) -> None:
-    """List the runs in and below a folder, `runs` unless another one is given: state, step, loss, speed, memory, layout."""
+    """List the runs below a folder (default: `runs`): state, step, loss, speed, memory, layout."""
     from shared.trainer.reports.listing import list_runs
 
     list_runs(terminal.open_console(), folder.expanduser())
@@ -254,7 +254,7 @@ def runs(folder: Path) -> None:
 @click.argument("folders", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="The page; comparison.html beside the first run unless given.")
 def report(folders: tuple[Path, ...], output: Path | None) -> None:
-    """Set several runs side by side: results and settings that differ here, and a page with their curves over each other."""
+    """Compare runs: results and settings that differ, and a page with their curves."""
     from shared.trainer.reports.side_by_side import report_runs
 
     folders = tuple(folder.expanduser() for folder in folders)

@@ -1,4 +1,4 @@
-"""Chapter 04. Checkpoints as folders: a snapshot in safetensors and JSON, with the checksum of every file.
+"""Chapter 04. Checkpoints as folders, saved and loaded: a snapshot in safetensors and JSON, with the checksum of every file.
 
     checkpoints/step-00000200/weights.safetensors  optimizer.safetensors  random.safetensors  state.json  manifest.json
 

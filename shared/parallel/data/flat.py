@@ -1,4 +1,4 @@
-"""Chapter 06. FlatParam for FSDP: the parameters of a unit, flattened and concatenated, in equal shards of which each rank keeps one.
+"""Chapter 06. FlatParam: the parameters of an FSDP unit, flattened and concatenated, in equal shards of which each rank keeps one.
 
     parameters   a a a a a a b b b c c c c .      . is padding
     ranks        0 0 0 0 0 1 1 1 1 1 2 2 2 2 2    two ranks share b, and rank 2 holds most of c

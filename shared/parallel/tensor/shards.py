@@ -1,4 +1,5 @@
-"""Chapter 07. Tensor-parallel sharding plan, as data: how each parameter is cut over ranks, and over which ranks its gradient is summed.
+"""Chapter 07. Tensor-parallel sharding plan, as data: which weights are column-parallel, row-parallel or unsharded, and which gradients are
+summed over ranks.
 
 Both are tables by parameter name. `shared.parallel.tensor.axis` cuts the model by the first, and states the second on the parameters,
 where data engines, clipping and checkpoints read it.
