@@ -91,7 +91,6 @@ AROUND = {  # folder or module of `shared/` -> what it is for; a module that no 
     "trainer/records": "event log, run records, resumed with changes",
     "trainer/reports": "pages, figures and lists of runs",
     "trainer/results": "what is measured and reported when a run ends",
-    "trainer/shapes": "a model's shape before its weights are there",
     "trainer/talk": "chat in the terminal and in the browser",
 }
 SPINE_RING, CORE_RING, AROUND_RING = RINGS = ("spine", "core", "around it")

@@ -43,19 +43,17 @@ def plan(
 
     Nothing is downloaded, built or trained. Exit code 0: it fits. 1: it does not.
     """
-    if search or budget:
-        if layout or (search and budget):
-            raise click.UsageError("--search and --budget choose the layout: give one of the three, --layout, --search or --budget.")
-        with all_stays():
-            from shared.trainer.planner import choosing
-
-        if budget:
-            sys.exit(choosing.run_budget(terminal.open_console(), config, words, hardware, budget, as_json))
-        sys.exit(choosing.run_search(terminal.open_console(), config, words, hardware, model, as_json))
+    if (search or budget) and (layout or (search and budget)):
+        raise click.UsageError("--search and --budget choose the layout: give one of the three, --layout, --search or --budget.")
     with all_stays():
         from shared.trainer.planner import command
 
-    sys.exit(command.run(terminal.open_console(), config, words, layout, hardware, model, as_json))
+    console = terminal.open_console()
+    if budget:
+        sys.exit(command.run_budget(console, config, words, hardware, budget, as_json))
+    if search:
+        sys.exit(command.run_search(console, config, words, hardware, model, as_json))
+    sys.exit(command.run_plan(console, config, words, layout, hardware, model, as_json))
 
 
 @click.command(

@@ -17,7 +17,7 @@ from shared.parallel.config import layout_name
 from shared.trainer.config import DataConfig, TrainerConfig
 from shared.trainer.planner import budget
 from shared.trainer.planner.budget import HEADS, Law, laws, propose, sized
-from shared.trainer.planner.choosing import run_words, seconds_of
+from shared.trainer.planner.command import run_words, seconds_of
 from shared.trainer.planner.hardware import parse_hardware
 from shared.trainer.planner.opening import open_planned
 from shared.trainer.planner.plan import plan_run

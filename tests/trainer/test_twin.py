@@ -18,7 +18,7 @@ from shared.parallel.config import parse_layout
 from shared.trainer.config import TrainerConfig
 from shared.trainer.launch.twin import make_twin, small_model
 from shared.trainer.settings import parse_words
-from shared.trainer.shapes import start_shape
+from shared.trainer.planner.opening import start_shape
 
 FOLDER = CHECKOUT / "chapters" / "12_grpo"
 FILES = sorted([*FOLDER.glob("laptop*.yaml"), *FOLDER.glob("two_3090s*.yaml")])

@@ -34,13 +34,13 @@ from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureModelConfig
 from shared.output_files import write_atomically
-from shared.parallel.config import ParallelConfig, layout_name, parse_layout
+from shared.parallel.config import ParallelConfig, layout_name
 from shared.preference.reward_model import as_reward_model
 from shared.preference.rollout import RolloutConfig
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
+from shared.trainer.planner.opening import start_shape, with_degrees
 from shared.trainer.settings import from_settings, read_settings
-from shared.trainer.shapes import start_shape
 
 FILE, SEQ, WIDTH, VOCABULARY, NEW_TOKENS = "twin.yaml", 256, 64, 512, 8
 SHOWN = (  # settings whose change is printed
@@ -162,13 +162,9 @@ def make_twin(file: Path, words: Mapping[str, str], folder: Path, steps: int, la
         CourseError: the file, the words or the layout cannot be.
     """
     settings = with_words(TrainerConfig, read_settings(file, TrainerConfig), words)
-    parallel = configured(ParallelConfig, settings.get("parallel") or {}, "parallel")
     if layout:
-        try:
-            parallel = parse_layout(layout, parallel)
-        except ValueError as error:
-            raise CourseError(str(error)) from None
-    settings["parallel"] = provenance.plain(parallel)
+        settings["parallel"] = with_degrees(settings.get("parallel") or {}, layout)
+    parallel = configured(ParallelConfig, settings.get("parallel") or {}, "parallel")
     if folder.exists() and not (folder / FILE).is_file():
         raise CourseError(f"{folder} is there and holds no twin: give another --output.")
     shutil.rmtree(folder, ignore_errors=True)

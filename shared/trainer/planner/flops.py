@@ -5,7 +5,7 @@ has no gradient of its own. Attention costs 4 for each score and feature of a he
 cut into what the ranks of a pipeline compute.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from shared.finetune.memory_costs import sizes_of
@@ -27,11 +27,12 @@ class Flops(NamedTuple):
         """Without recomputation: what utilisation counts."""
         return self.forward + self.backward
 
-    def plus(self, other: "Flops") -> "Flops":
-        return Flops(*(a + b for a, b in zip(self, other, strict=True)))
-
     def times(self, factor: float) -> "Flops":
         return Flops(*(factor * each for each in self))
+
+    @classmethod
+    def total(cls, parts: Iterable["Flops"]) -> "Flops":
+        return cls(*map(sum, zip(cls(), *parts, strict=True)))
 
 
 class Trained(NamedTuple):
@@ -47,13 +48,9 @@ class Trained(NamedTuple):
 
 def part_flops(model: ModelConfig, part: Part, seq: int, trained: Trained, recompute: bool) -> Flops:
     """FLOPs of a token in a part of a decoder. model: resolved; cut over tensor-parallel ranks, what one of them computes."""
-    found = Flops()
-    for layer in part.blocks:
-        found = found.plus(block_flops(model, layer, seq, trained, first=layer == 0, recompute=recompute))
-    if not part.head:
-        return found
-    head = 2 * model.vocab_size * model.hidden_size
-    return found.plus(Flops(head, head * (1 if trained.is_adapter else 2)))
+    blocks = [block_flops(model, layer, seq, trained, first=layer == 0, recompute=recompute) for layer in part.blocks]
+    head = 2 * model.vocab_size * model.hidden_size * part.head
+    return Flops.total([*blocks, Flops(head, head * (1 if trained.is_adapter else 2))])
 
 
 def block_flops(model: ModelConfig, layer: int, seq: int, trained: Trained, first: bool, recompute: bool) -> Flops:

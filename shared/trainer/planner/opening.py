@@ -1,16 +1,17 @@
-"""Chapter 12. A configuration as the planner takes it: nothing is downloaded, and a layout may replace its own.
+"""Chapter 12. Configuration to plan: a dry run before its model and data exist, in its own layout or another.
 
-The model of `start_from` is that folder's, or, before it is there, the one of its name (`shared.trainer.shapes`). The vocabulary is the
+The architecture is that of the model in `start_from`, or, before that exists, of the published model of its name. The vocabulary is the
 tokenizer's where there is one, and else as large as `data.prepare.vocab_size` asks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shared.course.errors import CourseError, SettingError
-from shared.course.typed import with_words
+from shared.course.typed import configured, with_words
+from shared.data.prepare import PrepareConfig
 from shared.data.tokenizer import TextTokenizer
 from shared.model.config import ModelConfig
 from shared.model.families import PRESETS, preset
@@ -20,7 +21,6 @@ from shared.trainer.config import TrainerConfig
 from shared.trainer.model_section import model_section
 from shared.trainer.planner.memory import reward_model_setting
 from shared.trainer.settings import from_settings, read_settings
-from shared.trainer.shapes import start_shape
 from shared.trainer.weights import InitialWeights, find_initial_weights
 
 
@@ -28,12 +28,12 @@ def open_planned(file: Path, words: Sequence[str] = (), layout: str | None = Non
     """Read a configuration to plan it.
 
     Args:
-        words: key=value, over the file's.
-        layout: in place of the file's degrees, such as dp2_tp2.
-        model: a folder, or the name of a published model, in place of what start_from or the section model says.
+        words: overrides, key=value.
+        layout: replaces the file's degrees, such as dp2_tp2.
+        model: a folder, or the name of a published model; replaces start_from and the section model.
 
     Raises:
-        CourseError: the file cannot be read, or the trainer would refuse it; its own sentence.
+        CourseError: the trainer would refuse it; with the same message.
     """
     if bad := [word for word in words if "=" not in word]:
         raise SettingError(f"{bad[0]!r} is not a setting: write key=value.")
@@ -49,6 +49,32 @@ def open_planned(file: Path, words: Sequence[str] = (), layout: str | None = Non
         return with_vocabulary(from_settings(TrainerConfig, settings))
     weights = InitialWeights(Path(start or model), shape.resolved(), None)
     return from_settings(TrainerConfig, settings | {"model": model_section(given, weights)}, complete=False)
+
+
+def start_shape(settings: Mapping[str, Any], file: Path) -> MixtureModelConfig:
+    """The architecture of the model in start_from. Where that is not there yet: of the configuration beside `file` that trains it, or of
+    the published model (`shared.model.families.PRESETS`) with whose name the folder's begins, as models/llama-3.1-8b-instruct does.
+
+    Raises:
+        CourseError: nothing says it.
+    """
+    start = Path(settings["start_from"]).expanduser()
+    if start.exists():
+        return find_initial_weights(start).model
+    for beside in sorted(file.parent.glob("*.yaml")):
+        trained = read_settings(beside)
+        if beside != file and (trained.get("engine") or {}).get("output") == str(start):
+            if trained.get("start_from"):
+                return start_shape(trained, beside)
+            model = configured(MixtureModelConfig, trained.get("model") or {}, "model")
+            return replace(model, vocab_size=((trained.get("data") or {}).get("prepare") or {}).get("vocab_size", PrepareConfig.vocab_size))
+    known = [name for name in PRESETS if start.name.lower().startswith(name)]
+    if not known:
+        raise CourseError(
+            f"start_from is {start}, which is not there, no file beside {file.name} trains it, and its name begins with none of "
+            f"{', '.join(PRESETS)}: download it, or begin the folder's name with one of these."
+        )
+    return MixtureModelConfig(**PRESETS[max(known, key=len)])
 
 
 def with_degrees(parallel: dict[str, Any], layout: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def step_seconds(
     stages = layout.pipeline_parallel
     by_rank = chunk_parts(config.model, layout)
     chunks = [[part_flops(own, part, step.seq, trained, recompute).times(tokens / speed) for part in parts] for parts in by_rank]
-    works = [total(of) for of in chunks]
+    works = [Flops.total(of) for of in chunks]
     worst = max(range(stages), key=lambda stage: works[stage].needed + works[stage].again + seconds_of(traffic[stage], axes=WITHIN))
     work, sent, m = works[worst], traffic[worst], step.microbatches
     exposed, hidden = exchange_seconds(work, sent, step, layout.zero == 2)
@@ -75,13 +75,6 @@ def step_seconds(
     return StepSeconds(
         m * work.needed, m * work.again, bubble, exposed, optimizer_seconds(config, hardware, step, trained), scoring, drawing, hidden
     )
-
-
-def total(parts: list[Flops]) -> Flops:
-    found = Flops()
-    for part in parts:
-        found = found.plus(part)
-    return found
 
 
 def exchange_seconds(work: Flops, sent: list[Sent], step: StepSizes, each_time: bool) -> tuple[float, float]:
