@@ -83,7 +83,7 @@ def unbroken(records: Any, source: Source) -> Iterator[Any]:
                 f"The hub dataset {source.path!r} broke off after record {given:,} ({reason}). Start again when the network is back, or "
                 "download it first (streaming: false in prepare.sources)."
             ) from error
-        given += 1
+        given += getattr(record, "num_rows", 1)  # of an Arrow table, several
         yield record
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shared.corpus import CorpusError
+from shared.data.arrow import change_of
 
 Skip = Callable[[str, str], None]
 Record = tuple[str, Any]  # its place, such as "a.jsonl:3", and its fields
@@ -147,9 +148,10 @@ def column_records(columns: Iterable[Any], field: str, name: str) -> Iterator[Re
         column.validate()
         column = column.cast(binary_of(column.type))
         column.validate(full=True)  # a damaged file can hold offsets that lead out of its memory
+        change = change_of(column.type) or (lambda value: value)
         for value in column.to_pylist():
             number += 1
-            yield f"{name}:{number}", {field: value}
+            yield f"{name}:{number}", {field: change(value)}
 
 
 def binary_of(kind: Any) -> Any:

@@ -30,6 +30,7 @@ FIM_TOKENS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>
 MASK = "<|mask|>"
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|turn_end|>")  # for chapter 10
 ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # what others call the end of a document
+CONTROL = re.compile(r"<[|｜][\w▁-]+[|｜]>")  # how control tokens are spelt; some files do not say that theirs are special
 BYTES = 256
 LONGEST_WORD = 1000  # characters; the library's trainer takes the square of a word's length: 200,000 letters without a space, 90 seconds
 PROBE = "def F(x):\n    return  x + 1\n"  # capitals, runs of spaces and lines, which tokenizers for search drop
@@ -49,7 +50,7 @@ class TextTokenizer:
     """A tokenizer of the `tokenizers` library, for text alone: no template, no truncation, no padding.
 
     Args:
-        tokenizer: taken over; its own special tokens stay, but text never becomes one.
+        tokenizer: taken over; its own special tokens stay, and its control tokens become special. Text never becomes one.
         end: the name of the token that ends a document; None to look for a usual one.
 
     Attributes:
@@ -65,6 +66,10 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
+        control = [token.content for token in added if CONTROL.fullmatch(token.content) or token.content == end]
+        control += [end] * (end in vocabulary and end not in control)
+        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])  # of the same ids
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > 2 * len(vocabulary) + 1000:
             tokens = f"{len(vocabulary):,} tokens and ids up to {self.vocab_size - 1:,}"
@@ -234,11 +239,13 @@ class TextTokenizer:
         Bits per byte needs it: the loss is a sum over tokens, and compares across tokenizers only by the bytes that they cover.
         """
         byte_level = '"ByteLevel"' in json.dumps(json.loads(self.tokenizer.to_str())["decoder"])
-        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        lengths, added = np.zeros(self.vocab_size, dtype=np.int64), self.tokenizer.get_added_tokens_decoder()
         for token, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
             if number in self.special_ids.values():
                 continue
-            if byte_level:
+            if number in added:
+                lengths[number] = len(token.encode())  # a word as it is
+            elif byte_level:
                 lengths[number] = len(token)  # each character stands for one byte
             elif len(token) == 6 and token.startswith("<0x"):
                 lengths[number] = 1

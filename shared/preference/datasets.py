@@ -15,21 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from shared.finetune.chat.datasets import (
-    ChatError,
-    ChatSource,
-    Conversation,
-    conversation_of,
-    message_of,
-    parsed,
-    records,
-    refuse_record,
-)
-from shared.finetune.chat.template import Message
+from shared.finetune.chat.datasets import ChatSource, Conversation, conversation_of, records
+from shared.finetune.chat.messages import HARMLESS, TOOLS, ChatError, Message, message_of, parsed, refuse_record
 
 SHAPES = (
     "a pair has chosen and rejected, and a prompt unless both are whole conversations; a single answer has prompt, completion and label"
 )
+BESIDE = ("system", *TOOLS, "chat_template_kwargs")
 TURN = re.compile(r"\n\n(Human|Assistant):")
 TURNS = {"Human": "user", "Assistant": "assistant"}
 LARGEST = 1e6  # margin
@@ -75,8 +67,16 @@ def preference_of(record: Any, place: str) -> Preference:
         raise ChatError(f"{place} has the fields {shown}: {SHAPES}.")
     answers = [answer_of(fields.get(name), name, place) for name in names]
     prompt = messages_of(fields["prompt"], "user", f"{place}, prompt") if fields.get("prompt") else []
-    if prompt:
+    if prompt and len(names) == 2 and all(answer[0]["role"] in ("system", "user") for answer in answers):
+        whole, answers = split(answers, place)
+        if [told(message) for message in prompt] != [told(message) for message in whole[-len(prompt) :]]:
+            refuse_record(place, "has a prompt that is not the end of what its two conversations have in common")
+        prompt = whole
+    elif prompt:
         answers = [answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer for answer in answers]
+        roles = [[message["role"] for message in answer] for answer in answers]
+        if any("assistant" in of_answer and of_answer[0] in ("system", "user") for of_answer in roles):
+            refuse_record(place, "has a prompt, and an answer that begins with another question")
     elif len(names) == 1 or any(answer[0]["role"] == "assistant" for answer in answers):
         refuse_record(place, "has no prompt")
     else:
@@ -86,8 +86,10 @@ def preference_of(record: Any, place: str) -> Preference:
             refuse_record(place, f"has an empty answer in {name}")
     if len(answers) == 2 and answers[0] == answers[1]:
         refuse_record(place, "has two equal answers, chosen and rejected")
-    beside = {name: fields[name] for name in ("system", "tools") if name in fields}
+    beside = {name: fields[name] for name in BESIDE if name in fields}
     made = [conversation_of(beside | {"prompt": prompt, "completion": answer}, place) for answer in answers]
+    unread = tuple(name for name in fields if name not in {*names, *BESIDE, "prompt", "margin" if len(names) == 2 else "label"})
+    made[0] = replace(made[0], unread=unread)
     return Preference(place, tuple(made), margin_of(fields, place) if len(names) == 2 else label_of(fields, place))
 
 
@@ -124,13 +126,18 @@ def split(answers: list[list[Message]], place: str) -> tuple[list[Message], list
     chosen, rejected = answers
     if chosen == rejected:
         refuse_record(place, "has two equal conversations, chosen and rejected")
-    common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+    common = len(list(takewhile(lambda pair: told(pair[0]) == told(pair[1]), zip(chosen, rejected, strict=False))))
     if common == min(len(chosen), len(rejected)):
         refuse_record(place, "has two conversations of which one is the beginning of the other, so no answers to compare")
     roles = {answer[common]["role"] for answer in answers}
     if not common or roles != {"assistant"}:
         refuse_record(place, f"has two conversations that differ first in message {common + 1}, which is no answer of the assistant")
     return chosen[:common], [answer[common:] for answer in answers]
+
+
+def told(message: Message) -> Message:
+    """What two equal messages have in common: names of things and spaces at the ends aside."""
+    return {name: value.strip() if name == "content" else value for name, value in message.items() if name not in HARMLESS}
 
 
 def margin_of(fields: dict[str, Any], place: str) -> float:

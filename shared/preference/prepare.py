@@ -14,8 +14,8 @@ from rich.console import Console
 
 from shared.course.errors import CourseError
 from shared.data.tokenizer import TextTokenizer
-from shared.finetune.chat.datasets import ChatError
 from shared.finetune.chat.encoding import ChatExamples, Example
+from shared.finetune.chat.messages import ChatError
 from shared.finetune.chat.prepare import BATCH, SHOWN, ChatReport, PreparedChats, names_of, opened, prepared_folder
 from shared.finetune.chat.sides import SideWriter
 from shared.finetune.chat.template import ChatTemplate
@@ -120,7 +120,7 @@ def write_preferences(
         late = f"{report.dropped:,} were dropped, since a row of {seq:,} tokens leaves nothing of the answers that differs"
         what = f"{late}. Give others, or a larger seq" if report.dropped else "there is no record. Give some"
         raise CourseError(f"{names} leaves no preference to learn from: {what}.")
-    report.paired, report.stops = kind == 2, list(stops)
+    report.paired, report.stops, report.unread = kind == 2, list(stops), dict(make.unread.counts.most_common())
     if not report.paired and report.good in (0, writer.added):
         raise CourseError(f"All {writer.added:,} answers have the same label: give good ones (label true) and bad ones (label false).")
     counts = writer.finish()

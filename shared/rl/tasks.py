@@ -22,7 +22,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from shared.course.bounds import Bounds, NonNegativeInt, PositiveInt, checked
 from shared.course.errors import CourseError
-from shared.finetune.chat.datasets import ChatSource, records, refuse_record
+from shared.finetune.chat.datasets import ChatSource, records
+from shared.finetune.chat.messages import refuse_record
 from shared.finetune.instructions import NOUNS, Task, dashes, function, header, json_object, upper_case
 from shared.rl.code_reward import CodeTask
 from shared.rl.verifiers import CHECKS, CODE, VERIFIERS

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from shared.data.tokenizer import TextTokenizer
+from shared.finetune.chat.datasets import Conversation
 from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.masking import assistant_mask
 from shared.finetune.chat.spans import render_answers
@@ -37,8 +38,12 @@ def templates():
     return {name: ChatTemplate(source, name, variables) for name, source in (published.TEMPLATES | {"default": CHATML}).items()}
 
 
+def rendered(template, encoder, messages, **options):
+    return render_answers(template, encoder.special, Conversation("here", messages, **options))
+
+
 def answers_of(template, encoder, messages, **options):
-    text, spans = render_answers(template, encoder.special, messages, **options)
+    text, spans = rendered(template, encoder, messages, **options)
     return [text[start:stop] for start, stop in spans]
 
 
@@ -61,14 +66,14 @@ def test_masks_equal_those_of_transformers_for_a_template_that_says_what_is_gene
     theirs, encoder = AutoTokenizer.from_pretrained(folder), ChatEncoder(TextTokenizer.load(folder))
     for messages in (TALK, TALK[:3], TALK[:2], [{"role": "system", "content": "  \n"}, *TALK]):
         wanted = theirs.apply_chat_template(messages, chat_template=source, return_dict=True, return_assistant_tokens_mask=True)
-        text, spans = render_answers(ChatTemplate(source, "mine"), encoder.special, messages)
+        text, spans = rendered(ChatTemplate(source, "mine"), encoder, messages)
         ids, offsets = encoder.encode([text])[0]
         assert ids == wanted["input_ids"]
         assert assistant_mask(offsets, spans).tolist() == [bool(mark) for mark in wanted["assistant_masks"]]
     plain = source.replace("{% generation %}", "").replace("{% endgeneration %}", "").replace("{%- generation %}", "")
     plain = ChatTemplate(plain.replace("{%- endgeneration %}", ""), "plain")
     assert not plain.says_generated
-    assert render_answers(plain, encoder.special, TALK) == render_answers(ChatTemplate(source, "mine"), encoder.special, TALK)
+    assert rendered(plain, encoder, TALK) == rendered(ChatTemplate(source, "mine"), encoder, TALK)
 
 
 def test_a_generation_block_in_a_macro_is_found(encoder):
@@ -95,7 +100,7 @@ def test_a_template_whose_spans_cannot_be_proved_is_refused_with_the_reason(sour
     template = ChatTemplate(source, "odd.jinja", {"eos_token": "</s>"})
     thoughts = [TALK[0], {"role": "assistant", "content": "<think>Hm, four.</think>It is four."}, *TALK[2:]]
     with pytest.raises(TemplateError) as caught:
-        render_answers(template, encoder.special, thoughts if source is published.THINKING else TALK)
+        rendered(template, encoder, thoughts if source is published.THINKING else TALK)
     assert reason in str(caught.value) and "odd.jinja" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -103,7 +108,7 @@ def test_an_end_that_only_a_last_answer_has_is_refused_also_where_no_other_turn_
     """Training on single turns alone would not show it, and in a chat the model would meet answers that do not end."""
     source = published.ENDLESS.replace("{%- else %}", "{%- elif messages[-1].role == 'assistant' %}")
     with pytest.raises(TemplateError, match="message 2: no special token of the tokenizer ends it, both where"):
-        render_answers(ChatTemplate(source, "odd.jinja", {"eos_token": "</s>"}), encoder.special, TALK[:2])
+        rendered(ChatTemplate(source, "odd.jinja", {"eos_token": "</s>"}), encoder, TALK[:2])
 
 
 def test_what_is_refused_in_one_conversation_may_be_proved_in_another(encoder):
@@ -135,7 +140,7 @@ def test_spans_hold_the_answers_and_their_end_tokens_for_any_words(templates, en
     """Whatever is said: the spans are proved, hold the answer (perhaps stripped) and one end token, and nothing of the user's words."""
     messages = [{"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(texts)]
     guarded = encoder.guarded(messages)
-    text, spans = render_answers(templates[name], encoder.special, guarded)
+    text, spans = rendered(templates[name], encoder, guarded)
     answers = [message["content"] for message in guarded[1::2]]
     assert len(spans) == len(answers)
     for (start, stop), answer in zip(spans, answers, strict=True):

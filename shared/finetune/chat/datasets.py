@@ -2,34 +2,42 @@
 
     messages                      a list of {role, content}; also under the name conversations, or as {from, value} (ShareGPT's)
     prompt, completion            two texts, or two lists of messages, of which the second is trained on
-    instruction, input, output    the user's words, perhaps with a text that they are about, and the answer
+    instruction, input, output    the user's words, perhaps with a text that they are about, and the answer; perhaps with `history`, a list
+                                  of earlier [question, answer], which are trained on as well (LLaMA-Factory's)
 
-Beside them a record may have `system`, a system prompt, and `tools`, descriptions that a template shows. Lists may be JSON, as in CSV.
+Beside them a record may have `system`, a system prompt; `tools`, descriptions that a template shows; and `chat_template_kwargs`, arguments
+of the template (TRL's). `shared.finetune.chat.messages` says what forms messages may have, and which marks say what is trained.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from shared.corpus import CorpusError
 from shared.course.bounds import PositiveInt, checked
-from shared.course.errors import CourseError
 from shared.course.typed import PathText
 from shared.data import hub, tables
+from shared.data.arrow import rows_of
 from shared.data.source import Source, kind_of_file
 from shared.data.sources import files_at
-from shared.finetune.chat.template import Message
+from shared.finetune.chat.messages import (
+    TOOLS,
+    ChatError,
+    Message,
+    is_trained,
+    message_of,
+    parsed,
+    refuse_record,
+    structure,
+    tools_of,
+    without_marks,
+)
+from shared.finetune.chat.template import call_of
 
-ROLES = ("system", "user", "assistant", "tool")
-SPOKEN = {"human": "user", "gpt": "assistant", "function_call": "assistant", "function": "tool", "observation": "tool"}  # ShareGPT's roles
 SHAPES = "messages; prompt and completion; or instruction, perhaps input, and output"
-
-
-class ChatError(CourseError):
-    """A record that is no conversation: where it is, what is wrong, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -68,25 +76,42 @@ class ChatSource:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with one of the ROLES each, and text as content.
+    """Messages with one of the roles each, and text as content.
 
-    place: where it was read, such as "a.jsonl:3". first: messages before this one are only read, answers too.
+    place: where it was read, such as "a.jsonl:3". first: messages before this one are only read, answers too. read_only: the numbers of
+    further answers that are only read. arguments: of the template. unread: fields of the record that nothing here reads.
     """
 
     place: str
     messages: list[Message]
     tools: list | None = None
     first: int = 0
+    read_only: frozenset[int] = frozenset()
+    arguments: dict[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
     def with_system(self, prompt: str | None) -> "Conversation":
         """This conversation with a system prompt, if it has none."""
         if prompt is None or self.messages[0]["role"] == "system":
             return self
-        return replace(self, messages=[{"role": "system", "content": prompt}, *self.messages], first=self.first + bool(self.first))
+        return replace(
+            self,
+            messages=[{"role": "system", "content": prompt}, *self.messages],
+            first=self.first + bool(self.first),
+            read_only=frozenset(number + 1 for number in self.read_only),
+        )
+
+    def is_trained(self, number: int) -> bool:
+        """Whether a message is an answer that is trained on."""
+        return number >= self.first and number not in self.read_only and self.messages[number]["role"] == "assistant"
+
+    def call(self, messages: Sequence[Message] | None = None, prompt: bool = False) -> dict[str, Any]:
+        """What a template is called with for these messages, or for others. prompt: up to where the assistant's answer begins."""
+        return self.arguments | call_of(self.messages if messages is None else messages, prompt, self.tools)
 
     def prompt_digest(self) -> bytes:
         """Equal for conversations that begin with the same words, up to the first answer that is trained on."""
-        answer = next(n for n, message in enumerate(self.messages) if n >= self.first and message["role"] == "assistant")
+        answer = next(filter(self.is_trained, range(len(self.messages))))
         return hashlib.sha256(json.dumps(self.messages[:answer], sort_keys=True).encode()).digest()
 
 
@@ -105,7 +130,8 @@ def records(source: ChatSource) -> Iterator[tables.Record]:
     if kind == "embedded":
         raise CorpusError("The embedded corpus holds no conversations: give a file, a folder, or the name of a hub dataset.")
     if kind == "hub":
-        yield from places(hub.unbroken(hub.open_hub(source), source), name)
+        batches = hub.open_hub(source).with_format("arrow").iter(tables.ROWS)
+        yield from places(rows_of(hub.unbroken(batches, source), source.path), name)
     elif kind == "saved":
         batches = hub.open_saved(source).with_format("arrow").iter(tables.ROWS)
         yield from places(rows_of(batches, source.path), name)
@@ -132,94 +158,82 @@ def records_of_file(file: Path, kind: str) -> Iterator[tables.Record]:
         raise ChatError(f"{file} is no file of conversations: give JSONL, CSV or Parquet, or say which files with suffixes.")
 
 
-def rows_of(batches: Any, name: str) -> Iterator[dict[str, Any]]:
-    """The rows of Arrow batches or tables, whose memory may be a damaged file's."""
-    import pyarrow
-
-    try:
-        for batch in batches:
-            batch.validate(full=True)
-            yield from batch.to_pylist()
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise CorpusError(f"{name} is damaged ({tables.first_line(error)}): make it again.") from None
-
-
 def places(rows: Any, name: str) -> Iterator[tables.Record]:
     return ((f"{name}:{number}", row) for number, row in enumerate(rows, 1))
-
-
-def refuse_record(place: str, reason: str) -> None:
-    raise ChatError(f"{place} {reason}: mend or remove it.")
 
 
 def conversation_of(record: Any, place: str) -> Conversation:
     """A record of one of the three shapes as a conversation."""
     if not isinstance(record, dict):
         refuse_record(place, "is not a record with fields")
-    fields = {name: parsed(value) if name in ("messages", "conversations", "tools") else value for name, value in record.items()}
+    fields = {name: value for name, value in record.items() if value is not None}
     prompt: Any = []
-    completion = fields.get("messages") or fields.get("conversations")
-    if completion is not None:
-        pass
+    if shape := next((name for name in ("messages", "conversations") if fields.get(name)), None):
+        read, completion = {shape}, parsed(fields[shape])
     elif "prompt" in fields and "completion" in fields:
+        read = {"prompt", "completion", "label"}
+        require_good(fields.get("label"), place)
         prompt, completion = listed(fields["prompt"], "user"), listed(fields["completion"], "assistant")
     elif "instruction" in fields and "output" in fields:
+        read = {"instruction", "input", "output", "history"}
         asked = [text for text in (fields["instruction"], fields.get("input")) if text]
         prompt = listed("\n\n".join(asked) if all(isinstance(text, str) for text in asked) else None, "user")
+        prompt = [*turns_of(fields.get("history") or [], place), *(prompt or [])]
         completion = listed(fields["output"], "assistant")
     elif not all(str(name).isprintable() for name in fields):
         refuse_record(place, "has names of fields that are no text, as in a file of another kind")
     else:
-        raise ChatError(f"{place} has the fields {', '.join(map(repr, fields)) or 'none'}: a conversation has {SHAPES}.")
+        raise ChatError(f"{place} has the fields {', '.join(map(repr, record)) or 'none'}: a conversation has {SHAPES}.")
     if not isinstance(completion, list) or not isinstance(prompt, list):
         refuse_record(place, "has no list of messages, and no text, where one is wanted")
     if fields.get("system") and isinstance(fields["system"], str):
         prompt = [{"role": "system", "content": fields["system"]}, *prompt]
+        read |= {"system"}
     messages = [message_of(message, f"{place}, message {number}") for number, message in enumerate([*prompt, *completion], 1)]
-    require_order(messages, len(prompt), place)
+    first = 0 if fields.get("history") and "history" in read else len(prompt)
+    answers = {number for number, message in enumerate(messages) if message["role"] == "assistant"}
+    trained = {number for number, message in enumerate(messages) if is_trained(message, f"{place}, message {number + 1}")}
+    require_order(messages, {number for number in trained if number >= first}, place)
+    arguments, tools = parsed(fields.get("chat_template_kwargs", {})), tools_of(fields, place)
+    if not isinstance(arguments, dict):
+        refuse_record(place, "has chat_template_kwargs that are no mapping")
     try:
-        json.dumps([messages, fields.get("tools")], ensure_ascii=False).encode()
+        json.dumps([messages, tools, arguments], ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         refuse_record(place, f"holds what is no text, number or list of them ({tables.first_line(error)})")
-    return Conversation(place, messages, fields.get("tools") or None, len(prompt))
+    unread = tuple(name for name in fields if name not in {*read, *TOOLS, "chat_template_kwargs"})
+    plain = [without_marks(message) for message in messages]
+    return Conversation(place, plain, tools, first, frozenset(answers - trained), arguments, unread)
 
 
-def parsed(value: Any) -> Any:
-    """A list that a table holds as JSON."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+def require_good(label: Any, place: str) -> None:
+    """Refuse an answer that its record calls a bad one (KTO's records)."""
+    if label in (False, 0) or (isinstance(label, str) and label.lower() in ("false", "0")):
+        refuse_record(place, "has the label false, so its completion is a bad answer, for mode=dpo with dpo.loss=kto")
+
+
+def turns_of(history: Any, place: str) -> list[Message]:
+    """Earlier questions and answers, as messages."""
+    turns = structure(history)
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        refuse_record(place, "has a history that is no list of pairs of question and answer")
+    return [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
 
 
 def listed(value: Any, role: str) -> Any:
-    return [{"role": role, "content": value}] if isinstance(value, str) else parsed(value)
+    """A text as one message; anything else is the messages, which may be JSON."""
+    found = parsed(value)
+    return [{"role": role, "content": value}] if isinstance(value, str) and not is_messages(found) else found
 
 
-def message_of(message: Any, place: str) -> Message:
-    """A message with a role of ours and its content as one text."""
-    if not isinstance(message, dict):
-        refuse_record(place, f"is {type(message).__name__}, not a message with role and content")
-    message = {name: value for name, value in message.items() if value is not None}
-    if "role" not in message and "from" in message:
-        message = {"role": SPOKEN.get(message["from"], message["from"]), "content": message.get("value")}
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        refuse_record(place, f"has the role {role!r}, which is none of {', '.join(ROLES)}")
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        found = "nothing" if content is None else type(content).__name__
-        refuse_record(place, f"has {found} as content, where a text or a list of texts is wanted")
-    return message | ({} if content is None else {"content": content})
+def is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and ("role" in each or "from" in each) for each in value)
 
 
-def require_order(messages: list[Message], first: int, place: str) -> None:
+def require_order(messages: list[Message], trained: set[int], place: str) -> None:
     """Refuse messages of which none is to be learned, or which follow each other as no chat does."""
     roles = [message["role"] for message in messages]
-    if "assistant" not in roles[first:]:
+    if not trained:
         refuse_record(place, "has no answer of the assistant to train on")
     for number, (before, role) in enumerate(zip([None, *roles], roles, strict=False), 1):
         if (role == "system" and number > 1) or (role == "tool" and before not in ("assistant", "tool")):

@@ -8,7 +8,7 @@ A conversation that is longer than a row is cut, never continued in another row,
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -16,10 +16,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from shared.data.tokenizer import TextTokenizer
-from shared.finetune.chat.datasets import ChatError, Conversation
+from shared.finetune.chat.datasets import Conversation
 from shared.finetune.chat.masking import assistant_mask
-from shared.finetune.chat.spans import render_answers
-from shared.finetune.chat.template import ChatTemplate, Message, TemplateError
+from shared.finetune.chat.messages import ChatError, Message
+from shared.finetune.chat.spans import Span, render_answers
+from shared.finetune.chat.template import ChatTemplate, TemplateError
+from shared.finetune.chat.unread import Unread
 
 MARK = "\U0010fffe"  # no character of Unicode
 Pieces = list[tuple[str, bool]]  # of a text, each with whether it is trained on
@@ -133,15 +135,17 @@ class ChatExamples(Examples):
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate, seq: int):
         super().__init__(tokenizer, seq)
         self.template, self.encoder = template, ChatEncoder(tokenizer)
+        self.unread = Unread(lambda asked: self.rendered(asked)[0])
 
     def __call__(self, conversations: Sequence[Conversation]) -> list[Example]:
         rendered = []
         for one in conversations:
+            guarded = replace(one, messages=self.encoder.guarded(one.messages), tools=self.encoder.guarded(one.tools))
             try:
-                messages, tools = self.encoder.guarded(one.messages), self.encoder.guarded(one.tools)
-                rendered.append(render_answers(self.template, self.encoder.special, messages, tools, one.first))
+                rendered.append(self.rendered(guarded))
             except TemplateError as error:
                 raise TemplateError(f"{one.place}: {error}") from None
+            self.unread.note(guarded, rendered[-1][0])
         made = []
         for one, (text, spans), encoded in zip(conversations, rendered, self.encoder.encode([text for text, _ in rendered]), strict=True):
             ids, trained = np.array(encoded.ids), assistant_mask(encoded.offsets, spans).numpy()
@@ -153,6 +157,13 @@ class ChatExamples(Examples):
             made.append(Example(ids[: self.seq + 1], trained[: self.seq + 1], len(ids), size, len(spans), stops))
         return made
 
+    def rendered(self, asked: Conversation) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where its trained answers are."""
+        template = self.template.for_tools(asked.tools)
+        if asked.tools:
+            template.require_tools(asked.messages, asked.tools)
+        return render_answers(template, self.encoder.special, asked)
+
 
 class PairExamples(Examples):
     """Pairs for an encoder-decoder: what is said before the last answer, and the answer, each with the end token.
@@ -161,13 +172,18 @@ class PairExamples(Examples):
     learn to end in the middle.
     """
 
+    def __init__(self, tokenizer: TextTokenizer, seq: int):
+        super().__init__(tokenizer, seq)
+        self.unread = Unread(lambda asked: "")  # nothing but contents is read of messages
+
     def __call__(self, conversations: Sequence[Conversation]) -> list[Example]:
         texts = []
         for one in conversations:
-            last = max(number for number, message in enumerate(one.messages) if message["role"] == "assistant")
+            last = max(filter(one.is_trained, range(len(one.messages))))
             read = "\n\n".join(message["content"] for message in one.messages[:last] if message.get("content"))
             if not read or not one.messages[last].get("content"):
                 raise ChatError(f"{one.place} is no pair of texts: it needs words to read, and then an answer.")
+            self.unread.note(one, "")
             texts += [read, one.messages[last]["content"]]
         encoded, end, made = self.tokenizer.encode_batch_fast(texts), [self.tokenizer.end_id], []
         for place in range(0, len(texts), 2):

@@ -33,9 +33,10 @@ from shared.finetune.chat.template import FILE, ChatTemplate
 from shared.folder_lock import FolderLock
 from shared.output_files import require_writable, write_atomically
 
-FORMAT = 1  # of the folder; another one means that the same conversations must be prepared again
+FORMAT = 2  # of the folder; another one means that the same conversations must be prepared again
 BATCH = 64  # conversations that are tokenized together
 SHOWN = 3  # conversations that the report shows
+NAMED = 20  # unread fields that it names
 PAIRS = "pairs"  # in place of a template: text to text
 
 
@@ -69,8 +70,8 @@ class ChatReport:
     """What was prepared.
 
     examples, held_out: conversations on each side. turns: their answers. read, trained: tokens, as stored. truncated: cut to the row.
-    dropped: truncation left nothing to train on. longest: tokens before truncation. stops: special tokens that end answers. shown: a few
-    conversations as pieces of text, each with whether it is trained on.
+    dropped: truncation left nothing to train on. longest: tokens before truncation. stops: special tokens that end answers. unread: fields
+    that stand in no text, and how often they occur. shown: a few conversations as pieces of text, each with whether it is trained on.
     """
 
     examples: int = 0
@@ -82,6 +83,7 @@ class ChatReport:
     dropped: int = 0
     longest: int = 0
     stops: list[str] = field(default_factory=list)
+    unread: dict[str, int] = field(default_factory=dict)
     shown: list[list[tuple[str, bool]]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -93,8 +95,16 @@ class ChatReport:
             f"{self.trained:,} of {self.read:,} tokens are trained on ({share:.0%}); the longest conversation has {self.longest:,}.",
             f"{self.truncated:,} were cut to the row, and {self.dropped:,} dropped, of which the row holds no answer.",
             *["No answer ends with a special token that is trained on, so the model will not learn to stop."] * (not self.stops),
+            *unread_line(self.unread),
             *marked,
         ]
+
+
+def unread_line(unread: dict[str, int]) -> list[str]:
+    """A sentence that names the fields that no text shows; none where every field is read."""
+    named = [f"{name if name.isprintable() else repr(name)} ({count:,})" for name, count in list(unread.items())[:NAMED]]
+    more = [f"and {len(unread) - NAMED:,} more"] * (len(unread) > NAMED)
+    return [f"Fields that stand in no text and change nothing: {', '.join([*named, *more])}."] if unread else []
 
 
 @dataclass(frozen=True)
@@ -200,6 +210,7 @@ def write_chats(
         raise CourseError(f"{names_of(config.sources)} leaves no conversation to train on: {what}.")
     counts = writer.finish()
     report.examples, report.held_out, report.stops = counts["training"], counts["held_out"], list(stops)
+    report.unread = dict(make.unread.counts.most_common())
     return report
 
 
@@ -248,7 +259,7 @@ def fingerprint(
         "sources": [identity(source, digest) for source in config.sources],
         "settings": [config.system, config.held_out_share, seq],
         "tokenizer": [tokenizer.identity, tokenizer.end],
-        "template": template and [template.source, template.variables],
+        "template": template and [template.source, template.variables, *([template.tool_use.source] if template.tool_use else [])],
         "libraries": [metadata.version(name) for name in ("tokenizers", "jinja2")],
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]

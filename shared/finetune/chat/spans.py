@@ -14,43 +14,54 @@ thinking of earlier turns, is refused: a model would be trained on answers that 
 import re
 from collections.abc import Sequence
 from os.path import commonprefix
-from typing import Any
 
-from shared.finetune.chat.template import ChatTemplate, Message, TemplateError, call_of
+from shared.finetune.chat.datasets import Conversation
+from shared.finetune.chat.messages import Message
+from shared.finetune.chat.template import ChatTemplate, TemplateError
 
 Span = tuple[int, int]
 WORDS = ("Quorvane{}x", "Zilm{}terops")  # stand for answers: no template asks for them, and no text holds them
 
 
-def render_answers(
-    template: ChatTemplate, special: re.Pattern, messages: Sequence[Message], tools: Any = None, first: int = 0
-) -> tuple[str, list[Span]]:
-    """The text of messages, and the characters of the answers in it.
+def render_answers(template: ChatTemplate, special: re.Pattern, asked: Conversation) -> tuple[str, list[Span]]:
+    """The text of a conversation, and the characters of the answers in it that are trained on.
 
     Args:
         special: finds the special tokens that a template writes: `ChatEncoder.special`.
-        first: messages before this one are only read, answers too.
 
     Raises:
         TemplateError: the messages cannot be rendered, or the spans cannot be proved.
     """
     if not template.says_generated:
-        return proved(template, special, messages, tools, first)
-    whole, *before = template.render_all([call_of(messages, False, tools)] + [call_of(messages[:first], True, tools)] * (first > 0))
+        return proved(template, special, asked)
+    calls = [asked.call()] + [asked.call(asked.messages[: asked.first], prompt=True)] * (asked.first > 0)
+    whole, *before = template.render_all(calls)
+    if asked.read_only:
+        return whole.text, spans_of_trained(template, asked, whole.generated)
     return whole.text, [span for span in whole.generated if not before or span[0] >= len(before[0].text)]
 
 
-def proved(template: ChatTemplate, special: re.Pattern, messages: Sequence[Message], tools: Any, first: int) -> tuple[str, list[Span]]:
+def spans_of_trained(template: ChatTemplate, asked: Conversation, spans: list[Span]) -> list[Span]:
+    """The spans of trained answers, where others are marked as only read: one span belongs to each answer."""
+    answers = [number for number, message in enumerate(asked.messages) if message["role"] == "assistant"]
+    if len(spans) != len(answers):
+        raise TemplateError(
+            f"The chat template {template.name} writes {len(spans)} generated parts for {len(answers)} answers, of which some are marked "
+            "as not trained: which part is whose cannot be told. Split the conversation after the last answer that is only read."
+        )
+    return [span for number, span in zip(answers, spans, strict=True) if asked.is_trained(number)]
+
+
+def proved(template: ChatTemplate, special: re.Pattern, asked: Conversation) -> tuple[str, list[Span]]:
     """`render_answers` for a template that does not say what is generated."""
-    messages = list(messages)
+    messages = list(asked.messages)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    replaced = [with_words(messages, answers, word) for word in WORDS]
-    calls = [call_of(messages, False, tools), *(call_of(each, False, tools) for each in replaced)]
+    calls = [asked.call(), *(asked.call(with_words(messages, answers, word)) for word in WORDS)]
     for number in answers:
         ended = messages[: number + 1]
         following = ended if ended[-1].get("tool_calls") else [*ended, {"role": "user", "content": "."}]
-        calls += [call_of(messages[:number], True, tools)] if number else []
-        calls += [call_of(ended, False, tools), call_of(following, False, tools)]
+        calls += [asked.call(messages[:number], prompt=True)] if number else []
+        calls += [asked.call(ended), asked.call(following)]
     whole, *rest = (rendered.text for rendered in template.render_all(calls))
     places = places_of_answers(template, whole, rest[:2], messages, answers)
     texts, spans = iter(rest[2:]), []
@@ -64,7 +75,7 @@ def proved(template: ChatTemplate, special: re.Pattern, messages: Sequence[Messa
         if not ends:
             refuse(template, number, "no special token of the tokenizer ends it, both where a turn follows and where none does")
         spans.append((len(prompt), stop + ends[-1].end()))
-    return whole, [span for number, span in zip(answers, spans, strict=True) if number >= first]
+    return whole, [span for number, span in zip(answers, spans, strict=True) if asked.is_trained(number)]
 
 
 def with_words(messages: Sequence[Message], answers: Sequence[int], word: str) -> list[Message]:

@@ -15,17 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from shared.course.errors import CourseError
+from shared.data.tokenizer import CONTROL
+from shared.finetune.chat.messages import Message
 from shared.model.hf.files import PretrainedError, read_json
 from shared.output_files import write_atomically
 
 FILE = "chat_template.jinja"
+TOOL_USE = "tool_use"  # the name of a model's template for conversations with tools, where it has two
+OTHERS = "additional_chat_templates"  # a folder of templates by name, as transformers 5 writes them
 RENDERER = Path(__file__).with_name("renderer.py")
-Message = dict[str, Any]  # `role` and `content`, perhaps `tool_calls`
-SPECIAL = re.compile(r"<\|[\w-]+\|>")  # how most templates spell their special tokens
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PRIVATE = range(0xF0000, 0xFFFFE)  # characters that Unicode leaves to private use
 
 CHATML = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' + (messages[0].content + '\\n\\n' if messages[0].role == 'system' else '') }}
+{{- 'These functions may be called:\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
+{{- '\\n</tools>\\nA call is JSON with name and arguments, between <tool_call> and </tool_call>.<|im_end|>\\n' }}
+{%- if messages[0].role == 'system' %}{%- set messages = messages[1:] %}{%- endif %}
+{%- endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' %}
@@ -64,16 +73,22 @@ class ChatTemplate:
         source: in jinja2.
         name: what messages call it: a file, or "chatml".
         variables: what templates may name beside messages, such as `bos_token`.
+        tool_use: the source of another template, for conversations with tools.
 
     Attributes:
         says_generated: whether it marks what the model writes, with `{% generation %}`.
         special_names: of the special tokens that it spells, such as <|im_end|>.
+        tool_use: the template for conversations with tools, None where it is this one.
     """
 
-    def __init__(self, source: str, name: str, variables: Mapping[str, str] | None = None):
+    def __init__(self, source: str, name: str, variables: Mapping[str, str] | None = None, tool_use: str | None = None):
         self.source, self.name, self.variables = source, name, dict(variables or {})
         self.says_generated = GENERATION.search(source) is not None
-        self.special_names = list(dict.fromkeys(SPECIAL.findall(source)))
+        self.special_names = list(dict.fromkeys(CONTROL.findall(source + (tool_use or ""))))
+        self.tool_use = ChatTemplate(tool_use, f"{name} ({TOOL_USE})") if tool_use is not None else None
+        if self.tool_use:
+            self.tool_use.variables = self.variables
+        self.shows_tools: bool | None = None  # not known yet
         self.process: subprocess.Popen | None = None
         self.owner = 0  # the process that started it: one forked from that leaves it alone
 
@@ -96,19 +111,47 @@ class ChatTemplate:
                 return cls(CHATML, "chatml", variables)
             file = folder / FILE if path.is_dir() or path.name == "tokenizer_config.json" else path
             if file.exists():
-                return cls(file.read_text(encoding="utf-8"), str(file), variables)
+                other = folder / OTHERS / f"{TOOL_USE}.jinja"
+                of_tools = other.read_text(encoding="utf-8") if file.name == FILE and other.exists() else None
+                return cls(file.read_text(encoding="utf-8"), str(file), variables, of_tools)
             own = read_json(folder / config.name) if (folder / config.name).exists() and path in (folder, folder / config.name) else {}
         except (PretrainedError, OSError, ValueError) as error:
             raise TemplateError(f"The chat template of {path} cannot be read ({error}): copy it again.") from None
-        return cls(chosen(own.get("chat_template"), path), str(folder / config.name), variables)
+        source, of_tools = chosen(own.get("chat_template"), path)
+        return cls(source, str(folder / config.name), variables, of_tools)
 
     def save(self, folder: Path) -> None:
         """Write `chat_template.jinja` where transformers looks for it, which is beside the tokenizer."""
         write_atomically(Path(folder) / FILE, self.source.encode())
+        if self.tool_use:
+            (Path(folder) / OTHERS).mkdir(exist_ok=True)
+            write_atomically(Path(folder) / OTHERS / f"{TOOL_USE}.jinja", self.tool_use.source.encode())
+
+    def for_tools(self, tools: Any) -> "ChatTemplate":
+        """The template that transformers takes for a conversation with these tools, None or empty for none."""
+        return self.tool_use if tools and self.tool_use else self
+
+    def require_tools(self, messages: Sequence[Message], tools: Any) -> None:
+        """Refuse a template whose text is the same with these tools and without. It is asked once.
+
+        Raises:
+            TemplateError: a model would learn calls of functions that its prompt does not name.
+        """
+        if self.shows_tools is None:
+            try:
+                with_tools, without = self.render_all([call_of(messages, False, given) for given in (tools, None)])
+                self.shows_tools = with_tools != without
+            except TemplateError:  # it reads them, and cannot do without
+                self.shows_tools = True
+        if not self.shows_tools:
+            raise TemplateError(
+                f"The chat template {self.name} shows no tools, and the record has some: give one that does, such as chatml, or leave "
+                "the tools out of the records."
+            )
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False, tools: Any = None) -> str:
         """The text of messages; with a generation prompt, up to where the assistant's answer begins."""
-        return self.render_all([call_of(messages, generation_prompt, tools)])[0].text
+        return self.for_tools(tools).render_all([call_of(messages, generation_prompt, tools)])[0].text
 
     def render_all(self, calls: Sequence[dict[str, Any]]) -> list[Rendered]:
         """Several texts in one request, each as `call_of` describes it.
@@ -169,17 +212,18 @@ def spelt(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def chosen(given: Any, path: Path) -> str:
-    """The template of a configuration: the only one, or of several with names the one called default."""
+def chosen(given: Any, path: Path) -> tuple[str, str | None]:
+    """The templates of a configuration: the only one, or of several with names the one called default; and the one for tools."""
+    of_tools = None
     if isinstance(given, list) and all(isinstance(each, dict) for each in given):
         given = {each.get("name"): each.get("template") for each in given}
     if isinstance(given, dict):
         if "default" not in given:
             raise TemplateError(f"{path} has no chat template called default, only {', '.join(map(str, given))}: give one as a file.")
-        given = given["default"]
-    if not isinstance(given, str):
+        given, of_tools = given["default"], given.get(TOOL_USE)
+    if not isinstance(given, str) or not isinstance(of_tools, str | None):
         raise TemplateError(f"{path} has no chat template: give a file that holds one ({FILE}), or chatml.")
-    return given
+    return given, of_tools
 
 
 def unused_characters(values: Any, count: int) -> list[str]:

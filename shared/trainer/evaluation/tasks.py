@@ -26,7 +26,8 @@ from shared.course.strict_yaml import read_yaml
 from shared.course.typed import configured
 from shared.data.source import Source
 from shared.data.sources import open_source
-from shared.finetune.chat.datasets import records, refuse_record
+from shared.finetune.chat.datasets import records
+from shared.finetune.chat.messages import refuse_record
 from shared.rl.tasks import MARK
 from shared.rl.verifiers import CHECKS
 

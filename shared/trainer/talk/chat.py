@@ -22,7 +22,8 @@ from shared.course.bounds import PositiveInt, Seed, checked
 from shared.course.errors import CourseError
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.encoding import ChatEncoder
-from shared.finetune.chat.template import FILE, ChatTemplate, Message
+from shared.finetune.chat.messages import Message
+from shared.finetune.chat.template import FILE, ChatTemplate
 from shared.finetune.peft_format import load_adapter
 from shared.finetune.quantization.packed import fused_kernel, use_kernels
 from shared.finetune.soft_prompts import count_virtual_tokens

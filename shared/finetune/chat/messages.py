@@ -1,0 +1,146 @@
+"""Chapter 10. Chat messages, tool calls and tools of all formats in one normal form, before any template sees them.
+
+    role      system (also developer), user, assistant, tool (also function); ShareGPT's `from` with human, gpt, function_call, observation
+    content   one text, of a text or a list of text parts
+    calls     `tool_calls`, a list of mappings whose `function.arguments` are a mapping; also `function_call` (OpenAI's of 2023, ShareGPT's)
+    tools     a list of mappings; also `tool_defs` and `functions`
+
+Values may be JSON text at any depth where a structure is wanted, as OpenAI's arguments and cells of a table are. Which answers are trained
+may be marked by message: `weight` (OpenAI), `train` (axolotl), `loss_mask`, `loss` (ms-swift).
+"""
+
+import json
+from typing import Any
+
+from shared.course.errors import CourseError
+
+Message = dict[str, Any]  # `role` and `content`, perhaps `tool_calls`
+ROLES = ("system", "user", "assistant", "tool")
+ROLE_OF = {"developer": "system", "function": "tool"}
+SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "function": "tool", "observation": "tool"}
+MARKS = ("weight", "train", "loss_mask", "loss")  # of a message: whether it is trained on
+DETAILED = "train_detail"  # axolotl's: parts of a message
+HARMLESS = ("id", "tool_call_id", "uuid", "type")  # fields that name things, and stand in no text
+TOOLS = ("tools", "tool_defs", "functions")
+
+
+class ChatError(CourseError):
+    """A record that is no conversation: where it is, what is wrong, and what to do."""
+
+
+def refuse_record(place: str, reason: str) -> None:
+    raise ChatError(f"{place} {reason}: mend or remove it.")
+
+
+def parsed(value: Any) -> Any:
+    """The value of a text that is JSON; another value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def structure(value: Any) -> Any:
+    """A mapping or list that may be JSON text, as whole or in its elements; another value as it is."""
+    found = parsed(value)
+    found = found if isinstance(found, dict | list) else value
+    return [structure(each) for each in found] if isinstance(found, list) else found
+
+
+def message_of(message: Any, place: str) -> Message:
+    """A message with a role of ours and its content as one text.
+
+    Raises:
+        ChatError: it is no message of a known form.
+    """
+    message = structure(message)
+    if not isinstance(message, dict):
+        refuse_record(place, f"is {type(message).__name__}, not a message with role and content")
+    message = {name: value for name, value in message.items() if value is not None}
+    if "role" not in message and "from" in message:
+        message = from_sharegpt(message)
+    role = message.get("role")
+    role = ROLE_OF.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        refuse_record(place, f"has the role {role!r}, which is none of {', '.join(ROLES)}")
+    if "function_call" in message:
+        message = {"tool_calls": [{"type": "function", "function": message["function_call"]}]} | message
+        del message["function_call"]
+    if "tool_calls" in message:
+        message["tool_calls"] = calls_of(message["tool_calls"], place)
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        found = "nothing" if content is None else type(content).__name__
+        refuse_record(place, f"has {found} as content, where a text or a list of texts is wanted")
+    return message | {"role": role} | ({} if content is None else {"content": content})
+
+
+def from_sharegpt(message: Message) -> Message:
+    """A message with `from` and `value`, with role and content; one from function_call is a call, if its value is one."""
+    said = {name: value for name, value in message.items() if name not in ("from", "value")}
+    speaker, value = message["from"], message.get("value")
+    role = SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    calls = structure(value) if speaker == "function_call" else None
+    calls = [calls] if isinstance(calls, dict) else calls
+    if isinstance(calls, list) and calls and all(isinstance(call, dict) and "name" in call for call in calls):
+        return said | {"role": role, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return said | {"role": role, "content": value}
+
+
+def calls_of(calls: Any, place: str) -> list[dict[str, Any]]:
+    """The calls of tools in a message, with arguments as mappings. Arguments that are no JSON, such as a program, stay text."""
+    calls = structure(calls)
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        refuse_record(place, "has tool_calls that are no list of mappings")
+    made = []
+    for call in calls:
+        call = {name: value for name, value in call.items() if value is not None}
+        function = structure(call.get("function", call))
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            refuse_record(place, "has a tool call without the name of a function")
+        if "arguments" in function:
+            arguments = structure(function["arguments"])
+            function = function | {"arguments": {} if arguments in ("", "null", None) else arguments}
+        made.append(call | {"function": function} if "function" in call else function)
+    return made
+
+
+def tools_of(fields: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
+    """The tools that a record describes, None where it describes none."""
+    name = next((name for name in TOOLS if fields.get(name)), None)
+    if name is None:
+        return None
+    tools = structure(fields[name])
+    tools = [tools] if isinstance(tools, dict) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        refuse_record(place, f"has {name} that are no list of mappings, nor JSON of one")
+    return [tool if name == "tools" or "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
+
+
+def is_trained(message: Message, place: str) -> bool:
+    """Whether an answer's marks leave it to be trained on. Both values of every mark are read; marks of other messages may only say no.
+
+    Raises:
+        ChatError: a mark of another value, marks that contradict each other, or one that asks for what is not done here.
+    """
+    if DETAILED in message:
+        refuse_record(place, f"has {DETAILED}, which trains on parts of a message: split the message, or give weight for all of it")
+    said = {name: message[name] for name in MARKS if name in message}
+    for name, value in said.items():
+        if value not in (0, 1) or isinstance(value, str):
+            refuse_record(place, f"has the {name} {value!r}, where 0 or 1, false or true is wanted")
+    if len({bool(value) for value in said.values()}) > 1:
+        refuse_record(place, f"is to be trained on by one of {', '.join(said)} and not by another")
+    trained = all(said.values())
+    if said and trained and message["role"] != "assistant":
+        refuse_record(place, f"is to be trained on ({next(iter(said))} {next(iter(said.values()))!r}), and only the assistant's answers are")
+    return trained and message["role"] == "assistant"
+
+
+def without_marks(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name not in MARKS}

@@ -1,0 +1,289 @@
+"""Records in the shapes that published tools write: the text that a model reads of them, and what is trained on, between [[ and ]].
+
+Each case came from a public report of people who fine-tune models; the rows are written here. Files are written by the libraries.
+"""
+
+import json
+from random import Random
+
+import pytest
+from datasets import Dataset, load_dataset
+
+from shared.course.errors import CourseError
+from shared.finetune.chat.datasets import ChatSource, conversation_of, open_chats_of
+from shared.finetune.chat.messages import ChatError
+from shared.finetune.chat.prepare import ChatConfig, ChatReport, prepare_chats
+from shared.finetune.chat.template import CHATML, ChatTemplate
+from tests.support import chat_templates
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
+
+
+def called(name, arguments):
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
+
+
+OSLO = [{"role": "user", "content": "Oslo?"}, called("weather", {"city": "Oslo"}), {"role": "tool", "content": "3"}]
+SUMS = [{"role": "user", "content": "1?"}, called("add", {"x": 1}), {"role": "tool", "content": "1"}]
+SAID = [{"role": "assistant", "content": "Done."}]
+TWO_TOOLS = [{"messages": OSLO + SAID, "tools": [WEATHER, ADD]}, {"messages": SUMS + SAID, "tools": [WEATHER, ADD]}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return chat_templates.save_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def shown(model, tmp_path, rows, template="chatml") -> tuple[list[str], ChatReport]:
+    """The texts of records with what is trained on marked, and the report. A record with another question goes with them, to be held out."""
+    file = tmp_path / "rows.jsonl"
+    another = {"messages": [{"role": "user", "content": "Else?"}, *SAID]}
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, another]), encoding="utf-8")
+    report = prepare_chats(ChatConfig((ChatSource(str(file)),), template, model, held_out_share=0.5), tmp_path / "prepared", 2000).report
+    return ["".join(f"[[{text}]]" if trained else text for text, trained in pieces) for pieces in report.shown], report
+
+
+def conversation(record):
+    return conversation_of(record, "rows.jsonl:1")
+
+
+# A. Fields that nobody reads.
+
+
+def test_tools_stand_in_the_default_templates_prompt(model, tmp_path):
+    (first, *_), _ = shown(model, tmp_path, TWO_TOOLS)
+    assert '"name": "weather"' in first.split("[[")[0] and '"name": "add"' in first.split("[[")[0]
+    assert '[[\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>]]' in first
+
+
+@pytest.mark.parametrize("name", ["tool_defs", "functions"])
+def test_tools_are_read_under_each_of_their_names(name):
+    bare = [tool["function"] for tool in (WEATHER, ADD)]
+    assert conversation({"messages": OSLO + SAID, name: bare}).tools == [WEATHER, ADD]
+
+
+def test_a_template_without_tools_refuses_a_record_that_has_some(model, tmp_path):
+    plain = tmp_path / "plain.jinja"
+    plain.write_text(chat_templates.CHATML, encoding="utf-8")
+    spoken = [{"messages": [OSLO[0], *SAID], "tools": [WEATHER]}]
+    with pytest.raises(CourseError, match="shows no tools, and the record has some"):
+        shown(model, tmp_path, spoken, str(plain))
+
+
+MARKS = [("weight", 0, 1), ("train", False, True), ("loss_mask", 0, 1), ("loss", False, True)]
+
+
+@pytest.mark.parametrize("template", ["chatml", chat_templates.CHATML])
+@pytest.mark.parametrize(("name", "no", "yes"), MARKS)
+def test_an_answer_that_is_marked_as_not_trained_is_only_read(name, no, yes, template, model, tmp_path):
+    if template != "chatml":
+        (tmp_path / "plain.jinja").write_text(template, encoding="utf-8")
+        template = str(tmp_path / "plain.jinja")
+    talk = [
+        {"role": "user", "content": "A?"}, {"role": "assistant", "content": "WRONG", name: no},
+        {"role": "user", "content": "B?", name: no}, {"role": "assistant", "content": "RIGHT", name: yes},
+    ]  # fmt: skip
+    (text, *_), report = shown(model, tmp_path, [{"messages": talk}], template)
+    assert "WRONG<|im_end|>" in text and "[[RIGHT<|im_end|>]]" in text and text.count("[[") == 1
+    assert name not in text and not report.unread
+
+
+REFUSED = {
+    "weight of a half": ([{"role": "assistant", "content": "x", "weight": 0.5}], "has the weight 0.5, where 0 or 1"),
+    "contradiction": ([{"role": "assistant", "content": "x", "weight": 0, "train": True}], "by one of weight, train and not by another"),
+    "a user's turn": ([{"role": "user", "content": "x", "train": True}, *SAID], "only the assistant's answers are"),
+    "parts": ([{"role": "assistant", "content": "x", "train_detail": []}], "has train_detail"),
+    "nothing left": ([{"role": "assistant", "content": "x", "weight": 0}], "has no answer of the assistant to train on"),
+    "unhashable speaker": ([{"from": ["human"], "value": "x"}, *SAID], r"has the role \['human'\]"),
+    "calls": ([{"role": "assistant", "tool_calls": "now"}], "has tool_calls that are no list of mappings"),
+    "nameless call": ([{"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}], "without the name of a function"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_marks_and_calls_that_cannot_be_meant_are_refused_by_place(name):
+    messages, sentence = REFUSED[name]
+    with pytest.raises(ChatError, match=sentence) as caught:
+        conversation({"messages": [{"role": "user", "content": "A?"}, *messages]})
+    assert str(caught.value).startswith("rows.jsonl:1")
+
+
+def test_a_completion_that_its_record_calls_bad_is_refused():
+    assert conversation({"prompt": "A?", "completion": "B", "label": True}).messages[1]["content"] == "B"
+    with pytest.raises(ChatError, match="label false, so its completion is a bad answer"):
+        conversation({"prompt": "A?", "completion": "B", "label": False})
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+def test_reasoning_that_a_template_does_not_show_is_named_with_its_count(name, model, tmp_path):
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Four.", name: "Two and two."}]
+    _, report = shown(model, tmp_path, [{"messages": talk, "source": "a", "id": 7}] * 5)
+    assert report.unread == {"source": 5, f"messages.{name}": 5}
+    assert f"Fields that stand in no text and change nothing: source (5), messages.{name} (5)." in report.lines()
+
+
+def test_a_field_that_the_template_shows_is_not_named(model, tmp_path):
+    thinking = tmp_path / "thinking.jinja"
+    thinking.write_text(CHATML.replace("{{- message.content or '' }}", "{{- message.reasoning_content or '' }}{{- message.content or '' }}"))
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Four.", "reasoning_content": "Two and two. "}]
+    (text, *_), report = shown(model, tmp_path, [{"messages": talk}] * 3, str(thinking))
+    assert "[[Two and two. Four.<|im_end|>]]" in text and not report.unread
+
+
+def test_a_history_is_earlier_turns_and_arguments_of_the_template_reach_it(model, tmp_path):
+    found = conversation({"instruction": "C?", "output": "D", "history": [["A?", "B"]], "system": "S"})
+    assert [message["content"] for message in found.messages] == ["S", "A?", "B", "C?", "D"]
+    assert [number for number in range(5) if found.is_trained(number)] == [2, 4]
+    loud = tmp_path / "loud.jinja"
+    loud.write_text(CHATML + "{%- if loud %}!{%- endif %}", encoding="utf-8")
+    found = conversation({"messages": [OSLO[0], *SAID], "chat_template_kwargs": {"loud": True}})
+    assert ChatTemplate.load(loud).render_all([found.call()])[0].text.endswith("!")
+
+
+# B. Values in another encoding.
+
+
+def conversations(path, kind="auto"):
+    return [(each.messages, each.tools) for each in open_chats_of(ChatSource(str(path), kind))]
+
+
+def written(folder, rows):
+    """The same rows as JSONL; as Parquet and a saved dataset from objects, with all keys; and as datasets reads and saves the JSONL."""
+    folder.mkdir(exist_ok=True)
+    lines = folder / "rows.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    read = load_dataset("json", data_files=str(lines), split="train", cache_dir=str(folder / "cache"))
+    read.to_parquet(folder / "read.parquet")
+    read.save_to_disk(folder / "read")
+    paths = [lines, folder / "read.parquet", folder / "read"]
+    made = Dataset.from_list(rows)
+    made.to_parquet(folder / "made.parquet")
+    made.save_to_disk(folder / "made")
+    return [*paths, folder / "made.parquet", folder / "made"]
+
+
+def test_the_nulls_that_arrow_puts_into_structs_are_in_no_text(tmp_path):
+    lines, *others = written(tmp_path / "rows", TWO_TOOLS)
+    assert "null" not in json.dumps(conversations(lines))
+    for path in others:
+        assert conversations(path) == conversations(lines), path
+
+
+def test_a_null_that_json_says_stays():
+    asked = [OSLO[0], called("weather", {"city": None}), *SAID]
+    assert conversation({"messages": asked}).messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": None}
+
+
+def test_mixed_fields_that_datasets_keeps_as_json_are_read_as_what_they_are(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}]},
+        {"messages": [{"role": "user", "content": "a", "name": "x"}, {"role": "assistant", "content": '"b"'}]},
+    ]
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    read = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "cache"))
+    read.save_to_disk(folder / "saved")
+    read.to_parquet(folder / "rows.parquet")
+    for path in (folder / "saved", folder / "rows.parquet"):
+        assert conversations(path) == conversations(folder / "rows.jsonl")
+
+
+ENCODED = {
+    "arguments": [*OSLO[:1], called("weather", json.dumps({"city": "Oslo"})), OSLO[2], *SAID],
+    "calls": [OSLO[0], OSLO[1] | {"tool_calls": json.dumps(OSLO[1]["tool_calls"])}, OSLO[2], *SAID],
+    "messages": [json.dumps(message) for message in OSLO + SAID],
+}
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_json_text_is_a_structure_where_one_is_wanted(name):
+    wanted = conversation({"messages": OSLO + SAID, "tools": [WEATHER]})
+    assert conversation({"messages": ENCODED[name], "tools": [json.dumps(WEATHER)]}).messages == wanted.messages
+    whole = conversation({"messages": json.dumps(ENCODED[name]), "tools": json.dumps([json.dumps(WEATHER)])})
+    assert (whole.messages, whole.tools) == (wanted.messages, wanted.tools)
+
+
+@pytest.mark.parametrize("arguments", ["", "null"])
+def test_empty_arguments_are_none(arguments):
+    found = conversation({"messages": [OSLO[0], called("now", arguments), *SAID]})
+    assert found.messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+
+
+def test_a_program_as_arguments_stays_text():
+    found = conversation({"messages": [OSLO[0], called("python", "print(1)"), *SAID]})
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == "print(1)"
+
+
+def test_tools_that_are_no_json_are_refused():
+    with pytest.raises(ChatError, match="has tools that are no list of mappings, nor JSON of one"):
+        conversation({"messages": OSLO + SAID, "tools": "[{'name':'f'}]"})
+
+
+def test_calls_of_openais_and_sharegpts_older_formats_are_calls():
+    wanted = conversation({"messages": OSLO + SAID}).messages[1]["tool_calls"]
+    older = {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    assert conversation({"messages": [OSLO[0], older, {"role": "function", "content": "3"}, *SAID]}).messages[1]["tool_calls"] == wanted
+    spoken = [{"from": "human", "value": "Oslo?"}, {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+              {"from": "observation", "value": "3"}, {"from": "gpt", "value": "Done."}]  # fmt: skip
+    assert conversation({"conversations": spoken}).messages[1]["tool_calls"] == wanted
+
+
+def test_a_developer_is_the_system():
+    found = conversation({"messages": [{"role": "developer", "content": "S"}, OSLO[0], *SAID]})
+    assert found.messages[0] == {"role": "system", "content": "S"}
+
+
+NAMES = ("a", "b", "city", "unit")
+
+
+def text(random: Random, letters: str) -> str:
+    return "".join(random.choices(letters, k=random.randrange(6)))
+
+
+def record(random: Random) -> dict:
+    """A conversation with calls of tools, whose arguments have other keys from call to call."""
+    messages = [{"role": "user", "content": text(random, "pq ")}]
+    for name in random.choices(NAMES, k=random.randrange(3)):
+        arguments = {key: text(random, "xyz") for key in random.sample(NAMES, random.randrange(4))}
+        messages += [called(name, arguments), {"role": "tool", "content": text(random, "rs")}]
+    functions = [{"name": name} | ({"description": text(random, "uv")} if random.random() < 0.5 else {}) for name in random.sample(NAMES, 2)]
+    tools = [{"type": "function", "function": function} for function in functions]
+    return {"messages": [*messages, {"role": "assistant", "content": text(random, "t")}], "tools": tools}
+
+
+def test_ten_thousand_records_are_the_same_conversations_whatever_holds_them(tmp_path):
+    random = Random(0)
+    lines, *others = written(tmp_path / "rows", [record(random) for _ in range(10_000)])
+    wanted = conversations(lines)
+    assert len(wanted) == 10_000
+    for path in others:
+        assert conversations(path) == wanted, path
+
+
+# C. Which template.
+
+WITH_TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}" + chat_templates.CHATML
+
+
+@pytest.mark.parametrize("layout", ["one file", "folder"])
+def test_a_conversation_with_tools_has_the_template_of_that_name(layout, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = chat_templates.save_tokenizer(tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    if layout == "one file":
+        named = [{"name": "default", "template": chat_templates.CHATML}, {"name": "tool_use", "template": WITH_TOOLS}]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    else:
+        (folder / "chat_template.jinja").write_text(chat_templates.CHATML)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    mine = ChatTemplate.load(folder)
+    talk = [OSLO[0], *SAID]
+    for tools in (None, [WEATHER]):
+        assert mine.render(talk, tools=tools) == theirs.apply_chat_template(talk, tools=tools, tokenize=False)
+    mine.save(tmp_path)
+    assert ChatTemplate.load(tmp_path).render(talk, tools=[WEATHER]) == mine.render(talk, tools=[WEATHER])
