@@ -1,14 +1,13 @@
-"""Chapter 07. Blockwise attention (FlashAttention's algebra): attention to some of the keys, with its log-sum-exp, and how two parts merge.
+"""Chapter 07. Blockwise attention (FlashAttention's algebra): attention to a block of keys with its log-sum-exp, and how parts merge.
 
     part over keys B       lse_B = log sum_j in B exp(s_j)           out_B = sum_j in B exp(s_j - lse_B) v_j
     merged                 lse = log(exp(lse_A) + exp(lse_B))        out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-(Dao et al. 2022, section 3.1; Milakov and Gimelshein 2018.) A part's softmax is normalised by itself, and its log-sum-exp says how much it
-weighs among others. The backward pass needs no merge: with the whole log-sum-exp, p_j = exp(s_j - lse) is the final weight of each key,
-so the gradients of parts are just added up (Dao et al. 2022, appendix B.2).
+(Dao et al. 2022, section 3.1; Milakov and Gimelshein 2018.) Each part's softmax is normalised over its own keys, and its log-sum-exp is its
+weight in the merge. The backward pass needs no merge: with the final log-sum-exp, p_j = exp(s_j - lse) is the weight of each key, so the
+gradients of parts are added (Dao et al. 2022, appendix B.2).
 
-Left out on purpose: kernels for GPUs that return their log-sum-exp. There the matrix of one block is held in float32; on CPUs PyTorch's
-own kernel holds none.
+Left out on purpose: GPU kernels that return their log-sum-exp: on a GPU the scores of one block are materialized in float32.
 """
 
 from typing import NamedTuple
@@ -23,10 +22,10 @@ aten = torch.ops.aten
 
 
 class Part(NamedTuple):
-    """Attention to some of the keys.
+    """Attention to a block of keys.
 
-    out: [batch, H, Q, d] float32 at least; 0 where a query may look at none of them.
-    lse: [batch, H, Q], the logarithm of the sum of the exponentials of its scores; -inf there.
+    out: [batch, H, Q, d] float32 at least; 0 where a query attends to none of them.
+    lse: [batch, H, Q], the log-sum-exp of its scores; -inf there.
     """
 
     out: Tensor
@@ -66,7 +65,7 @@ def attend_block(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionM
     Args:
         queries: [batch, H, Q, d].
         keys, values: [batch, K, T, d]; K divides H.
-        mask: who looks at whom within the block, and the position bias.
+        mask: the block's mask and position bias.
     """
     keys, values = for_each_head(keys, queries), for_each_head(values, queries)
     if has_kernel(queries):
@@ -77,7 +76,7 @@ def attend_block(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionM
         scores = block_scores(queries, keys, mask, scale)
         lse = scores.logsumexp(dim=-1)
         out = weights_of(scores, lse) @ values.to(scores.dtype)
-    if mask.allowed is not None:  # a kernel may say 0 where there is nothing to look at
+    if mask.allowed is not None:  # a kernel may return 0 where all keys are masked
         lse = lse.masked_fill(~mask.allowed.any(dim=-1), -torch.inf)
     return Part(out, lse)
 
@@ -85,7 +84,7 @@ def attend_block(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionM
 def block_gradients(
     upstream: Tensor, queries: Tensor, keys: Tensor, values: Tensor, whole: Part, mask: AttentionMask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block adds to the gradients of its queries, keys and values. The block's scores are computed again.
+    """A block's contribution to the gradients of its queries, keys and values, from recomputed scores.
 
     Args:
         upstream: [batch, H, Q, d], the gradient of the output over all keys.
@@ -93,7 +92,7 @@ def block_gradients(
     """
     heads = keys.shape[1]
     keys, values = for_each_head(keys, queries), for_each_head(values, queries)
-    lse = whole.lse.masked_fill(whole.lse == -torch.inf, 0)  # a query that looks nowhere: exp(-inf - 0) = 0, and no NaN
+    lse = whole.lse.masked_fill(whole.lse == -torch.inf, 0)  # a fully masked query: exp(-inf - 0) = 0, and no NaN
     if has_kernel(queries):
         options = {"attn_mask": score_terms(mask, queries.dtype), "scale": scale}
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -119,7 +118,7 @@ def for_each_head(shared: Tensor, queries: Tensor) -> Tensor:
 
 
 def score_terms(mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores, [batch or 1, H or 1, Q, T]: the bias, and -inf where a query may not look. None for nothing."""
+    """The term added to the scores, [batch or 1, H or 1, Q, T]: the bias, and -inf where masked; None for none."""
     if mask.allowed is None:
         return None if mask.bias is None else mask.bias.to(dtype)
     terms = torch.zeros_like(mask.allowed, dtype=dtype) if mask.bias is None else mask.bias.to(dtype)
@@ -137,5 +136,5 @@ def block_scores(queries: Tensor, keys: Tensor, mask: AttentionMask, scale: floa
 
 
 def weights_of(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), and 0 for a query that looks nowhere."""
+    """exp(scores - lse), and 0 for a fully masked query."""
     return (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()

@@ -4,9 +4,8 @@
     F0 F1 B0 F2 B1 F3 B2 .. B3           1F1B: a backward pass as soon as there is one, so fewer activations are kept
 
 A model's layers are cut into stages, and a step's batch into micro-batches. Stage s is chunk s // ranks of rank s % ranks: with several
-chunks, each micro-batch goes around all ranks several times. No time stands in a schedule, and no message: a rank does its actions in
-order, and waits in each for what the action needs. `shared.parallel.pipeline.simulate` checks any list before it runs, `simulate` says how
-long it takes, and `runner` executes it.
+chunks, each micro-batch goes around all ranks several times. A schedule has neither times nor messages: a rank runs its actions in order,
+and each blocks on its inputs. `shared.parallel.pipeline.simulate` validates and times any list, and `runner` executes it.
 
 Left out on purpose: schedules that keep more activations so as to have no bubble at all (ZB-H2, ZB-V), and a search for the best one.
 """
@@ -23,11 +22,11 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 class Action(NamedTuple):
-    """One thing that a rank does in a step.
+    """One action of a rank in a step.
 
-    kind: F, the forward pass; B, the backward pass; or its two parts: I, the gradients of activations, which the stage before waits for,
-        and W, the gradients of weights, for which nobody waits.
-    microbatch, chunk: of what, both counted from 0. The chunk is one of this rank's own.
+    kind: F, the forward pass; B, the backward pass; or its two parts: I, the gradients of activations, on which the previous stage blocks,
+        and W, the gradients of weights, on which nothing blocks.
+    microbatch, chunk: counted from 0. The chunk is one of this rank's own.
     """
 
     kind: Kind
@@ -171,7 +170,7 @@ def make_schedule(name: ScheduleName, ranks: int, microbatches: int, chunks: int
     """A schedule by its name, for all ranks.
 
     Raises:
-        SettingError: it has no room for several chunks, or for so many micro-batches.
+        SettingError: it does not take several chunks, or this number of micro-batches.
     """
     if name == "interleaved":
         return [interleaved(rank, ranks, microbatches, chunks) for rank in range(ranks)]
@@ -181,10 +180,7 @@ def make_schedule(name: ScheduleName, ranks: int, microbatches: int, chunks: int
 
 
 class Message(NamedTuple):
-    """What one action hands to another on the next rank: a way (what travels, from whom, to whom), and of which micro-batch and stage.
-
-    stage: the one that computed it.
-    """
+    """A message from an action on one rank to one on another. what, source, to: its way. microbatch, stage: where it was computed."""
 
     what: str
     source: int
@@ -202,7 +198,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a pipeline is. Its stages are numbered around the ranks: stage s is chunk s // ranks of rank s % ranks."""
+    """The shape of a pipeline: stage s is chunk s // ranks of rank s % ranks."""
 
     ranks: int
     chunks: int = 1
@@ -217,7 +213,7 @@ class Shape:
         return ends == (self.ranks - 1, 0)
 
     def needed(self, rank: int, action: Action) -> Message | None:
-        """What an action waits for from another rank: activations of the stage before, or gradients of the one behind."""
+        """The message that an action receives: activations of the previous stage, or gradients of the next one."""
         stage = action.chunk * self.ranks + rank
         if action.kind == "F" and stage > 0:
             return Message("activations", (rank - 1) % self.ranks, rank, action.microbatch, stage - 1)
@@ -226,7 +222,7 @@ class Shape:
         return None
 
     def given(self, rank: int, action: Action) -> Message | None:
-        """What an action hands to another rank."""
+        """The message that an action sends."""
         stage = action.chunk * self.ranks + rank
         if action.kind == "F" and stage < self.last:
             return Message("activations", rank, (rank + 1) % self.ranks, action.microbatch, stage)

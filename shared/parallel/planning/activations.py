@@ -1,12 +1,11 @@
-"""Chapter 06. Activation memory by formula: what autograd keeps of a forward pass for the backward pass, on each rank of a layout.
+"""Chapter 06. Activation memory by formula: what autograd saves of a forward pass for the backward pass, on each rank of a layout.
 
-Korthikanti et al. 2022, section 4.1, count what each operation keeps; here it is counted for this model's own operations: norms and linear
-layers keep their inputs, attention keeps queries, keys, values and its result. What a tensor-parallel rank computes is a smaller model
-with the same residual stream (`model_of_rank`), so the same formulas count it; sequence parallelism cuts that stream as well. Experts count
-themselves (chapter 09).
+Korthikanti et al. 2022, section 4.1, count what each operation saves; here it is counted for this model's operations: norms and linear
+layers save their inputs, attention saves queries, keys, values and its result. A tensor-parallel rank computes a smaller model with the
+same residual stream (`model_of_rank`), so the same formulas apply; sequence parallelism shards that stream as well. Experts have formulas
+of their own (chapter 09).
 
-Left out on purpose: short-lived buffers (the gradients of activations, what an operation needs for itself), and blocks other than those of
-a decoder without dropout.
+Left out on purpose: short-lived buffers (gradients of activations, workspaces), and blocks other than those of a decoder without dropout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Part(NamedTuple):
-    """What a rank has of a model: blocks, by their numbers; embedding and head or not. Stages of a pipeline have less than the whole."""
+    """A rank's part of a model: blocks, by number; whether it has embedding and head."""
 
     blocks: Sequence[int]
     embedding: bool = True
@@ -37,10 +36,8 @@ def whole_of(model: ModelConfig) -> Part:
 
 
 def model_of_rank(model: ModelConfig, layout: ParallelConfig) -> ModelConfig:
-    """The model that the tensor-parallel rank with the most of it computes: its heads, inner features and tokens, at the whole's width.
-
-    With fewer key-value heads than ranks, each rank has a copy of one. A vocabulary that does not divide is cut unevenly.
-    """
+    """The model that the largest tensor-parallel rank computes: its heads, inner features and tokens, at the full width. With fewer
+    key-value heads than ranks, each rank has a copy of one; a vocabulary that does not divide is sharded unevenly."""
     model, ranks = model.resolved(), layout.tensor_parallel
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     experts = None if model.experts is None else model.experts.cut(ranks)
@@ -53,14 +50,14 @@ def is_sparse(model: ModelConfig, layer: int) -> bool:
 
 
 def rounded_size(model: ModelConfig, layer: int, layout: ParallelConfig) -> int:
-    """Numbers in the matrices of a block that products in 16 bits round: all but a router's."""
+    """Elements of a block's matrices that autocast rounds: all but a router's."""
     counts = block_counts(model, layer)
     router = model.experts.num_experts * model.hidden_size if is_sparse(model, layer) else 0
     return counts["matrix"] - router + counts["expert"] // layout.expert_parallel
 
 
 class Activations(NamedTuple):
-    """Bytes that are kept for the backward pass: when the forward pass is over, and at most."""
+    """Bytes saved for the backward pass: after the forward pass, and at most."""
 
     after_forward: float
     peak: float
@@ -78,13 +75,12 @@ def activations(
     part: Part | None = None,
     imbalance: float = 1.0,
 ) -> Activations:
-    """What a micro-batch's activations take on a rank of `layout`. With fsdp, autocast has no weights to round: they are gathered rounded.
-    part: what the rank has of the model; None for the whole. imbalance: how many rows its experts compute, in shares of an equal number;
-    without expert parallelism always 1.
+    """The activations of a micro-batch on a rank of `layout`, in bytes. part: the rank's part of the model; None for all of it. imbalance:
+    the rows of its experts over an equal share; 1 without expert parallelism.
 
-    Blocks that are recomputed whole keep their input only. In the backward pass one block at a time has all of its activations again, and
-    last norm, head and loss have freed theirs. The input of matrices that are cut by columns is whole on every
-    tensor-parallel rank; with sequence parallelism, too, since these matrices keep the gathered one.
+    Fully recomputed blocks save their input only; in the backward pass one block at a time has all of its activations, when last norm, head
+    and loss have freed theirs. The input of column-parallel matrices is unsharded on every tensor-parallel rank, also under sequence
+    parallelism, where they save the gathered one. With fsdp, weights are gathered in 16 bits, so autocast makes no copies.
 
     Raises:
         ValueError: a model for which there is no formula.
@@ -120,8 +116,8 @@ def activations(
 
 
 class Saved(NamedTuple):
-    """Bytes that a block keeps of a micro-batch. everything: without recomputation. products: with the selective one, beside the block's
-    input; the second forward pass takes them out again one by one. left: of them, what it does not come to."""
+    """Bytes that a block saves of a micro-batch. everything: without recomputation. products: with selective recomputation, beside the
+    block's input; the second forward pass frees them one by one. left: those that it does not reach."""
 
     everything: float
     products: float
@@ -142,15 +138,15 @@ def saved_in_block(
 
 
 def saved_per_token(model: ModelConfig, mask: int = 0, slices: int = 1, sparse: bool = False) -> dict[str, float]:
-    """How many numbers a block keeps of each token, by what width they have: the residual stream's, that of products, or float32.
+    """The elements that a block saves of each token, by width: the residual stream's, that of products, or float32.
 
-    With four times D inside, 16 bits everywhere, no rotation and no statistics, these are 32 D bytes: Korthikanti et al.'s 34 D, less
-    the two masks of dropout, and without their [Q, K] matrices, which the fused kernel never holds.
+    With an inner size of 4 D, 16 bits everywhere, no rotation and no statistics, these are 32 D bytes: Korthikanti et al.'s 34 D, less the
+    two dropout masks, and without their [Q, K] matrices, which the fused kernel never materializes.
 
     Args:
         mask: keys in a mask, where there is one: PyTorch's kernel makes it a float one in every block, and repeats keys for each head. Ring
-            attention keeps none.
-        slices: in how many slices sequence parallelism cuts the residual stream.
+            attention saves none.
+        slices: the degree of sequence parallelism.
         sparse: without the feed-forward layer, which is a mixture of experts.
     """
     size, inner, shared = model.hidden_size, *heads(model)
@@ -166,8 +162,8 @@ def saved_per_token(model: ModelConfig, mask: int = 0, slices: int = 1, sparse: 
 
 
 def saved_products_per_token(model: ModelConfig, sparse: bool = False, ring: int = 1) -> dict[str, float]:
-    """What selective recomputation keeps beside a block's input: the results of its matrix products and of attention. ring: of how many
-    ranks; each computes 2 ring + 1 parts of attention, of half its tokens each, and all of them are kept."""
+    """The elements that selective recomputation saves of each token beside a block's input: results of matrix products and of attention.
+    ring: the context-parallel ranks; each saves 2 ring + 1 parts of attention, of half its tokens each."""
     inner, shared = heads(model)
     parts = ring + 0.5 if ring > 1 else 1
     feed_forward = 0 if sparse else (2 if model.gated else 1) * model.intermediate_size + model.hidden_size
@@ -176,7 +172,7 @@ def saved_products_per_token(model: ModelConfig, sparse: bool = False, ring: int
 
 
 def heads(model: ModelConfig) -> tuple[int, int]:
-    """Numbers of a token's queries, and of its keys or values."""
+    """Elements of a token's queries, and of its keys or values."""
     return model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
 
 
@@ -185,8 +181,8 @@ def token_bytes(numbers: Mapping[str, float], width: int) -> float:
 
 
 def end_bytes(model: ModelConfig, tokens: int, width: int, logits: int | None, slices: int) -> float:
-    """What last norm, head and loss keep. logits: of each token, where all are joined; None for the sliced loss, which keeps the gradients
-    that it has computed already."""
+    """Bytes saved by last norm, head and loss. logits: of each token, where all are joined; None for the chunked loss, which saves its
+    gradients instead."""
     size = model.hidden_size
     norm = 4 * tokens * (size + (2 if model.norm == "layer_norm" else 0)) / slices
     if logits is None:

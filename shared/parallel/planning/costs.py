@@ -22,7 +22,7 @@ from shared.parallel.comm.trace import TraceEntry
 
 @dataclass(frozen=True)
 class Link:
-    """How two ranks are joined. latency: seconds until a message begins to arrive. bandwidth: bytes per second, in each direction."""
+    """A link between two ranks. latency: seconds until a message begins to arrive. bandwidth: bytes per second, in each direction."""
 
     latency: float
     bandwidth: float
@@ -30,7 +30,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of the rank that has most to do. messages: one after another. bytes: sent in all of them together."""
+    """The cost of the busiest rank. messages: sequential ones. bytes: sent in all of them."""
 
     messages: float
     bytes: float
@@ -49,28 +49,21 @@ FORMULAS: dict[str, Callable[[int, float], Cost]] = {  # operation -> (ranks, by
     "broadcast": lambda n, b: Cost(math.ceil(math.log2(n)), math.ceil(math.log2(n)) * b),  # down a tree: of the root
     "all_to_all": lambda n, b: Cost(n - 1, (n - 1) / n * b),  # each other rank's piece, directly
     "send": lambda n, b: Cost(1, b),
-    "receive": lambda n, b: Cost(0, 0.0),  # somebody else has sent it
+    "receive": lambda n, b: Cost(0, 0.0),  # counted by the sender
     "barrier": lambda n, b: Cost(0, 0.0),
 }
 
 
 def cost(operation: str, bytes: float, ranks: int) -> Cost:
-    """What an operation costs the rank that does most.
-
-    Args:
-        operation: as the trace calls it.
-        bytes: of the whole tensor; for all_to_all, of all that the rank hands out, its own piece included.
-
-    Raises:
-        ValueError: there is no formula for such an operation.
-    """
+    """The cost of an operation, by its name in the trace. bytes: of the full tensor; for all_to_all, of all that the rank sends, its own
+    part included."""
     if operation not in FORMULAS:
         raise ValueError(f"There is no formula for {operation}: known are {', '.join(FORMULAS)}.")
     return FORMULAS[operation](ranks, bytes) if ranks > 1 else Cost(0, 0.0)
 
 
 def cost_of_entries(entries: Iterable[TraceEntry]) -> Cost:
-    """What a rank has sent, by the formulas, for all that its trace lists."""
+    """The cost of a trace's entries, by the formulas."""
     return sum((cost(entry.operation, entry.bytes, entry.size) for entry in entries), Cost(0, 0.0))
 
 
@@ -87,6 +80,6 @@ class Exchange:
 
 
 def total_cost(exchanges: Iterable[Exchange]) -> Cost:
-    """What a rank sends for all of them, one after another."""
+    """The cost of all of them, sequentially."""
     each = ((exchange.calls, cost(exchange.operation, exchange.bytes, exchange.ranks)) for exchange in exchanges)
     return sum((Cost(calls * one.messages, calls * one.bytes) for calls, one in each), Cost(0, 0.0))

@@ -31,9 +31,8 @@ from shared.parallel.planning.memory import StepSizes
 
 
 class Weight(NamedTuple):
-    """A parameter of a rank. numbers: how many. block: which it is in; None outside of all. matrix: whether Muon would step it.
-    expert, router: parts of a mixture. partial: over which axis its gradient is still to be summed. uneven: other ranks have more or less
-    of it. bits: of a number, where the parameter is quantized."""
+    """A parameter of a rank. numbers: its elements. block: None outside of all. matrix: whether Muon would step it. expert, router: parts
+    of a mixture. partial: the axis over which its gradient is partial. uneven: sharded unevenly. bits: per element, if quantized."""
 
     numbers: int
     block: int | None = None
@@ -47,7 +46,7 @@ class Weight(NamedTuple):
 
 
 def weights_of(model: ModelConfig, layout: ParallelConfig, part: Part) -> list[Weight]:
-    """The parameters of a rank that has this part of a decoder, in the model's order; experts as many as the rank has."""
+    """The parameters of a rank with this part of a decoder, in the model's order."""
     whole, own = model.resolved(), model_of_rank(model, layout)
     positions = "tp" * layout.sequence_parallel
     tied = "pp_ends" if layout.pipeline_parallel > 1 and own.tie_word_embeddings else ""
@@ -102,14 +101,14 @@ def norm_weights(own: ModelConfig, size: int, partial: str) -> list[Weight]:
 def data_exchanges(
     weights: Sequence[Weight], layout: ParallelConfig, step: StepSizes, whole_matrices: bool = False, metrics: int = 1, stage: int = 0
 ) -> list[Exchange]:
-    """What a rank exchanges with the ranks that share a batch, in a training step.
+    """The communication of a rank with the data-parallel ranks in a training step.
 
     Args:
         weights: `weights_of` the rank.
-        step: of its precision, that of blocks that fsdp gathers.
-        whole_matrices: whether the optimizer steps whole matrices, as Muon does: ZeRO leaves them whole, and FSDP gathers them.
+        step: its precision is that in which fsdp gathers blocks.
+        whole_matrices: whether the optimizer needs unsharded matrices, as Muon: ZeRO does not split them, and FSDP gathers them.
         metrics: how many an objective returns beside its loss and its number of tokens.
-        stage: the rank's place along a pipeline.
+        stage: the rank's stage in a pipeline.
     """
     context, data = layout.context_parallel, layout.data_ranks
     axis, ranks = ("loss" if context > 1 else "data"), data * context
@@ -127,7 +126,7 @@ def data_exchanges(
 
 
 def shared_experts(layout: ParallelConfig) -> bool:
-    """Whether several ranks hold the same experts, so that an engine of their own counts who has used them."""
+    """Whether several ranks hold the same experts, whose engine then counts their users."""
     return layout.zero > 0 or layout.fully_sharded > 1 or layout.data_ranks * layout.context_parallel > layout.expert_parallel
 
 
@@ -151,7 +150,7 @@ def replica_exchanges(
                 rows += zero.partition([each.numbers], [False], [0] * ranks)
         sizes = [sum(row[rank][1] - row[rank][0] for row in rows) for rank in range(ranks)]
         even = are_equal(sizes)
-        whole = 4 * (ranks * max(sizes) if even else sum(sizes))  # of an uneven all-gather, what a rank hands out on average
+        whole = 4 * (ranks * max(sizes) if even else sum(sizes))  # of an uneven all-gather, what a rank sends on average
         times = step.microbatches if layout.zero == 2 else 1
         yield Exchange("gradients", "reduce_scatter" if even else "all_to_all", axis, ranks, times, whole)
         yield Exchange("weights", "all_gather" if even else "all_to_all", axis, ranks, 1, whole)
@@ -159,14 +158,13 @@ def replica_exchanges(
 
 @cache
 def bucket_sizes(numbers: tuple[int, ...], megabytes: float) -> list[int]:
-    """How many parameters each bucket takes, of these in order."""
+    """The number of parameters in each bucket, of parameters with these sizes in order."""
     return [len(bucket) for bucket in plan_buckets([nn.Parameter(torch.empty(each, device="meta")) for each in numbers], megabytes)]
 
 
 def sharded_exchanges(weights: Sequence[Weight], layout: ParallelConfig, step: StepSizes, stage: int) -> Iterator[Exchange]:
-    """FSDP's units, each of one flat parameter or several (`shared.parallel.data.flat.Unit`); and HSDP's sums of shards over replicas.
-
-    Of a pipeline's rank, the root is gathered for each forward pass of a chunk, and reduced where a forward pass follows a backward one."""
+    """The communication of FSDP's flat parameters, and HSDP's sums of shards over replicas. On a pipeline's rank the root is gathered for
+    each forward pass of a chunk, and reduced where a forward pass follows a backward one."""
     ranks, keep = layout.fully_sharded, not layout.reshard_after_forward
     once = layout.pipeline_parallel > 1 and keep  # a step, and not with each micro-batch
     copies = layout.data_parallel * layout.context_parallel
@@ -189,7 +187,7 @@ def sharded_exchanges(weights: Sequence[Weight], layout: ParallelConfig, step: S
 
 
 def root_calls(layout: ParallelConfig, step: StepSizes, stage: int) -> tuple[int, int]:
-    """How often the root unit of a pipeline's rank is gathered and reduced in a step."""
+    """How often the root unit is gathered and reduced in a step."""
     if layout.pipeline_parallel == 1:
         return step.microbatches, step.microbatches
     schedule = make_schedule(layout.pipeline_schedule, layout.pipeline_parallel, step.microbatches, layout.pipeline_chunks)[stage]
@@ -198,7 +196,7 @@ def root_calls(layout: ParallelConfig, step: StepSizes, stage: int) -> tuple[int
 
 
 def cut_matrices(weights: Sequence[Weight], ranks: int) -> Iterator[Exchange]:
-    """The matrices that lie on several ranks of a flat parameter, each gathered once a step."""
+    """All-gathers of the matrices that a flat parameter splits over ranks, each once a step."""
     for block in dict.fromkeys(each.block for each in weights if each.block is not None):
         flat = [each for each in weights if each.block == block and not each.router and each.trained]
         length, start = -(-sum(each.numbers for each in flat) // ranks), 0
@@ -210,14 +208,14 @@ def cut_matrices(weights: Sequence[Weight], ranks: int) -> Iterator[Exchange]:
 
 
 def norm_exchange(layout: ParallelConfig) -> list[Exchange]:
-    """The gradient's norm, which travels over all ranks where no rank has all of the gradient."""
+    """The all-reduce of the gradient norm, where no rank has all of the gradient."""
     cut = layout.tensor_parallel * layout.pipeline_parallel * layout.fully_sharded * layout.expert_parallel > 1 or layout.zero
     return [Exchange("gradient norm", "all_reduce", "world", layout.ranks, 1, 16)] * bool(cut)
 
 
 def adapted(weights: Sequence[Weight], sizes: Sequence[tuple[int, int]], rank: int, bits: float = 0) -> list[Weight]:
-    """The same with every parameter frozen, and in each block two factors of a low-rank update for each of these (out, in) sizes.
-    bits: of a number in the blocks' matrices, where they are quantized; their tables then count as part of the same flat parameter."""
+    """The parameters under LoRA: all frozen, and in each block two factors for each of these (out, in) sizes. bits: per element of the
+    blocks' matrices, if quantized; their tables then count as part of the same flat parameter."""
     found = [each._replace(trained=False, bits=bits * (each.matrix and not each.expert and not each.router)) for each in weights]
     for block in dict.fromkeys(each.block for each in weights if each.block is not None):
         found += [Weight(rank * side, block) for size in sizes for side in reversed(size)]

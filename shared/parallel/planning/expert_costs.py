@@ -6,11 +6,11 @@ For each layer with experts and each micro-batch, with n = tokens * k rows of wi
     rows to experts      n D numbers forward, m D backward, where the gradients go back
     rows from experts    m D numbers forward, n D backward
 
-Under an equal load m is n, so a rank hands out 4 n D numbers, of which it keeps 1 / ep. Recomputed blocks do the forward pass a second
-time. A tensor-parallel layer sends 8 (t - 1) / t D numbers for each token (`shared.parallel.planning.tensor_costs`): as many as a mixture
-with k = 2 over as many ranks.
+Under an equal load m is n, so a rank sends 4 n D numbers, of which it keeps 1 / ep. Recomputed blocks run the forward pass twice. A
+tensor-parallel layer sends 8 (t - 1) / t D numbers for each token (`shared.parallel.planning.tensor_costs`): as many as a mixture with k =
+2 over as many ranks.
 
-All ranks wait for the one with most rows, in every layer. The gradients of experts are added over edp, all others over all data ranks.
+In every layer all ranks wait for the one with most rows. The gradients of experts are summed over edp, all others over all data ranks.
 
 Left out on purpose: exchanges that overlap with products, and gradients of the rest of the model, which chapter 06 counts.
 """
@@ -18,31 +18,28 @@ Left out on purpose: exchanges that overlap with products, and gradients of the 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import nn
-
 from shared.engine.metrics.flops import model_flops_per_token
 from shared.model.config import ModelConfig
 from shared.model.counting import feed_forward_counts
 from shared.parallel.config import ParallelConfig
-from shared.parallel.data.ddp import plan_buckets
 from shared.parallel.planning.activations import WIDTH, Part, is_sparse, model_of_rank, whole_of
 from shared.parallel.planning.costs import Exchange, Link, total_cost
+from shared.parallel.planning.data_costs import bucket_sizes
 from shared.parallel.planning.memory import StepSizes, expert_shards
 
 
 def expert_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSizes, part: Part | None = None) -> list[Exchange]:
-    """What a rank exchanges for its experts in a training step.
+    """The communication of a rank for its experts in a training step.
 
     Args:
         model: a decoder.
-        step: of it, `imbalance` times an equal number of rows arrives, on average over layers and micro-batches. The all-to-alls are then
-            exact, however the router decides; 1, the default, is what a uniform router does on average.
-        part: of the model, which the rank has; None for the whole.
+        step: `imbalance` times an equal number of rows arrives, on average over layers and micro-batches; with the measured value the
+            all-to-alls are exact.
+        part: the rank's part of the model; None for all of it.
 
     Returns:
-        All-to-alls over ep, with the bytes that the rank hands out, its own rows included; and the gradients of experts over edp (with ZeRO
-        and FSDP the weights as well). None of this without expert parallelism. Under context parallelism the sums of each row's choices.
+        All-to-alls over ep, with the bytes that the rank sends, its own rows included; and the gradients of experts over edp (with ZeRO and
+        FSDP the weights as well). None of this without expert parallelism. Under context parallelism the sums of each row's choices.
     """
     if model.experts is None:
         return []
@@ -72,7 +69,7 @@ def choices(model: ModelConfig, layout: ParallelConfig, step: StepSizes) -> int:
 
 
 def same_experts(model: ModelConfig, layout: ParallelConfig, step: StepSizes, sparse: Sequence[int]) -> Iterator[Exchange]:
-    """What the ranks that hold the same experts exchange: gradients, and under ZeRO and FSDP weights."""
+    """The communication over edp: gradients of experts, and under ZeRO and FSDP weights."""
     ranks = expert_shards(layout)
     if ranks == 1 or not sparse:
         return
@@ -84,17 +81,17 @@ def same_experts(model: ModelConfig, layout: ParallelConfig, step: StepSizes, sp
         yield Exchange("experts", "all_gather", "edp", ranks, calls * (1 + layout.reshard_after_forward), WIDTH[step.precision] * whole)
         yield Exchange("experts", "reduce_scatter", "edp", ranks, calls, 4 * whole)
         return
-    buckets = plan_buckets([nn.Parameter(torch.empty(matrix, device="meta")) for _ in range(number)], layout.bucket_megabytes)
-    whole = 4 * matrix * number / len(buckets)
+    buckets = len(bucket_sizes((matrix,) * number, layout.bucket_megabytes))
+    whole = 4 * matrix * number / buckets
     if layout.zero == 0:
-        yield Exchange("experts", "all_reduce", "edp", ranks, len(buckets), whole)
+        yield Exchange("experts", "all_reduce", "edp", ranks, buckets, whole)
         return
-    yield Exchange("experts", "reduce_scatter", "edp", ranks, len(buckets) * (step.microbatches if layout.zero == 2 else 1), whole)
-    yield Exchange("experts", "all_gather", "edp", ranks, len(buckets), whole)
+    yield Exchange("experts", "reduce_scatter", "edp", ranks, buckets * (step.microbatches if layout.zero == 2 else 1), whole)
+    yield Exchange("experts", "all_gather", "edp", ranks, buckets, whole)
 
 
 def imbalance(loads: Sequence[float], ranks: int) -> float:
-    """Rows of the rank with most of them, over the mean; 1 where no rank has any.
+    """Load imbalance: the rows of the rank with most of them, over the mean; 1 where no rank has any.
 
     Args:
         loads: how many rows each expert has, [E]; rank r holds the experts from r E / ranks on.
@@ -108,8 +105,8 @@ def imbalance(loads: Sequence[float], ranks: int) -> float:
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step, one after another. products: of an equal share. waiting: for the rank with most rows. exchange: all-to-alls.
-    experts: their gradients, and their weights where ranks share them out."""
+    """Seconds of a step, without overlap. products: of an equal share. waiting: for the rank with most rows. exchange: all-to-alls.
+    experts: their gradients, and their weights where these are sharded."""
 
     products: float
     waiting: float
@@ -118,14 +115,8 @@ class StepTime(NamedTuple):
 
 
 def step_time(model: ModelConfig, layout: ParallelConfig, step: StepSizes, link: Link, flops: float) -> StepTime:
-    """How long a step of a mixture takes on the rank that all wait for, whose experts compute `step.imbalance` times their share of rows.
-
-    Args:
-        link: between the ranks. flops: of products, in a second, that a rank reaches.
-
-    Returns:
-        Where nothing overlaps. Of a pipeline, the work of one replica shared out evenly, without the bubble.
-    """
+    """Time of a step of a mixture on the slowest rank, whose experts compute `step.imbalance` times their share of rows, without overlap.
+    In a pipeline the work is divided evenly, without the bubble. link: between the ranks. flops: per second that a rank reaches."""
     own = model.resolved()
     tokens = step.rows * step.seq * step.microbatches / (layout.context_parallel * layout.tensor_parallel * layout.pipeline_parallel)
     again = 4 / 3 if layout.activation_checkpointing == "full" else 1

@@ -1,13 +1,13 @@
 """Chapter 06. Memory estimate of a training step on each rank, by formula: weights, gradients, optimizer state and activations.
 
     between two steps    weights + optimizer state
-    within a step        + gradients + what the forward pass keeps for the backward pass (+ weights that fsdp has gathered)
+    within a step        + gradients + activations (+ weights that fsdp has gathered)
 
 Each data-parallel rank holds either all or 1/n of the weights, gradients and optimizer state (Rajbhandari et al. 2020;
 `shared.parallel.data.zero.bytes_held`); activations are counted in `shared.parallel.planning.activations`. Chapter 06's
 `memory_measured.py` measures the same.
 
-Left out on purpose: short-lived buffers (buckets under way, what an operation needs for itself), and what the allocator keeps in reserve.
+Left out on purpose: short-lived buffers (buckets in flight, workspaces), and the allocator's reserve.
 """
 
 from collections import Counter
@@ -28,8 +28,8 @@ class StepSizes:
     """A training step of one rank.
 
     rows, seq: of a micro-batch; seq of the whole sequence, also under context parallelism. microbatches: in a step. precision: of matrix
-    products, and of blocks that fsdp gathers. Weights, gradients and optimizer state are float32. imbalance: under expert parallelism, how
-    many rows this rank's experts compute, in shares of an equal number.
+    products, and of blocks that fsdp gathers; weights, gradients and optimizer state are float32. imbalance: under expert parallelism, the
+    rows of this rank's experts over an equal share.
     """
 
     rows: int
@@ -43,8 +43,8 @@ class StepSizes:
 class MemoryEstimate:
     """Bytes on a rank in a training step, by kind.
 
-    weights: that it keeps. gathered: whole weights that fsdp has made of them, at most. gradients: after the backward pass; with several
-    micro-batches, while they add up. optimizer: its state. activations: at most, of one micro-batch.
+    weights: its own. gathered: unsharded weights of fsdp, at most. gradients: after the backward pass; with several micro-batches, while
+    they accumulate. optimizer: its state. activations: at most, of one micro-batch.
     """
 
     weights: float
@@ -55,7 +55,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """All at once: a little more than a step's peak, since gradients are complete only when activations are gone."""
+        """The sum: slightly more than a step's peak, since gradients are complete only when activations are freed."""
         return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
 
 
@@ -73,8 +73,8 @@ def estimate_memory(
 
     Args:
         model: a decoder.
-        layout: dp, fsdp or both, ZeRO, cp, tp with or without sequence parallelism, recomputation, what fsdp gathers ahead.
-        sliced: the loss is computed from slices of the logits (`shared.model.chunked_loss`), as the trainer does.
+        layout: dp, fsdp or both, ZeRO, cp, tp with or without sequence parallelism, recomputation, prefetching.
+        sliced: the loss is chunked (`shared.model.chunked_loss`), as the trainer's.
         packed: rows hold several documents, as the trainer's do, so attention takes a mask.
         part: None for the whole model. A pipeline's ranks: `shared.parallel.planning.pipeline_costs`.
 
@@ -85,7 +85,7 @@ def estimate_memory(
     counts, fsdp = part_counts(own, part), layout.fully_sharded
     stage = 3 if fsdp > 1 else layout.zero
     if stage == 1 and step.microbatches == 1:
-        stage = 2  # a gradient is freed as soon as its bucket is under way
+        stage = 2  # a gradient is freed as soon as its bucket has started
     frozen = sum(frozen_size(own, layer) for layer in part.blocks)
     experts = {"expert": counts["expert"] // layout.expert_parallel, "matrix": 0}
     everything_else = counts | {"expert": 0, "bias": counts["bias"] - frozen}
@@ -98,7 +98,7 @@ def estimate_memory(
         root, blocks = unit_bytes(own, part, layout, WIDTH[step.precision])
         gathered = root + sum(blocks[-ahead:] if layout.reshard_after_forward else blocks)
         if layout.pipeline_parallel > 1 and not layout.reshard_after_forward:
-            held["gradients"] = 4 * (sum(everything_else.values()) + sum(experts.values()))  # whole ones add up until the step ends
+            held["gradients"] = 4 * (sum(everything_else.values()) + sum(experts.values()))  # unsharded ones accumulate until the step ends
     how = layout.activation_checkpointing
     peak = activations(model, how, step.rows, step.seq, step.precision, sliced, packed, layout, part, step.imbalance).peak
     return MemoryEstimate(held["weights"], gathered, held["gradients"], held["optimizer state"], peak)
@@ -119,12 +119,12 @@ def part_counts(model: ModelConfig, part: Part) -> dict[Role, int]:
 
 
 def frozen_size(model: ModelConfig, layer: int) -> int:
-    """Numbers of a block that no gradient moves: the bias of a router's choice."""
+    """Untrained elements of a block: the bias of a router's choice."""
     return feed_forward_counts(model, layer).get("bias", 0) if is_sparse(model, layer) else 0
 
 
 def unit_bytes(own: ModelConfig, part: Part, layout: ParallelConfig, width: int) -> tuple[float, list[float]]:
-    """Bytes of the whole weights of a part's ends, which fsdp gathers in float32, and of its blocks, ascending."""
+    """Bytes of the unsharded weights of a part's ends, which fsdp gathers in float32, and of its blocks, ascending."""
     root = sum(part_counts(own, part._replace(blocks=())).values())
     return 4 * root, sorted(gathered_bytes(own, layer, layout, width) for layer in part.blocks)
 
@@ -138,7 +138,7 @@ def gathered_bytes(model: ModelConfig, layer: int, layout: ParallelConfig, width
 
 
 def data_shards(layout: ParallelConfig) -> int:
-    """Among how many ranks weights, gradients or state are shared out, where they are."""
+    """Over how many ranks weights, gradients or state are sharded, where they are."""
     return layout.fully_sharded if layout.fully_sharded > 1 else layout.data_parallel * layout.context_parallel
 
 
@@ -149,9 +149,8 @@ def expert_shards(layout: ParallelConfig) -> int:
 
 
 def state_width(counts: Mapping[Role, int], optimizer: OptimizerConfig) -> float:
-    """Bytes of state for a parameter, on average: AdamW keeps two means, Lion, Muon and SGD one, and Muon leaves to AdamW what is no
-    matrix. One by import path counts as AdamW.
-    counts: of parameters, by role."""
+    """Bytes of optimizer state for a parameter, on average: AdamW has two moments, Lion, Muon and SGD one, and Muon updates matrices only.
+    An optimizer by import path counts as AdamW. counts: of parameters, by role."""
     if optimizer.name != "muon":
         return 4 if optimizer.name in ("lion", "sgd") else 8
     return 8 - 4 * (counts["matrix"] + counts["expert"]) / max(sum(counts.values()), 1)

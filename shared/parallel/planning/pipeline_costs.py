@@ -1,13 +1,13 @@
-"""Chapter 08. Pipeline memory and communication volume by formula: what each stage holds, keeps in flight and sends in a training step.
+"""Chapter 08. Pipeline memory and communication volume by formula: each stage's weights, activations in flight and messages in a step.
 
     weights, gradients, state    of the rank's own blocks; embedding on the first rank, norm and head on the last one, a tied weight on both
     activations                  of each micro-batch from its forward pass to the end of its backward pass, along the rank's actions
     messages                     [rows, seq, D] in float32 over each border of two stages, once forward and once back, for each micro-batch
 
-Under 1F1B rank r of p keeps p - r micro-batches (Narayanan et al. 2021, section 2.2.1), under GPipe all of a step. What a schedule keeps
-is read from its actions, so any schedule has its formula.
+Under 1F1B rank r of p saves p - r micro-batches (Narayanan et al. 2021, section 2.2.1), under GPipe all of a step. What a schedule saves is
+read from its actions, so any schedule has its formula.
 
-Left out on purpose: what is under way between two ranks, which the next message in the other direction frees.
+Left out on purpose: messages in flight, which the next message in the other direction frees.
 """
 
 from collections import Counter
@@ -26,14 +26,14 @@ from shared.parallel.planning.tensor_costs import shares, tensor_exchanges
 
 
 def chunk_parts(model: ModelConfig, layout: ParallelConfig) -> list[list[Part]]:
-    """By rank of the pipeline, what each of its chunks has of the model."""
+    """By rank of the pipeline, the part of the model in each of its chunks."""
     ranks, last = layout.pipeline_parallel, layout.pipeline_parallel * layout.pipeline_chunks - 1
     parts = [Part(blocks, stage == 0, stage == last) for stage, blocks in enumerate(stage_blocks(model, layout))]
     return [parts[rank::ranks] for rank in range(ranks)]
 
 
 def held_parts(model: ModelConfig, layout: ParallelConfig) -> list[Part]:
-    """By rank of the pipeline, what it holds of the model in all its chunks."""
+    """By rank of the pipeline, its part of the model in all its chunks."""
     chunks = chunk_parts(model, layout)
     return [Part([block for chunk in own for block in chunk.blocks], own[0].embedding, own[-1].head) for own in chunks]
 
@@ -41,15 +41,7 @@ def held_parts(model: ModelConfig, layout: ParallelConfig) -> list[Part]:
 def estimate_ranks(
     model: ModelConfig, layout: ParallelConfig, optimizer: OptimizerConfig, step: StepSizes, *, sliced: bool = True, packed: bool = False
 ) -> list[MemoryEstimate]:
-    """`estimate_memory` for each rank of the pipeline; without one, for the only one.
-
-    Args:
-        As for `estimate_memory`; of the layout, pipeline_schedule counts too.
-
-    Raises:
-        SettingError: the schedule cannot be made of so many micro-batches.
-        ValueError: a model for which there is no formula.
-    """
+    """`estimate_memory` for each rank of the pipeline; without one, a list of one."""
     if layout.pipeline_parallel == 1:
         return [estimate_memory(model, layout, optimizer, step, sliced=sliced, packed=packed)]
     found, ranks = [], layout.pipeline_parallel
@@ -71,11 +63,11 @@ def estimate_ranks(
 
 
 def most_in_flight(actions: Sequence[Action], each: Sequence[Activations], sent: Sequence[float], split: Sequence[float]) -> float:
-    """The most bytes that a rank keeps for backward passes while it does its actions.
+    """The largest number of bytes that a rank saves for backward passes during its actions.
 
     Args:
-        each: by chunk, what autograd keeps of a micro-batch. sent: by chunk, the result, which is kept to start its backward pass from.
-        split: by chunk, what the weights' gradients need after the inputs' gradients have been computed.
+        each: by chunk, what autograd saves of a micro-batch. sent: by chunk, the result, from which its backward pass starts.
+        split: by chunk, what part W needs after part I.
     """
     now = most = 0.0
     for kind, _, chunk in actions:
@@ -91,7 +83,7 @@ def most_in_flight(actions: Sequence[Action], each: Sequence[Activations], sent:
 
 
 def split_bytes(model: ModelConfig, layout: ParallelConfig, step: StepSizes, layer: int) -> float:
-    """What part W of a block's backward pass needs of a micro-batch: the inputs of its matrices, and the gradients of their outputs."""
+    """Bytes that part W of a block needs of a micro-batch: the inputs of its matrices, and the gradients of their outputs."""
     own = model_of_rank(model, layout)
     inner, shared = heads(own)
     attention = own.hidden_size + inner + inner + 2 * shared + own.hidden_size
@@ -108,15 +100,12 @@ def hidden_bytes(model: ModelConfig, layout: ParallelConfig, step: StepSizes) ->
 
 
 def pipeline_exchanges(model: ModelConfig, layout: ParallelConfig, step: StepSizes, rank: int = 0, metrics: int = 1) -> list[Exchange]:
-    """What a rank of a pipeline sends to the other stages in a training step, and receives from them.
+    """The communication of a pipeline's rank with the other stages in a training step: hidden states and their gradients, by group
+    (`shared.parallel.pipeline.stages`), the gradients of a tied embedding, and the totals. Nothing without a pipeline.
 
     Args:
         rank: along the pipeline.
         metrics: how many an objective returns beside its loss and its number of tokens.
-
-    Returns:
-        Hidden states and their gradients by the group in which they travel (`shared.parallel.pipeline.stages`), the gradients of a tied
-        embedding, which its two ends add up, and the totals. Nothing without a pipeline.
     """
     ranks, shape, counts = layout.pipeline_parallel, Shape(layout.pipeline_parallel, layout.pipeline_chunks), Counter[tuple[str, str]]()
     if ranks == 1:

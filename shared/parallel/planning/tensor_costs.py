@@ -5,7 +5,7 @@
     layers        2 all-reduce >  2 all-reduce <         2 (all-gather, reduce-scatter) >  and the same <     b s D, for each layer
     head          all-reduce <                           all-gather >  reduce-scatter <                       b s D
     loss          2 all-reduce > for each chunk          the same                                             3 b s in all chunks
-    gradients     an all-reduce in a step                the same                                             what is partial
+    gradients     an all-reduce in a step                the same                                             partial gradients
     muon          an all-gather of each matrix           the same                                             the matrix
 
 b s is a micro-batch's tokens, D the width of the residual stream, > forward and < backward. On a ring an all-reduce of n numbers over t
@@ -39,17 +39,17 @@ def tensor_exchanges(
     step: StepSizes,
     part: Part | None = None,
 ) -> list[Exchange]:
-    """What a rank exchanges with its tensor-parallel group in a training step.
+    """The communication of a rank within its tensor-parallel group in a training step.
 
     Args:
         model: a decoder.
-        layout: of it, the degrees, sequence_parallel and activation_checkpointing count.
-        optimizer: Muon gathers the matrices that are cut; under ZeRO, of each the rank that updates it.
-        step: of its precision the stream where it enters and leaves the matrices; all else is float32.
-        part: of the model, which the rank has; None for the whole.
+        layout: the degrees, sequence_parallel and activation_checkpointing count.
+        optimizer: Muon gathers the sharded matrices; under ZeRO only the rank that updates a matrix does.
+        step: its precision is that of the stream at the edges of matrices; all else is float32.
+        part: the rank's part of the model; None for all of it.
 
     Returns:
-        Of a rank, on average: ZeRO and FSDP share out matrices and partial gradients unevenly. Nothing without tensor parallelism.
+        The average over ranks: ZeRO and FSDP divide matrices and partial gradients unevenly. Nothing without tensor parallelism.
     """
     if layout.tensor_parallel == 1:
         return []
@@ -69,14 +69,11 @@ def tensor_exchanges(
 def context_exchanges(
     model: ModelConfig, layout: ParallelConfig, step: StepSizes, part: Part | None = None
 ) -> list[Exchange]:
-    """What a rank sends to its context-parallel group in a training step, on average, of rows under a causal mask.
+    """The communication of a rank within its context-parallel group in a training step, on average, under a causal mask.
 
     Of the 2 n chunks of a sequence, the n early ones make n - 1 hops each, the late ones as many as there are ranks below, so a rank sends
-    3/2 (n - 1) times the keys and values of a chunk: forward, backward, where the gradients in float32 follow them, and once more where
-    blocks are recomputed. Packed documents and windows send less.
-
-    Args:
-        As for `tensor_exchanges`.
+    3/2 (n - 1) times the keys and values of a chunk: forward, backward, with their gradients in float32, and again for recomputed blocks.
+    Packed documents and windows send less.
     """
     ranks = layout.context_parallel
     if ranks == 1:
@@ -96,8 +93,7 @@ def microbatch_exchanges(
 ) -> Iterator[tuple[str, str, int, float, int]]:
     """(where, operation, calls, numbers in each, bytes of each number) of a micro-batch's forward and backward pass.
 
-    Blocks that are recomputed gather and sum again; selective recomputation stops where nothing more is needed, before the last sum of a
-    block without experts.
+    Recomputed blocks gather and sum again; selective recomputation stops before the last sum of a block without experts.
     """
     tokens, width, layers = step.rows * step.seq // layout.context_parallel, WIDTH[step.precision], part.layers
     stream = tokens * model.hidden_size
@@ -123,7 +119,7 @@ def microbatch_exchanges(
 
 
 def partial_gradients(model: ModelConfig, layout: ParallelConfig, part: Part) -> Iterator[tuple[str, int, float]]:
-    """(axis, ranks, numbers) of gradients of which each rank has a part, with a flag for each parameter that says whether it was used."""
+    """(axis, ranks, numbers) of partial gradients, with a flag for each parameter that says whether it was used."""
     layers, size, ranks = part.layers, model.hidden_size, layout.tensor_parallel
     of_heads, of_positions = 2 * layers * model.qk_norm, (2 * layers + part.head) * layout.sequence_parallel
     biases = layers * (model.attention_output_bias + model.mlp_bias) * layout.sequence_parallel
@@ -140,8 +136,8 @@ def partial_gradients(model: ModelConfig, layout: ParallelConfig, part: Part) ->
 
 
 def matrices(model: ModelConfig, ranks: int, layer: int) -> list[int]:
-    """The numbers that are gathered of each matrix of a block, or stack of experts. Copies of a key or value head are gathered as often as
-    they stand, and not at all where it is the only one."""
+    """The elements gathered of each matrix of a block, or stack of experts. Copies of a key or value head are each gathered, a single head
+    not at all."""
     own, size, entries = model_of_rank(model, ParallelConfig(tensor_parallel=ranks)), model.hidden_size, 3 if model.gated else 2
     counts = feed_forward_counts(own, layer)
     kinds = [counts["expert"], counts["matrix"] - model.experts.num_experts * size] if is_sparse(own, layer) else [counts["matrix"]]
@@ -151,6 +147,5 @@ def matrices(model: ModelConfig, ranks: int, layer: int) -> list[int]:
 
 
 def shares(layout: ParallelConfig) -> int:
-    """Over how many data-parallel ranks what is done parameter by parameter is shared out. A matrix that lies on two is gathered by
-    both."""
+    """The number of data-parallel ranks that divide per-parameter work. A matrix on two ranks is gathered by both."""
     return layout.fully_sharded * (layout.data_parallel * layout.context_parallel if layout.zero else 1)

@@ -42,17 +42,13 @@ class LinkSpeed:
 
 
 def examine_machines(machine: int, machines: int, address: str, port: int, folder: Path | None, patience: float) -> Iterator[Finding]:
-    """What several machines find out together. One process on each of them calls it; all find the same.
+    """Check several machines. One process on each of them calls it; all get the same findings.
 
     Args:
-        machine: this one's number. machines: how many there are.
+        machine: this machine's number, of `machines`.
         address, port: of machine 0, as torchrun's --master-addr and --master-port.
-        folder: a place that all of them should share, or None.
+        folder: a folder that all should share, or None.
         patience: seconds until all must have connected.
-
-    Raises:
-        CourseError: no address leads to machine 0.
-        CommunicationError: not all machines connected.
     """
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     timeouts = Timeouts(heartbeat_timeout=30.0, collective_timeout=120.0, init_timeout=patience)
@@ -67,7 +63,7 @@ def examine_machines(machine: int, machines: int, address: str, port: int, folde
 
 
 def presence(world: Communicator, address: str, port: int) -> Iterator[Finding]:
-    """Every machine with its name, its address on the way to machine 0, its interface and its GPUs."""
+    """Each machine's hostname, its address on the route to machine 0, its interface and its GPUs."""
     graphics = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     own = platform.node(), route_to(address, port)[0], os.environ.get("GLOO_SOCKET_IFNAME", "gloo's choice"), graphics
     for number, (host, here, interface, devices) in enumerate(world.gather_objects(own)):
@@ -84,7 +80,7 @@ def same_program(world: Communicator) -> Finding:
 
 
 def links(world: Communicator) -> Iterator[Finding]:
-    """The link between machine 0 and each other one, and what it means for a run."""
+    """The speed of the link between machine 0 and each other one, and what it means for a run."""
     speeds = [measure_link(world, other) for other in range(1, world.size)]
     for other, speed in enumerate(speeds, start=1):
         yield Finding(OK, f"link 0-{other}", speed.text)
@@ -97,7 +93,7 @@ def links(world: Communicator) -> Iterator[Finding]:
 
 
 def measure_link(world: Communicator, other: int) -> LinkSpeed:
-    """Measure between member 0 and another one; the members that are left wait. All return the same."""
+    """Measure the link between member 0 and another one while the others wait. All return the same."""
     speed = None
     if world.rank in (0, other):
         trip = median(round_trip(world, other, 4) for _ in range(ROUND_TRIPS))

@@ -1,12 +1,12 @@
-"""Chapter 06. Rendezvous of ranks that have not met yet: an empty part of the store, who is missing, and the network interface.
+"""Chapter 06. Rendezvous of ranks that are not connected yet: a fresh part of the store, missing ranks, and the network interface.
 
-A rank that never connected sends nothing, so a machine that is gone cannot be told from one that reads its packages from a slow disk: both
-get `parallel.init_timeout` to connect. Meanwhile a line names the missing ranks.
+A rank that never connected sends nothing, so a dead machine looks like one that reads its packages from a slow disk: both get
+`parallel.init_timeout` to connect. Meanwhile messages name the missing ranks.
 
-The network interface that ranks speak over (GLOO_SOCKET_IFNAME) is the one on the route to MASTER_ADDR. Left alone, gloo takes the address
-of the machine's own hostname. On Debian that is 127.0.1.1, which no other machine can reach, and elsewhere the name may lead nowhere: one
-machine fails, and the others wait for it. But each rank has reached MASTER_ADDR already, so the machine's routing table knows an address
-that works. Rank 0's machine may itself call MASTER_ADDR 127.0.1.1: there it is the address that the others reach it by.
+The network interface (GLOO_SOCKET_IFNAME) is the one on the route to MASTER_ADDR. By default gloo takes the address of the machine's own
+hostname, which on Debian is 127.0.1.1, unreachable for other machines, and elsewhere may not resolve: one machine fails, and the others
+wait for it. But each rank has reached MASTER_ADDR already, so the routing table has an address that works. Where rank 0's machine resolves
+MASTER_ADDR to 127.0.1.1, it takes the address by which the others reach it.
 
 Left out on purpose: machines that reach each other over other networks than MASTER_ADDR. Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
 """
@@ -32,11 +32,7 @@ VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # NCCL ta
 
 
 def route_to(host: str, port: int) -> tuple[str, str]:
-    """The address of this machine from which packets go to `host`, and the address of `host` as this machine knows it. Nothing is sent.
-
-    Raises:
-        CourseError: the name cannot be resolved, or there is no route.
-    """
+    """This machine's address on the route to `host`, and the address of `host` as this machine resolves it. Nothing is sent."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as probe:
@@ -52,14 +48,8 @@ def route_to(host: str, port: int) -> tuple[str, str]:
 
 
 def choose_interface(store: Store, rank: int, ranks: int, host: str, port: int) -> None:
-    """Set the network interface of gloo and NCCL, where the user has set none. Every rank calls it, after it has connected to the store.
-
-    Args:
-        store: of these ranks alone. host, port: MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        CourseError: on every rank: a machine has no interface that the others can reach.
-    """
+    """Set the network interface of gloo and NCCL, unless the user has. Every rank calls it after it has connected to the store; where a
+    machine has no reachable interface, all raise the same error. host, port: MASTER_ADDR and MASTER_PORT."""
     routes = exchange(store, "route", rank, ranks, route_to(host, port))
     interfaces = {name: [each.address for each in addresses] for name, addresses in psutil.net_if_addrs().items()}
     reached, name = reachable_interface(routes[rank][0], routes, interfaces)
@@ -80,7 +70,7 @@ def choose_interface(store: Store, rank: int, ranks: int, host: str, port: int) 
 def reachable_interface(
     own: str, routes: Sequence[Sequence[str]], interfaces: Mapping[str, Sequence[str]]
 ) -> tuple[list[str], str | None]:
-    """The addresses by which other machines may reach this one, and the interface that has one of them.
+    """The addresses at which other machines may reach this one, and the interface that has one of them.
 
     Args:
         own: the address of this machine on its route to MASTER_ADDR.
@@ -93,7 +83,7 @@ def reachable_interface(
 
 
 def exchange(store: Store, key: str, rank: int, ranks: int, value: object) -> list:
-    """Every rank's value, by the store of the rendezvous: there are no connections between ranks yet."""
+    """Gather every rank's value over the store: there are no connections between ranks yet."""
     store.set(f"{key}/{rank}", json.dumps(value))
     return [json.loads(text) for text in store.multi_get([f"{key}/{other}" for other in range(ranks)])]
 
@@ -103,7 +93,7 @@ def is_loopback(address: str) -> bool:
 
 
 def plain(address: str) -> str:
-    """An address without the interface that IPv6 addresses of one link carry."""
+    """An address without its zone (IPv6 link-local)."""
     return address.split("%")[0]
 
 
@@ -111,7 +101,7 @@ FIRST, NEXT = 15.0, 60.0  # seconds of waiting before the first line about it, a
 
 
 class Patience:
-    """Says now and then which ranks are missing. timeout: in seconds."""
+    """Prints periodically which ranks are missing. timeout: in seconds."""
 
     def __init__(self, timeout: float):
         self.timeout, self.began = timeout, time.monotonic()
@@ -128,7 +118,7 @@ class Patience:
         return max(min(self.due, self.timeout) - self.waited, 0.001)
 
     def say(self, whom: str) -> None:
-        """A line, where one is due. whom: as in "ranks [2, 3] to connect"."""
+        """Print a line if one is due. whom: as in "ranks [2, 3] to connect"."""
         if self.waited >= self.due:
             self.due += NEXT
             said = f"Waiting for {whom}: {self.waited:.0f} s so far, {self.timeout:g} at most (parallel.init_timeout)."
@@ -136,14 +126,14 @@ class Patience:
 
 
 def fresh_store(store: dist.Store, rank: int, ranks: int, timeout: float) -> dist.Store:
-    """An empty part of the rendezvous store, under a prefix that rank 0 chooses.
+    """A fresh part of the rendezvous store, under a prefix that rank 0 chooses.
 
-    torchrun restarts ranks with the store that still holds the addresses of the ranks that died. So each rank asks for the prefix under a
-    name that was never used before, and rank 0 answers to it.
+    torchrun restarts ranks with a store that still has the addresses of the ranks that died. So each rank asks for the prefix under a
+    unique name, and rank 0 answers under it.
 
     Raises:
         CommunicationError: on rank 0: some ranks did not connect within `timeout` seconds.
-        dist.DistError: on the others: rank 0 did not answer within them.
+        dist.DistError: on the others: rank 0 did not answer in time.
     """
     name, patience = uuid4().hex, Patience(timeout)
     if rank > 0:
@@ -164,11 +154,7 @@ def fresh_store(store: dist.Store, rank: int, ranks: int, timeout: float) -> dis
 
 
 def wait_for(store: dist.Store, key: str, patience: Patience, whom: str) -> None:
-    """Wait until a key is there.
-
-    Raises:
-        dist.DistError: it did not come in time, or the store cannot be reached.
-    """
+    """Wait until the store has a key, or raise `dist.DistError`."""
     while True:
         try:
             return store.wait([key], timedelta(seconds=patience.left))

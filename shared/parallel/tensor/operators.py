@@ -1,16 +1,16 @@
 """Chapter 07. Tensor-parallel operators f and g, and their pair for sequence parallelism: each one's backward pass is the other's forward.
 
-    f   f_and_g(group)[0]    identity         backward: all-reduce         in front of matrices that are cut by columns
-    g   f_and_g(group)[1]    all-reduce       backward: identity           behind a matrix that is cut by rows
-        gather_sequence      all-gather       backward: reduce-scatter     f, where the stream is cut along the sequence
-        scatter_sequence     reduce-scatter   backward: all-gather         g, where the stream is cut along the sequence
-        split_sequence       own slice        backward: all-gather         a whole stream, the same on all ranks, is cut
-        join_sequence        all-gather       backward: own slice          the same stream is whole again
+    f   f_and_g(group)[0]    identity         backward: all-reduce         before column-parallel matrices
+    g   f_and_g(group)[1]    all-reduce       backward: identity           after a row-parallel matrix
+        gather_sequence      all-gather       backward: reduce-scatter     f under sequence parallelism
+        scatter_sequence     reduce-scatter   backward: all-gather         g under sequence parallelism
+        split_sequence       own slice        backward: all-gather         a replicated stream becomes sharded
+        join_sequence        all-gather       backward: own slice          ... and replicated again
         join_vocabulary      all-gather       backward: own slice          logits of all ranks
 
 (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.) An all-reduce is a reduce-scatter and an all-gather, so the
-sequence-parallel pair sends the same bytes. Each operator assumes what its backward pass needs: behind f every rank computes something
-else from the same x, so the gradients of x add; behind g all ranks compute the same, so each has the whole gradient.
+sequence-parallel pair sends the same bytes. After f every rank computes something else from the same x, so the gradients of x add; after g
+all ranks compute the same, so each has the full gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,11 +78,7 @@ def own_slice(whole: Tensor, group: Communicator) -> Tensor:
 
 
 def require_divisible(length: int, ranks: int) -> None:
-    """Refuse a sequence that cannot be cut evenly.
-
-    Raises:
-        SettingError: with the nearest lengths that can.
-    """
+    """Refuse a sequence that does not divide by the ranks, with the nearest lengths that do."""
     if length % ranks:
         raise SettingError(
             f"Sequence parallelism cuts the sequence over {ranks} ranks, and {length} positions do not divide by that: "
@@ -119,7 +115,7 @@ class Operator(torch.autograd.Function):
 
 
 def gather_sequence(part: Tensor, group: Communicator) -> Tensor:
-    """[batch, seq / ranks, D] -> [batch, seq, D], of which each rank computes a part of what follows."""
+    """[batch, seq / ranks, D] -> [batch, seq, D], the input of a sharded module."""
     return Operator.apply(part, all_gathered, reduce_scattered, group)
 
 
@@ -129,17 +125,13 @@ def scatter_sequence(whole: Tensor, group: Communicator) -> Tensor:
 
 
 def split_sequence(whole: Tensor, group: Communicator) -> Tensor:
-    """[batch, seq, D], the same on all ranks -> this rank's positions, [batch, seq / ranks, D].
-
-    Raises:
-        SettingError: the sequence does not divide by the ranks.
-    """
+    """[batch, seq, D], the same on all ranks -> this rank's positions, [batch, seq / ranks, D]."""
     require_divisible(whole.shape[1], group.size)
     return Operator.apply(whole, own_slice, all_gathered, group)
 
 
 def join_sequence(part: Tensor, group: Communicator) -> Tensor:
-    """[batch, seq / ranks, D] -> [batch, seq, D], with which all ranks continue in the same way."""
+    """[batch, seq / ranks, D] -> [batch, seq, D], the input of a replicated module."""
     return Operator.apply(part, all_gathered, own_slice, group)
 
 
