@@ -29,11 +29,7 @@ def batch_at(stream: Tensor, starts: Tensor, seq: int) -> Batch:
 
 
 def random_batches(stream: Tensor, batch_size: int, seq: int, generator: Generator) -> Iterator[Batch]:
-    """Endless batches of windows from random places, the same ones for the same generator state.
-
-    Raises:
-        ValueError: the stream is shorter than one window.
-    """
+    """Endless batches of windows from random places, the same ones for the same generator state."""
     require_window(stream, seq)
     while True:
         starts = torch.randint(len(stream) - seq, (batch_size,), generator=generator)
@@ -46,9 +42,6 @@ def sequential_batches(stream: Tensor, batch_size: int, seq: int, limit: int | N
     Args:
         limit: at most this many windows, spread evenly over the stream; None for all. The rest of the stream that
             does not fill a window is left out.
-
-    Raises:
-        ValueError: the stream is shorter than one window.
     """
     require_window(stream, seq)
     starts = torch.arange(0, len(stream) - seq, seq)
@@ -65,21 +58,13 @@ def split_batch(batch: Batch, micro_batch_size: int) -> list[Batch]:
 
 
 def as_microbatches(step: Any) -> list[Batch]:
-    """A step's micro-batches: several batches, or a single one, as PyTorch's `DataLoader` yields them.
-
-    Raises:
-        CourseError: see `as_batch`.
-    """
+    """A step's micro-batches: several batches, or a single one, as PyTorch's `DataLoader` yields them."""
     alone = isinstance(step, Mapping | Tensor | str) or is_pair(step)
     return [as_batch(batch) for batch in ([step] if alone else step)]
 
 
 def as_batch(given: Any) -> Batch:
-    """A batch by names: as it is, or of a pair (x, y), `input_ids` x and `targets` y.
-
-    Raises:
-        CourseError: it is neither.
-    """
+    """A batch by names: as it is, or of a pair (x, y), `input_ids` x and `targets` y."""
     if isinstance(given, Mapping):
         return dict(given)
     if is_pair(given):

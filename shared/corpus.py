@@ -140,11 +140,7 @@ def split(documents: Sequence[Document], held_out_share: float = HELD_OUT_SHARE)
 
 
 def find(text: str) -> tuple[Path, int]:
-    """The path that a text names, and its mode; 0 where nothing is.
-
-    Raises:
-        CorpusError: it cannot be looked at: the home of an unknown user, a name too long, links in a circle, a folder without permission.
-    """
+    """The path that a text names, and its mode; 0 where nothing is."""
     try:
         path = Path(text).expanduser()
         return path, path.stat().st_mode
@@ -157,11 +153,7 @@ def find(text: str) -> tuple[Path, int]:
 
 
 def existing(text: str) -> Path:
-    """The file or folder that a text names.
-
-    Raises:
-        CorpusError: there is none, or it is neither a regular file nor a folder: a FIFO or a device has no end.
-    """
+    """The file or folder that a text names."""
     path, mode = find(text)
     if not mode:
         raise CorpusError(f"{text} does not exist: give an existing file or folder.")

@@ -4,8 +4,6 @@
 micro-batch), the reducer (adds up what several processes hold), the updater (divides once, steps) and the objective.
 What later chapters bring, a pipeline schedule, data parallelism, loss scaling, is another runner, reducer or updater; the
 step itself stays as it is here.
-
-Left out on purpose: progress, logging, checkpoints and devices belong to the caller of `train`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -51,11 +51,7 @@ def system_reason(error: Exception) -> str | None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all, also when the process or the machine dies half way.
-
-    Raises:
-        CourseError: the disk is full, or the file cannot be written for another reason.
-    """
+    """Write a file that is there as a whole or not at all, also when the process or the machine dies half way."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

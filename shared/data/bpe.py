@@ -133,11 +133,7 @@ class WordCounts:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BytePairEncoding:
-    """Learn merges from texts until there are `vocab_size` tokens, or nothing is left to join.
-
-    Raises:
-        ValueError: vocab_size below 256: the bytes alone are that many.
-    """
+    """Learn merges from texts until there are `vocab_size` tokens, or nothing is left to join."""
     if vocab_size < len(BYTES):
         raise ValueError(f"vocab_size is {vocab_size}: give at least {len(BYTES)}, one token for each byte.")
     counts, merges, tokens = WordCounts(texts), {}, list(BYTES)

@@ -97,9 +97,6 @@ class CleanShards:
             part_bytes: bytes of text after which a part ends.
             workers: processes that measure; 0 for none.
             progress: called with the bytes of each document that was kept.
-
-        Raises:
-            CourseError: nothing is left to train on.
         """
         number = self.count()
         cleaner, read = self.resume(config, number)

@@ -69,11 +69,7 @@ def gap_ids(tokenizer: TextTokenizer, gap: Gap) -> list[int]:
 
 
 def require_prompt(tokenizer: TextTokenizer, prompt: str) -> None:
-    """Refuse, before a model is trained, a prompt that it could not continue.
-
-    Raises:
-        CourseError: the prompt is no Unicode text, or has no token.
-    """
+    """Refuse, before a model is trained, a prompt that it could not continue."""
     try:
         prompt.encode()
     except UnicodeEncodeError:

@@ -7,8 +7,6 @@ which part begins. Nothing is lost or added, and the loss stays on every token. 
     spm   <PRE> <SUF> suffix <MID> prefix middle <END>          (their variant 2: the middle goes right on from the prefix)
 
 The parts are encoded one by one: a reader who asks for a middle does not know on which side of the gap a token would begin.
-
-Left out on purpose: where the special tokens come from (the tokenizer), and rows (packing: give `plan_rows` a slack).
 """
 
 from collections.abc import Callable, Sequence
@@ -124,9 +122,6 @@ class FillInMiddle:
 
         Returns:
             [m] in the dtype of `ids`: the ids themselves, or those of the moved document.
-
-        Raises:
-            ValueError: `encode` made a special token from a document's text.
         """
         moved, spm, *cuts = generator.random(4)
         if moved >= self.config.rate:

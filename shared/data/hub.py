@@ -27,11 +27,7 @@ SECONDS = 2  # to wait for the hub's first answer
 
 
 def read_dataset(source: Source, skip: Skip) -> Iterator[tuple[str, bytes]]:
-    """(name, bytes) of each record's text, in the dataset's order.
-
-    Raises:
-        CorpusError: the dataset cannot be reached, or has no such split, configuration or field.
-    """
+    """(name, bytes) of each record's text, in the dataset's order."""
     name = Path(source.path).name
     if source.resolved_kind() == "saved":
         yield from read_saved(source, name, skip)
@@ -66,11 +62,7 @@ def read_saved(source: Source, name: str, skip: Skip) -> Iterator[tuple[str, byt
 
 
 def unbroken(records: Any, source: Source) -> Iterator[Any]:
-    """The records of a hub dataset.
-
-    Raises:
-        CorpusError: the stream was cut off, or a file of it is damaged.
-    """
+    """The records of a hub dataset."""
     records, given = iter(records), 0
     while True:
         try:

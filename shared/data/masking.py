@@ -63,9 +63,6 @@ class Masking:
         special_ids: tokens that are neither hidden nor put in place of another.
         vocab_size: random tokens are drawn from 0 .. vocab_size - 1, without the special ones and the mask token.
         rate: the share of the tokens that is chosen.
-
-    Raises:
-        ValueError: a rate outside of 0 to 1, or no token that is not special.
     """
 
     mask_id: int

@@ -45,9 +45,6 @@ class MixedRows:
     Args:
         datasets: name -> rows without an end.
         weights: name -> share of the tokens, any positive numbers: they are divided by their sum.
-
-    Raises:
-        CourseError: names that differ, weights that are not positive, or rows of different lengths.
     """
 
     def __init__(self, datasets: Mapping[str, PackedRows], weights: Mapping[str, float]):
@@ -106,9 +103,6 @@ class MixedLoader(StatefulLoader):
         transform: on every store.
 
     The others are those of `PackedLoader`.
-
-    Raises:
-        CourseError: stores of different tokenizers, or what `MixedRows` and `StatefulLoader` refuse.
     """
 
     def __init__(
@@ -138,9 +132,6 @@ def training_loader(
         store: the documents of all sources, one source after the other.
         documents: how many are each source's.
         epochs, options: of `PackedLoader`.
-
-    Raises:
-        CourseError: a weighted source of which no document is left.
     """
     if sources[0].weight is None:
         return PackedLoader(store, epochs=epochs, **options)

@@ -7,8 +7,6 @@ and `positions` counts from 0 in each. `plan_rows` decides which document goes w
 Two ways to plan. "sequential" lays the documents end to end and cuts the line every seq predictions: full rows, and a cut
 wherever a row happens to end. "best_fit" cuts only what is longer than a row, and puts each piece, longest first, into the
 fullest row that still has room (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 3).
-
-Left out on purpose: reading the tokens, and the order in which rows are trained on. Both are the loader's.
 """
 
 from collections.abc import Sequence
@@ -97,11 +95,7 @@ class RowPlan:
         return self.predictions / (self.rows * self.seq) if self.rows else 0.0
 
     def segments(self, row: int) -> list[Segment]:
-        """The pieces of one row, in the order in which they lie in it.
-
-        Raises:
-            IndexError: there is no such row.
-        """
+        """The pieces of one row, in the order in which they lie in it."""
         if not 0 <= row < self.rows:
             raise IndexError(f"There is no row {row}: the plan has {self.rows}, counted from 0.")
         here = slice(self.offsets[row], self.offsets[row + 1])

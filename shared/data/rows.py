@@ -3,8 +3,6 @@
 Each epoch shuffles the documents, plans rows for them, and shuffles the rows; the shuffle is drawn from (seed, epoch), a transform's
 draws from (seed, epoch, row, segment). So any row can be made again by its index alone, on any rank, before or after
 a restart: an index is two numbers, `RowIndex(epoch, row)`.
-
-Left out on purpose: batches, ranks and threads. They are the loader's, and change nothing about the rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,9 +97,6 @@ class PackedRows:
             for that segment, and counted.
         slack: positions that a row keeps free for each segment, for a transform that adds tokens.
         strategy: of `plan_rows`.
-
-    Raises:
-        CourseError: the store holds nothing to predict.
     """
 
     def __init__(

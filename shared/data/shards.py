@@ -19,10 +19,11 @@ import numpy as np
 
 from shared.course.errors import CourseError
 from shared.output_files import write_atomically
+from shared.tensor_files import DTYPES, header_of, ordered
 
 FORMAT = "course tokens 1"
 ENDING = ".tokens.safetensors"
-DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64, "F32": np.float32}
+NUMPY = {code: name for name, code in DTYPES.items() if name != "bfloat16"}
 
 
 class ShardError(CourseError):
@@ -46,9 +47,6 @@ def write_shard(
         byte_counts: bytes of text of each document.
         trained: for each document [tokens] bool, True for tokens that are predicted in training; None where all are.
         values: a number for each document; None for no such numbers.
-
-    Raises:
-        ValueError: an id outside the vocabulary, or byte counts, values or marked tokens that are not as many as the documents or tokens.
     """
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     arrays = [fitting(ids, vocab_size).astype(dtype) for ids in documents]
@@ -91,16 +89,7 @@ def fitting(ids: Sequence[int], vocab_size: int) -> np.ndarray:
 def serialized(arrays: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
     """The arrays, each of one dimension, as a safetensors file. The library's own writer puts metadata in another order each time, and
     a file that is made again must be the same bytes."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    codes = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
-    content, end = [], 0
-    for name, array in sorted(arrays.items(), key=lambda entry: (-entry[1].itemsize, entry[0])):  # widest first: all are aligned
-        content.append(np.ascontiguousarray(array).tobytes())
-        header[name] = {"dtype": codes[array.dtype], "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
-        end += array.nbytes
-    text = json.dumps(header, sort_keys=True).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *content])
+    return header_of(arrays, metadata) + b"".join(np.ascontiguousarray(arrays[name]).tobytes() for name in ordered(arrays))
 
 
 def checksum(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> str:
@@ -157,7 +146,7 @@ def map_arrays(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     arrays = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        dtype = np.dtype(DTYPES[entry["dtype"]])
+        dtype = np.dtype(NUMPY[entry["dtype"]])
         if end - begin != dtype.itemsize * entry["shape"][0] or 8 + length + end > size:
             raise ValueError("the arrays do not fit into the file")
         shape = tuple(entry["shape"])
@@ -211,20 +200,12 @@ class TokenStore:
         return int(self.lengths.sum())
 
     def document(self, number: int) -> np.ndarray:
-        """[tokens] uint16 or uint32: the ids of a document, its end token last. A view of the file: nothing is copied.
-
-        Raises:
-            IndexError: there is no such document.
-        """
+        """[tokens] uint16 or uint32: the ids of a document, its end token last. A view of the file: nothing is copied."""
         shard, here = self.place(number)
         return shard.tokens[here]
 
     def trained(self, number: int) -> np.ndarray | None:
-        """[tokens] bool: which tokens of a document are predicted in training; None where all are.
-
-        Raises:
-            IndexError: there is no such document.
-        """
+        """[tokens] bool: which tokens of a document are predicted in training; None where all are."""
         shard, here = self.place(number)
         return None if shard.trained is None else shard.trained[here].astype(bool)
 

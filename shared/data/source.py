@@ -53,11 +53,7 @@ class Source:
             raise ValueError(f"prepare.sources has the path {self.path!r}: give a file, a folder, a pattern, a hub dataset, or embedded.")
 
     def resolved_kind(self) -> str:
-        """What `auto` stands for.
-
-        Raises:
-            CorpusError: the path looks like a file's, and there is none; or it cannot be looked at.
-        """
+        """What `auto` stands for."""
         if self.kind != "auto":
             return self.kind
         if self.path == "embedded":

@@ -94,9 +94,6 @@ def files_at(source: Source, skip: Skip | None = None, suffixes: tuple[str, ...]
 
     Args:
         suffixes: in place of the source's.
-
-    Raises:
-        CorpusError: there are none, or one cannot be looked at.
     """
     suffixes = source.suffixes if suffixes is None else suffixes
     path, mode = find(source.path)
@@ -117,9 +114,6 @@ def files_of(folder: Path, suffixes: tuple[str, ...] = (), skip: Skip | None = N
 
     Args:
         skip: called for each link to a folder, and for everything else that is neither a file nor a folder.
-
-    Raises:
-        CorpusError: there are none, or a folder cannot be read.
     """
     found: list[Path] = []
 
@@ -146,11 +140,7 @@ def files_of(folder: Path, suffixes: tuple[str, ...] = (), skip: Skip | None = N
 
 
 def read_path(path: Path, name: str, kind: str, text_field: str, skip: Skip) -> Iterator[tuple[str, bytes]]:
-    """The documents of one file.
-
-    Raises:
-        CorpusError: among others, a compressed or columnar file that turns out to be damaged further in.
-    """
+    """The documents of one file."""
     try:
         if not path.stat().st_size:  # also what the kernel makes up as it is read, and may have no end
             yield name, b""
@@ -185,9 +175,6 @@ def identity(source: Source, digest: Callable[[Path], str]) -> dict[str, Any]:
 
     Args:
         digest: the hash of a file's content (`shared.data.sources`).
-
-    Raises:
-        CorpusError: a file cannot be read.
     """
     settings = {name: value for name, value in vars(source).items() if name != "weight"}
     known: dict[str, Any] = {"settings": json.loads(json.dumps(settings)), "kind": source.resolved_kind()}

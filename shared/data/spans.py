@@ -12,8 +12,6 @@ released code, where a text always ends within a span, does not, and neither doe
 
 A pair is a text that is read and one that is written. The decoder reads its own target one position late, behind a start token, so that
 position i predicts target i from the targets before it (teacher forcing). Rows are filled up to the longest of the batch.
-
-Left out on purpose: the objective (`shared.data.objectives`), which is that of any pair of texts.
 """
 
 from collections.abc import Sequence
@@ -40,9 +38,6 @@ def pair_batch(pairs: Sequence[tuple[Tensor, Tensor]], start_id: int) -> Batch:
     Returns:
         `input_ids` [batch, N] and `valid` [batch, N] bool, False on padding; `decoder_input_ids` [batch, M], the targets
         one position later, the start token first; `targets` [batch, M], -100 on padding. Ids are int64, padding is 0.
-
-    Raises:
-        ValueError: no pairs, or a text without tokens.
     """
     if not pairs or any(len(text) == 0 for pair in pairs for text in pair):
         raise ValueError("A batch of pairs needs at least one pair, and each text at least its end token.")
@@ -86,21 +81,13 @@ def corrupt_spans(input_ids: Tensor, noise: Tensor, sentinels: Sequence[int], en
 @dataclass(frozen=True)
 @checked
 class SpanConfig:
-    """Which share of the tokens is cut out, and how long a span is on average.
-
-    Raises:
-        ValueError: a share that leaves nothing to read or nothing to write, or spans shorter than one token.
-    """
+    """Which share of the tokens is cut out, and how long a span is on average."""
 
     density: Fraction = 0.15
     mean_length: Annotated[float, Bounds(ge=1)] = 3.0
 
     def counts(self, length: int) -> tuple[int, int]:
-        """How many tokens of a text of `length` are cut out, and in how many spans.
-
-        Raises:
-            ValueError: the text is too short to keep one token and lose one.
-        """
+        """How many tokens of a text of `length` are cut out, and in how many spans."""
         if length < 2:
             raise ValueError(f"A text of {length} tokens cannot lose a span: give at least 2 tokens.")
         noise = min(max(round(length * self.density), 1), length - 1)
@@ -113,11 +100,7 @@ class SpanConfig:
         return length - noise + spans + 1, noise + spans + 1
 
     def raw_length(self, inputs: int) -> int:
-        """The longest text whose input has at most `inputs` tokens: 512 for T5's, which takes texts of 568.
-
-        Raises:
-            ValueError: not even two tokens fit.
-        """
+        """The longest text whose input has at most `inputs` tokens: 512 for T5's, which takes texts of 568."""
         length = 2
         if self.sizes(length)[0] > inputs:
             raise ValueError(f"An input of {inputs} tokens is too short: the shortest text needs {self.sizes(length)[0]}.")
@@ -127,11 +110,7 @@ class SpanConfig:
 
 
 def random_spans(length: int, config: SpanConfig, generator: Generator) -> Tensor:
-    """[length] bool: T5's random spans. Kept and cut-out runs take turns, a kept one first; all lengths are equally likely.
-
-    Raises:
-        ValueError: see `SpanConfig.counts`.
-    """
+    """[length] bool: T5's random spans. Kept and cut-out runs take turns, a kept one first; all lengths are equally likely."""
     noise, spans = config.counts(length)
     kept_runs, noise_runs = random_parts(length - noise, spans, generator), random_parts(noise, spans, generator)
     runs = torch.stack([kept_runs, noise_runs], dim=1).flatten()
@@ -160,9 +139,6 @@ class SpanCorruption:
     def __call__(self, ids: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         """Args:
             ids: [n] int64, a text of at least 2 tokens, with its end token or without.
-
-        Raises:
-            ValueError: see `SpanConfig.counts` and `corrupt_spans`.
         """
         body = ids[:-1] if len(ids) and ids[-1] == self.end_id else ids
         return corrupt_spans(body, random_spans(len(body), self.config, generator), self.sentinels, self.end_id)

@@ -174,11 +174,7 @@ def require_field(field: str, there: Iterable[str], name: str) -> None:
 
 
 def texts_of(records: Iterable[Record], field: str, skip: Skip) -> Iterator[tuple[str, bytes]]:
-    """The text of each record. One that has none is skipped by name.
-
-    Raises:
-        CorpusError: no record, or none of the first WRONG, has text in the field: then the setting is wrong, and not a record.
-    """
+    """The text of each record. One that has none is skipped by name."""
     wrong: list[tuple[str, FieldError]] | None = []  # until the first text is found
     for place, record in records:
         try:

@@ -57,9 +57,6 @@ class TextTokenizer:
         vocab_size: ids are 0 .. vocab_size - 1.
         end_id: the id that ends a document.
         identity: sha256 of the tokenizer, equal for equal ones.
-
-    Raises:
-        TokenizerError: it has no token that ends a document.
     """
 
     def __init__(self, tokenizer: Tokenizer, end: str | None = None):
@@ -94,9 +91,6 @@ class TextTokenizer:
             texts: read once; the trainer holds their distinct words, not the texts.
             vocab_size: of the whole vocabulary: special tokens, 256 bytes, merges. Small text may give fewer merges.
             sentinels: how many tokens <|extra_0|>, <|extra_1|> ... T5's span corruption may use.
-
-        Raises:
-            TokenizerError: the vocabulary has no room for special tokens and bytes.
         """
         names = special_names(sentinels)
         if vocab_size < len(names) + BYTES:
@@ -183,9 +177,6 @@ class TextTokenizer:
 
         Args:
             texts: to try it with; of many, DIFFERING may come back otherwise.
-
-        Raises:
-            TokenizerError: shows what differs in the first that does.
         """
         differing = []
         for text in texts:
@@ -208,11 +199,7 @@ class TextTokenizer:
         return self.decode(self.encode("a") + self.encode("b")) != "ab"
 
     def special(self, name: str) -> int:
-        """The id of a special token.
-
-        Raises:
-            TokenizerError: there is none of that name.
-        """
+        """The id of a special token."""
         if name not in self.special_ids:
             raise TokenizerError(f"The tokenizer has no special token {name!r}: it has {', '.join(self.special_ids)}.")
         return self.special_ids[name]
@@ -272,11 +259,7 @@ def difference(wanted: str, back: str) -> str:
 
 
 def end_beside(file: Path) -> str | None:
-    """The end token that transformers noted in the `tokenizer_config.json` beside the file, if there is one.
-
-    Raises:
-        TokenizerError: that file cannot be read.
-    """
+    """The end token that transformers noted in the `tokenizer_config.json` beside the file, if there is one."""
     config = file.with_name("tokenizer_config.json")
     if not config.exists():
         return None

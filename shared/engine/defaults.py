@@ -38,9 +38,6 @@ def default_callbacks(
         model_config: of a model whose arithmetic `flops_per_token` counts; None leaves MFU out.
         loss_scale: what gradients are multiplied by under dynamic loss scaling, where they overflow now and then by design.
         settings: what else than the engine's configuration the trackers keep.
-
-    Raises:
-        CourseError: a tracker that does not exist; a callback by import path that is none.
     """
     caught = config.anomalies
     callbacks: list[Callback] = [
@@ -59,11 +56,7 @@ def default_callbacks(
 
 
 def own_callbacks(config: EngineConfig) -> list[Callback]:
-    """The callbacks by import path.
-
-    Raises:
-        SettingError: one cannot be loaded, takes other arguments, or is no `Callback`.
-    """
+    """The callbacks by import path."""
     made = [extension.bound("engine.callbacks")() for extension in config.callbacks]
     for callback, extension in zip(made, config.callbacks, strict=True):
         if not isinstance(callback, Callback):

@@ -5,8 +5,6 @@
 
 The loop is `shared.loop.train`, unchanged. The engine tells callbacks what happens, evaluates, saves, resumes, and leaves in good
 order when it is asked to. What it must know of other processes it asks one `Strategy`.
-
-Left out on purpose: what is measured and shown. Those are callbacks; `shared.engine.defaults` makes the usual ones.
 """
 
 import math

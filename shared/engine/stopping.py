@@ -63,10 +63,6 @@ class EarlyStopping(Callback):
             self.stop(engine)
 
     def on_evaluate(self, engine: RunState, metrics: Metrics) -> None:
-        """
-        Raises:
-            CourseError: the metric is not among those of the evaluation.
-        """
         if self.metric not in metrics:
             raise CourseError(f"Early stopping watches {self.metric!r}, which no evaluation measures: choose {', '.join(metrics)}.")
         if metrics[self.metric] < self.best - self.minimum_improvement:

@@ -3,8 +3,6 @@
 The engine knows ranks through one object of this class and in no other way: which module objectives call, over which parameters the
 optimizer is built, how a step's parts are completed over ranks, the gradient norm, decisions that all ranks must make together, and the
 state to save. Chapter 06 derives the strategy of many ranks; a layout overrides a few methods.
-
-Left out on purpose: collectives, which a single process does not need.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

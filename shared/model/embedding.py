@@ -23,11 +23,7 @@ class Embedding(nn.Module):
         self.longest = config.max_position_embeddings
 
     def forward(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None, length: int) -> Tensor:
-        """input_ids: [batch, seq]; positions: [seq] or [batch, seq]; token_type_ids: [batch, seq], None for all 0.
-
-        Raises:
-            ValueError: `length`, that of the whole sequence, passes the learned positions; or segments where there are none.
-        """
+        """input_ids: [batch, seq]; positions: [seq] or [batch, seq]; token_type_ids: [batch, seq], None for all 0."""
         x = self.tokens(input_ids)
         if self.types is None and token_type_ids is not None:
             raise ValueError("token_type_ids were given to a model without segment embeddings: set type_vocab_size, or leave them out.")

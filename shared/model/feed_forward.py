@@ -76,11 +76,7 @@ class GatedFeedForward(FeedForward):
 
 
 def build_feed_forward(config: ModelConfig, builders: Builders, layer: int) -> nn.Module:
-    """The configured layer: the default of `Builders.feed_forward`. The same in every block.
-
-    Raises:
-        ValueError: the configuration has experts, which are another builder's to make.
-    """
+    """The configured layer: the default of `Builders.feed_forward`. The same in every block."""
     if config.experts is not None:
         raise ValueError("This model has experts: give the builder of chapter 09 as replace(PLAIN, feed_forward=...).")
     return (GatedFeedForward if config.gated else FeedForward)(config, builders)

@@ -29,9 +29,6 @@ def role_of(name: str, parameter: Tensor | None = None) -> Role:
         name: its name in the model, like `stack.blocks.0.attention.q_proj.weight`.
         parameter: where it carries an attribute `role`, that decides: a module of a later chapter may say what its
             parameters are for.
-
-    Raises:
-        ValueError: the attribute is no role.
     """
     role = getattr(parameter, "role", None)
     if role is not None:

@@ -145,9 +145,6 @@ class Sharding:
         group: the ranks that share it.
         outer: the sharding that this one is nested in, such as tensor parallelism's around FSDP's.
         device: where it is gathered; None for where the shard is. An offloaded optimizer's shard is gathered where ranks can talk.
-
-    Raises:
-        ValueError: the parts leave something out, or are not one for each rank.
     """
 
     outer_shape: torch.Size

@@ -4,8 +4,6 @@
 
 `model(input_ids)` is all that chapter 01's loop needs. Submodule names are stable: the same with any builders, and in a
 part of the model as in the whole (`keep_part`), so checkpoints and initial weights do not depend on how it is laid out.
-
-Left out on purpose: losses (an objective's), generation (chapter 12) and anything about several devices.
 """
 
 from collections.abc import Callable, Iterable
@@ -109,9 +107,6 @@ class TransformerModel(nn.Module):
             head_fn: head_fn(head, hidden_states) is called in place of head(hidden_states), and its result is returned: a loss
                 that never holds all logits, the logits of some positions only. Called inside `forward`, so that wrappers
                 of the model see it.
-
-        Raises:
-            ValueError: decoder_input_ids missing, or given to a model without a decoder of its own.
         """
         self.require_inputs(decoder_input_ids, encoder_mask, cross_mask)
         memory = None
@@ -174,9 +169,6 @@ def keep_part(model: TransformerModel, blocks: Iterable[int], *, embedding: bool
 
     The final norm stays with the head. Where embeddings are tied, the stages at the two ends each hold the weight, and
     its two gradients must be added up.
-
-    Raises:
-        ValueError: blocks that the model does not have, or a model whose blocks share more than the hidden states.
     """
     blocks, present = set(blocks), {int(layer) for layer in model.stack.blocks}
     if missing := sorted(blocks - present):

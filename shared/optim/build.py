@@ -40,11 +40,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, routes: Sequence[
 
 
 def own_optimizer(config: OptimizerConfig) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    """What makes an optimizer by import path of parameter groups.
-
-    Raises:
-        SettingError: it is no `torch.optim.Optimizer`, takes other arguments, or does not take a weight decay that was given.
-    """
+    """What makes an optimizer by import path of parameter groups."""
     offered = {"lr": config.lr, "weight_decay": config.weight_decay}
     made = bound(config.name, config.options, "optimizer.name", "params", offered=offered)
     if not (isinstance(made.func, type) and issubclass(made.func, Optimizer)):

@@ -54,9 +54,6 @@ class GroupedOptimizer(Optimizer):
 
     Args:
         groups: dictionaries with `params`, `rule` (a name in RULES), `lr`, and the options that the rule's step function reads.
-
-    Raises:
-        ValueError: a group's rule is unknown.
     """
 
     # What PyTorch's decorator wraps: the decorator imports its compiler, which takes as long as torch itself, to keep it out of these.

@@ -55,11 +55,7 @@ def learning_rate_factor(step: int, name: str, warmup_steps: int, steps: int, de
 
 
 def factor_at(schedule: ScheduleConfig, step: int) -> float:
-    """The factor of a schedule's learning rate at a step; steps count from 1.
-
-    Raises:
-        CourseError: a schedule by import path returns no number of at least 0.
-    """
+    """The factor of a schedule's learning rate at a step; steps count from 1."""
     if is_import_path(schedule.name):
         factor = own_schedule(schedule)(step)
         if not (isinstance(factor, int | float) and 0 <= factor < math.inf):

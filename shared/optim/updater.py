@@ -43,9 +43,6 @@ class Update:
         max_norm: the largest gradient norm (`max_grad_norm`); None for no clipping.
         loss_scaler: the scale that the runner multiplied the loss by; None without loss scaling.
         norm: measures the gradient; `grad_norm` of a strategy measures it once a step over all ranks, the same number on all of them.
-
-    Raises:
-        ValueError: max_norm is not positive.
     """
 
     def __init__(

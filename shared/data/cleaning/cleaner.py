@@ -42,9 +42,6 @@ class CleaningConfig:
         languages: to keep, by their codes, such as [en, de]; for the stage language.
         min_probability: the least probability of the language.
         similarity: share of common runs of words from which two documents are near duplicates.
-
-    Raises:
-        ValueError: an unknown stage, one given twice, languages without their stage, or a share outside 0 to 1.
     """
 
     stages: tuple[ImportPath | Extension, ...] = ("repair", "length", "exact duplicates", "quality", "near duplicates")
@@ -81,11 +78,7 @@ class CleaningConfig:
 
 
 def own_stage(stage: str | Extension) -> Stage:
-    """A stage by import path.
-
-    Raises:
-        SettingError: it cannot be loaded, takes other arguments, or lacks something of a stage.
-    """
+    """A stage by import path."""
     extension = Extension(stage) if isinstance(stage, str) else stage
     made = extension.bound("data.prepare.cleaning.stages")()
     needed = ["name", "remembers", "measure", "decide", *(["remember"] if getattr(made, "remembers", False) else [])]

@@ -1,4 +1,4 @@
-"""Chapter 03. Cleaning stages: fix encodings, filter by length, identify the language, filter by quality (Gopher's rules, StarCoder's).
+"""Chapter 03. Cleaning stages: encoding repair, length filter, language identification, quality filter (Gopher's and StarCoder's rules).
 
 A stage measures a text, which depends on that text alone and so can be done in any process, and then judges what it measured, which
 may depend on the documents before it and so is done in one place, in order. Every judgement that drops a document gives its reason.

@@ -2,8 +2,6 @@
 
 A file system promises one thing that is atomic: renaming to a free name. So a checkpoint is written under another name beside
 its place, forced onto the disk, and renamed at the end. What a killed process leaves behind has a name that no reader looks for.
-
-Left out on purpose: what is written (`shared.engine.checkpoint.folder`) and on which thread (`shared.engine.checkpoint.saver`).
 """
 
 import os

@@ -188,12 +188,7 @@ class Checkpoints:
 
 
 def read_state(folder: Path, step: int) -> dict[str, Any]:
-    """What `state.json` holds.
-
-    Raises:
-        DamagedCheckpoint: it does not agree with itself, or with the name of its folder.
-        CheckpointError: it is of another format.
-    """
+    """What `state.json` holds."""
     try:
         problem = problem_of(state := json.loads((folder / STATE).read_text(encoding="utf-8")), step)
     except (ValueError, RecursionError):

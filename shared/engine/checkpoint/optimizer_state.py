@@ -36,11 +36,7 @@ class OptimizerState:
 
 
 def name_optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
-    """The state of `optimizer` by the names that `model` gives its parameters. Tensors are the live ones.
-
-    Raises:
-        ValueError: the optimizer holds a parameter that is not the model's.
-    """
+    """The state of `optimizer` by the names that `model` gives its parameters. Tensors are the live ones."""
     names = names_of(model, optimizer)
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Plain]] = {}
@@ -108,11 +104,7 @@ def settings_that_differ(model: nn.Module, optimizer: Optimizer, state: Optimize
 
 
 def require_same_settings(model: nn.Module, optimizer: Optimizer, state: OptimizerState) -> None:
-    """Refuse an optimizer that was given other settings than the saved one: the saved ones would take their place without a word.
-
-    Raises:
-        ValueError: the settings of a parameter's group differ, by key, with both values.
-    """
+    """Refuse an optimizer that was given other settings than the saved one: the saved ones would take their place without a word."""
     for key, name, here, there, word in settings_that_differ(model, optimizer, state):
         raise ValueError(
             f"The optimizer's {key} for {name} is {here} here and {there} in the saved run: resume with what was saved, or begin a new run "
@@ -122,11 +114,7 @@ def require_same_settings(model: nn.Module, optimizer: Optimizer, state: Optimiz
 
 
 def require_settings(optimizer: Optimizer, retune: Collection[str]) -> None:
-    """Refuse to retune what is not there, which would change nothing without a word.
-
-    Raises:
-        CourseError: names it.
-    """
+    """Refuse to retune what is not there, which would change nothing without a word."""
     known = {OPTIMIZER, LOADER}.union(*(group.keys() - {*OF_THIS_RUN} for group in optimizer.param_groups))
     if unknown := sorted({*retune} - known):
         raise CourseError(f"retune names {unknown[0]!r}: give {', '.join(sorted(known))}.")

@@ -6,8 +6,6 @@ all of that by name; `take_snapshot` takes it and `restore` puts it back.
 
 Initial weights and the order of the data do not depend on generators: those are functions of a seed and a name or a sample's number. What
 is left is dropout, and code of the reader's that draws from Python's or NumPy's generator.
-
-Left out on purpose: files. `shared.engine.checkpoint.folder` writes and reads a snapshot.
 """
 
 import random

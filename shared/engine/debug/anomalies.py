@@ -180,11 +180,7 @@ def save_anomaly(
 
 
 def read_anomaly(folder: Path | str) -> dict[str, Any]:
-    """What `anomaly.json` says: `step`, `reason`, `metrics`, `losses`.
-
-    Raises:
-        CourseError: no anomaly was saved in this folder, or its file is damaged.
-    """
+    """What `anomaly.json` says: `step`, `reason`, `metrics`, `losses`."""
     path = Path(folder) / "anomaly.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no saved anomaly: give a folder anomalies/step-XXXXXXXX of a run.")
@@ -195,10 +191,6 @@ def read_anomaly(folder: Path | str) -> dict[str, Any]:
 
 
 def saved_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """
-    Raises:
-        CourseError: the file is missing or damaged.
-    """
     try:
         return load_file(path, device=str(device))
     except (OSError, SafetensorError) as error:
@@ -225,9 +217,6 @@ def replay(folder: Path | str, model: nn.Module, objective: Objective, *, saved_
 
     Returns:
         Each micro-batch's loss, nats per token, in evaluation mode: with the saved weights those in `anomaly.json`.
-
-    Raises:
-        CourseError: no anomaly was saved in this folder, or its weights are not this model's.
     """
     read_anomaly(folder)
     weights = Path(folder) / "weights.safetensors"

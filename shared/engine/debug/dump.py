@@ -3,8 +3,6 @@
 A loss curve says that a run is ill; a dump says where. It holds, for each tensor, the statistics of `activation_statistics` and a
 histogram of magnitudes; of a stack of experts, for each of them, by its number in the whole model. Activations are seen by forward
 hooks, which are there for one step, return nothing and draw no random numbers: the step's results are the same, bit for bit.
-
-Left out on purpose: tables, plots and comparisons of dumps (`chapters/04_runtime_engine/dump_report.py`).
 """
 
 import contextlib
@@ -130,10 +128,6 @@ def write_dump(folder: Path, dump: Dump, tensors: dict[str, Tensor] | None = Non
 
 
 def read_dump(folder: Path | str) -> Dump:
-    """
-    Raises:
-        CourseError: the folder holds no dump, or a damaged one.
-    """
     path = Path(folder) / "dump.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no dump: give a folder dumps/step-XXXXXXXX of a run.")

@@ -7,8 +7,6 @@ least, so that one NaN does not hide the rest.
 The histogram's bins are powers of two. A floating-point number is a fraction times a power of two, so its bin is its exponent, read off
 and not computed. The bins are the same for every tensor and every step, so histograms can be compared, added and stacked. float16 loses
 everything below 2^-24 and overflows at 2^16: what lies outside its range is seen at once.
-
-Left out on purpose: collecting them. `shared.engine.debug.dump` hooks a model and keeps them by name.
 """
 
 import torch

@@ -121,11 +121,7 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
 
 
 def peak_of(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float:
-    """The table's peak FLOP/s of a GPU, by the name that its driver reports.
-
-    Raises:
-        CourseError: the name is not in the table; a part of a name is not enough.
-    """
+    """The table's peak FLOP/s of a GPU, by the name that its driver reports."""
     for pattern, peak in PEAKS.items():
         if re.fullmatch(pattern, name):
             return peak_for_dtype(peak, dtype, tf32)

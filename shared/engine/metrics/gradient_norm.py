@@ -5,8 +5,6 @@
 The norm is the length of all gradients laid end to end, so it does not depend on how the parameters are cut into tensors. Clipping
 (chapter 05) divides by it, and a spike in it comes before a spike in the loss. The ratio compares the step with what it changes, whatever
 the optimizer made of the gradient: far above 1e-3 a layer is being overwritten, far below 1e-4 it is hardly learning (a rule of thumb).
-
-Left out on purpose: gradients that are sharded over several processes. Chapter 06 sums their squares before the root.
 """
 
 from collections.abc import Callable, Iterable

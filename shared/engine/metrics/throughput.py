@@ -3,9 +3,6 @@
 `Throughput` adds up tokens and seconds in every step, which takes microseconds, and divides when a log is due. A step's time runs from the
 request for its data to the end of its update, callbacks in between included; evaluation, logs and checkpoints are not part of it.
 `Resources` queries the operating system and the GPU, only when a log is due.
-
-Left out on purpose: norms of gradients and weights (`shared.engine.metrics.gradient_norm`), and single operations
-(`shared.engine.metrics.profiling`).
 """
 
 import os

@@ -28,9 +28,6 @@ def make_tracker(name: str, **options: Any) -> Callback:
     Args:
         name: console, jsonl, tensorboard, wandb or mlflow.
         options: that tracker's own arguments.
-
-    Raises:
-        CourseError: no tracker has this name (the nearest is offered), or an option is not this tracker's.
     """
     if name not in TRACKERS:
         nearest = difflib.get_close_matches(name, TRACKERS, n=1)

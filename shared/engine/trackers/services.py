@@ -261,9 +261,6 @@ def require(module: str, package: str) -> Any:
 
     Args:
         package: what to install where it is missing.
-
-    Raises:
-        CourseError: it is not installed.
     """
     try:
         return importlib.import_module(module)

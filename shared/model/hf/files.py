@@ -46,9 +46,6 @@ class TensorFolder:
     """The tensors of a folder by name, read one at a time. Opening it reads the headers only.
 
     settings: keys of config.json that say how the files keep tensors, and nothing of the model.
-
-    Raises:
-        PretrainedError: no safetensors there, a file of the index is missing, or a file is cut short or none of its kind.
     """
 
     settings: tuple[str, ...] = ()
@@ -146,11 +143,7 @@ START = "decoder_start_token_id"  # of an encoder-decoder
 
 
 def read_token_ids(known: Format, folder: Path, raw: ConfigJson) -> dict[str, int | list[int] | None]:
-    """The ids that a folder gives: in generation_config.json, in its config.json (`raw`), or by what transformers assumes in its format.
-
-    Raises:
-        PretrainedError: generation_config.json cannot be read.
-    """
+    """The ids that a folder gives: in generation_config.json, in its config.json (`raw`), or by what transformers assumes in its format."""
     said = raw | (read_json(folder / GENERATION) if (folder / GENERATION).exists() else {})
     return {key: said.get(key, known.token_ids.get(key)) for key in (*KEYS, START) if key != START or START in said}
 

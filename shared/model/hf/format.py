@@ -137,11 +137,7 @@ def not_in_format(stored: Iterable[FileTensor], like: Mapping[str, Tensor]) -> l
 
 
 def activation(name: str) -> str:
-    """Our name of an activation.
-
-    Raises:
-        ValueError: one that this model does not have.
-    """
+    """Our name of an activation."""
     if name not in ACTIVATION_NAMES:
         raise ValueError(f"The activation {name!r} is not one of this model's: {', '.join(ACTIVATION_NAMES)}.")
     return ACTIVATION_NAMES[name]

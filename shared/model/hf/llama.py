@@ -31,11 +31,7 @@ HARMLESS_ROPE_KEYS = {"rope_type", "type", "rope_theta", "original_max_position_
 
 
 def read_rope(raw: ConfigJson, longest: int) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` for a `ModelConfig`. longest: max_position_embeddings.
-
-    Raises:
-        ValueError: a kind of scaling, or an option of one, that is not understood here.
-    """
+    """`rope_theta` and `rope_scaling` for a `ModelConfig`. longest: max_position_embeddings."""
     said = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(said.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = said.get("rope_type") or said.get("type") or "default"

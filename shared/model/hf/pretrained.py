@@ -69,9 +69,6 @@ def open_pretrained(
     Args:
         files: what reads the folder's tensors, where some of them are kept in another form (chapter 10).
         change: gives the model another head before its tensors are looked for, where the files hold that one's (chapter 11).
-
-    Raises:
-        PretrainedError: as for `load_pretrained`.
     """
     folder = Path(folder)
     known, config, token_ids = read_folder(folder, () if files is None else files.settings)
