@@ -229,7 +229,7 @@ def padded(sequences: Sequence[Sequence[int]], longest: int) -> tuple[Tensor, Te
 
 
 def sequence_classification(known: Format, raw: ConfigJson) -> tuple[Format, ConfigJson]:
-    """The format and config.json of a decoder with a language-model head -> the format and config.json of the reward model.
+    """The format and config.json of a language model -> those of its reward model, an AutoModelForSequenceClassification.
 
     Files of OLMoE and dots.llm1 are written in the same way; transformers 5 has no class that reads them.
     """

@@ -1,4 +1,4 @@
-"""Chapter 08. Schedule validation and simulation: a schedule is checked as data before any rank runs it, and timed with its bubble.
+"""Chapter 08. Schedule validation and simulation: checked as data before any rank runs it, and timed with its pipeline bubble.
 
     actions     each once; backward after forward, weight part after input part
     messages    on each way between two ranks, received in the order in which they are sent: a message has no name

@@ -227,6 +227,6 @@ ALARMS = (
 
 
 def alarms(metrics: Metrics) -> dict[str, str]:
-    """Metric -> a sentence about it, for each cause for alarm in the metrics of a rollout."""
+    """Alarms of a rollout, such as entropy collapse: metric -> what is wrong with it."""
     present = [(each, metrics[each.metric]) for each in ALARMS if each.metric in metrics]
     return {each.metric: each.sentence.format(value=value) for each, value in present if each.rings(value)}
