@@ -201,7 +201,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
 
 
 def use_adapters(model: nn.Module, names: Sequence[str], trained: bool = True) -> None:
-    """Let these adapters take part in the forward pass, and be trained. The others rest, frozen. None: the base model. Updates add up, and
+    """Activate these adapters, in the forward pass and for training; the others are frozen. None: the base model. Updates add up, and
     each DoRA scales the base's rows alone, so their order does not matter.
     """
     if unknown := [name for name in names if name not in adapters_of(model)]:
@@ -230,8 +230,8 @@ def base_model(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_adapter(model: TransformerModel) -> None:
-    """Add the active updates to the weights, which then compute the same at a plain model's cost. Each weight is rounded once to its dtype;
-    the one that it was is kept, so `unmerge_adapter` loses nothing. Also on a tensor-parallel rank, with its slices.
+    """Merge the active updates into the weights, which then compute the same at a plain model's cost. Each weight is rounded once to its
+    dtype; the original is kept, so `unmerge_adapter` loses nothing. Also on a tensor-parallel rank, with its slices.
     """
     require_untied(model, [name for name, layer in adapted_layers(model) if layer.updates])
     for name, layer in adapted_layers(model):

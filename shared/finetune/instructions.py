@@ -141,7 +141,7 @@ def conversation(task: Task) -> dict[str, Any]:
 
 
 def write_instructions(folder: Path, examples: int, tasks: int, seed: int = 0) -> tuple[Path, Path]:
-    """Make the set, or find it made.
+    """Generate the set, unless it is there already.
 
     Args:
         folder: of all sets; this one gets a folder in it.

@@ -197,7 +197,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def require_base(folder: Path, raw: dict[str, Any], metadata: dict[str, str], base: str | None, fingerprint: str | None) -> None:
-    """Refuse an adapter of other weights: by the fingerprint where both sides have one, else by the base's name."""
+    """Reject an adapter of other weights: by fingerprint if both sides have one, else by the base's name."""
     theirs, named = metadata.get(FINGERPRINT), raw.get("base_model_name_or_path")
     known = theirs is not None and fingerprint is not None
     if known and theirs != fingerprint:

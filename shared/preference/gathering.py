@@ -22,7 +22,7 @@ ROOM = 0.9  # of the free memory; the rest is for activations of a pass without 
 
 
 class Need(NamedTuple):
-    """Bytes that a rank needs for whole weights and its cache, and the bytes that are free there."""
+    """Bytes that a rank needs for unsharded weights and its cache, and its free bytes."""
 
     rank: int
     needed: float
@@ -35,7 +35,7 @@ def fits_whole(needed: float, free: float) -> bool:
 
 
 def gathers_once(strategy: ParallelStrategy, asked: Gather, cache: float = 0.0) -> tuple[bool, str]:
-    """Whether to gather all weights once, the same on all ranks, which all call it; and a sentence that says why, if memory decided.
+    """Whether to gather all weights once, the same on all ranks, which all call it; and a line that says why, if memory decided.
 
     Args:
         asked: auto lets memory decide.

@@ -80,7 +80,7 @@ Made = tuple[Task, list[str]]  # a task, and worse answers of the kinds that a s
 
 
 def small_sum(draw: random.Random) -> Made:
-    """Worse is the answer to another sum: numbers that are wrong here are as frequent as right ones, so only the sum tells them apart."""
+    """The rejected answer is that of another sum: right and wrong numbers are equally frequent, and only the sum tells them apart."""
     task, other = arithmetic(draw), arithmetic(draw)
     while other.prompt.split()[3] != task.prompt.split()[3]:
         other = arithmetic(draw)
@@ -139,7 +139,7 @@ def draw_made(seed: int, held_out: bool) -> Iterator[Made]:
 
 
 def write_made(folder: Path, made: MadeConfig) -> MadeSet:
-    """Make the set, or find it made.
+    """Generate the set, unless it is there already.
 
     Args:
         folder: of all sets; this one gets a folder in it.

@@ -115,6 +115,6 @@ def answer_sums(head: nn.Module, hidden_states: Tensor, batch: Batch) -> tuple[T
 
 
 def summed(losses: Tensor, present: Tensor, metrics: dict[str, Tensor]) -> Totals:
-    """Totals over the pairs or answers that are there; what stands in empty places has no part in them."""
+    """Totals over the pairs or answers that are present; empty slots do not count."""
     sums = {name: value.detach().where(present, 0).sum() for name, value in metrics.items()}
     return Totals(losses.where(present, 0).sum(), present.sum(), sums)

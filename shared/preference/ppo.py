@@ -128,7 +128,7 @@ class PPOAdvantages:
         return {"kl_coefficient": self.kl_coefficient, "given": self.config.kl_coefficient}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the coefficient that was in effect, unless this run was given another one to begin with."""
+        """Restore the coefficient, unless this run is configured with another initial one."""
         if state.get("given", self.config.kl_coefficient) == self.config.kl_coefficient:
             self.kl_coefficient = state["kl_coefficient"]
 

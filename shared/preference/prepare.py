@@ -44,7 +44,7 @@ class PreferenceReport(ChatReport):
     good: int = 0
 
     def lines(self) -> list[str]:
-        """The report in sentences, as of conversations."""
+        """The report as lines of text."""
         count, what = max(1, self.examples + self.held_out), "pairs" if self.paired else "answers"
         bad = count - self.good
         lengths = [
@@ -66,13 +66,13 @@ class PreferenceReport(ChatReport):
 
 @dataclass(frozen=True)
 class PreparedPairs(PreparedChats):
-    """What preference learning needs. The report says whether they are pairs or single answers."""
+    """Prepared preference data. The report says whether they are pairs or single answers."""
 
     report: PreferenceReport
 
 
 def prepare_preferences(config: PreferenceConfig, output: Path, seq: int, console: Console | None = None) -> PreparedPairs:
-    """Prepare pairs or single answers, or find them prepared.
+    """Prepare pairs or single answers, unless that is done already.
 
     Args:
         output: the folder of all preparations; this one gets a folder in it.
@@ -83,7 +83,7 @@ def prepare_preferences(config: PreferenceConfig, output: Path, seq: int, consol
 
 
 def open_preferences(folder: Path) -> PreparedPairs:
-    """Preferences that were prepared already, perhaps by another process: `folder` is that of this one preparation."""
+    """Open prepared preferences. folder: of this one preparation."""
     return opened(folder, PreparedPairs, PreferenceReport)
 
 
@@ -129,7 +129,7 @@ def write_preferences(
 
 
 def require_comparable(found: Sequence[Example], kind: int, place: str, template: ChatTemplate) -> None:
-    """Refuse a pair among single answers or the other way round, and answers that the template makes equal."""
+    """Reject a mixture of pairs and single answers, and answers that the template makes equal."""
     if len(found) != kind:
         here, before = ("a pair", "single answers") if len(found) == 2 else ("a single answer", "pairs")
         raise ChatError(f"{place} is {here}, and the records before it are {before}: give one kind.")

@@ -39,7 +39,7 @@ Score = Callable[[Batch], Tensor]  # a batch of packed rows -> the log-probabili
 
 
 def scorer(model: nn.Module, score: Callable[[nn.Module, Batch], Tensor] = score_answers, without: nn.Module | None = None) -> Score:
-    """What computes log-probabilities with a model, on its device.
+    """A function that computes log-probabilities with a model, on its device.
 
     Args:
         model: what objectives call: of a strategy, or a plain model.
@@ -108,7 +108,7 @@ def cached_reference(
     world: Communicator | None = None,
     data: Communicator | None = None,
 ) -> ReferencedDocuments:
-    """A store with its reference log-probabilities: out of a file beside it, which is written where there is none. Every rank calls it.
+    """The documents of a store with reference log-probabilities, cached in a file beside it. Every rank calls it.
 
     Args:
         store: of prepared pairs or answers.
@@ -156,7 +156,7 @@ def write_values(file: Path, facts: dict[str, str], values: np.ndarray) -> None:
 
 
 def read_values(file: Path, facts: dict[str, str], count: int) -> np.ndarray | None:
-    """What `write_values` wrote; None where there is no such file, or another one, or a damaged one: it is then computed again."""
+    """The cached values; None if the file is missing, damaged or of another model, so that they are computed again."""
     with suppress(OSError, SafetensorError), safe_open(file, "numpy") as content:
         metadata, values = content.metadata() or {}, content.get_tensor("log_probs")
         sound = values.dtype == np.float32 and values.shape == (count,) and metadata.get("sha256") == hashlib.sha256(values).hexdigest()

@@ -70,7 +70,7 @@ class ScalarHead(ScalarProjection):
     knows_tensor_parallelism = needs_course_backend = True
 
     def whole_logits(self, rewards: Tensor) -> Tensor:
-        """A reward at each position, which is what the model returns where nobody asks for less."""
+        """A reward at each position: the model's output by default."""
         return rewards
 
 
@@ -99,7 +99,7 @@ def as_reward_model(model: TransformerModel, seed: int = 0) -> TransformerModel:
 
 
 def drawn(seed: int, deviation: float, shape: Sequence[int], of_model: Generator) -> Tensor:
-    """The first weight of a head, from its own seed, whatever generator the model has for it."""
+    """The initial weight of a head, from a separate seed instead of the model's generator."""
     return torch.randn(shape, generator=Generator().manual_seed(stream_seed(HEAD, seed))) * deviation
 
 

@@ -49,7 +49,7 @@ def reward_all(reward: Reward, samples: Sequence[Sample]) -> list[float]:
 
 
 def numbers_of(reward: Reward, samples: Sequence[Sample]) -> list[float]:
-    """What a reward gives for some answers, NaN and infinity too.
+    """The numbers that a reward function returns for some answers, NaN and infinity included.
 
     Raises:
         CourseError: the reward raised, or gave another number of rewards.

@@ -131,7 +131,7 @@ class RolloutConfig:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What tokens are drawn by, as settings of a sampler."""
+        """Sampling settings, as arguments of a sampler."""
         return {"temperature": self.temperature}
 
 
@@ -187,7 +187,7 @@ class Advantages(Protocol):
 
 @dataclass
 class OpenRollout:
-    """A rollout whose steps are not all done: what a checkpoint holds of it.
+    """A rollout with steps left, as a checkpoint holds it.
 
     columns: batch key -> [answers, time]. done: steps of it that were handed out.
     """
@@ -209,6 +209,6 @@ class OpenRollout:
 
 
 def sample_of(state: list) -> Sample:
-    """A sample that has been JSON, perhaps without its score, as in checkpoints of an earlier version."""
+    """A sample from JSON, perhaps without its score, as in checkpoints of an earlier version."""
     prompt, prompt_ids, completion, *judged = state
     return Sample(prompt, prompt_ids, Completion(*completion), *judged)

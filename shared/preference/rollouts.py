@@ -44,7 +44,7 @@ from shared.totals import Batch
 
 @dataclass
 class RolloutLoader:
-    """Each step's micro-batches of this data rank, from answers that the policy gives between the steps.
+    """Loader of each step's micro-batches of this data rank, from answers that the policy generates between steps.
 
     A batch has `input_ids`, `targets`, `documents`, `positions`, `old_log_probs`, and the columns that `advantages` makes, all [rows, seq].
 
@@ -122,14 +122,14 @@ class RolloutLoader:
         return self.own_rows(minibatch(opened.samples, opened.columns, chosen, self.seq, self.mesh.data.size * self.micro_batch_size))
 
     def own_rows(self, batch: Batch) -> list[Batch]:
-        """This data rank's share of the rows, in micro-batches."""
+        """This data rank's shard of the rows, in micro-batches."""
         data = self.mesh.data
         return split_batch({name: rows.chunk(data.size)[data.rank] for name, rows in batch.items()}, self.micro_batch_size)
 
     # A rollout.
 
     def roll_out(self) -> OpenRollout:
-        """Answer the next prompts. Every rank calls it, and has all answers afterwards."""
+        """Generate answers to the next prompts. Every rank calls it, and has all answers afterwards."""
         device, self.is_rolling = next(self.strategy.module.parameters()).device, True
         with torch.no_grad(), evaluating(self.strategy.model), self.gathering():
             samples = self.answered(device)
@@ -187,7 +187,7 @@ class RolloutLoader:
         return [sample_of(each) for _, share in shares for each in share]
 
     def scored(self, samples: list[Sample], device: torch.device) -> Rollout:
-        """The rollout, with what policy and reference say of each token. Every data rank passes its share of the rows."""
+        """The rollout with the log-probabilities and values of each token. Every data rank scores its shard of the rows."""
         rows = AnswerRows(samples, self.seq, self.mesh.data.size * self.micro_batch_size)
         parts: list[tuple[Tensor, ...]] = []
         for batch in self.own_rows(rows.batch):
@@ -243,7 +243,7 @@ class RolloutLoader:
 
 
 def require_prompts(prompts: Sequence[Sequence[int]], new_tokens: int, seq: int) -> None:
-    """Refuse prompts that cannot be answered."""
+    """Reject prompts that are empty or after which no answer fits."""
     if not len(prompts):
         raise CourseError("There are no prompts to answer: give at least one.")
     for number, prompt in enumerate(prompts):
@@ -266,7 +266,7 @@ class RolloutMetrics(Callback):
         return {f"rollout/{name}": value for name, value in self.loader.metrics.items()}
 
     def on_error(self, engine: Any, error: BaseException) -> None:
-        """Save the last step where a reward failed: the same command then continues with that rollout, once the reward is mended."""
+        """Save the last step if a reward failed: once it is fixed, the same command resumes with that rollout."""
         alike = isinstance(error, CourseError) and (error.on_all_ranks or engine.strategy.size == 1)
         if alike and self.loader.is_rolling and engine.saved_at != engine.step > 0:
             engine.save()

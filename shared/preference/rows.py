@@ -24,7 +24,7 @@ from shared.totals import Batch
 
 
 class ComparedDocuments(Documents):
-    """Pairs, or single answers, of a store as what rows are planned of.
+    """Pairs, or single answers, of a store: the units that rows are packed from.
 
     Args:
         store: of a preparation; a pair is two documents in it. Of `ReferencedDocuments`, rows have the reference as well.
@@ -76,7 +76,7 @@ class ComparedDocuments(Documents):
         return row
 
     def slots(self, facts: torch.Tensor, fill: int) -> torch.Tensor:
-        """A fact of each sequence, or of each pair, in the first columns of a row."""
+        """A value of each sequence, or of each pair, in the first columns of a row."""
         return F.pad(facts, (0, self.seq - len(facts)), value=fill)
 
     def reference(self, numbers: Sequence[int], counted: Sequence[np.ndarray]) -> torch.Tensor:
@@ -121,7 +121,7 @@ def preference_loaders(
     answers: bool = False,
     virtual_ids: Sequence[int] = (),
 ) -> tuple[StatefulLoader, EvaluationLoader]:
-    """This rank's rows to train on, and those that are held out.
+    """Loaders of this rank's training rows and held-out rows.
 
     A batch holds [rows, seq] tensors: what `pack_documents` makes; `numbers`, in column n the document in the store of a row's sequence n,
     -1 where there is none; of pairs `margins`, in column p that of pair p; of single answers `desirable`, in column n 1 or 0, or -1 where

@@ -251,7 +251,7 @@ def decoder_of(model: nn.Module) -> TransformerModel:
 
 
 def require_room(decoder: TransformerModel, places: int) -> None:
-    """Refuse texts that a model cannot continue with a cache."""
+    """Reject texts that do not fit into the cache or the model's positions."""
     config = decoder.config
     dynamic = config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"
     if (config.position == "learned" or dynamic) and places > config.max_position_embeddings:

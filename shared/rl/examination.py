@@ -24,7 +24,7 @@ GREEDY = Drawing(temperature=0.0)
 
 
 def silent(count: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 class Answer(NamedTuple):
@@ -64,7 +64,7 @@ def compared(before: Sequence[Answer], after: Sequence[Answer]) -> list[Compared
 
 @dataclass(frozen=True)
 class Examination:
-    """Held-out tasks, and how a model is asked and judged.
+    """An exam for models: held-out tasks, how answers are generated, and how they are checked.
 
     Args:
         tasks: what is asked.
@@ -156,8 +156,8 @@ def cut_at(text: str, stop: Collection[str]) -> str:
 
 
 class TaskChecks:
-    """Scores answers by their tasks' own checks, in processes that start with the first answer. A check that fails on an answer counts as 0.
-    To be used in a `with` statement."""
+    """Scores answers by their tasks' own checks, in processes that start with the first answer. A check that fails counts as 0. To be used
+    in a `with` statement."""
 
     def __init__(self) -> None:
         self.code = CodeReward()

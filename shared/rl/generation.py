@@ -109,7 +109,7 @@ def generate_tokens(
     anyone: Callable[[bool], bool] = bool,
     fused: bool | None = None,
 ) -> Iterator[Drawn]:
-    """Tokens of the answers to all prompts, each as soon as it is drawn; the tokens of one answer come in order.
+    """Yield the tokens of the answers to all prompts, each as soon as it is sampled; the tokens of one answer come in order.
 
     Args:
         model: in evaluation mode: a decoder or an encoder-decoder, or what stands for it on a rank.
@@ -168,7 +168,7 @@ def generate_tokens(
 
 
 def stream_answer(model: TransformerModel, prompt: Sequence[int], new_tokens: int, *, context: int, **settings: Any) -> Iterator[int]:
-    """Ids of the answer to one prompt, as soon as they are drawn, without a token that ends it. Takes what `generate_tokens` takes."""
+    """Yield the ids of the answer to one prompt as they are sampled, without its end token. Takes the arguments of `generate_tokens`."""
     with evaluating(model):
         for drawn in generate_tokens(model, [[*virtual_ids(model), *prompt]], new_tokens, context=context, **settings):
             if not drawn.ended:
@@ -186,8 +186,8 @@ def answer_all(
     drawing: Drawing = Drawing(temperature=0.0),  # noqa: B008 (frozen)
     seeds: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """The answer to each prompt, the likeliest unless `drawing` says otherwise, without the token that ends it: as chapter 10's
-    `answer_all`, but an answer ends where the context does."""
+    """The answer to each prompt, greedy unless `drawing` says otherwise, without its end token: as chapter 10's `answer_all`, but an
+    answer ends where the context does."""
     before, found = virtual_ids(model), [[] for _ in prompts]
     settings = {"drawing": drawing, "seeds": seeds, "context": context, "stops": stops, "start_id": start_id}
     with evaluating(model):
@@ -198,7 +198,7 @@ def answer_all(
 
 
 def stream(new_tokens: int, seed: int) -> list[float]:
-    """The random numbers of one answer, as chapter 11's `PlainSampler` draws them."""
+    """The random numbers of one answer, the same as in chapter 11's `PlainSampler`."""
     return torch.rand(new_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
 
 

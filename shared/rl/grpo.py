@@ -234,7 +234,7 @@ def differing(scores: Tensor, group: int) -> Tensor:
 
 
 def require_own_samples(moved: float) -> None:
-    """Refuse answers of another policy. moved: log-probability under the trainer less that of the sampler, mean over tokens."""
+    """Reject answers that another policy sampled. moved: log-probability under the trainer less that of the sampler, mean over tokens."""
     if not abs(moved) <= OWN_SAMPLES:
         raise CourseError(
             f"The sampler's log-probabilities differ from the trainer's by {moved:+.3f} nats a token: it draws from another distribution, "

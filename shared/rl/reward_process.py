@@ -60,7 +60,7 @@ class RewardProcess:
             )
 
     def __call__(self, calls: Sequence[Call]) -> list[float | str]:
-        """For each call its number, or the reason why there is none, NaN included."""
+        """For each call its number, which may be NaN, or an error message."""
         found: list[float | str] = []
         if missing := dict.fromkeys(name for name, *_ in calls if name not in self.functions):
             self.functions = missing | self.functions
@@ -84,7 +84,7 @@ class RewardProcess:
             pass
 
     def receive(self, seconds: float) -> Any:
-        """The next answer; or text that says why there is none, after which the process is of no use."""
+        """The next result; or an error message, after which the process must be restarted."""
         channel, deadline = self.process.stdout.fileno(), time.monotonic() + seconds
         while b"\n" not in self.unread:
             ready, _, _ = select.select([channel], [], [], max(0.0, deadline - time.monotonic()))
@@ -98,7 +98,7 @@ class RewardProcess:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the process; the next call starts another."""
+        """End the process; the next call starts a new one."""
         if self.process is not None:
             process, self.process = self.process, None
             process.kill()

@@ -132,7 +132,7 @@ class RewardSet:
         return [sum(weight * row[name] for name, weight in self.weights.items()) for row in rows]
 
     def judged(self, tasks: Sequence[Task], answers: Sequence[str], name: str = TASK) -> tuple[list[float], list[float]]:
-        """One reward of answers to tasks, which may be any; and 1.0 where it failed and counts as what was chosen for that.
+        """One reward of answers to any tasks; and 1.0 for each that failed and counts as `failed`.
 
         Raises:
             CourseError: it failed, and nothing was chosen.
@@ -154,7 +154,7 @@ class RewardSet:
     def counted(
         self, found: Sequence[float | str], tasks: Sequence[Task], answers: Sequence[str], name: str
     ) -> tuple[list[float], list[float]]:
-        """The rewards, with what was chosen in place of those that are none, and 1.0 where that is so.
+        """The rewards, with `failed` in place of invalid ones, and 1.0 for each of those.
 
         Args:
             found: numbers, and words where a reward failed.
@@ -168,7 +168,7 @@ class RewardSet:
         return values, [float(bool(reason)) for reason in reasons]
 
     def run(self, programs: Sequence[tuple[str, str]], share: bool) -> list[float | str]:
-        """Rewards of programs, all at once; one by one where a task is none, to name it."""
+        """Rewards of programs, in one batch; one by one if a task is invalid, to name it."""
         if not programs:
             return []
         try:
@@ -177,7 +177,7 @@ class RewardSet:
             return [describe(error)] if len(programs) == 1 else [value for each in programs for value in self.run([each], share)]
 
     def report(self, said: str, name: str) -> None:
-        """Name what failed: in an error, or once in a warning."""
+        """Report a failed reward: as an error, or once as a warning."""
         if self.failed is None:
             raise CourseError(f"{said} Mend it, or say with reward_failed what such an answer counts as.")
         if name not in self.warned:
@@ -189,7 +189,7 @@ class RewardSet:
 
 
 def reason_against(value: float | str) -> str:
-    """Why a reward is none; empty where it is one."""
+    """Why a value is no valid reward; empty if it is one."""
     if isinstance(value, str):
         return value
     return "" if math.isfinite(value) else f"it gave {value}, and a finite number is needed"

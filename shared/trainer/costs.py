@@ -17,7 +17,7 @@ IN_ALL = "seconds in all"  # the sum of all parts: leave it out where parts are 
 
 
 class Stopwatch:
-    """Seconds of parts that follow each other without a gap.
+    """Seconds of consecutive parts without a gap.
 
     Args:
         began: when the first part began, on the clock of `time.perf_counter`; None for now.
@@ -47,7 +47,7 @@ class Stopwatch:
 
 
 def process_began() -> float:
-    """When this process began, on the clock of `time.perf_counter`."""
+    """The start of this process, on the clock of `time.perf_counter`."""
     import psutil
 
     return time.perf_counter() - (time.time() - psutil.Process().create_time())

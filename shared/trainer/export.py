@@ -45,7 +45,7 @@ def token_ids(run: Run) -> dict[str, Any]:
 
 
 def whole_model(run: Run) -> TransformerModel | None:
-    """The trained model on rank 0, whole; None on the others, which all take part in putting it together."""
+    """The trained model, unsharded, on rank 0; None on the others, which all take part in gathering it."""
     strategy = run.strategy
     if strategy.size == 1:
         return run.engine.model

@@ -36,7 +36,7 @@ SHOWN = 3  # answers of each kind
 
 @dataclass
 class Judged:
-    """What a mode says of the trained model.
+    """Results of a mode for the report: what it measured of the trained model, and what it shows.
 
     summary: name -> value, of which the first ones are the mode's. samples: prompt and continuation. completions: filled gaps.
     answered: held-out tasks. preferred: held-out prompts whose answers a hidden preference judged. example: a conversation as pieces of
@@ -80,13 +80,13 @@ def right_shares(answered: Sequence[Compared]) -> dict[str, float]:
 
 
 def by_kind(entries: Sequence[Any]) -> dict[str, list[Any]]:
-    """Entries by their `kind`, and where there are several kinds, all of them."""
+    """Group entries by their `kind`; if there are several kinds, add the group of all entries."""
     kinds = {each.kind: [other for other in entries if other.kind == each.kind] for each in entries}
     return kinds | ({"all": list(entries)} if len(kinds) > 1 else {})
 
 
 class Mode:
-    """What a run is for: where its rows come from, what is learned from them, and how it is judged. Made on every rank.
+    """A training mode: where the rows come from, which objective is trained, and how the result is evaluated. Made on every rank.
 
     Attributes:
         text: what was prepared.
@@ -108,10 +108,10 @@ class Mode:
         raise NotImplementedError(f"{type(self).__name__} must prepare its data.")
 
     def require_answerable(self, config: TrainerConfig) -> None:
-        """Refuse now what the report could not show after the last step."""
+        """Reject before training what the report could not evaluate after the last step."""
 
     def more_weights(self) -> list[InitialWeights]:
-        """What else than the first weights decides the run's: a reward model."""
+        """Further weights that decide the result, besides the initial ones: a reward model."""
         return []
 
     def shaped(self, model: TransformerModel) -> TransformerModel:
@@ -119,33 +119,33 @@ class Mode:
         return model
 
     def loaders(self, config: TrainerConfig, strategy: ParallelStrategy) -> tuple[Iterable, Iterable | None]:
-        """What yields this rank's share of each training step, resumable, and of the held-out rows of an evaluation during training; None
-        for no such evaluation. The strategy's model still has its first weights. Every rank calls it."""
+        """The training loader, resumable, and the loader of held-out rows for evaluations during training, or None for no such evaluation;
+        each of this rank's shard. The strategy's model still has its initial weights. Every rank calls it."""
         raise NotImplementedError
 
     def all_held_out(self, config: TrainerConfig, strategy: ParallelStrategy) -> Iterable | None:
-        """This rank's share of all that is held out, for the last evaluation; None where the mode has no loss of it."""
+        """This rank's shard of all held-out rows, for the last evaluation; None if the mode has no held-out loss."""
 
     def callbacks(self, config: TrainerConfig) -> list[Callback]:
-        """The mode's own."""
+        """Callbacks of this mode."""
         return []
 
     def announcement(self, config: TrainerConfig) -> tuple[str, str]:
-        """How much data there is, as the end of a sentence; and lines about it that a reader should see before the first step."""
+        """The amount of data, for a line of the announcement; and further lines to print before the first step."""
         raise NotImplementedError
 
     def judge(self, run: "Run", model: TransformerModel, totals: Totals | None) -> Judged:
-        """What the report shows of the trained model, which rank 0 has whole. totals: of the last evaluation, if there was one."""
+        """Evaluate the trained model for the report, on rank 0, which has it unsharded. totals: of the last evaluation, if any."""
         raise NotImplementedError
 
     def save_beside(self, folder: Path, longest: int) -> None:
-        """Write the tokenizer, and whatever else of text belongs to an exported model."""
+        """Write the tokenizer, and a chat template if there is one, beside an exported model."""
         self.tokenizer.save_pretrained(folder, longest)
 
 
 @dataclass
 class Run:
-    """A run that is ready to be fitted, as one rank sees it."""
+    """A run before its first step, as one rank sees it."""
 
     config: TrainerConfig
     mode: Mode
@@ -166,7 +166,7 @@ Prepared = TypeVar("Prepared")  # has `folder`, the stores `training` and `held_
 
 
 def prepared_once(world: Communicator, folder: Path, make: Callable[[], Prepared], reopen: Callable[[Path], Prepared]) -> Prepared:
-    """Data prepared by one rank of those that share a folder, opened by the others, and then compared over all ranks.
+    """Prepare data on one of the ranks that share a folder, open it on the others, and compare it over all ranks.
 
     Args:
         folder: of all preparations.
@@ -186,7 +186,7 @@ def prepared_once(world: Communicator, folder: Path, make: Callable[[], Prepared
 
 
 def require_rows(loader: StatefulLoader, config: TrainerConfig) -> None:
-    """Refuse more steps than the text has rows for. Said only when it has ended, it would come after the training and before the report."""
+    """Reject more steps than the text has rows for, before training rather than at its end."""
     require_full_step(loader)
     if config.data.epochs is None:
         return

@@ -74,7 +74,7 @@ def evaluate_and_report(run: Run, console: Console) -> Results | None:
 
 
 def counted(batches: Any, status: Status) -> Iterator[Any]:
-    """The batches, with their numbers shown in a terminal."""
+    """Yield the batches, with progress in a terminal."""
     for number, batch in enumerate(batches, 1):
         status.update(f"Report: held-out batch {number} of {len(batches)}")
         yield batch
@@ -91,7 +91,7 @@ def layout_summary(run: Run, memory: list[int]) -> dict[str, Any]:
 
 
 def costs(run: Run, metrics: dict[int, dict[str, float]], report_seconds: float) -> dict[str, Any]:
-    """What the run took. Medians over the logs, which a moment's pause does not move."""
+    """Costs of the run. Speeds are medians over the logs, which a short pause does not change."""
 
     def median(name: str) -> float | None:
         values = sorted(row[name] for row in metrics.values() if name in row)
@@ -158,8 +158,8 @@ def compare_with_single_process(config: TrainerConfig) -> dict[str, Any]:
 
 
 def known_causes(config: TrainerConfig) -> dict[str, str]:
-    """Reasons other than rounding why this run may differ from the single-process run. Tensor-parallel ranks alone draw the same random
-    numbers, but for their own heads and their own positions."""
+    """Reasons other than rounding why this run may differ from the single-process run. With tensor parallelism alone, all
+    ranks sample the same random numbers, except for their own heads and positions."""
     parallel, model = config.parallel, config.model
     cut = parallel.ranks > parallel.tensor_parallel or parallel.sequence_parallel or model.attention_dropout
     if (model.hidden_dropout or model.attention_dropout) and parallel.ranks > 1 and cut:
@@ -182,7 +182,7 @@ def same_run(folder: Path, config: TrainerConfig) -> bool:
 
 
 def largest_difference(mine: Path, theirs: Path) -> float:
-    """Over the tensors of two exported models: |a - b| / |b|, by their lengths."""
+    """The largest relative difference |a - b| / |b| (L2 norms) over the tensors of two exported models."""
     differences = []
     for path in sorted(mine.glob("*.safetensors")):
         with safe_open(path, "pt") as here, safe_open(theirs / path.name, "pt") as there:
@@ -194,5 +194,5 @@ def largest_difference(mine: Path, theirs: Path) -> float:
 
 
 def largest(values: Iterable[float]) -> float:
-    """The largest number, or NaN where any is none: Python's `max` would pass over it."""
+    """The largest number, or NaN if there is one: Python's `max` would skip it."""
     return torch.tensor(list(values), dtype=torch.float64).max().item()

@@ -54,7 +54,7 @@ from shared.trainer.weights import InitialWeights, find_initial_weights, fingerp
 
 
 def train_model(config: TrainerConfig, console: Console, world: Communicator | None = None, began: float | None = None) -> Results | None:
-    """Train as `config` says and write the report. Every rank calls it; rank 0 speaks, and returns the results.
+    """Train as `config` says and write the report. Every rank calls it; rank 0 prints, and returns the results.
 
     Args:
         world: the ranks of the run; None for this process alone.
@@ -96,7 +96,7 @@ def train_model(config: TrainerConfig, console: Console, world: Communicator | N
 
 
 def build(config: TrainerConfig, console: Console, world: Communicator | None = None, watch: Stopwatch | None = None) -> Run:
-    """Everything up to the first step: the data, the model, parallelized over the ranks, the optimizer, the engine with its callbacks."""
+    """Build everything before the first step: data, model with its parallelism, optimizer, engine with callbacks."""
     mesh, watch = Mesh(config.parallel, world or SingleRankCommunicator()), watch or Stopwatch()
     device = pick_device(config.engine.device)
     if device.type == "cpu":
@@ -175,7 +175,7 @@ def keep_record(config: TrainerConfig, mode: Mode, start: InitialWeights | None,
 def resolved(
     config: TrainerConfig, tokenizer: TextTokenizer, start: InitialWeights | None, device: torch.device, world: Communicator
 ) -> TrainerConfig:
-    """The configuration with what only the machine and the tokenizer can say. What is measured is rank 0's to decide."""
+    """The configuration with what depends on the machine and the tokenizer. Rank 0 decides what is measured."""
     precision = config.precision
     if precision == "auto":
         precision = provenance.saved_value(config.engine.output, "precision") or resolve_precision("auto", device)
@@ -209,7 +209,7 @@ def callbacks_of(config: TrainerConfig, device: torch.device, scaler: LossScaler
 def announce(
     config: TrainerConfig, mode: Mode, start: InitialWeights | None, device: torch.device, console: Console, remark: str = ""
 ) -> None:
-    """What is about to be trained, in a few lines. remark: another line."""
+    """Print a few lines on what is about to be trained. remark: another line."""
     parameters = parameter_count(config)
     tokens = config.steps * config.data.batch_size * config.data.seq  # but with rollouts the policy decides
     seen = "" if config.mode in ROLLING else f", {tokens / 1e6:.1f} million to be seen"

@@ -231,7 +231,7 @@ def is_messages(value: Any) -> bool:
 
 
 def require_order(messages: list[Message], trained: set[int], place: str) -> None:
-    """Refuse messages of which none is to be learned, or which follow each other as no chat does."""
+    """Reject messages without a trained answer, or in an order that no chat has."""
     roles = [message["role"] for message in messages]
     if not trained:
         refuse_record(place, "has no answer of the assistant to train on")

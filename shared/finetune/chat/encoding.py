@@ -35,7 +35,7 @@ class Encoded(NamedTuple):
 
 
 class ChatEncoder:
-    """Encodes what a template has rendered.
+    """Encodes rendered chats.
 
     Args:
         tokenizer: whose special tokens the template writes.
@@ -54,7 +54,7 @@ class ChatEncoder:
         self.of_templates.post_processor = None
 
     def guarded(self, value: Any) -> Any:
-        """Messages, or anything in them, with the names of special tokens broken."""
+        """Messages, or any value in them, in which names of special tokens are broken up."""
         if isinstance(value, str):
             return self.special.sub(lambda found: found[0][:1] + MARK + found[0][1:], value)
         if isinstance(value, dict):
@@ -62,7 +62,7 @@ class ChatEncoder:
         return [self.guarded(each) for each in value] if isinstance(value, list) else value
 
     def plain(self, text: str) -> str:
-        """A rendered text as it is read, without marks."""
+        """A rendered text without the marks."""
         return self.broken.sub(lambda found: found[0].replace(MARK, "", 1), text)
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
@@ -197,7 +197,7 @@ class PairExamples(Examples):
 
 
 def require_part(trained: np.ndarray, place: str, template: ChatTemplate) -> None:
-    """Refuse a mask that trains on nothing, or on everything, the prompt too."""
+    """Reject a mask that trains on nothing, or on everything including the prompt."""
     if trained.all() or not trained.any():
         what = "trains on every token, the prompt too" if trained.all() else "leaves no token to train on"
         raise ChatError(f"{place}: the chat template {template.name} {what}: look at where it says {{% generation %}}.")

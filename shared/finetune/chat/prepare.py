@@ -67,7 +67,7 @@ class ChatConfig:
 
 @dataclass
 class ChatReport:
-    """What was prepared.
+    """Statistics of a preparation.
 
     examples, held_out: conversations on each side. turns: their answers. read, trained: tokens, as stored. truncated: cut to the row.
     dropped: truncation left nothing to train on. longest: tokens before truncation. stops: special tokens that end answers. unread: fields
@@ -87,7 +87,7 @@ class ChatReport:
     shown: list[list[tuple[str, bool]]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The report in sentences, with what is trained on in the shown conversations between [[ and ]]."""
+        """The report as lines of text, with the trained parts of the shown conversations between [[ and ]]."""
         share = self.trained / max(1, self.read)
         marked = ["".join(f"[[{text}]]" if trained else text for text, trained in pieces) for pieces in self.shown]
         return [
@@ -109,7 +109,7 @@ def unread_line(unread: dict[str, int]) -> list[str]:
 
 @dataclass(frozen=True)
 class PreparedChats:
-    """What fine-tuning needs. template: None for pairs."""
+    """Prepared fine-tuning data. template: None for pairs."""
 
     folder: Path
     training: TokenStore
@@ -123,7 +123,7 @@ Prepared = TypeVar("Prepared", bound=PreparedChats)
 
 
 def prepare_chats(config: ChatConfig, output: Path, seq: int, console: Console | None = None) -> PreparedChats:
-    """Prepare conversations, or find them prepared.
+    """Prepare conversations, unless that is done already.
 
     Args:
         output: the folder of all preparations; this one gets a folder in it.
@@ -224,12 +224,12 @@ def write_beside(folder: Path, tokenizer: TextTokenizer, template: ChatTemplate 
 
 
 def open_chats(folder: Path) -> PreparedChats:
-    """Conversations that were prepared already, perhaps by another process: `folder` is that of this one preparation."""
+    """Open prepared conversations. folder: of this one preparation."""
     return opened(folder, PreparedChats, ChatReport)
 
 
 def opened(folder: Path, prepared: type[Prepared], report_class: type[ChatReport]) -> Prepared:
-    """What `prepared_folder` has made, as an object of these classes."""
+    """Open a folder of `prepared_folder` as an object of these classes."""
     tokenizer = TextTokenizer.load(folder)
     stores = {side: TokenStore(folder / side, tokenizer.identity) for side in SIDES}
     template = ChatTemplate.load(folder) if (folder / FILE).exists() else None

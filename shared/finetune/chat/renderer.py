@@ -98,7 +98,7 @@ def attempt(make: Any) -> dict[str, Any]:
 
 
 def limit(**limits: int) -> None:
-    """Take from this process what rendering does not need. Systems differ in which limits they have."""
+    """Set resource limits of this process, as far as the system has them."""
     import resource
 
     for name, most in limits.items():

@@ -62,7 +62,7 @@ def chat_loaders(
     virtual_ids: Sequence[int] = (),
     start_id: int | None = None,
 ) -> tuple[StatefulLoader, EvaluationLoader]:
-    """This rank's rows to train on, and those that are held out.
+    """Loaders of this rank's training rows and held-out rows.
 
     Args:
         seq: tokens that a row predicts, at least as many as the conversations were prepared for, and the virtual tokens.

@@ -51,7 +51,7 @@ class SideWriter:
         return int(self.share * 2**64).to_bytes(8, "big")
 
     def finish(self) -> dict[str, int]:
-        """Write what is left; how many examples each side has."""
+        """Write the remaining examples, and return how many each side has."""
         limit, digests = self.limit(), sorted({digest for digest, _ in self.waiting})
         if not self.parts and len(digests) > 1 and not digests[0] < limit <= digests[-1]:
             # Of few prompts, chance may leave one side empty: the share is counted out, with one prompt at least on each side.

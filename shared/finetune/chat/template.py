@@ -166,7 +166,7 @@ class ChatTemplate:
         return [without_marks(each["text"], opened, closed) for each in answer]
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """A request to the process that renders, which is started at the first."""
+        """Send a request to the rendering process, which is started with the first one."""
         if self.process is None or self.owner != os.getpid():
             self.owner = os.getpid()
             command = [sys.executable, "-I", str(RENDERER)]
@@ -191,7 +191,7 @@ class ChatTemplate:
         return json.loads(answer)
 
     def close(self) -> None:
-        """End the process that renders; the next text starts another."""
+        """End the rendering process; the next request starts a new one."""
         if self.process is not None:
             process, self.process = self.process, None
             if self.owner == os.getpid():
@@ -202,7 +202,7 @@ class ChatTemplate:
 
 
 def call_of(messages: Sequence[Message], generation_prompt: bool = False, tools: Any = None) -> dict[str, Any]:
-    """What a template sees. A key whose value is None is left out, as transformers leaves it out."""
+    """The variables that a template sees. Keys whose value is None are left out, as in transformers."""
     plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
     return {"messages": plain, "tools": tools, "documents": None, "add_generation_prompt": generation_prompt}
 
@@ -233,7 +233,7 @@ def unused_characters(values: Any, count: int) -> list[str]:
 
 
 def without_marks(text: str, opened: str, closed: str) -> Rendered:
-    """Take the marks out, and say where they were."""
+    """Remove the marks, and return their positions."""
     pieces = re.split(f"([{opened}{closed}])", text)
     plain, place, generated, start = [], 0, [], 0
     for piece in pieces:

@@ -119,7 +119,7 @@ class FinishExchange(torch.autograd.Function):
 
 
 def exchange_counts(counts: Tensor, group: Communicator) -> tuple[list[int], list[list[int]], Tensor]:
-    """Tell each rank how many rows its experts get from here: one all-to-all of whole numbers, and one wait of the host.
+    """Exchange how many rows the experts of each rank get from here: one all-to-all of integers, and one host synchronization.
 
     Args:
         counts: [E] int64, how many of this rank's rows go to each expert; rank 0 of the group holds the first E / size of them.

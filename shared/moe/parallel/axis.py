@@ -49,7 +49,7 @@ class ExpertParallel(Axis):
 
 
 def require_experts(config: ModelConfig, degree: int) -> None:
-    """Refuse a model whose experts cannot be spread over `degree` ranks."""
+    """Reject a model whose experts cannot be spread over `degree` ranks."""
     if degree > 1 and config.experts is None:
         raise SettingError(
             f"parallel.expert_parallel is {degree}, and the model has no experts: leave it out, or give it some (model.experts)."
@@ -62,7 +62,7 @@ def require_experts(config: ModelConfig, degree: int) -> None:
 
 
 def spread(layer: MixtureLayer, ep: Communicator, edp: Communicator, ranges: Sequence[Range], by_torch: ExchangeRows | None = None) -> None:
-    """Leave a layer this rank's experts, and have it compute with those of all ranks of `ep`. by_torch: see `SpreadExperts`."""
+    """Keep this rank's experts of a layer, and let it compute with those of all ranks of `ep`. by_torch: see `SpreadExperts`."""
     for linear in layer.experts.children():
         cut_parameter(linear, "weight", 0, ranges, ep).shared_over = edp
     spread_out = SpreadExperts(layer.experts.forward, ep, by_torch)

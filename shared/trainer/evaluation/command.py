@@ -46,7 +46,7 @@ class Evaluation:
         return {f"{each.loaded.name}/{name}": metric.error for each in self.results for name, metric in each.metrics.items()}
 
     def record(self) -> dict[str, Any]:
-        """What is written as JSON: settings, figures with their errors, what each item adds, and what the model wrote."""
+        """The results as JSON: settings, figures with standard errors, the value of each item, and the generated answers."""
         return {
             "format": FORMAT,
             "model": str(self.path),
@@ -122,7 +122,7 @@ def evaluate_and_show(
 
 
 def tasks_of(names: Sequence[str], data: Sequence[str], limit: int | None, samples: int | None) -> list[Loaded]:
-    """The tasks that a command names: texts, built-in ones and YAML files; all built-in ones where it names nothing."""
+    """The tasks of a command: texts, built-in tasks and YAML files; all built-in tasks by default."""
     found = [open_task(Path(text).name, EvalTask("text", Source(path=text), limit=limit)) for text in data]
     for name in names or ([] if data else BUILT_IN):
         path = Path(name).expanduser()
@@ -137,7 +137,7 @@ def tasks_of(names: Sequence[str], data: Sequence[str], limit: int | None, sampl
 
 
 def output_beside(path: Path) -> Path:
-    """Where the results of a model are kept: in its folder, or in its run's, because a checkpoint's holds nothing else."""
+    """The default path of a model's results: in its folder, or for a checkpoint in its run's folder."""
     return path.parent.parent / f"eval-{path.name}.json" if (path / STATE).is_file() else path / "eval.json"
 
 

@@ -87,7 +87,7 @@ class LikelihoodScorer:
 
     @torch.no_grad()
     def score(self, pairs: Sequence[Pair], advance: Advance = silent) -> list[Scored]:
-        """Each continuation behind its context, which loses its beginning where both have no room."""
+        """Score each continuation after its context, which is truncated on the left if both do not fit."""
         for context, continuation in pairs:
             if not context or not 1 <= len(continuation) <= self.context:
                 raise CourseError(

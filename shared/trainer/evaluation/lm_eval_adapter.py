@@ -21,7 +21,7 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 
 
 class CourseLM(LM):
-    """A model of ours as lm-eval asks one.
+    """lm-eval's interface to a model.
 
     Attributes:
         in_chat: requests are chats that `apply_chat_template` has rendered, special tokens and all.
@@ -73,7 +73,7 @@ class CourseLM(LM):
 
 
 def drawing_of(asked: dict[str, Any]) -> Drawing:
-    """How a task's answers are drawn: the likeliest token each time, unless it asks for another way."""
+    """How a task's answers are sampled: greedily, unless it asks for another way."""
     if not asked.get("do_sample") and not asked.get("temperature"):
         return Drawing(temperature=0.0)
     return Drawing(float(asked.get("temperature") or 1.0), asked.get("top_k"), asked.get("top_p"))

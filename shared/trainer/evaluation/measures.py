@@ -56,11 +56,11 @@ class Subject:
     scorer: LikelihoodScorer
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, behind the token that the tokenizer puts before one, if it does."""
+        """The ids of a text, after the tokenizer's beginning-of-text token, if it adds one."""
         return self.tokenizer.tokenizer.encode(text, add_special_tokens=True).ids
 
     def chat_prompt(self, shots: Sequence[tuple[str, str]], prompt: str) -> list[int]:
-        """The ids of a user's turn behind other turns, up to where the answer begins. Spaces around a prompt are left out."""
+        """The ids of a user's turn after earlier turns, up to where the answer begins. Prompts are stripped."""
         turns = [turn for asked, answer in shots for turn in (("user", asked), ("assistant", answer))]
         messages = [{"role": role, "content": text.strip()} for role, text in [*turns, ("user", prompt)]]
         return ChatEncoder(self.tokenizer).prompt(self.template, messages)
@@ -111,7 +111,7 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """The standard error; NaN for a single item, which says nothing of it."""
+        """The standard error; NaN for a single item."""
         count, mean = len(self.values), self.mean
         if count < 2:
             return math.nan
@@ -132,7 +132,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a model achieved in a task. answers: what it wrote, for a reader; empty where it wrote nothing."""
+    """The figures of a model in a task. answers: what it generated, if anything."""
 
     loaded: Loaded
     metrics: dict[str, Measured]
@@ -149,7 +149,7 @@ def measure(subject: Subject, loaded: Loaded, check: Check, advance: Advance = s
 
 
 def requests_of(loaded: Loaded) -> int:
-    """How many requests a task has, for a progress bar; documents count as one."""
+    """The number of requests of a task, for a progress bar; a document counts as one."""
     each = {"text": lambda item: 1, "choice": lambda item: len(item.choices), "generate": lambda item: 1 + loaded.task.samples}
     return sum(each[loaded.task.kind](item) for item in loaded.items)
 
@@ -176,7 +176,7 @@ def measure_choice(subject: Subject, loaded: Loaded, advance: Advance) -> TaskRe
 
 
 def pairs_of(subject: Subject, task: EvalTask, item: Item) -> list[Pair]:
-    """The tokens of a question behind its examples, with those of each choice."""
+    """The tokens of a question after its few-shot examples, with those of each choice."""
     if task.chat and subject.template:
         prompt = subject.chat_prompt(item.shots, item.prompt)
         return [(prompt, subject.tokenizer.encode(choice)) for choice in item.choices]
@@ -208,7 +208,7 @@ def measure_generate(subject: Subject, loaded: Loaded, check: Check, advance: Ad
 
 
 def with_room(subject: Subject, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-    """Prompts as ids, without their beginnings where an answer would not fit; at most half of the context is kept free for it."""
+    """Truncate prompts on the left so that an answer fits; at most half of the context is kept free for it."""
     room = max(1, subject.scorer.context - min(new_tokens, subject.scorer.context // 2))
     return [(prompt or [subject.scorer.prefix_id])[-room:] for prompt in prompts]
 

@@ -48,11 +48,11 @@ class Answering(Mode):
         return {*self.end_ids, self.tokenizer.end_id}
 
     def rows(self, config: TrainerConfig, strategy: ParallelStrategy, held_out_rows: int | None) -> Loaders:
-        """This rank's rows to train on, and those that are held out. held_out_rows: how many of the latter; None for all."""
+        """The loaders of this rank's training rows and held-out rows. held_out_rows: how many of the latter; None for all."""
         raise NotImplementedError
 
     def sizes(self, config: TrainerConfig, mesh: Mesh, held_out_rows: int | None) -> dict[str, Any]:
-        """What the loaders of this rank's rows take."""
+        """Arguments of the loaders of this rank's rows."""
         data = config.data
         return {
             "seq": data.seq,
@@ -93,7 +93,7 @@ class Answering(Mode):
         return found
 
     def limits(self, config: TrainerConfig) -> dict[str, Any]:
-        """Where answers end, as `generate_tokens` takes it."""
+        """Arguments of `generate_tokens` that say where an answer ends."""
         return {"context": config.data.seq, "stops": self.stops, "start_id": self.start_id}
 
     def check(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
@@ -101,7 +101,7 @@ class Answering(Mode):
         return [float(task.solved_by(answer)) for task, answer in zip(tasks, answers, strict=True)]
 
     def examination(self, config: TrainerConfig) -> Examination:
-        """The held-out tasks, as a model of this mode is asked and judged."""
+        """The examination of a model on the held-out tasks."""
         new_tokens, limits = config.report.new_tokens, self.limits(config)
         return Examination(self.tasks, self.prompts_of(self.tasks), self.check, self.tokenizer.decode, new_tokens, limits, seed=config.seed)
 

@@ -49,7 +49,7 @@ SHOWN = ("reward", "kl_to_reference", "answer_tokens", "ended", "zero_variance",
 
 @dataclass(frozen=True)
 class Prompting:
-    """How tasks become prompts, in the form of prepared conversations. report: of no conversations, with what ends an answer."""
+    """How tasks become prompts, in the form of prepared conversations. report: empty but for the tokens that end an answer."""
 
     tokenizer: TextTokenizer
     template: ChatTemplate
@@ -180,7 +180,7 @@ class RolloutAlarms(RolloutMetrics):
 
 
 def prompting(config: TrainerConfig, start: InitialWeights, task: Task) -> Prompting:
-    """The tokenizer and the template, and what ends an answer, by a task that is rendered with its own answer."""
+    """The tokenizer, the template, and the tokens that end an answer, found by rendering a task with its own answer."""
     tokenizer, template = chat_tokenizer(config.chats.tokenizer or start.tokenizer_folder(), config.chats.template)
     messages = [{"role": "user", "content": task.prompt}, {"role": "assistant", "content": task.answer}]
     [example] = ChatExamples(tokenizer, template, config.data.seq)([Conversation("A task", messages).with_system(config.chats.system)])
@@ -200,7 +200,7 @@ def plot_pass_at_k(before: dict[int, float], after: dict[int, float]) -> "Figure
 
 
 class Alarm(NamedTuple):
-    """metric: of a rollout. rings: whether its value is a cause for alarm. sentence: about it, with `value` in it."""
+    """metric: of a rollout. rings: whether its value is alarming. sentence: the warning, with `value` in it."""
 
     metric: str
     rings: Callable[[float], bool]

@@ -50,7 +50,7 @@ SAMPLES = 8  # prompts whose answers are shown where nobody judges them
 
 
 class Preferring(Answering):
-    """What the modes reward, dpo and ppo have in common.
+    """Base of the modes reward, dpo and ppo: prepared pairs, and win rates by a hidden preference.
 
     Attributes:
         text: the prepared pairs.
@@ -100,8 +100,8 @@ class Preferring(Answering):
         return [self.judge_of(task.prompt, answer) for task, answer in zip(tasks, answers, strict=True)]
 
     def preferred(self, run: Run, model: TransformerModel) -> tuple[list[Compared], dict[str, float]]:
-        """The answers to held-out prompts before training and after, with the hidden preference's reward of each; and a summary of them.
-        Both are empty where there is no such preference."""
+        """The answers to held-out prompts before and after training with their hidden rewards, and a summary of them; both empty if there
+        is no hidden preference."""
         if self.judge_of is None:
             return [], {}
         found = self.compared(run, model)
@@ -152,7 +152,7 @@ class PreferenceTuning(Preferring):
         return self.with_reference(super().all_held_out(config, strategy), config, strategy)
 
     def with_reference(self, loader: Iterable, config: TrainerConfig, strategy: ParallelStrategy) -> Iterable:
-        """A loader whose batches have what the loss needs of the reference, where the cache has not put it into the rows."""
+        """Wrap a loader so that batches have the reference's log-probabilities, unless the cache has put them into the rows."""
         if self.score is None or config.dpo.reference == "cached":
             return loader
         if config.dpo.loss == "kto":
@@ -161,8 +161,8 @@ class PreferenceTuning(Preferring):
         return ReferencedLoader(loader, self.score)
 
     def reference(self, config: TrainerConfig, strategy: ParallelStrategy) -> Score:
-        """What computes reference log-probabilities: the model while it still has its first weights, that model without its adapter, or a
-        copy kept beside."""
+        """The scorer of reference log-probabilities: the model while it still has its initial weights, that model without its adapter, or a
+        frozen copy."""
         score = autocast_objective(score_answers, config.precision)
         if config.adapter or config.dpo.reference == "beside":
             return first_scorer(config, self.start, strategy, score)

@@ -69,7 +69,7 @@ class PolicyOptimization(Rolling, Preferring):
         return reward_of_texts(self.gold, self.texts, self.tokenizer.decode)
 
     def gold_of(self, rollout: Rollout) -> Metrics:
-        """What the hidden preference says of a rollout's answers, where something else rewards them."""
+        """The hidden preference's mean reward of a rollout's answers, where a reward model rewards them."""
         if self.gold is None or self.rewards is None:
             return {}
         return {"gold_reward": fmean(self.gold_reward(rollout.samples))}

@@ -90,7 +90,7 @@ class Pretraining(Mode):
         return Judged(summary, list(zip(config.report.prompts, self.samples(run, model), strict=True)), completions)
 
     def samples(self, run: Run, model: nn.Module) -> list[str]:
-        """What the model continues the report's prompts with, each from a random stream of its own."""
+        """Continuations of the report's prompts, each sampled with a separate random stream."""
         report, config = run.config.report, run.config
         prompts = [self.tokenizer.encode(prompt) for prompt in report.prompts]
         drawing = Drawing(report.temperature, report.top_k)
@@ -100,7 +100,7 @@ class Pretraining(Mode):
     def continued(
         self, model: nn.Module, prompts: list[list[int]], new_tokens: int, context: int, drawing: Drawing, seeds: list[int] | None = None
     ) -> list[str]:
-        """Texts after prompts, up to the end of a document. Of a prompt that leaves no room, the model reads the end."""
+        """Continuations of prompts, up to the end of a document. Of a prompt that does not fit, the model reads the end."""
         prompts = [prompt[-max(1, context - new_tokens) :] for prompt in prompts]
         stops = {self.tokenizer.end_id}
         found = answer_all(model, prompts, new_tokens, context=context, stops=stops, drawing=drawing, seeds=seeds)
@@ -108,7 +108,7 @@ class Pretraining(Mode):
 
 
 def given_tokenizer(config: TrainerConfig, start: InitialWeights) -> TextTokenizer:
-    """The tokenizer of the text: the setting's, or the one that belongs to the initial weights."""
+    """The tokenizer of the text: the configured one, or that of the initial weights."""
     given = config.data.prepare.tokenizer
     return TextTokenizer.load(given) if given else start.text_tokenizer()
 
@@ -119,7 +119,7 @@ def with_tokenizer_of(config: TrainerConfig, start: InitialWeights) -> TrainerCo
 
 
 def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[StatefulLoader, EvaluationLoader]:
-    """This rank's share of what is trained on, with middles moved, and of what is held out, as it is."""
+    """The loaders of this rank's shard of training text, with FIM applied, and of held-out text, without."""
     data, transform = config.data, None
     if data.fim.rate > 0:
         if data.fim.split != "token" and text.tokenizer.adds_space:
@@ -145,6 +145,6 @@ def loaders(config: TrainerConfig, text: PreparedText, mesh: Mesh) -> tuple[Stat
 
 
 def evaluation_loader(config: TrainerConfig, text: PreparedText, rows: int | None, mesh: Mesh | None = None) -> EvaluationLoader:
-    """Held-out text: a rank's share of it, or, without a mesh, all of it."""
+    """Loader of held-out text: a rank's shard of it, or, without a mesh, all of it."""
     rank, ranks = (mesh.data.rank, mesh.data.size) if mesh else (0, 1)
     return EvaluationLoader(text.held_out, seq=config.data.seq, batch_size=config.data.micro_batch_size, limit=rows, rank=rank, ranks=ranks)

@@ -28,7 +28,7 @@ from shared.trainer.weights import InitialWeights, find_reward_model
 
 
 class Rolling:
-    """A mode whose rows are rollouts, on top of `Answering`.
+    """Mixin of modes whose rows are rollouts, beside `Answering`.
 
     Attributes:
         rewards: the weights of a reward model, where one rewards.
@@ -98,7 +98,7 @@ def reward_weights(folder: Path, tokenizer: TextTokenizer, setting: str) -> Init
 
 
 def reward_by(weights: InitialWeights, config: TrainerConfig, strategy: ParallelStrategy) -> Reward:
-    """The scores of a reward model in the policy's layout, on ids. Every rank calls both."""
+    """A reward function that scores token ids with a reward model in the policy's layout. Every rank calls both."""
     device = next(strategy.module.parameters()).device
     plain = open_reward_model(weights.folder, builders=MIXTURE).requires_grad_(False)
     judging = apply_parallel(plain, strategy.mesh, None, None, device, config.seed, RUN_AXES)

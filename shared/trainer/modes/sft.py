@@ -74,7 +74,7 @@ class FineTuning(Answering):
 
 
 def instruction_files(config: TrainerConfig) -> tuple[Path | None, Path | None]:
-    """The files of conversations and of held-out tasks: the set made on the spot where the run names no conversations of its own."""
+    """The files of conversations and of held-out tasks: of the generated set, if the run names no conversations of its own."""
     mine = config.instructions
     if config.chats.sources:
         return None, mine.file
@@ -83,6 +83,6 @@ def instruction_files(config: TrainerConfig) -> tuple[Path | None, Path | None]:
 
 
 def decoder_start(start: InitialWeights) -> int:
-    """What an encoder-decoder's decoder reads first: T5 takes its padding token, which is 0."""
+    """The decoder's start token of an encoder-decoder: T5 takes its padding token, which is 0."""
     ids = start.open().token_ids
     return ids.get(START) or ids.get("pad_token_id") or 0

@@ -53,7 +53,7 @@ ALL, ENDED = "all", "answers that end"
 
 @dataclass
 class Measured:
-    """What one measure says of one model. values: row of the table -> value."""
+    """The result of one measure for one model. values: row of the table -> value."""
 
     values: dict[str, float]
     answers: list[Answer] = field(default_factory=list)
@@ -130,7 +130,7 @@ Measure = TextMeasure | AnswerMeasure
 
 
 def measure_of(stage: Stage) -> Measure | None:
-    """What a finished stage is judged by.
+    """The measure of a finished stage.
 
     Returns:
         None for a reward model, and where nothing is held out that anybody can judge.
@@ -146,7 +146,7 @@ def measure_of(stage: Stage) -> Measure | None:
 
 
 def measure_all(stages: Sequence[Stage], measures: dict[str, Measure], console: Console) -> None:
-    """Ask each stage's model what has not been asked of it yet, and keep it in the stage's folder.
+    """Apply each measure to each stage's model where that is not done yet, and keep the results in the stage's folder.
 
     Args:
         stages: that are finished.
@@ -178,7 +178,7 @@ def model_for(start: InitialWeights, measure: Measure) -> nn.Module:
 
 
 def read_kept(folder: Path) -> dict[str, dict[str, Any]]:
-    """What was measured of a stage's model, by measure; nothing where the file is missing or damaged, so it is measured again."""
+    """The kept results of a stage's model, by measure; empty if the file is missing or damaged, so that they are measured again."""
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return {name: each for name, each in found.items() if {"key", "values", "answers"} <= each.keys()}

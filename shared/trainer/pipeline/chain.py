@@ -61,7 +61,7 @@ def run_pipeline(pipeline: "Pipeline", console: Console) -> None:
 
 
 def run_stage(stage: "Stage") -> int:
-    """Train a stage in processes of its own; returns the exit code, negative where a signal killed it."""
+    """Train a stage in separate processes; returns the exit code, negative if a signal killed it."""
     from shared.trainer.launch.start import TRAIN
 
     launcher = ["-m", "shared.trainer.launch.start", stage.layout] if stage.layout else [str(TRAIN)]
@@ -73,7 +73,7 @@ def run_stage(stage: "Stage") -> int:
 
 @contextmanager
 def passed_on() -> Iterator[Callable[[subprocess.Popen], None]]:
-    """Within it, Ctrl-C, SIGTERM and SIGHUP go to the process that is given, also where they came before it; it saves and ends."""
+    """Forward Ctrl-C, SIGTERM and SIGHUP to the given process, which saves and exits; also if they came before it started."""
     children: list[subprocess.Popen] = []
     early: list[int] = []
 
@@ -97,7 +97,7 @@ def passed_on() -> Iterator[Callable[[subprocess.Popen], None]]:
 
 
 def require_end(code: int, place: str) -> None:
-    """Leave where a stage did not come to its end, and say how to continue.
+    """Exit if a stage did not finish, and say how to continue.
 
     Raises:
         SystemExit: with the stage's code, or the one that shells give to the signal that killed it.

@@ -73,7 +73,7 @@ class AbilityTable(NamedTuple):
 
 
 def ability_tables(pipeline: Pipeline) -> list[AbilityTable]:
-    """The tables, in the order of the stages that bring them."""
+    """The tables of abilities, in the order of the stages."""
     kept = [read_kept(stage.folder) for stage in pipeline.stages]
     found = []
     for stage in pipeline.stages:
@@ -120,7 +120,7 @@ def write_report(pipeline: Pipeline) -> Path:
 
 
 def summary_of(stage: Stage) -> dict[str, Any]:
-    """What a stage's run has written of itself at its end; nothing where it has not ended."""
+    """The summary of a stage's run; empty before its end."""
     try:
         return dict(json.loads((stage.folder / "results.json").read_text(encoding="utf-8"))["summary"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -151,7 +151,7 @@ def stage_entry(stage: Stage, summary: dict[str, Any], output: Path) -> dict[str
 
 
 def side_by_side(pipeline: Pipeline) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """For each table of answers its title, and some prompts with what the model of every stage answered."""
+    """Yield for each table of answers its title, and some prompts with the answer of every stage's model."""
     kept = {stage.name: read_kept(stage.folder) for stage in pipeline.stages}
     for stage in pipeline.stages:
         said = {name: [Answer(**answer) for answer in each[stage.name]["answers"]] for name, each in kept.items() if stage.name in each}

@@ -37,7 +37,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
 
 @dataclass(frozen=True)
 class StageEntry:
-    """A stage as the file has it. layout: such as dp2; null for the command line's, or one process."""
+    """A stage in the pipeline's file. layout: such as dp2; null for the command line's, or one process."""
 
     name: str
     config: Path
@@ -46,7 +46,7 @@ class StageEntry:
 
 @dataclass(frozen=True)
 class PipelineEntry:
-    """A pipeline as the file has it, but for the stages' words."""
+    """A pipeline's file, without the stages' overrides."""
 
     output: Path
     stages: tuple[StageEntry, ...] = ()
@@ -81,7 +81,7 @@ class Stage:
 
     @property
     def trained(self) -> InitialWeights:
-        """The model that it left."""
+        """The trained model of this stage."""
         return find_initial_weights(self.folder)
 
     def initial_weights(self) -> InitialWeights | None:
@@ -97,7 +97,7 @@ class Stage:
         return fingerprint_of([start, *judge], self.digests)
 
     def is_finished(self) -> bool:
-        """Whether it was trained to its end, with these settings and from the weights that its start has now.
+        """Whether it was trained to its end, with these settings and from the current weights of its start.
 
         Raises:
             CourseError: it was trained with other settings, or from other weights.
@@ -132,7 +132,7 @@ class Pipeline:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """What `Stage.record` gave; None where there is no such file, or a damaged one."""
+    """The kept `Stage.record`; None if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -141,7 +141,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def read_pipeline(path: Path, words: Sequence[str] = ()) -> Pipeline:
-    """The stages of a file, under the words of a command line: output=FOLDER and layout=LAYOUT are the pipeline's,
+    """The stages of a file, with the overrides of a command line: output=FOLDER and layout=LAYOUT are the pipeline's,
     stages.NAME.KEY=VALUE is for one stage, and any other for all.
     """
     entry, asked = read_entry(path)
@@ -159,7 +159,7 @@ def read_pipeline(path: Path, words: Sequence[str] = ()) -> Pipeline:
 
 
 def read_entry(path: Path) -> tuple[PipelineEntry, dict[str, dict[str, str]]]:
-    """What a file holds, and the words of each stage."""
+    """The content of a pipeline's file, and the overrides of each stage."""
     if not path.is_file() and path.parent.resolve() == FOLDER:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
         raise SettingError(f"There is no pipeline {path.stem}: give one of {known}, or the path of a file of your own.")
@@ -188,7 +188,7 @@ def read_entry(path: Path) -> tuple[PipelineEntry, dict[str, dict[str, str]]]:
 
 
 def shared_out(words: Sequence[str], asked: dict[str, dict[str, str]]) -> tuple[dict[str, str], dict[str, str]]:
-    """The words of a command line for the pipeline, and for all stages; those for one stage go into `asked`."""
+    """The overrides of a command line for the pipeline, and for all stages; those for one stage go into `asked`."""
     own, for_all = {}, {}
     for word in words:
         key, given, value = word.removeprefix("--").partition("=")

@@ -1,4 +1,4 @@
-"""Chapter 12. The report that a run leaves, and its figures: loss, learning rate, speed, what its mode measures, and the load of its experts."""
+"""Chapter 12. The HTML report of a run, and its figures: loss, learning rate, speed, metrics of its mode, and load of experts."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,8 +34,8 @@ OF_PREFERENCES = {  # figure -> its lines by metric, and what they measure
 
 @dataclass
 class Results:
-    """All that the report shows. metrics: step -> name -> value, as the run logged them. eras: the starts of an elastic run. changes: what
-    the run was continued with."""
+    """The content of the report. metrics: step -> name -> value, as logged. eras: the starts of an elastic run. changes: what the run was
+    continued with."""
 
     metrics: dict[int, dict[str, float]]
     judged: Judged
@@ -62,7 +62,7 @@ def write_report(config: TrainerConfig, results: Results) -> None:
 
 
 def drawn(results: Results) -> dict[str, "Figure"]:
-    """The report's figures by name. One of which nothing was logged is left out."""
+    """The report's figures by name, without those of which nothing was logged."""
     found = {
         "loss": curves(results, {"train/loss": "training", "validation/loss": HELD_OUT}, f"loss ({results.judged.unit})"),
         "bits_per_byte": curves(results, {"validation/bits_per_byte": HELD_OUT}, "bits per byte"),
@@ -80,7 +80,7 @@ def drawn(results: Results) -> dict[str, "Figure"]:
 
 
 def named(results: Results, beginning: str) -> dict[str, str]:
-    """The metrics whose names begin so, each with the last part of its name."""
+    """The metrics with this prefix, each with the last part of its name."""
     names = sorted({name for row in results.metrics.values() for name in row if name.startswith(beginning)})
     return {name: name.rpartition("/")[2] for name in names}
 

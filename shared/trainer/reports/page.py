@@ -25,7 +25,7 @@ def series(metrics: Mapping[int, Mapping[str, float]], name: str, against: str |
 
 
 def plot(lines: Mapping[str, Series], ylabel: str, xlabel: str = "training step", **line: Any) -> "Figure":
-    """Lines over each other, with a legend where there are several. line: how matplotlib draws them."""
+    """Plot lines in one figure, with a legend if there are several. line: matplotlib's settings of a line."""
     figure = style.new_figure()
     axes = figure.subplots()
     for title, points in lines.items():
@@ -38,7 +38,7 @@ def plot(lines: Mapping[str, Series], ylabel: str, xlabel: str = "training step"
 
 
 def embedded(figures: Mapping[str, "Figure"], folder: Path | None = None) -> dict[str, str]:
-    """Figures as PNGs that a page holds. folder: where they are written as files too."""
+    """Figures as base64 PNGs, to be embedded in a page. folder: where they are written as files too."""
     pictures = {}
     for name, figure in figures.items():
         content = style.png(figure)
@@ -59,7 +59,7 @@ def page(template: Path, **values: Any) -> bytes:
 
 
 def code_of(output: Path) -> dict[str, Any]:
-    """The code's version as the run's folder has it."""
+    """The version of the code, from the run's folder."""
     try:
         return dict(json.loads((output / provenance.CODE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # no reason to end a finished run without its report

@@ -75,7 +75,7 @@ def tables(runs: Sequence[RunRecord]) -> dict[str, Rows]:
 
 
 def results(runs: Sequence[RunRecord]) -> Rows:
-    """What came of each run: its state, the last metrics of one that has not ended, the summary of one that has."""
+    """The results of each run: its state, and its summary or, before its end, its last metrics."""
     progress = {
         "mode": [run.mode for run in runs],
         "state": [run.state for run in runs],
@@ -97,7 +97,7 @@ def results(runs: Sequence[RunRecord]) -> Rows:
 
 
 def differences(runs: Sequence[RunRecord]) -> Rows:
-    """Settings whose values are not the same in all runs, and what of the code's version is not."""
+    """Settings and facts of the code's version that differ between runs."""
     settings = [flat(run.settings) | {f"code: {name}": run.code.get(name) for name in CODE} for run in runs]
     rows = []
     for name in dict.fromkeys(name for each in settings for name in each):
@@ -108,7 +108,7 @@ def differences(runs: Sequence[RunRecord]) -> Rows:
 
 
 def plain_text(value: Any) -> str:
-    """A setting as YAML spells it."""
+    """A setting in YAML's spelling."""
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
@@ -121,7 +121,7 @@ def write_page(path: Path, names: Sequence[str], runs: Sequence[RunRecord]) -> N
 
 
 def drawn(names: Sequence[str], runs: Sequence[RunRecord]) -> dict[str, "Figure"]:
-    """The figures of what at least one run logged, by their labels."""
+    """Figures of the metrics that at least one run logged, by label."""
     found = {}
     for metric, label in CURVES.items():
         lines = {name: points for name, run in zip(names, runs, strict=True) if (points := series(run.metrics, metric))}

@@ -128,7 +128,7 @@ class Talk:
         return (self.model.token_ids.get(START) or 0) if self.is_pair else None
 
     def fitting(self, turn: Message) -> list[int]:
-        """The ids of the prompt. The oldest turns are forgotten, question and answer together, until there is room for an answer too."""
+        """The ids of the prompt, without the oldest turns (question and answer together) if an answer would not fit otherwise."""
         room = max(1, self.context - min(self.settings.new_tokens, self.context // 2))
         while len(ids := self.prompt([*self.messages, turn])) > room and self.messages:
             self.messages, self.dropped = self.messages[2:], self.dropped + 1
@@ -176,7 +176,7 @@ def opened(path: Path) -> tuple[TransformerModel, TextTokenizer, Path]:
 
 
 def before_stop(text: str, stop: tuple[str, ...]) -> str:
-    """What may be shown of a text that grows: up to its first stop string, without an end that may become one or half a character."""
+    """The part of a growing text that is safe to show: up to the first stop string, without a prefix of one or half a character."""
     if found := [text.index(each) for each in stop if each in text]:
         return text[: min(found)]
     text = text.rstrip(UNFINISHED)

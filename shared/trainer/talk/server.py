@@ -203,7 +203,7 @@ class Handler(BaseHTTPRequestHandler):
         return "course"
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: the terminal shows the address, and what a user writes is nobody else's."""
+        """Log nothing: what a user writes is private."""
 
 
 def serve(console: Console, talk: Talk, name: str, port: int) -> None:
