@@ -38,6 +38,7 @@ from shared.trainer.modes import MODES
 from shared.trainer.modes.answering import Answering
 from shared.trainer.modes.pretrain import Pretraining, evaluation_loader
 from shared.trainer.pipeline.stages import Stage
+from shared.trainer.records.record import read_object
 from shared.trainer.weights import InitialWeights
 
 FILE = "abilities.json"  # in a stage's folder
@@ -179,11 +180,8 @@ def model_for(start: InitialWeights, measure: Measure) -> nn.Module:
 
 def read_kept(folder: Path) -> dict[str, dict[str, Any]]:
     """The kept results of a stage's model, by measure; empty if the file is missing or damaged, so that they are measured again."""
-    try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return {name: each for name, each in found.items() if {"key", "values", "answers"} <= each.keys()}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
+    found, _ = read_object(folder / FILE)
+    return {name: each for name, each in found.items() if isinstance(each, dict) and {"key", "values", "answers"} <= each.keys()}
 
 
 def counted(batches: Any, advance: Advance) -> Iterator[Any]:

@@ -4,7 +4,6 @@ All of it is read from the stages' folders, so it can be written at any time.
 """
 
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +20,7 @@ from shared.trainer.costs import IN_ALL
 from shared.trainer.mode import by_kind
 from shared.trainer.pipeline.abilities import ALL, PREFERRING, TITLES, read_kept
 from shared.trainer.pipeline.stages import RECORD, Pipeline, Stage
+from shared.trainer.records.record import RESULTS, read_object
 from shared.trainer.reports.page import code_of, embedded, page
 
 if TYPE_CHECKING:
@@ -121,10 +121,8 @@ def write_report(pipeline: Pipeline) -> Path:
 
 def summary_of(stage: Stage) -> dict[str, Any]:
     """The summary of a stage's run; empty before its end."""
-    try:
-        return dict(json.loads((stage.folder / "results.json").read_text(encoding="utf-8"))["summary"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
+    summary = read_object(stage.folder / RESULTS)[0].get("summary")
+    return summary if isinstance(summary, dict) else {}
 
 
 def minutes_of(summary: dict[str, Any]) -> float:

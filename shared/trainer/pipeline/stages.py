@@ -26,6 +26,7 @@ from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.launch.start import TRAIN, command_of
 from shared.trainer.records.changes import not_asked_for, words_for
+from shared.trainer.records.record import read_object
 from shared.trainer.settings import from_settings, merged, read_settings, with_shorter_schedule
 from shared.trainer.weights import InitialWeights, find_initial_weights, find_reward_model, fingerprint_of
 
@@ -133,11 +134,8 @@ class Pipeline:
 
 def read_record(path: Path) -> dict[str, Any] | None:
     """The kept `Stage.record`; None if the file is missing or damaged."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("settings"), dict) and "start" in found else None
+    found, _ = read_object(path)
+    return found if isinstance(found.get("settings"), dict) and "start" in found else None
 
 
 def read_pipeline(path: Path, words: Sequence[str] = ()) -> Pipeline:

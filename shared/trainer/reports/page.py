@@ -1,7 +1,6 @@
 """Chapter 12. HTML pages of reports and the plots in them: one file that holds its own figures, to be opened, kept or sent."""
 
 import base64
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shared.course import figures as style
 from shared.output_files import write_atomically
 from shared.trainer import provenance
+from shared.trainer.records.record import read_object
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,7 +60,5 @@ def page(template: Path, **values: Any) -> bytes:
 
 def code_of(output: Path) -> dict[str, Any]:
     """The version of the code, from the run's folder."""
-    try:
-        return dict(json.loads((output / provenance.CODE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # no reason to end a finished run without its report
-        return {"version": f"unknown: {output / provenance.CODE} is damaged"}
+    found, _ = read_object(output / provenance.CODE)
+    return found or {"version": f"unknown: {output / provenance.CODE} is damaged"}
