@@ -156,7 +156,9 @@ class EvaluationLoader:
         limit: at most this many rows, spread evenly; None for all.
     """
 
-    def __init__(self, store: TokenStore | Documents, *, seq: int, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1):
+    def __init__(
+        self, store: TokenStore | Documents, *, seq: int, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1
+    ):
         require_sizes(batch_size * ranks, batch_size, rank, ranks)
         if not (store.lengths > 1).any():
             raise CourseError(f"{store.folder} holds no document of two tokens or more: there is nothing to predict.")

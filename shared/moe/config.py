@@ -207,11 +207,11 @@ def require_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def saved_by_experts(config: ModelConfig, rows: int, seq: int, width: int, ranks: int, imbalance: float) -> tuple[float, float]:
-    """Activation memory of a layer by formula: what router, experts and shared experts keep of [rows, seq] tokens for the backward pass; see
+    """Activation memory of a layer by formula: what router and experts save of [rows, seq] tokens for the backward pass; see
     `ExpertsConfig.saved_bytes`.
 
-    All k choices of a token count, also dropped ones. The router keeps the tokens in float32, experts keep them in the dtype of the products.
-    Padding is left out: of batched products, and of the blocks that half precision pads rows to on a CPU, at most an eighth of the rows.
+    All k choices of a token count, also dropped ones. The router saves the tokens in float32, experts in the dtype of the products. Padding
+    is left out: of batched products, and of the blocks that half precision pads rows to on a CPU, at most an eighth of the rows.
     """
     experts, tokens, size = config.experts, rows * seq, config.hidden_size
     number, k = experts.num_experts, experts.num_experts_per_tok

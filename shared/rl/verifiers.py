@@ -31,9 +31,9 @@ def exact_reward(answer: str, expected: str) -> float:
 def math_reward(answer: str, expected: str) -> float:
     """1.0 where an answer is the expected text, or math-verify takes it for equal to that.
 
-    Four readings of the library's (0.9) are corrected. Of several `\\boxed{}` the last one counts; it joins those of one line into a set. Text
-    that is a formula and no sentence is read as one: of `2x`, `1,-2` and `3\\sqrt{13}` it takes a number. So is an answer that repeats the
-    expected text right, whatever it reads in it; and `{1,2}` is the set.
+    Four readings of the library's (0.9) are corrected. Of several `\\boxed{}` the last one counts; it joins those of one line into a set.
+    Text that is a formula and no sentence is read as one: of `2x`, `1,-2` and `3\\sqrt{13}` it takes a number. So is an answer that repeats
+    the expected text right, whatever it reads in it; and `{1,2}` is the set.
 
     Kept are the others. Its two sides are not alike, and the expected answer stands first: `[0,1)` is then not answered by `0 <= x < 1`,
     though the other way round it would be. 50% equals both 0.5 and 50; a unit is left out (`10 cm` is 10); 0.333 is not 1/3; `x = 5` is 5;

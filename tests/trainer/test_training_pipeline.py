@@ -69,7 +69,8 @@ def test_each_stage_starts_from_the_stage_before_and_the_report_judges_the_model
     text, tasks, pairs, checked = ability_tables(pipeline)
     results = [json.loads((stage.folder / "results.json").read_text()) for stage in pipeline.stages]
     rows = {table.name: {row.name.partition(" (")[0]: row.values for row in table.rows} for table in (text, tasks, pairs, checked)}
-    assert all(None not in values for table in rows.values() for name, values in table.items() if name != "win rate over the previous stage")
+    won_over = "win rate over the previous stage"
+    assert all(None not in values for table in rows.values() for name, values in table.items() if name != won_over)
 
     # The runs themselves judged the model of their own stage, and that of the stage before, by other ways through the code.
     assert rows["pretrain"]["bits per byte"][0] == pytest.approx(results[0]["summary"]["held-out bits per byte"], rel=1e-6)
@@ -77,7 +78,7 @@ def test_each_stage_starts_from_the_stage_before_and_the_report_judges_the_model
     reward = [results[2]["summary"][f"hidden preference's reward {when}"] for when in ("before", "after")]
     assert rows["dpo"]["mean reward: all"][1:3] == pytest.approx(reward, rel=1e-9)
     won = results[2]["summary"]["win rate over the first model, by the hidden preference"]
-    assert rows["dpo"]["win rate over the previous stage"][2] == pytest.approx(won, rel=1e-9)
+    assert rows["dpo"][won_over][2] == pytest.approx(won, rel=1e-9)
     for k in (1, 2, 4):
         passed = [results[3]["summary"][f"held-out pass@{k} {when}"] for when in ("before", "after")]
         assert rows["grpo"][f"right at temperature 1: pass@{k}"][2:] == pytest.approx(passed, rel=1e-9)

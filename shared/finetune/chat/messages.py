@@ -138,7 +138,8 @@ def is_trained(message: Message, place: str) -> bool:
         refuse_record(place, f"is to be trained on by one of {', '.join(said)} and not by another")
     trained = all(said.values())
     if said and trained and message["role"] != "assistant":
-        refuse_record(place, f"is to be trained on ({next(iter(said))} {next(iter(said.values()))!r}), and only the assistant's answers are")
+        [name, value] = next(iter(said.items()))
+        refuse_record(place, f"is to be trained on ({name} {value!r}), and only the assistant's answers are")
     return trained and message["role"] == "assistant"
 
 
