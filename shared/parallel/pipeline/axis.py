@@ -1,4 +1,4 @@
-"""Chapter 08. Pipeline parallelism as an axis of the mesh: each rank holds some of a plain transformer's layers (pp), evenly by cost.
+"""Chapter 08. Pipeline parallelism (pp) as an axis of the mesh, with load balancing of pipeline stages: each rank holds some of the layers.
 
     pp 2, chunks 1    rank 0: embedding, blocks 0 1 2 3              rank 1: blocks 4 5 6 7, norm, head
     pp 2, chunks 2    rank 0: embedding, blocks 0 1 and 4 5          rank 1: blocks 2 3 and 6 7, norm, head
