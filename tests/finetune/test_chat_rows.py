@@ -226,6 +226,8 @@ def test_a_text_that_is_read_keeps_its_end_when_it_is_cut_and_one_that_is_writte
     read, written = example.ids[~example.trained].tolist(), example.ids[example.trained].tolist()
     assert read == [*words[: SEQ - 1], end] and written == list(words[:SEQ]) and end not in written
     assert example.length == 2 * len(words) + 2 > 2 * SEQ
+    short = replace(talk, messages=[{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "é"}])
+    assert [each.byte_count for each in examples([talk, short, talk])] == [2 * len(long), 6, 2 * len(long)]
 
 
 def test_rows_behind_other_virtual_tokens_are_not_resumed(made):

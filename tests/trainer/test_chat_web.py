@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 import threading
 from contextlib import closing, contextmanager
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from talking_models import save_model
 
+from shared.course import terminal
 from shared.course.cli import cli
 from shared.rl.generation import Drawing
 from shared.trainer.talk import server as web
@@ -208,3 +210,14 @@ def test_a_model_without_a_template_continues_the_last_text_alone(tmp_path):
     expected = replace(talk, settings=AnswerSettings(new_tokens=5))
     assert last["tokens"] == 5 and last["cut_off"]
     assert "".join(each["text"] for each in pieces) == "".join(expected.answer("What is 3 plus 4?"))
+
+
+def test_the_port_that_the_system_chose_is_the_one_that_is_printed(talk, monkeypatch, capsys):
+    def interrupted(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(web.ChatServer, "serve_forever", interrupted)
+    web.serve(terminal.open_console(), talk, "runs/mine", 0)
+    printed = capsys.readouterr().out
+    port = re.search(r"http://127\.0\.0\.1:(\d+)/", printed)[1]
+    assert port != "0" and f"ssh -L {port}:127.0.0.1:{port} HOST" in " ".join(printed.split())

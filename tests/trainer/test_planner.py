@@ -1,5 +1,6 @@
 """The planner: hand-computed cases, FLOPs beside torch's counter, and what other chapters' simulations say of the shipped layouts."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,14 @@ from shared.loss import next_token_objective
 from shared.model.counting import parameter_counts
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
-from shared.moe.config import MixtureModelConfig
+from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig, parse_layout
 from shared.parallel.planning.activations import whole_of
 from shared.parallel.planning.costs import Link
 from shared.trainer.config import DataConfig, TrainerConfig
 from shared.trainer.models import with_adapter
-from shared.trainer.planner.flops import Trained, part_flops
+from shared.trainer.planner.flops import Trained, muon_flops, part_flops
 from shared.trainer.planner.hardware import DEVICES, Hardware, parse_hardware
 from shared.trainer.planner.plan import Parameters, plan_run, trained_of
 from shared.trainer.settings import parse_words
@@ -59,6 +60,18 @@ def test_flops_are_what_torch_counts(targets):
         trained = trained_of(config_of(mode="sft", start_from=Path("base"), adapter=adapter))
     predicted = part_flops(SMALL, whole_of(SMALL), 32, trained, recompute=False)
     assert counted_flops(model, 2, 32) == 2 * 32 * predicted.needed
+
+
+@pytest.mark.parametrize("experts", [None, MixtureConfig(num_experts=4, moe_intermediate_size=48)])
+def test_muons_flops_are_those_of_every_matrix_of_the_blocks(experts):
+    """An expert's matrix in a stack counts as one; the router's is AdamW's."""
+    config = replace(SMALL, experts=experts)
+    model, wanted = TransformerModel(config, MIXTURE), 0
+    for name, weight in model.stack.blocks.named_parameters():
+        if weight.dim() > 1 and "router" not in name:
+            short, long = sorted(weight.shape[-2:])
+            wanted += math.prod(weight.shape[:-2]) * 5 * (4 * short**2 * long + 2 * short**3)
+    assert muon_flops(config, whole_of(config), 5) == wanted
 
 
 def test_one_card_by_hand():
