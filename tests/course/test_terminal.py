@@ -131,6 +131,7 @@ def test_watch_moves_on_after_a_pass_and_leaves_at_control_c(learner):
     learner.write("cross_entropy")
     terminal.expect("for 01.accumulate_gradients.")
     terminal.expect("q quit")
+    assert "\x1b[2J" in terminal.written, "the screen is cleared for a new exercise"
     assert f"{FIRST}  PASS" in terminal.text and f"-] 1 of {TOTAL}" in terminal.text
     terminal.process.send_signal(2)
     assert terminal.end() == 0 and f"1 of {TOTAL} exercises are yours" in terminal.text and "Traceback" not in terminal.text

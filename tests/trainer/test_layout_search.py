@@ -117,6 +117,8 @@ def course(*words: str):
 def test_the_command_lists_layouts_and_says_how_to_run_the_best():
     shown = course("--search")
     assert shown.exit_code == 0 and "8 layouts of 2 ranks, 8 fit" in shown.output and "The fastest: make run LAYOUT=fsdp2" in shown.output
+    rows = {line.split()[0]: line.split()[-1] for line in shown.output.splitlines() if line.strip().startswith(("pp2", "dp2 "))}
+    assert rows["pp2"] in ("gpipe", "1f1b", "zero_bubble", "interleaved") and rows["dp2"] not in ("gpipe", "1f1b", "zero_bubble")
     found = json.loads(course("--search", "--json").stdout)
     assert found["best"][0]["layout"] == "fsdp2" and found["refused"] == [] and found["missing"] == []
     none = course("--search", "model.hidden_size=8192", "model.num_attention_heads=64", "model.num_key_value_heads=64")
