@@ -27,7 +27,7 @@ def f_and_g(group: Communicator) -> tuple[Callable[[Tensor], Tensor], Callable[[
         y = f(x)    all ranks have the same x, and each computes another part of what follows: heads, features or tokens. So the gradient
                     of x is the sum of what the ranks' parts send back.
         y = g(x)    each rank has another x, and all ranks continue with the sum, in the same way. So every rank has the whole gradient of
-                    that sum already.
+                    that sum already, and the sum's derivative by this rank's x is 1.
 
     In Megatron's block f stands in front of matrices that are cut by columns, g behind one that is cut by rows: one all-reduce for each
     sublayer in the forward pass, and one in the backward pass.
@@ -99,8 +99,8 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, combine: Callable
             once.
 
     Returns:
-        What the uncut layer computes of the whole x, in the dtype in which the product is computed: [..., out]; of this rank's positions
-        where `combine` returns only those.
+        What the uncut layer computes of the whole x, in the product's dtype (bfloat16 under autocast, though the bias is float32):
+        [..., out]; of this rank's positions where `combine` returns only those.
 
     >>> x, weight, bias = torch.tensor([2.0]), torch.tensor([[10.0], [100.0]]), torch.tensor([1.0, 1.0])
     >>> row_linear(x, weight, bias, combine=lambda part: part + torch.tensor([3.0, 4.0]))      # what another rank has
@@ -115,7 +115,7 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
 
         loss = log(sum over all tokens of exp(logit)) - logit of the target
 
-    Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces are enough, of one number and of two numbers by row, and
+    Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces are enough: of one number for each row, then of two. And
     a rank never holds more than three further tensors of the shape of its own logits. Exponentials overflow from 89 on (in float32), and
     logits may be larger: as in one process, the largest of the row is subtracted first, here the largest over all ranks.
 
@@ -156,11 +156,11 @@ def gradient_sums(names: Sequence[str], sequence_parallel: bool, copied_heads: b
         feed_forward                  up_proj, gate_proj make this rank's features; down_proj adds its bias to the sum over the ranks
         attention_norm, cross_attention_norm, feed_forward_norm, final_norm
                                       normalise the residual stream between the sublayers, of which every rank has all positions; with
-                                      sequence parallelism, each rank has its own positions only, of the stream and of the sums over the
-                                      ranks that are added to it
+                                      sequence parallelism, each rank has its own positions only, of the stream and of what o_proj and
+                                      down_proj add to it, bias included
         embedding                     makes the stream, whole on every rank; sequence parallelism cuts it after that
-        head                          gets the stream whole; behind f, transform and norm (BERT's) compute what `linear` needs for this
-                                      rank's tokens
+        head                          gets the stream whole. f comes first; BERT has two more layers, transform and norm, between f and
+                                      `linear`: what flows back to them is of this rank's tokens only
 
     Args:
         names: parameters of the model, such as "stack.blocks.0.attention.q_norm.weight".

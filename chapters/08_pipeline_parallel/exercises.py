@@ -36,7 +36,7 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """The 1F1B schedule (PipeDream-flush; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.1).
 
-    A micro-batch's gradient comes back to a rank after its forward and backward passes on all stages behind. The rank starts further
+    A micro-batch's gradient comes back to a rank after its forward and backward passes on all later stages. The rank starts further
     micro-batches meanwhile, but only as many as keep the pipeline full. With passes of one slot each, three ranks do five micro-batches so:
 
         rank 0   F0  F1  F2  ... ... B0  F3  B1  F4  B2  ... B3  ... B4
@@ -73,10 +73,10 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
 
     - Forward passes: a group of as many micro-batches as there are ranks goes through chunk 0, one after the other, then the same group
       through the next chunk; after the last chunk the next group follows. Backward passes: the same groups, from the last chunk to chunk 0.
-    - At first a rank does forward passes alone. From the forward pass on that comes right before its first backward pass, the two kinds
-      take turns; when no forward pass is left, the other backward passes follow.
-    - The last rank begins to go backward right after the first forward pass of its last chunk. Each rank before it begins one slot later
-      than the one behind, and has filled every slot since its own first F, in slot `rank`, with a forward pass, or has none left.
+    - At first a rank does forward passes alone. Then F and B alternate, F first, until no forward pass is left; the other backward passes
+      follow.
+    - The last rank begins to go backward right after the first forward pass of its last chunk. Rank r does its first F in slot r, and its
+      first B one slot later than rank r + 1 does. All slots in between are forward passes, while there are any.
 
     Args:
         rank: of `ranks`.
@@ -102,7 +102,7 @@ def simulate(
     """Simulate a pipeline schedule: when each action begins and ends, in seconds from the beginning of the step.
 
     A rank does its actions one at a time, in the order of its list, and begins each as early as it can: with nothing to wait for, at 0.
-    An action F needs the activations of the stage before, and B and I the gradient of the stage behind, which its B or I computes; W needs
+    An action F needs the activations of the previous stage, B and I the gradient of the next stage, which its B or I computes; W needs
     nothing of another stage. Stage s is chunk s // ranks of rank s % ranks. What one rank computes for another arrives `transfer` seconds
     after it is computed, and neither rank's work waits for the sending.
 
@@ -124,15 +124,15 @@ def simulate(
 
 # Stages as even as they can be (35 min, difficulty 4 of 5)
 def balance_stages(blocks: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[range]:
-    """Balance pipeline stages: share out blocks so that the dearest stage is as cheap as possible.
+    """Balance pipeline stages: divide blocks so that the most expensive stage is as cheap as possible.
 
     Each stage has consecutive blocks, at least one. It costs their sum; the first stage costs `first` more, for the embedding, and the
     last one `last` more, for the head. A single stage has both.
 
-    Of several splits whose dearest stage costs the same, the one is taken whose second dearest stage is cheapest, then the third dearest,
-    and so on. Where all of these are equal, the one is taken whose first stage has the most blocks, then the second stage, and so on. So
-    all ranks find the same split. Equal blocks that cost something are shared out evenly where the ends add nothing: the first stages then
-    have one more.
+    Of several splits whose most expensive stage costs the same, take the one whose second most expensive stage is cheapest, then the third
+    most expensive, and so on. Where all of these are equal, take the one whose first stage has the most blocks, then the second stage, and
+    so on. So all ranks find the same split. For example, equal blocks that cost something are divided evenly where the ends add nothing,
+    and the first stages have one more.
 
     Args:
         blocks: the cost of each block, in their order: seconds, FLOPs or bytes, at least 0. Whole numbers make ties exact.

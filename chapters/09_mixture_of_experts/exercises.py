@@ -70,7 +70,7 @@ def balance_loss(
     Tokens that do not count add nothing, and their gradient is 0, whatever their probabilities are, even NaN; NaN at a token that counts
     makes the loss NaN. A row may have no valid token, and adds 0.
 
-    Choices are counted in the dtype of `probabilities`: a quotient of two int64 tensors is float32, whatever that dtype is.
+    Count choices in the dtype of `probabilities`, not in int64: two int64 tensors divide to float32, which is too coarse for float64.
 
     No loop runs over rows, tokens or experts. There are hundreds of experts: apart from the arguments, no more is held at a time than
     about three tensors of the size of `probabilities` ([batch, seq, k, E] would be k of them).

@@ -24,8 +24,8 @@ def lora_sharding(cut: int | None) -> tuple[FactorPlan, FactorPlan]:
     """Decide how LoRA's factors A [r, in] and B [out, r] follow a weight W [out, in] that tensor parallelism cuts.
 
     Where the weight is cut by output features, the ranks get the same input x: it passes through f before the layer, and in the backward
-    pass f sums the gradients of x. Where it is cut by input features, each rank gets its own. Each computes with its slices what the
-    layer computes with the whole, and the layer needs no collective but the one that it has without the addition.
+    pass f sums the gradients of x. Where it is cut by input features, each rank gets its own. The ranks' results are
+    those of the whole layer, and the addition may not communicate: only the layer's own f or g does.
 
     Args:
         cut: the dimension along which the weight is cut: 0 for output features (column-parallel, and a head cut by tokens), 1 for input

@@ -40,7 +40,7 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        stored = ctx.saved_tensors  # once: recomputation gives them a single time
+        stored = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
         return upstream @ ctx.dequantize(upstream.dtype, *stored), None, *(None for _ in stored)
 
 

@@ -33,8 +33,8 @@ def quantize_nf4(weight: Tensor, values: Tensor, block: int) -> tuple[Tensor, Te
     Two codes share a byte: the first number's in the high four bits, the second's in the low four. With an odd number of codes the last
     low half is the code of 0.0.
 
-    Weights fill the memory before they are quantized: ten float32 numbers for each are too many beside them, such as a distance to each
-    of the values.
+    Weights fill the memory before they are quantized, so hold less than ten float32 numbers for each of them: no table of distances to all
+    16 values. All blocks are computed at once.
 
     Args:
         weight: any shape and float dtype, all finite; left unchanged.

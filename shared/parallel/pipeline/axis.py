@@ -117,15 +117,15 @@ def require_stages(model: ModelConfig, config: ParallelConfig) -> None:
 
 @exercise("08.balance_stages")
 def balance_stages(blocks: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[range]:
-    """Balance pipeline stages: share out blocks so that the dearest stage is as cheap as possible.
+    """Balance pipeline stages: divide blocks so that the most expensive stage is as cheap as possible.
 
     Each stage has consecutive blocks, at least one. It costs their sum; the first stage costs `first` more, for the embedding, and the
     last one `last` more, for the head. A single stage has both.
 
-    Of several splits whose dearest stage costs the same, the one is taken whose second dearest stage is cheapest, then the third dearest,
-    and so on. Where all of these are equal, the one is taken whose first stage has the most blocks, then the second stage, and so on. So
-    all ranks find the same split. Equal blocks that cost something are shared out evenly where the ends add nothing: the first stages then
-    have one more.
+    Of several splits whose most expensive stage costs the same, take the one whose second most expensive stage is cheapest, then the third
+    most expensive, and so on. Where all of these are equal, take the one whose first stage has the most blocks, then the second stage, and
+    so on. So all ranks find the same split. For example, equal blocks that cost something are divided evenly where the ends add nothing,
+    and the first stages have one more.
 
     Args:
         blocks: the cost of each block, in their order: seconds, FLOPs or bytes, at least 0. Whole numbers make ties exact.

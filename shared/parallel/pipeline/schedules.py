@@ -62,7 +62,7 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """The 1F1B schedule (PipeDream-flush; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.1).
 
-    A micro-batch's gradient comes back to a rank after its forward and backward passes on all stages behind. The rank starts further
+    A micro-batch's gradient comes back to a rank after its forward and backward passes on all later stages. The rank starts further
     micro-batches meanwhile, but only as many as keep the pipeline full. With passes of one slot each, three ranks do five micro-batches so:
 
         rank 0   F0  F1  F2  ... ... B0  F3  B1  F4  B2  ... B3  ... B4
@@ -98,10 +98,10 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
 
     - Forward passes: a group of as many micro-batches as there are ranks goes through chunk 0, one after the other, then the same group
       through the next chunk; after the last chunk the next group follows. Backward passes: the same groups, from the last chunk to chunk 0.
-    - At first a rank does forward passes alone. From the forward pass on that comes right before its first backward pass, the two kinds
-      take turns; when no forward pass is left, the other backward passes follow.
-    - The last rank begins to go backward right after the first forward pass of its last chunk. Each rank before it begins one slot later
-      than the one behind, and has filled every slot since its own first F, in slot `rank`, with a forward pass, or has none left.
+    - At first a rank does forward passes alone. Then F and B alternate, F first, until no forward pass is left; the other backward passes
+      follow.
+    - The last rank begins to go backward right after the first forward pass of its last chunk. Rank r does its first F in slot r, and its
+      first B one slot later than rank r + 1 does. All slots in between are forward passes, while there are any.
 
     Args:
         rank: of `ranks`.

@@ -217,7 +217,7 @@ def simulate(
     """Simulate a pipeline schedule: when each action begins and ends, in seconds from the beginning of the step.
 
     A rank does its actions one at a time, in the order of its list, and begins each as early as it can: with nothing to wait for, at 0.
-    An action F needs the activations of the stage before, and B and I the gradient of the stage behind, which its B or I computes; W needs
+    An action F needs the activations of the previous stage, B and I the gradient of the next stage, which its B or I computes; W needs
     nothing of another stage. Stage s is chunk s // ranks of rank s % ranks. What one rank computes for another arrives `transfer` seconds
     after it is computed, and neither rank's work waits for the sending.
 

@@ -33,8 +33,8 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, combine: Callable
             once.
 
     Returns:
-        What the uncut layer computes of the whole x, in the dtype in which the product is computed: [..., out]; of this rank's positions
-        where `combine` returns only those.
+        What the uncut layer computes of the whole x, in the product's dtype (bfloat16 under autocast, though the bias is float32):
+        [..., out]; of this rank's positions where `combine` returns only those.
 
     >>> x, weight, bias = torch.tensor([2.0]), torch.tensor([[10.0], [100.0]]), torch.tensor([1.0, 1.0])
     >>> row_linear(x, weight, bias, combine=lambda part: part + torch.tensor([3.0, 4.0]))      # what another rank has
@@ -48,7 +48,7 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, group:
 
         loss = log(sum over all tokens of exp(logit)) - logit of the target
 
-    Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces are enough, of one number and of two numbers by row, and
+    Gathering all logits would send and hold [rows, vocab] numbers. Two all-reduces are enough: of one number for each row, then of two. And
     a rank never holds more than three further tensors of the shape of its own logits. Exponentials overflow from 89 on (in float32), and
     logits may be larger: as in one process, the largest of the row is subtracted first, here the largest over all ranks.
 

@@ -60,11 +60,11 @@ def gradient_sums(names: Sequence[str], sequence_parallel: bool, copied_heads: b
         feed_forward                  up_proj, gate_proj make this rank's features; down_proj adds its bias to the sum over the ranks
         attention_norm, cross_attention_norm, feed_forward_norm, final_norm
                                       normalise the residual stream between the sublayers, of which every rank has all positions; with
-                                      sequence parallelism, each rank has its own positions only, of the stream and of the sums over the
-                                      ranks that are added to it
+                                      sequence parallelism, each rank has its own positions only, of the stream and of what o_proj and
+                                      down_proj add to it, bias included
         embedding                     makes the stream, whole on every rank; sequence parallelism cuts it after that
-        head                          gets the stream whole; behind f, transform and norm (BERT's) compute what `linear` needs for this
-                                      rank's tokens
+        head                          gets the stream whole. f comes first; BERT has two more layers, transform and norm, between f and
+                                      `linear`: what flows back to them is of this rank's tokens only
 
     Args:
         names: parameters of the model, such as "stack.blocks.0.attention.q_norm.weight".
