@@ -66,11 +66,8 @@ def own_code(settings: dict[str, Any]) -> dict[str, str]:
 
 def edited_code(output: Path, settings: dict[str, Any]) -> list[str]:
     """What of the code by import path is another than the run in this folder had when it last started."""
-    try:
-        before = json.loads((output / CODE).read_text(encoding="utf-8"))
-        return [name for name, now in own_code(settings).items() if before.get(name, now) != now]
-    except (OSError, ValueError, AttributeError):  # the run goes on without that record
-        return []
+    before, _ = read_object(output / CODE)  # the run goes on where that is damaged
+    return [name for name, now in own_code(settings).items() if before.get(name, now) != now]
 
 
 def write_settings(settings: dict[str, Any], output: Path) -> None:
@@ -86,12 +83,20 @@ def saved_value(output: Path, key: str) -> Any:
 
 def saved_start(output: Path) -> str | None:
     """The fingerprint of the weights that the run in this folder started from; None where it started from none."""
+    start, damage = read_object(output / START)
+    if damage:
+        raise CourseError(f"{output / START} is damaged, so what this run started from is unknown: give another engine.output.")
+    return start.get("sha256")
+
+
+def read_object(path: Path) -> tuple[dict[str, Any], str]:
+    """A JSON object, empty where the file is missing or damaged; and an error message where it is damaged."""
     try:
-        return dict(json.loads((output / START).read_text(encoding="utf-8"))).get("sha256")
+        return dict(json.loads(path.read_bytes())), ""
     except FileNotFoundError:
-        return None
+        return {}, ""
     except (OSError, ValueError, TypeError, RecursionError):
-        raise CourseError(f"{output / START} is damaged, so what this run started from is unknown: give another engine.output.") from None
+        return {}, f"{path.name} cannot be read"
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from shared.trainer.modes import MODES
 from shared.trainer.modes.answering import Answering
 from shared.trainer.modes.pretrain import Pretraining, evaluation_loader
 from shared.trainer.pipeline.stages import Stage
-from shared.trainer.records.record import read_object
 from shared.trainer.weights import InitialWeights
 
 FILE = "abilities.json"  # in a stage's folder
@@ -180,7 +179,7 @@ def model_for(start: InitialWeights, measure: Measure) -> nn.Module:
 
 def read_kept(folder: Path) -> dict[str, dict[str, Any]]:
     """The kept results of a stage's model, by measure; empty if the file is missing or damaged, so that they are measured again."""
-    found, _ = read_object(folder / FILE)
+    found, _ = provenance.read_object(folder / FILE)
     return {name: each for name, each in found.items() if isinstance(each, dict) and {"key", "values", "answers"} <= each.keys()}
 
 

@@ -16,11 +16,12 @@ from shared.course import figures as style
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.output_files import write_atomically
 from shared.rl.examination import Answer
+from shared.trainer import provenance
 from shared.trainer.costs import IN_ALL
 from shared.trainer.mode import by_kind
 from shared.trainer.pipeline.abilities import ALL, PREFERRING, TITLES, read_kept
 from shared.trainer.pipeline.stages import RECORD, Pipeline, Stage
-from shared.trainer.records.record import RESULTS, read_object
+from shared.trainer.records.record import RESULTS
 from shared.trainer.reports.page import code_of, embedded, page
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def write_report(pipeline: Pipeline) -> Path:
 
 def summary_of(stage: Stage) -> dict[str, Any]:
     """The summary of a stage's run; empty before its end."""
-    summary = read_object(stage.folder / RESULTS)[0].get("summary")
+    summary = provenance.read_object(stage.folder / RESULTS)[0].get("summary")
     return summary if isinstance(summary, dict) else {}
 
 

@@ -26,7 +26,6 @@ from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.launch.start import TRAIN, command_of
 from shared.trainer.records.changes import not_asked_for, words_for
-from shared.trainer.records.record import read_object
 from shared.trainer.settings import from_settings, merged, read_settings, with_shorter_schedule
 from shared.trainer.weights import InitialWeights, find_initial_weights, find_reward_model, fingerprint_of
 
@@ -134,7 +133,7 @@ class Pipeline:
 
 def read_record(path: Path) -> dict[str, Any] | None:
     """The kept `Stage.record`; None if the file is missing or damaged."""
-    found, _ = read_object(path)
+    found, _ = provenance.read_object(path)
     return found if isinstance(found.get("settings"), dict) and "start" in found else None
 
 

@@ -5,7 +5,6 @@ runs, afterwards, and where files are damaged.
     run.lock       held by a process that runs            results.json    the summary, written last
 """
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -124,11 +123,12 @@ def read_run(folder: Path) -> RunRecord:
         problems.append(f"{provenance.CONFIG} cannot be read")
     metrics, damage = read_damaged(folder / METRICS) if (folder / METRICS).exists() else ({}, "")
     problems += [f"{METRICS}: {damage}"] * bool(damage)
-    results, wrong = read_object(folder / RESULTS)
-    code, _ = read_object(folder / provenance.CODE)
+    results, damage = provenance.read_object(folder / RESULTS)
+    problems += [damage] * bool(damage)
+    code, _ = provenance.read_object(folder / provenance.CODE)
     summary = results.get("summary", {}) if isinstance(results.get("summary", {}), dict) else {}
     values = {name: value for name, value in summary.items() if value is None or isinstance(value, str | int | float)}
-    found = RunRecord(folder, settings, metrics, values, code, problems=(*problems, *wrong))
+    found = RunRecord(folder, settings, metrics, values, code, problems=tuple(problems))
     return replace(found, state=state_of(found))
 
 
@@ -141,16 +141,6 @@ def state_of(run: RunRecord) -> str:
     if results.is_file() and (is_complete or not config.is_file() or results.stat().st_mtime >= config.stat().st_mtime):
         return "finished"
     return "killed" if (run.folder / LOCK).exists() else "stopped"
-
-
-def read_object(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """A JSON object, and what is wrong with it; empty where there is no such file."""
-    try:
-        return dict(json.loads(path.read_bytes())), []
-    except FileNotFoundError:
-        return {}, []
-    except (OSError, ValueError, TypeError, RecursionError):
-        return {}, [f"{path.name} cannot be read"]
 
 
 def is_run(folder: Path) -> bool:

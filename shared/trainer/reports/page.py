@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from shared.course import figures as style
 from shared.output_files import write_atomically
 from shared.trainer import provenance
-from shared.trainer.records.record import read_object
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,5 +59,5 @@ def page(template: Path, **values: Any) -> bytes:
 
 def code_of(output: Path) -> dict[str, Any]:
     """The version of the code, from the run's folder."""
-    found, _ = read_object(output / provenance.CODE)
+    found, _ = provenance.read_object(output / provenance.CODE)
     return found or {"version": f"unknown: {output / provenance.CODE} is damaged"}
