@@ -37,7 +37,7 @@ def random_batches(stream: Tensor, batch_size: int, seq: int, generator: Generat
 
 
 def sequential_batches(stream: Tensor, batch_size: int, seq: int, limit: int | None = None) -> Iterator[Batch]:
-    """Windows one after the other, for evaluation: each target once, the last batch possibly smaller.
+    """Consecutive windows for evaluation: each target once, the last batch possibly smaller.
 
     Args:
         limit: at most this many windows, spread evenly over the stream; None for all. The rest of the stream that

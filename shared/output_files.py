@@ -1,6 +1,6 @@
 """Chapter 01. Atomic writes, a full disk as a sentence, and a check before any work that the output folder can be written to.
 
-Folders that must be whole, such as checkpoints, are chapter 04's (`shared.engine.checkpoint.atomic`).
+Folders that must be complete, such as checkpoints, are chapter 04's (`shared.engine.checkpoint.atomic`).
 """
 
 import os
@@ -27,7 +27,7 @@ def require_writable(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within it, a disk that has no room, or any other refusal of the operating system, is a sentence that names the file or folder `path`.
+    """A context in which a full disk, or any other error of the operating system, is an error message that names the file or folder `path`.
 
     Raises:
         CourseError: what is written within it cannot be.

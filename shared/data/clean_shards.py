@@ -193,7 +193,7 @@ class CleanShards:
 
 
 class Reading:
-    """The documents of several sources, one after the other, beginning after the first `read`.
+    """The documents of several sources, sequentially, from number `read` on.
 
     What is no text goes into the report once the document after it has been judged: workers read ahead, and a part's report must
     stand where the part ends.

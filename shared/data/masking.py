@@ -56,7 +56,7 @@ def mask_tokens(
 @dataclass(frozen=True)
 @checked
 class Masking:
-    """Turns packed batches into BERT's task: `task(batch, generator) -> batch`, with draws of its own each time.
+    """Turns packed batches into BERT's task: `task(batch, generator) -> batch`, with new random samples each time.
 
     Args:
         mask_id: the mask token.

@@ -2,7 +2,7 @@
 
 Each row comes from the source that is furthest behind its share, without a draw. So after any row every source has given its weight of
 the tokens, to within a row or two; which source comes next is a function of the counts alone, and a resumed run, on any number of ranks,
-sees the same rows. A source that has been gone through is shuffled and begun again.
+sees the same rows. An exhausted source is reshuffled and begins again.
 
 Left out on purpose: shares that change during training.
 """

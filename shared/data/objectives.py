@@ -1,8 +1,8 @@
 """Chapter 03. Training objectives for each kind of batch: masked language modelling, sequence to sequence.
 
-Each objective is chapter 02's model with chapter 02's loss; what differs is who may look at whom. In a packed row nobody looks
-into another document (`Documents`), and positions are those within a document. No objective ever holds all logits. Each says which tokens
-count in its loss (`valid`), for layers that have a loss of their own, such as the router of chapter 09.
+Each objective is chapter 02's model with chapter 02's loss; what differs is the attention mask. In a packed row no token attends
+to another document (`Documents`), and positions are those within a document. No objective ever holds all logits. Each passes the
+valid tokens on (`valid`), for layers with an auxiliary loss, such as the router of chapter 09.
 """
 
 from functools import partial

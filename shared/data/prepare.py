@@ -1,16 +1,15 @@
 """Chapter 03. Data preparation, from raw text to token shards: read, clean, split, tokenize, store.
 
-Everything is written to a folder named after the configuration and the content of the text, so preparing the same again finds it
-done, and preparing something else never overwrites it. Of two processes that prepare the same, one waits for the other.
-Each file is whole or not there; an interrupted preparation, even a killed one, resumes after the last whole file, and ends with the same
-bytes.
+The output folder is keyed by the configuration and the content of the text, so the same preparation is found complete, and another one
+never overwrites it. Of two processes with the same preparation, one blocks on the other. Files are written atomically; an interrupted
+preparation, even a killed one, resumes after the last complete file, and ends with the same bytes.
 
     clean/00000.parquet ...      cleaned text, with the names of its documents (`shared.data.clean_shards`)
     tokenizer.json               trained on it, or copied from the one that was given, with the name of its end token beside it
     training/00000.tokens.safetensors ..., held_out/...      the shards (`shared.data.shards`)
     report.json, report.png      what cleaning did
 
-Left out on purpose: several machines. Text is prepared once, and copied.
+Left out on purpose: several machines. Prepare text once, and copy it.
 """
 
 import hashlib

@@ -33,8 +33,8 @@ class Source:
         revision: the version of a hub dataset, by tag or commit.
         streaming: read a hub dataset as it arrives, rather than download it first.
         limit: at most this many documents; null for all.
-        weight: share of the training tokens, any positive number beside the other sources' (7 and 3 are 70 and 30 %); a source that has
-            been gone through begins again. null for every source: all text in the proportions that it comes in.
+        weight: share of the training tokens, any positive number beside the other sources' (7 and 3 are 70 and 30 %); an exhausted
+            source begins again. null for every source: all text in the proportions that it comes in.
     """
 
     path: PathText = "embedded"

@@ -34,7 +34,7 @@ CONTROL = re.compile(r"<[|｜][\w▁-]+[|｜]>")  # how control tokens are spelt
 BYTES = 256
 LONGEST_WORD = 1000  # characters; the library's trainer takes the square of a word's length: 200,000 letters without a space, 90 seconds
 PROBE = "def F(x):\n    return  x + 1\n"  # capitals, runs of spaces and lines, which tokenizers for search drop
-DIFFERING = 0.1  # share of texts that may come back otherwise, such as by a character that the vocabulary lacks
+DIFFERING = 0.1  # share of texts that may not round-trip, for instance because the vocabulary lacks a character
 
 
 def special_names(sentinels: int) -> list[str]:
@@ -252,7 +252,7 @@ def without_long_words(text: str) -> list[str]:
 
 
 def difference(wanted: str, back: str) -> str:
-    """The first place in which two texts differ, in words."""
+    """The first difference of two texts, as a message."""
     place = next((i for i, (one, other) in enumerate(zip(wanted, back, strict=False)) if one != other), min(len(wanted), len(back)))
     first = max(0, place - 8)
     return f"{wanted[first : place + 8]!r} comes back as {back[first : place + 8]!r}"

@@ -86,7 +86,7 @@ class Callback:
 
 
 class Callbacks:
-    """Several callbacks, called one after the other in their order; `on_end` reaches all of them, whatever one raises.
+    """Several callbacks, called in order; `on_end` is called on all of them, even if one raises.
 
     An expendable one that fails is named once, and from then on only its `on_end` is called. Its state stays in the checkpoints, so that
     a resumed run takes it up again where it was.

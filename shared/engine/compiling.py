@@ -1,4 +1,4 @@
-"""Chapter 04. Compilation of the model (torch.compile), where this machine can compile; elsewhere the run goes on without, and says so.
+"""Chapter 04. Compilation of the model (torch.compile). Where this machine cannot compile, the run continues without, with a message.
 
 `torch.compile` compiles at the first call, deep in the first step, and fails there with pages of text where no C++ compiler works. So one
 small function is compiled first, which tells.

@@ -102,7 +102,7 @@ class RuntimeEngine(RunState):
 
         Args:
             train_loader: yields a step's micro-batches, one batch, or a pair (x, y). Where it has `state_dict`, its position is saved.
-            val_loader: held-out batches, gone through from the start at each evaluation.
+            val_loader: held-out batches, iterated from the start at each evaluation.
             steps: of the whole run.
             retune: what a resumed run takes from here in place of its checkpoint: settings of the optimizer's groups, such as `lr`;
                 `optimizer`, for another optimizer with an empty state; `loader`, for other data, which then begins at its start.

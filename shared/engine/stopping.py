@@ -1,7 +1,7 @@
 """Chapter 04. Ends of a run before its last step: graceful shutdown by a signal, and early stopping on held-out data.
 
-After the first SIGTERM of a scheduler or Ctrl-C of a person the step is completed, and the engine saves a checkpoint and ends. A second
-Ctrl-C ends the process at once.
+After the first SIGTERM (from a scheduler) or Ctrl-C (from a user) the engine completes the step, saves a checkpoint and exits. A second
+Ctrl-C ends the process immediately.
 
 Left out on purpose: going back to the best weights. Checkpoints keep the best one (`checkpoint.keep_best`).
 """

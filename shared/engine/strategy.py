@@ -120,7 +120,7 @@ class Strategy:
         return totals
 
     def gather_stages(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of all stages of a pipeline, of which each has the layers of its own, on every rank. Every rank calls it."""
+        """The metrics of all pipeline stages, each with its own layers, on every rank. Every rank calls it."""
         return dict(metrics)
 
     # State.

@@ -91,7 +91,7 @@ class Attention(nn.Module):
     Args:
         config: a resolved configuration.
         layer: the block's number, from 0.
-        cross: look at `context.memory` instead of at the input itself.
+        cross: attend to `context.memory` instead of the input itself.
     """
 
     def __init__(self, config: ModelConfig, builders: Builders, layer: int, cross: bool = False):

@@ -49,7 +49,7 @@ class Block(nn.Module):
     Args:
         config: a resolved configuration.
         layer: its number in its stack, from 0.
-        cross: whether it looks at an encoder's output between its other two sublayers.
+        cross: whether it has cross-attention to an encoder's output between its other two sublayers.
     """
 
     def __init__(self, config: ModelConfig, builders: Builders, layer: int, cross: bool = False):
@@ -144,7 +144,7 @@ class Stack(nn.Module):
         return AttentionContext(masks, rope, cache)
 
     def rules(self, mask: Mask | None = None, pattern: Mask | None = None) -> dict[str, Mask]:
-        """Which keys a query may look at, for each layer type."""
+        """Which keys a query attends to, for each layer type."""
         rule = pattern or self.pattern
         rule = rule if mask is None else rule & mask
         names = {self.config.layer_types[int(layer)] for layer in self.blocks}

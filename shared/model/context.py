@@ -25,7 +25,7 @@ class KeyValueCache:
     length: int = 0
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in [batch, K, new, d] keys (after RoPE) and values; return those that the queries may look at: [batch, K, T, d].
+        """Take in [batch, K, new, d] keys (after RoPE) and values; return those that the queries attend to: [batch, K, T, d].
 
         Each layer's attention calls it once per forward pass.
         """
@@ -50,8 +50,8 @@ class AttentionContext:
     masks: "full_attention" and, where a layer has that type, "sliding_attention" -> what attention takes.
     rope: the tables of the queries' positions, or None.
     cache: keys and values of positions before these, or None.
-    memory: [batch, T, D], the encoder's output that cross-attention looks at, or None.
-    memory_mask: which part of it each query may look at.
+    memory: [batch, T, D], the encoder's output that cross-attention attends to, or None.
+    memory_mask: which part of it each query attends to.
     valid: [batch, seq] bool, the tokens that count in the loss; None for all of them. Or float, what each of them weighs, 0 for none.
     loss_scale: what the loss is multiplied by before its backward pass; see `add_auxiliary_loss`.
     over_row: where other ranks have the other positions of each row: what was counted here, [batch, ...], -> the sum over these ranks. It

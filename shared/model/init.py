@@ -1,6 +1,6 @@
 """Chapter 02. Weight initialization, on the meta device or not: initial weights depend on a parameter's name and the seed alone.
 
-Each parameter has a stream of random numbers of its own, seeded by its name, so a model cut in two, built in another order
+Each parameter has a separate stream of random numbers, seeded by its name, so a model cut in two, built in another order
 or on another device starts with the same weights. A sharded parameter is drawn whole, and the shard taken from that. Matrices and
 embeddings are normal with `initializer_range`; the matrices that write into the residual stream are divided by sqrt(number of additions),
 so that its variance does not grow with depth (Radford et al. 2019, section 2.3). With post-norm nothing grows, and nothing is divided.

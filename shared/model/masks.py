@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Mask:
-    """A rule that says which keys a query may look at."""
+    """A rule that says which keys a query attends to."""
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         """bool, broadcastable to [batch, Q, K]: True where the query may look.

@@ -102,7 +102,7 @@ class TransformerModel(nn.Module):
             encoder_mask: restricts attention within the encoder.
             cross_mask: restricts what the decoder sees of the encoder.
             cache: keys and values of positions before these, and a place for the new ones; chapter 12.
-            valid: [batch, seq] bool, the tokens that count in the loss; None for all. Attention does not look at it: it is for
+            valid: [batch, seq] bool, the valid tokens (of the loss); None for all. Attention ignores it: it is for
                 feed-forward layers with a loss of their own. Or float, what each of them weighs there, 0 for none.
             head_fn: head_fn(head, hidden_states) is called in place of head(hidden_states), and its result is returned: a loss
                 that never holds all logits, the logits of some positions only. Called inside `forward`, so that wrappers

@@ -1,1 +1,1 @@
-"""Chapter 03. Cleaning: stages that look at one document at a time, in an order that the configuration gives, and a report of each."""
+"""Chapter 03. Cleaning: stages that each process one document at a time, in the configured order, and a report of each."""

@@ -1,7 +1,7 @@
 """Chapter 03. The cleaning pipeline: every stage in order over a stream of documents, in one process or several, with the same result.
 
 Measuring is most of the work and needs the one text only, so workers do it. Judging may need what came before, so it happens here, in
-the order of the documents. What a stage remembers can be taken out and put back, so an interrupted cleaning can resume.
+the order of the documents. A stage's memory can be saved and restored, so an interrupted cleaning can resume.
 """
 
 import difflib

@@ -26,7 +26,7 @@ class Measured(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why a document is dropped, or None to keep it; and a score to look at, from 0 to 1, if the stage has one."""
+    """Why a document is dropped, or None to keep it; and a score from 0 to 1 for the report, if the stage has one."""
 
     reason: str | None = None
     score: float | None = None

@@ -105,7 +105,7 @@ class ShardFiles:
 
 def wrong_shards(found: Mapping[str, Sequence[StoredShard]]) -> str | None:
     """What is wrong with stored shards as parts of their tensors; None where they add up to the whole of each. Gaps are found where the
-    shards are read, and with no gap, parts that add up do not overlap. A count of steps stands in several files, and counts once."""
+    shards are read, and without gaps, parts that add up do not overlap. A step count is in several files, and counts once."""
     for entry, shards in found.items():
         shape = shards[0].region.shape
         for file, key, region in shards:
@@ -176,7 +176,7 @@ def write_shards(path: Path, shards: Shards) -> None:
 
 def contents_of(files: Mapping[str, Shards]) -> dict[str, Described]:
     """This process's share of the table of contents: by set of tensors, dtype and shape of the whole of each of which it writes a shard.
-    The random state of each rank is a set of its own."""
+    Each rank's random state is a separate set."""
     found: dict[str, Described] = {}
     for file, shards in files.items():
         name = Path(file).stem

@@ -104,7 +104,7 @@ def settings_that_differ(model: nn.Module, optimizer: Optimizer, state: Optimize
 
 
 def require_same_settings(model: nn.Module, optimizer: Optimizer, state: OptimizerState) -> None:
-    """Refuse an optimizer that was given other settings than the saved one: the saved ones would take their place without a word."""
+    """Refuse an optimizer with other settings than the saved one: the saved ones would silently replace them."""
     for key, name, here, there, word in settings_that_differ(model, optimizer, state):
         raise ValueError(
             f"The optimizer's {key} for {name} is {here} here and {there} in the saved run: resume with what was saved, or begin a new run "
@@ -114,7 +114,7 @@ def require_same_settings(model: nn.Module, optimizer: Optimizer, state: Optimiz
 
 
 def require_settings(optimizer: Optimizer, retune: Collection[str]) -> None:
-    """Refuse to retune what is not there, which would change nothing without a word."""
+    """Refuse to retune a setting that does not exist, which would silently change nothing."""
     known = {OPTIMIZER, LOADER}.union(*(group.keys() - {*OF_THIS_RUN} for group in optimizer.param_groups))
     if unknown := sorted({*retune} - known):
         raise CourseError(f"retune names {unknown[0]!r}: give {', '.join(sorted(known))}.")
@@ -124,7 +124,7 @@ def retuned(model: nn.Module, optimizer: Optimizer, state: OptimizerState, retun
     """A saved state with this run's settings in it.
 
     Args:
-        retune: keys of the groups, such as lr, whose values are this run's; or `optimizer`, with which nothing is left of what was saved.
+        retune: keys of the groups, such as lr, whose values are this run's; or `optimizer`, which discards all saved state and settings.
 
     Returns:
         The state, and a sentence about each setting that is another now.
@@ -155,8 +155,8 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def placed(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """A copy where the optimizer wants it: beside the parameter, but the count of steps on the CPU, which reads it at each step,
-    unless the step is computed on the device alone."""
+    """A copy on the device where the optimizer needs it: the parameter's; of the step count the CPU, which reads it at each step, unless
+    the step is computed on the device alone."""
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return tensor.to(parameter.device if on_device else "cpu", copy=True)
 

@@ -1,12 +1,12 @@
-"""Chapter 04. Validation of a checkpoint's content: does it agree with itself? Asked before anything of a run is changed.
+"""Chapter 04. Validation of a checkpoint's content: is it consistent? Checked before any state of a run is changed.
 
-Checksums say that the bytes are what was written, and not that they are a checkpoint: a writer may have a bug, a file of another save may
-lie in the folder, somebody may have edited a file and its checksum. So `state.json` has a table of contents (each tensor's dtype and shape,
+Checksums say that the bytes are what was written, and not that they are a checkpoint: a writer may have a bug, the folder may hold a file
+of another save, a user may have edited a file and its checksum. So `state.json` has a table of contents (each tensor's dtype and shape,
 the names of the parts), and what was read is compared with it.
 
-A checkpoint that does not agree with itself is *damaged*: the run resumes from the one before it. One that agrees with itself and not with
-the run, because of another hidden size for instance, is refused: somebody has started another run in this folder. An older checkpoint
-would fit no better, and the next save would delete the newer one.
+An inconsistent checkpoint is *damaged*: the run resumes from the previous one. A consistent one that does not fit the run, because of
+another hidden size for instance, is refused: another run was started in this folder. An older checkpoint would fit no better, and the next
+save would delete the newer one.
 
 Left out on purpose: values. Wrong numbers in the right places are a checkpoint.
 """
@@ -69,7 +69,7 @@ def misfit(value: Any, wanted: Any, place: str) -> str | None:
 
 
 def problem_of(state: Any, step: int) -> str | None:
-    """What is wrong with the content of a `state.json`, in words; None where it agrees with itself.
+    """What is wrong with the content of a `state.json`, as a message; None if it is consistent.
 
     Raises:
         CheckpointError: it is of another format, which is no damage.

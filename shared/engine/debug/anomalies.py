@@ -154,7 +154,7 @@ def microbatch_losses(model: nn.Module, microbatches: Sequence[Batch], objective
 def save_anomaly(
     folder: Path, engine: RunState, reason: str, metrics: Metrics, weights: dict[str, Tensor]
 ) -> tuple[list[float], str]:
-    """Write a step's micro-batches and what is known of them. Returns each micro-batch's loss, and a sentence where the disk has no room.
+    """Write a step's micro-batches and their metrics. Returns each micro-batch's loss, and an error message if the disk is full.
 
     `batch.safetensors` holds tensor `<name>` of micro-batch i as `<i>.<name>`; `anomaly.json` the step, the reason, the metrics
     and the losses; `weights.safetensors`, if any are given, the weights as `shared.engine.checkpoint.snapshot.weights_of` names them.

@@ -2,11 +2,11 @@
 
     {"step": 20, "train/loss": 2.31, "speed/tokens_per_second": 5120.4}
 
-A log never ends a run. Lines for which the disk has no room wait in memory; a damaged file is kept under another name, and its
-readable lines are copied to a new one.
+A log never ends a run. Lines that do not fit on the disk are kept in memory; a damaged file is renamed, and its readable lines are copied
+to a new one.
 
-A run that diverges is the one whose metrics somebody will want to read, and JSON has no words for NaN and Infinity: Python would write
-them bare, which other readers refuse. Here they are the strings "nan", "inf" and "-inf".
+JSON has no NaN and Infinity, which the metrics of a run that diverges have: Python would write them bare, which other readers refuse. Here
+they are the strings "nan", "inf" and "-inf".
 
 Left out on purpose: settings (the engine writes its configuration beside the file) and rotation.
 """
@@ -15,7 +15,6 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -124,23 +123,20 @@ def read_jsonl(path: Path | str) -> dict[int, Metrics]:
     Raises:
         CourseError: the file cannot be read, or it has a line that `JsonlTracker` did not write.
     """
-    lines, problem = readable_lines(Path(path))
+    metrics, problem = read_damaged(path)
     if problem:
         raise CourseError(f"{path} is damaged ({problem}): move it aside, or delete what cannot be read.")
-    return by_step(row for row, _ in lines)
+    return metrics
 
 
 def read_damaged(path: Path | str) -> tuple[dict[int, Metrics], str]:
-    """The numbers of a file that may be damaged or missing, by step, and in words what is wrong with the rest; "" where nothing is."""
+    """The metrics of a file that may be damaged or missing, by step, and an error message about the rest; "" if there is none."""
     lines, problem = readable_lines(Path(path))
-    return by_step({name: value for name, value in row.items() if isinstance(value, int | float)} for row, _ in lines), problem
-
-
-def by_step(rows: Iterable[dict[str, Any]]) -> dict[int, Metrics]:
     metrics: dict[int, Metrics] = {}
-    for row in rows:
-        metrics.setdefault(row.pop("step"), {}).update(row)
-    return metrics
+    for row, _ in lines:
+        numbers = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+        metrics.setdefault(row["step"], {}).update(numbers)
+    return metrics, problem
 
 
 def readable_lines(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], str]:

@@ -91,7 +91,7 @@ def plan_files(sizes: dict[str, int], longest: int) -> dict[str, list[str]]:
     """Name of a file -> the tensors in it: at most `longest` bytes each, more where one tensor is larger.
 
     Args:
-        sizes: name -> bytes, in the order in which they are shared out.
+        sizes: name -> bytes, in the order in which tensors are assigned to files.
     """
     shards: list[list[str]] = [[]]
     filled = 0
