@@ -199,3 +199,7 @@ for command in (*registered(), *maintainer_commands.COMMANDS):
 def main() -> None:
     """The entry point of the installed command."""
     cli(prog_name="course")
+
+
+if __name__ == "__main__":
+    main()
