@@ -47,7 +47,7 @@ def read_experts(keys: Mapping[str, Key], raw: ConfigJson) -> dict[str, Any]:
 
 
 def read_mixtral(raw: ConfigJson) -> ModelConfig:
-    return replace(llama.read_common({"rope_theta": 1e6} | raw, 131072, 1e-5), sliding_window=raw.get("sliding_window"))
+    return replace(llama.read_common(raw, 131072, 1e-5, 1e6), sliding_window=raw.get("sliding_window"))
 
 
 def with_bias(raw: ConfigJson, common: ModelConfig, **changes: Any) -> ModelConfig:

@@ -117,7 +117,7 @@ def bert_tensors(config: ModelConfig) -> list[FileTensor]:
         same("bert.embeddings.word_embeddings.weight", "embedding.tokens.weight"),
         same("bert.embeddings.position_embeddings.weight", "embedding.positions.weight"),
         same("bert.embeddings.token_type_embeddings.weight", "embedding.types.weight"),
-        same("cls.predictions.bias", "head.linear.bias"),
+        same("cls.predictions.bias" if config.tie_word_embeddings else "cls.predictions.decoder.bias", "head.linear.bias"),
     ]
     if not config.tie_word_embeddings:
         stored.append(same("cls.predictions.decoder.weight", "head.linear.weight"))
@@ -131,7 +131,7 @@ BERT = Format(
         "is_decoder": (False,), "add_cross_attention": (False,), "position_embedding_type": ("absolute", None),
         "quantization_config": (None,),
     },
-    ignored=(r"bert\.pooler\..*", r"cls\.seq_relationship\..*", r".*\.position_ids", r"cls\.predictions\.decoder\.bias"),
+    ignored=(r"bert\.pooler\..*", r"cls\.seq_relationship\..*", r".*\.position_ids", r"cls\.predictions\.(decoder\.)?bias"),
     renamed={".gamma": ".weight", ".beta": ".bias"},
     token_ids={"pad_token_id": 0},
 )  # fmt: skip

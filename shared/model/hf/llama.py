@@ -27,40 +27,62 @@ ROPE_OPTIONS = {
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-HARMLESS_ROPE_KEYS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
+ORIGINAL = "original_max_position_embeddings"
+HARMLESS_ROPE_KEYS = {"rope_type", "type", "rope_theta", ORIGINAL}
 
 
-def read_rope(raw: ConfigJson, longest: int) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` for a `ModelConfig`. longest: max_position_embeddings."""
-    said = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(said.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+def read_rope(raw: ConfigJson, longest: int, theta: float = 10000.0) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` for a `ModelConfig`, as transformers 5 reads them: `rope_scaling` takes the place of `rope_parameters`.
+
+    Args:
+        longest: max_position_embeddings.
+        theta: of the class, where the file says none.
+
+    Raises:
+        ValueError: a kind or an option that is not understood, or two places that do not say the same.
+    """
+    newer, older = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    said = older or newer
+    if any(isinstance(value, dict) for value in said.values()):
+        raise ValueError("rope_parameters for each kind of layer are not understood here: one RoPE holds for all layers.")
+    if older and newer and "rope_theta" in newer and not older.get("rope_theta") and not raw.get("rope_theta"):
+        raise ValueError(
+            f"rope_scaling stands beside rope_parameters, which it replaces, and its rope_theta {newer['rope_theta']:g} with it: transformers "
+            f"would take {theta:g}. Put the scaling's keys into rope_parameters, or give rope_theta beside rope_scaling."
+        )
+    theta = float(said.get("rope_theta") or raw.get("rope_theta") or theta)
     kind = said.get("rope_type") or said.get("type") or "default"
     if kind == "default":
         return {"rope_theta": theta}
     if kind not in ROPE_OPTIONS:
         raise ValueError(f"rope_type {kind!r} is not one of this model's: default, {', '.join(ROPE_OPTIONS)}.")
-    given = {key: value for key, value in said.items() if value is not None}
+    given = {key: value for key, value in said.items() if value is not None and (key, value) != ("truncate", True)}
     if strange := sorted(set(given) - set(ROPE_OPTIONS[kind]) - HARMLESS_ROPE_KEYS):
         raise ValueError(f"{kind} RoPE scaling with {', '.join(strange)} is not understood here.")
     options = {key: given[key] for key in ROPE_OPTIONS[kind] if key in given}
-    if kind == "yarn":
-        options.setdefault("original_max_position_embeddings", longest)
+    if kind in ("yarn", "llama3"):
+        options["original_max_position_embeddings"] = raw.get(ORIGINAL) or options.get(ORIGINAL) or longest
+    if kind == "yarn" and "factor" in said:  # null
+        options.setdefault("factor", longest / options[ORIGINAL])
+    if "factor" not in options:
+        raise ValueError(f"{kind} RoPE scaling has no factor, which says how many times longer the context becomes.")
     return {"rope_theta": theta, "rope_scaling": RopeScaling(kind, **options)}
 
 
 def write_rope(config: ModelConfig) -> ConfigJson:
-    """`rope_parameters`, as transformers 5 writes it."""
-    scaling = config.rope_scaling
+    """`rope_parameters` for transformers 5; and for readers of version 4, vLLM's among them, `rope_theta` and `rope_scaling` beside it."""
+    scaling, theta = config.rope_scaling, {"rope_theta": config.rope_theta}
     if scaling is None:
-        return {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
+        return {"rope_parameters": {"rope_type": "default"} | theta} | theta
     options = {key: getattr(scaling, key) for key in ROPE_OPTIONS[scaling.rope_type] if getattr(scaling, key) is not None}
-    return {"rope_parameters": {"rope_type": scaling.rope_type, "rope_theta": config.rope_theta} | options}
+    said = {"rope_type": scaling.rope_type} | options
+    return {"rope_parameters": said | theta, "rope_scaling": said} | theta
 
 
-def read_common(raw: ConfigJson, longest: int, eps: float = 1e-6) -> ModelConfig:
-    """What the relatives share. longest, eps: what holds where the file does not say."""
+def read_common(raw: ConfigJson, longest: int, eps: float = 1e-6, theta: float = 10000.0) -> ModelConfig:
+    """What the relatives share. longest, eps, theta: what holds where the file does not say."""
     raw = {"max_position_embeddings": longest, "rms_norm_eps": eps} | raw
-    return ModelConfig(**read_keys(KEYS, raw), **read_rope(raw, raw["max_position_embeddings"]))
+    return ModelConfig(**read_keys(KEYS, raw), **read_rope(raw, raw["max_position_embeddings"], theta))
 
 
 def write_common(config: ModelConfig) -> ConfigJson:
