@@ -90,9 +90,9 @@ class ScheduleConfig:
 
     Args:
         name: constant, linear, cosine, or wsd (warm-up, stable, decay). All of them begin with a warm-up. Or the import path of a function
-            of a step's number, from 1, that returns what the learning rate is multiplied by; it gets steps, warmup_steps, decay_steps and
+            of a step's number, from 1, that returns the factor of the learning rate; it gets steps, warmup_steps, decay_steps and
             minimum where its signature names them.
-        steps: the steps of the whole run.
+        steps: the length of the whole run; in the trainer it is always the setting `steps`.
         warmup_steps: steps until the peak learning rate is reached; 0 for no warm-up.
         decay_steps: steps of wsd's decay at the end.
         minimum: the learning rate at the end of a decay, as a fraction of the peak.

@@ -20,11 +20,11 @@ class MadeConfig:
     """Pairs that code makes by a hidden preference, and held-out prompts whose answers it judges.
 
     Args:
-        pairs: how many to train on; held-out pairs are taken from them.
+        pairs: number of pairs, from which held-out pairs are split off.
         prompts: held-out prompts, which occur in no pair.
-        seed: of the set.
-        flipped: share of the pairs whose labels are switched, as annotators err.
-        file: held-out prompts of your own, one JSON object a line with kind, prompt, answer and check; null for the set's own.
+        seed: seed of the generated set.
+        flipped: label noise: share of the pairs whose labels are switched.
+        file: your own held-out prompts, one JSON object a line with kind, prompt, answer and check; null for generated ones.
     """
 
     pairs: Annotated[int, Bounds(ge=40)] = 3000
@@ -77,7 +77,7 @@ class DPOConfig:
 
     Args:
         loss: dpo, its relatives on pairs, or kto on single answers; see `shared.preference.relatives`.
-        beta: dpo, robust, hinge, ipo, kto: what moving away from the reference costs. simpo: what multiplies mean log-probabilities (2 to
+        beta: dpo, robust, hinge, ipo, kto: the strength of the KL penalty. simpo: the factor of mean log-probabilities (2 to
             10 in the paper). orpo: the weight of the odds ratio.
         label_smoothing: dpo (then cDPO) and robust: the share of labels that are taken to be wrong.
         per_token: dpo, robust, hinge, ipo: divide each log-probability by its answer's number of tokens. simpo and orpo always do.

@@ -64,16 +64,16 @@ class PPOConfig(RolloutConfig):
     """PPO on answers: the fields of a rollout, and these.
 
     Args:
-        clip: how far a token's ratio may move before nothing more is gained.
-        value_clip: how far a value may move from the rollout's before nothing more is gained.
-        value_coefficient: what the value loss counts beside the policy loss; 0 leaves the value head as it is.
-        gamma: of generalized advantage estimation.
-        lam: of the same, how much of later differences an advantage takes in.
-        kl_coefficient: what moving away from the reference costs, for each nat.
-        target_kl: nats for each answer, to which the coefficient adapts (Ziegler et al. 2019, section 2.2); None to keep it.
+        clip: clip range of the probability ratio of a token (epsilon).
+        value_clip: clip range of a value around the rollout's.
+        value_coefficient: weight of the value loss; 0 leaves the value head as it is.
+        gamma: discount of generalized advantage estimation (GAE).
+        lam: lambda of GAE: the weight of later temporal differences in an advantage.
+        kl_coefficient: weight of the KL penalty to the reference, per nat.
+        target_kl: nats per answer to which the coefficient adapts (Ziegler et al. 2019, section 2.2); null for a fixed coefficient.
         kl_horizon: answers in which an adaptive coefficient moves by at most 20 %.
-        unended_penalty: subtracted from the score of an answer that drew no token that ends it.
-        whiten: bring the advantages of a rollout to mean 0 and deviation 1.
+        unended_penalty: subtracted from the score of a truncated answer (without an end token).
+        whiten: normalize the advantages of a rollout to mean 0 and deviation 1.
     """
 
     clip: PositiveFloat = 0.2

@@ -102,13 +102,13 @@ class RolloutConfig:
     """How answers are sampled, and how often they are trained on.
 
     Args:
-        prompts: of a rollout, over all ranks.
-        answers: to each prompt.
-        new_tokens: of an answer at most.
-        temperature: of sampling, and of the log-probabilities that are compared.
-        rows: answers that are drawn at a time on each rank. Fewer need a smaller KV cache.
-        passes: over a rollout's answers.
-        minibatches: in each pass; each is one step.
+        prompts: prompts per rollout, over all ranks.
+        answers: answers sampled for each prompt.
+        new_tokens: the largest number of tokens in an answer.
+        temperature: temperature of sampling and of the log-probabilities in the loss.
+        rows: generation batch size on each rank. Fewer rows need a smaller KV cache.
+        passes: epochs over a rollout's answers.
+        minibatches: minibatches in each epoch; each is one step.
         gather: of fully sharded weights, once for a rollout, or block by block for each token, which is slower and holds little more than
             the shards; auto gathers once where whole weights and the cache fit on every rank.
     """

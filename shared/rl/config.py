@@ -24,11 +24,11 @@ class TaskPolicyConfig(GRPOConfig):
         reference: keep the first model beside the trained one, or use the policy without its adapter, to measure how far the policy moves
             from it. It costs a pass over each rollout, and kl_coefficient needs it.
         tasks: what is answered.
-        rewards: what is added up for an answer.
-        reward_seconds: that the reward of one answer may take.
+        rewards: the rewards whose weighted sum an answer gets.
+        reward_seconds: timeout for the reward of one answer, in seconds.
         reward_failed: what a reward counts as that raises, hangs or gives no finite number; null to end the run. A reward model
             that raises ends it in any case: that says nothing of single answers.
-        held_out_answers: that are drawn to each held-out task before training and after, for pass@k; 0 for none.
+        held_out_answers: answers sampled for each held-out task before and after training, for pass@k; 0 for none.
     """
 
     reference: bool = True

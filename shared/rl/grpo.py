@@ -50,29 +50,29 @@ class GRPOConfig(RolloutConfig):
     """GRPO on answers: the fields of a rollout, of which `answers` is the size of a group, and these.
 
     Args:
-        clip_low: how far a ratio may fall below 1 before nothing more is gained. Ratios of whole answers move far less than those of
+        clip_low: clip range of the probability ratio below 1. Ratios of whole answers move far less than those of
             tokens: 0.0003 for level sequence (Zheng et al. 2025).
-        clip_high: how far it may rise above 1; 0.0004 for level sequence.
-        level: whose ratio is clipped, a token's or a whole answer's (GSPO).
-        scale: what advantages are divided by, the deviation of the group or of the batch, or none.
-        aggregation: what the loss is a mean over.
-        kl_coefficient: what moving away from the reference costs, for each nat; 0 needs no reference.
-        kl_estimator: of the KL divergence to the reference.
+        clip_high: clip range above 1; 0.0004 for level sequence.
+        level: clip the ratio of a token, or of a whole answer (GSPO).
+        scale: divide advantages by the deviation of the group or of the batch, or by nothing.
+        aggregation: the loss is a mean over tokens, over sequences, or divided by a constant.
+        kl_coefficient: weight of the KL penalty to the reference, per nat; 0 needs no reference.
+        kl_estimator: estimator of the KL divergence to the reference.
         kl_in: loss, or reward. The gradient of the divergence over whole answers comes with reward and k1.
         kl_times_ratio: multiply the estimate in the loss by the token's ratio. Its gradient is then that of each token's divergence;
             without the ratio that of k1 is 0 on average, and that of k3 another one.
         mask_truncated: learn nothing from answers that were cut off. They count as answers of a mean all the same.
         overlong_tokens: in the last so many of new_tokens an answer loses more of its reward with each token (DAPO).
-        overlong_penalty: what the longest answer loses.
+        overlong_penalty: penalty of an answer of new_tokens tokens.
         rounds: how often prompts are drawn for a rollout at most, while groups are missing whose rewards differ (dynamic sampling); 1 takes
             what comes first.
         importance_limit: multiply a token's advantage by its probability under the trainer over that under the sampler, at most this; null
             where they are one policy in one precision.
         top_k: draw from so many likeliest tokens; null for all. This and the next three change what is drawn from, and not what is trained:
             they need importance_limit. Tokens that are cut off are never drawn, so nothing is learned about them.
-        top_p: draw from the likeliest tokens that reach this probability together; null for all.
-        min_p: draw from tokens of at least this share of the likeliest one's probability; null for all.
-        repetition_penalty: what positive logits of tokens that stand in the text already are divided by; 1 for nothing.
+        top_p: nucleus sampling: sample from the most likely tokens that reach this probability together; null for all.
+        min_p: sample from tokens of at least this share of the most likely one's probability; null for all.
+        repetition_penalty: divides positive logits of tokens that the text already has; 1 for none.
     """
 
     answers: Annotated[int, Bounds(ge=2)] = 8

@@ -42,9 +42,9 @@ class MadeTasks:
 
     Args:
         kinds: sum, count, function, list, upper_case, json and signature, or some of them; in turn.
-        digits: of a sum's numbers at most.
-        training: how many there are to learn from.
-        seed: of the set.
+        digits: the largest number of digits in a sum's numbers.
+        training: number of training tasks.
+        seed: seed of the generated set.
     """
 
     kinds: tuple[Kind, ...] = ("sum", "count", "function")
@@ -64,10 +64,10 @@ class TasksConfig:
 
     Args:
         sources: files or hub datasets with a prompt and an answer in each record; the set is made where there are none.
-        prompt_field: what the prompt is named there.
+        prompt_field: the record's field with the prompt.
         answer_field: what the answer is named; of one with ####, as GSM8K has them, what stands behind it counts.
         check: number, exact, math, json, python or code, for records without a field `check`.
-        held_out: prompts that are answered before training and after, and never trained on; 0 for none.
+        held_out: held-out tasks, answered before and after training; 0 for none.
         made: the set that is made.
     """
 

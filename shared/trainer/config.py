@@ -40,38 +40,38 @@ class TrainerConfig:
     """Train a language model.
 
     Args:
-        mode: what is trained for. pretrain predicts the next token of text. The others begin with the weights of start_from: sft answers in
-            conversations; reward makes a model of which answers are preferred, and dpo one that gives them, both from pairs; ppo makes one
-            that a reward model likes; grpo one whose answers a program finds right.
+        mode: the training objective. pretrain predicts the next token of text. The others start from the weights of start_from: sft
+            (supervised fine-tuning) trains on answers in conversations; reward trains a reward model on preference pairs; dpo trains the
+            policy on preference pairs; ppo optimizes the score of a reward model; grpo optimizes verifiable rewards.
         start_from: weights to start from: a folder of Hugging Face's format, a run's folder, or a checkpoint. It decides the model (the
-            section may change attention, dropout and RoPE's length alone) and, where none is given, the tokenizer; null for random weights.
-        start_config: a configuration beside this file, of a smaller model that is trained first where start_from is not there yet; null to
-            refuse a start_from that is not there.
-        continue_from: a run, or one of its checkpoints, that is continued in another folder with all of its state: weights, the optimizer's
-            state, the step and the place in the data. start_from takes weights alone, and begins at step 0.
+            section may change only attention, dropout and RoPE's length) and, unless one is given, the tokenizer; null for random weights.
+        start_config: a configuration beside this file that trains a smaller model first if start_from does not exist yet; null to refuse
+            a start_from that does not exist.
+        continue_from: a run, or one of its checkpoints, to continue in a new folder with its whole state: weights, optimizer state, step
+            and position in the data. start_from loads only weights, and starts at step 0.
         continue_with: settings that are allowed to differ from the run being resumed, such as steps,optimizer.lr; or sections, such as
-            schedule. Any other difference from the run that is there is refused.
+            schedule. Any other difference is refused.
         impl: whose exercises run: the solutions, yours, or yours where their check passed.
         steps: training steps.
-        seed: of the initial weights, the order of the data, dropout and the samples.
-        data: the text, and how it becomes batches. With other modes than pretrain, prepare and fim mean nothing.
+        seed: seed of the initial weights, the order of the data, dropout and sampling.
+        data: the text, and how it becomes batches. prepare and fim are read in mode pretrain alone.
         chats: with mode sft, the conversations; with mode grpo, their template and system prompt.
-        instructions: with mode sft, conversations made on the spot where there are no others, and held-out tasks.
+        instructions: with mode sft, generated conversations if chats has no sources, and held-out tasks.
         preferences: with modes reward, dpo and ppo, pairs of answers and held-out prompts.
         reward: with mode reward, the loss.
         dpo: with mode dpo, the loss.
         ppo: with mode ppo, the rollouts, the loss and the reward.
         grpo: with mode grpo, the tasks, the rollouts, the loss and the rewards.
-        adapter: with other modes than pretrain, what is trained in place of the weights; null to train all of them.
+        adapter: in the modes that fine-tune, train an adapter over frozen weights; null for full fine-tuning.
         model: the model; the vocabulary's size is the tokenizer's.
-        objective: a loss of your own by import path, called with the model, a micro-batch and the mode's own objective; null for that one.
-        optimizer: which optimizer, with what.
-        schedule: how the learning rate moves; its steps are the run's.
-        precision: of the matrix products; auto measures whether bfloat16 is faster here. Weights are float32.
-        max_grad_norm: the longest gradient that is stepped with; null for no clipping.
+        objective: your own loss by import path, called with the model, a micro-batch and the mode's objective; null for the mode's.
+        optimizer: the optimizer and its hyperparameters.
+        schedule: the learning rate schedule; its length is `steps`.
+        precision: dtype of matrix products (mixed precision); auto measures whether bfloat16 is faster here. Weights are float32.
+        max_grad_norm: gradient clipping: the largest norm of the whole gradient; null for no clipping.
         parallel: how the run is parallelized over processes, which torchrun starts.
         elastic: whether the data axes shrink and grow with the ranks that torchrun starts, at each start (`shared.trainer.launch.elastic`).
-        engine: how the run is watched, saved and ended.
+        engine: logging, evaluation, checkpoints and early stopping.
         report: what the report shows.
     """
 
@@ -105,7 +105,7 @@ class TrainerConfig:
 
     @property
     def virtual_tokens(self) -> int:
-        """How many trained vectors stand before each conversation."""
+        """Number of trained vectors (soft prompt) before each conversation."""
         return self.adapter.virtual_tokens if self.adapter and self.adapter.kind != "lora" else 0
 
     @classmethod

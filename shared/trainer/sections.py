@@ -27,14 +27,14 @@ class DataConfig:
 
     Args:
         prepare: sources, cleaning, tokenizer.
-        prepared: the folder in which prepared text is kept, for every run that asks for the same.
-        seq: tokens that a row predicts.
+        prepared: cache of prepared text, shared by all runs with the same settings.
+        seq: sequence length: tokens that a row predicts.
         batch_size: the global batch size: rows in a step, over all micro-batches and ranks. Rollouts have their own (ppo.minibatches).
-        micro_batch_size: rows in one forward and backward of a rank; where its share of the batch is smaller, the share.
-        fim: how often a document's middle is moved to its end.
-        strategy: how documents are packed into rows.
-        epochs: how often the text may be gone through; null for as often as the steps need.
-        held_out_rows: rows of held-out text in an evaluation during training; null for all. The last one has report.held_out_rows.
+        micro_batch_size: rows in one forward and backward pass of a rank; at most its share of the batch.
+        fim: fill-in-the-middle: how often a document's middle is moved to its end.
+        strategy: sequence packing: how documents are packed into rows.
+        epochs: the largest number of passes over the text; null for as many as the steps need.
+        held_out_rows: rows of held-out text per evaluation during training; null for all. The last evaluation has report.held_out_rows.
     """
 
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
@@ -63,13 +63,13 @@ class DataConfig:
 @dataclass
 @checked
 class InstructionConfig:
-    """The instruction set that is made on the spot, and the held-out tasks (`shared.finetune.instructions`).
+    """Generated instructions and held-out tasks (`shared.finetune.instructions`).
 
     Args:
-        examples: conversations made to train on, where chats.sources is empty.
-        tasks: held-out tasks whose accuracy the report shows, before and after; 0 for none.
-        seed: of the set.
-        file: held-out tasks of your own, one JSON object a line with kind, prompt, answer and check; null for those of the set.
+        examples: training conversations to generate if chats.sources is empty.
+        tasks: held-out tasks whose accuracy the report shows, before and after training; 0 for none.
+        seed: seed of the generated set.
+        file: your own held-out tasks, one JSON object a line with kind, prompt, answer and check; null for generated ones.
     """
 
     examples: PositiveInt = 8000
@@ -91,10 +91,10 @@ class ReportConfig:
 
     Args:
         prompts: texts that the model continues.
-        completions: gaps in held-out files that the model fills, from the text on both sides.
-        new_tokens: at most, for each prompt.
-        temperature: of the prompts' samples; 0 takes the likeliest token. Gaps are always filled with the likeliest.
-        top_k: how many of the likeliest tokens a sample draws from; null for all.
+        completions: number of gaps in held-out files that the model fills (infilling).
+        new_tokens: the largest number of tokens that it generates for a prompt.
+        temperature: sampling temperature for the prompts; 0 for greedy decoding, which gaps are always filled with.
+        top_k: sample from this many most likely tokens; null for all.
         export: also write the model in Hugging Face's format.
         held_out_rows: rows of held-out text in the last evaluation; null for all.
     """
@@ -116,9 +116,9 @@ class PolicyConfig(PPOConfig):
     """PPO: rollouts, losses, and what rewards answers. The first fields are chapter 11's (`shared.preference.ppo`).
 
     Args:
-        reward: model, or gold for the hidden preference itself, which only prompts that are made on the spot have.
+        reward: model for a reward model; gold for the hidden preference itself, which only generated prompts have.
         reward_model: with reward model, the folder of a run with mode reward, or of transformers' sequence classification.
-        reward_config: a configuration beside this file that trains a reward model where reward_model is not there yet; null to refuse that.
+        reward_config: a configuration beside this file that trains a reward model if reward_model does not exist yet; null to refuse that.
     """
 
     reward: Literal["model", "gold"] = "model"
