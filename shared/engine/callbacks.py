@@ -2,20 +2,94 @@
 
 A callback is called at each event of a step, in order, and reads the engine; logging, trackers, early stopping, profiling, dumps and
 learning-rate schedules are all callbacks. One that changes from step to step says so in `state_dict`, and a resumed run restores
-that state.
+that state. What callbacks may read of a run is a `RunState`: they are below the engine, which is one.
 """
 
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shared.course.errors import CourseError
-from shared.engine.run_state import RunState
 
-if TYPE_CHECKING:
-    from shared.totals import Batch  # which needs torch, as a tracker that reads a file does not
+if TYPE_CHECKING:  # all that needs torch, as a tracker whose file is read does not
+    import torch
+    from rich.console import Console
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from shared.totals import Batch, Objective, Totals
+
+
+class Ranks(Protocol):
+    """What callbacks may ask of the processes that train together: a part of `shared.engine.strategy.Strategy`, which says more of each."""
+
+    rank: int
+    size: int
+    data_size: int
+    module: "nn.Module"
+    grad_params: "nn.Module"
+    measured: "Tensor | None"
+
+    def norms(self, groups: "Mapping[str, Mapping[str, Tensor | None]]") -> "dict[str, Tensor]": ...
+
+    def sum(self, totals: "Totals") -> "Totals": ...
+
+    def gather_stages(self, metrics: Mapping[str, float]) -> dict[str, float]: ...
+
+    def full_weights(self) -> "dict[str, Tensor]": ...
+
+
+class RunState:
+    """The state of a run of the engine.
+
+    Attributes:
+        strategy: the processes that train together.
+        model, optimizer, objective: what is trained, and on which loss; the model is what objectives call.
+        config: how the run is watched, saved and ended (`shared.engine.config.EngineConfig`). output: the run's folder.
+        console: where the run speaks. device: where the model is.
+        step, steps: how many are done, and how many are wanted.
+        began_at, saved_at, evaluated_at: the steps at which this process began, and of the last checkpoint and evaluation; -1 for none.
+        microbatches: of the step that runs. timings: seconds by phase of the last step.
+        totals: of the step, reduced over ranks; None before the first one. token_count, loss: its valid tokens, and their mean loss.
+        grad_norm: of the mean loss's gradient, before clipping; times the loss scale, where there is one.
+        validation: totals of the last evaluation; None before the first one.
+        log_due: whether the step that runs, or has just run in `on_step`, is one that is logged.
+        stopped: why the run ended early; None where it did not. leaving: whether it ends because it was asked to, in any of its processes.
+        saver, parts: what writes checkpoints, and name -> whatever else they keep.
+    """
+
+    strategy: Ranks
+    model: "nn.Module"
+    optimizer: "Optimizer"
+    objective: "Objective"
+    config: Any
+    output: Path
+    console: "Console"
+    device: "torch.device"
+    step: int
+    steps: int
+    began_at: int
+    saved_at: int
+    evaluated_at: int
+    microbatches: "Sequence[Batch]"
+    timings: dict[str, float]
+    totals: "Totals | None"
+    token_count: int
+    loss: float
+    grad_norm: float
+    validation: "Totals | None"
+    stopped: str | None
+    saver: Any
+    parts: dict[str, Any]
+    log_due: bool
+    leaving: bool
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, saved, with `reason` shown."""
+
 
 Metrics = dict[str, float]  # name -> value; names like `train/loss`, grouped before the slash
 FAILURES = "trackers.log"  # in the run's folder: the tracebacks of expendable callbacks that failed

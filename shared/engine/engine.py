@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shared.batches import as_batch, as_microbatches
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Callbacks, Metrics, metric_name
+from shared.engine.callbacks import Callback, Callbacks, Metrics, RunState, metric_name
 from shared.engine.checkpoint.folder import CheckpointError
 from shared.engine.compiling import compile_model
 from shared.engine.config import EngineConfig
@@ -29,7 +29,6 @@ from shared.engine.stopping import ShutdownRequest
 from shared.engine.checkpoint.snapshot import Stateful
 from shared.engine.checkpoint.saver import CALLBACK, remember_rates
 from shared.engine.metrics.accumulator import MetricAccumulator, PhaseTimer
-from shared.engine.run_state import RunState
 from shared.engine.strategy import Strategy
 from shared.loop import accumulate_gradients, apply_update, evaluate, train
 from shared.loss import next_token_objective

@@ -13,8 +13,7 @@ from types import FrameType
 from typing import Any
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Metrics
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, Metrics, RunState
 
 
 class ShutdownRequest:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.engine.callbacks import Callback, Metrics
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, Metrics, RunState
 from shared.model.config import ModelConfig
 from shared.model.roles import experts_of, role_of
 from shared.moe.layer import MixtureLayer, mixture_layers

@@ -16,8 +16,7 @@ from torch import nn
 
 from shared.course.binding import exercise
 from shared.course.bounds import Bounds, Fraction, PositiveFloat, PositiveInt, checked
-from shared.engine.callbacks import Callback, Metrics
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, Metrics, RunState
 from shared.model.transformer import set_loss_scale
 from shared.totals import Batch, Objective, Runner, Totals
 

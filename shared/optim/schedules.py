@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from shared.course.binding import exercise
 from shared.course.errors import CourseError
 from shared.course.extensions import bound, is_import_path
-from shared.engine.callbacks import Callback
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, RunState
 from shared.optim.config import ScheduleConfig
 
 

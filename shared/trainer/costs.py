@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from shared.engine.callbacks import Callback, Metrics
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, Metrics, RunState
 from shared.parallel.comm.trace import CommTrace
 from shared.totals import bits_per_byte
 

@@ -10,7 +10,7 @@ from torch import nn
 from shared.course.paths import CHECKOUT
 from shared.engine.config import EngineConfig
 from shared.engine.engine import RuntimeEngine
-from shared.engine.run_state import Ranks, RunState
+from shared.engine.callbacks import Ranks, RunState
 from shared.engine.strategy import Strategy
 
 OF_A_RUN, OF_RANKS = ({name for name in (*of.__annotations__, *vars(of)) if not name.startswith("_")} for of in (RunState, Ranks))

@@ -27,10 +27,9 @@ from torch import Tensor, nn
 
 from shared.course.errors import CourseError
 from shared.engine.checkpoint.atomic import atomic_save
-from shared.engine.callbacks import Callback, Metrics
+from shared.engine.callbacks import Callback, Metrics, RunState
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.engine.checkpoint.snapshot import weights_of
-from shared.engine.run_state import RunState
 from shared.loop import evaluate
 from shared.output_files import writing
 from shared.tensor_files import save_tensors

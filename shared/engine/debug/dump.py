@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from shared.course.errors import CourseError
 from shared.engine.debug.anomalies import BrokenStep
 from shared.engine.checkpoint.atomic import atomic_save
-from shared.engine.callbacks import Callback
+from shared.engine.callbacks import Callback, RunState
 from shared.engine.debug.statistics import activation_statistics, magnitude_histogram
-from shared.engine.run_state import RunState
 from shared.engine.trackers.jsonl import from_json, to_json
 from shared.loop import evaluate
 from shared.model.roles import experts_of, role_of

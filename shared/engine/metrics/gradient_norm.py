@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from shared.course.binding import exercise
-from shared.engine.callbacks import Callback, Metrics
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, Metrics, RunState
 from shared.model.roles import parameters_by_role
 
 

@@ -13,8 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, RunState
 from shared.output_files import writing
 from shared.totals import Batch
 

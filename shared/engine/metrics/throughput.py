@@ -14,9 +14,8 @@ import psutil
 import torch
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Metrics
+from shared.engine.callbacks import Callback, Metrics, RunState
 from shared.engine.metrics.flops import mfu, model_flops_per_token
-from shared.engine.run_state import RunState
 from shared.model.config import ModelConfig
 from shared.totals import Batch
 

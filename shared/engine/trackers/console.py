@@ -3,8 +3,7 @@
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shared.engine.callbacks import Callback, Metrics
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, Metrics, RunState
 
 # metric -> its format. A metric that a run does not measure is left out.
 SHOWN = {

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Metrics
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, Metrics, RunState
 from shared.output_files import write_atomically, writing
 
 

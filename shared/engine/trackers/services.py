@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared.course.errors import CourseError
-from shared.engine.callbacks import Callback, Metrics
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, Metrics, RunState
 
 Settings = dict[str, Any]
 

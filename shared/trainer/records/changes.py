@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 from shared.course.errors import CourseError
 from shared.course.typed import configured, keys_of
 from shared.data.tokenizer import TextTokenizer
-from shared.engine.callbacks import Callback
+from shared.engine.callbacks import Callback, RunState
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.engine.checkpoint.optimizer_state import LOADER, OF_THIS_RUN, OPTIMIZER
-from shared.engine.run_state import RunState
 from shared.optim.config import ScheduleConfig
 from shared.optim.schedules import factor_at
 from shared.trainer import provenance

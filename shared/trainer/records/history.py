@@ -12,8 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.engine.callbacks import Callback
-from shared.engine.run_state import RunState
+from shared.engine.callbacks import Callback, RunState
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.config import layout_name
 from shared.parallel.processes.torchrun import broken_connections_named, whole_number
