@@ -30,10 +30,10 @@ def cached_attention(
 ) -> Tensor:
     """Attention of new tokens over a KV cache, which takes in their keys and values.
 
-    Row b of the cache holds `lengths[b]` tokens at the places 0, 1, ... Its new token i comes to the place lengths[b] + i, and looks at
-    itself and at every place before it; with a window, at the last `window` places of these alone. What stands behind a row's tokens is
+    Row b of the cache holds `lengths[b]` tokens at the places 0, 1, ... Its new token i comes to the place lengths[b] + i, and attends to
+    itself and to every place before it; with a window, to the last `window` places of these alone. What comes after a row's tokens is
     left over from earlier rows: finite numbers, up to 1e30 in size, which must have no effect. Query heads share key-value heads as in
-    chapter 02's `grouped_query_attention`: head h looks at key-value head h // (H / K).
+    chapter 02's `grouped_query_attention`: head h uses key-value head h // (H / K). Scores of float64 inputs are float64.
 
     Args:
         queries: [rows, H, new, d], one or more new tokens of each row.
@@ -147,8 +147,8 @@ def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tenso
         scale: "group", "batch" or "none".
 
     Returns:
-        [answers] in the dtype of `rewards`; computed by torch in at least float32, for all groups at once, without a tensor
-        [answers, answers].
+        [answers] in the dtype of `rewards`; computed by torch in at least float32, for all groups at once, in a dozen tensors of
+        this size at most.
 
     Raises:
         ValueError: the group does not divide the answers, or is below 1; another scale.

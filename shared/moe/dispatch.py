@@ -48,7 +48,7 @@ def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     No loop runs over tokens, and no more is held at a time than a few tensors of the size of `rows`.
 
     Args:
-        rows: [tokens * k, D], in the order of `dispatch`; 0 for dropped choices.
+        rows: [tokens * k, D], in the order of `dispatch`; 0 for dropped choices. There may be no tokens.
         order: [tokens * k] int64, as `dispatch` returned it.
         weights: [tokens, k].
 

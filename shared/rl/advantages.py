@@ -30,8 +30,8 @@ def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tenso
         scale: "group", "batch" or "none".
 
     Returns:
-        [answers] in the dtype of `rewards`; computed by torch in at least float32, for all groups at once, without a tensor
-        [answers, answers].
+        [answers] in the dtype of `rewards`; computed by torch in at least float32, for all groups at once, in a dozen tensors of
+        this size at most.
 
     Raises:
         ValueError: the group does not divide the answers, or is below 1; another scale.

@@ -23,10 +23,10 @@ def cached_attention(
 ) -> Tensor:
     """Attention of new tokens over a KV cache, which takes in their keys and values.
 
-    Row b of the cache holds `lengths[b]` tokens at the places 0, 1, ... Its new token i comes to the place lengths[b] + i, and looks at
-    itself and at every place before it; with a window, at the last `window` places of these alone. What stands behind a row's tokens is
+    Row b of the cache holds `lengths[b]` tokens at the places 0, 1, ... Its new token i comes to the place lengths[b] + i, and attends to
+    itself and to every place before it; with a window, to the last `window` places of these alone. What comes after a row's tokens is
     left over from earlier rows: finite numbers, up to 1e30 in size, which must have no effect. Query heads share key-value heads as in
-    chapter 02's `grouped_query_attention`: head h looks at key-value head h // (H / K).
+    chapter 02's `grouped_query_attention`: head h uses key-value head h // (H / K). Scores of float64 inputs are float64.
 
     Args:
         queries: [rows, H, new, d], one or more new tokens of each row.
