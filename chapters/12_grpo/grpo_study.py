@@ -148,7 +148,7 @@ def measured(model: Any, start: Any, tasks: Any, seed: int) -> dict[str, float]:
     from chapters import checked_run
     from shared.preference.rollout import AnswerRows
     from shared.preference.value_head import token_scores
-    from shared.rl.pass_at_k import mean_pass_at_k
+    from shared.rl.examination import mean_pass_at_k
 
     most = TRIES[-1]
     samples, right = checked_run.samples_of(model, tasks, tasks.held_out[:ASKED], most, seed)

@@ -92,7 +92,7 @@ def kept_start(config: RunConfig, tasks: Any, console: Any) -> Any:
 def accuracies(model: Any, tasks: Any, config: RunConfig) -> dict[str, float]:
     """Greedy accuracy and pass@k of a model on held-out tasks."""
     from chapters import checked_run
-    from shared.rl.pass_at_k import mean_pass_at_k
+    from shared.rl.examination import mean_pass_at_k
 
     _, right = checked_run.samples_of(model, tasks, tasks.held_out[:ASKED], TRIES[-1], config.seed)
     found = {"greedy": checked_run.accuracy(model, tasks, tasks.held_out)}

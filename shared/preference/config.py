@@ -76,7 +76,7 @@ class DPOConfig:
     """The loss on preferences.
 
     Args:
-        loss: dpo, its relatives on pairs, or kto on single answers; see `shared.preference.relatives`.
+        loss: dpo, its relatives on pairs, or kto on single answers; see `shared.preference.dpo`.
         beta: dpo, robust, hinge, ipo, kto: the strength of the KL penalty. simpo: the factor of mean log-probabilities (2 to
             10 in the paper). orpo: the weight of the odds ratio.
         label_smoothing: dpo (then cDPO) and robust: the share of labels that are taken to be wrong.

@@ -17,7 +17,7 @@ from shared.preference.log_probs import (
     sequence_log_probs,
     token_shares,
 )
-from shared.preference.relatives import (
+from shared.preference.dpo import (
     hinge_loss,
     ipo_loss,
     kto_loss,

@@ -3,6 +3,7 @@
 One examination serves the report of a run, the stages of a pipeline and `course eval`, so that their figures mean the same.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,13 +15,39 @@ from shared.finetune.soft_prompts import virtual_ids
 from shared.model.init import stream_seed
 from shared.rl.code_reward import CodeReward
 from shared.rl.generation import Drawing, generate_tokens, stop_strings
-from shared.rl.pass_at_k import pass_at_k
 from shared.rl.rewards import RewardPart, RewardSet
 from shared.sampling import evaluating
 
 Check = Callable[[Sequence[Task], Sequence[str]], list[float]]  # tasks and an answer to each -> the scores; 1 is right
 Advance = Callable[[int], None]  # called with how many more requests are done
 GREEDY = Drawing(temperature=0.0)
+
+
+def pass_at_k(answers: int, right: int, k: int) -> float:
+    """The unbiased estimate from n answers, of which c are right: 1 - C(n - c, k) / C(n, k).
+
+    It is the share of all choices of k of the n answers that hold a right one. 1 - (1 - c/n)^k, which suggests itself, is too small on
+    average.
+
+    Args:
+        answers: n, at least k.
+        right: c of them.
+        k: at least 1.
+
+    Raises:
+        ValueError: numbers that cannot be.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4)
+    (0.25, 0.5, 0.0)
+    """
+    if not (0 <= right <= answers and 1 <= k <= answers):
+        raise ValueError(f"pass@{k} of {answers} answers, {right} right: k must be 1 to the number of answers, of which so many are right.")
+    return 1 - math.comb(answers - right, k) / math.comb(answers, k)
+
+
+def mean_pass_at_k(right: Sequence[int], answers: int, k: int) -> float:
+    """Mean over prompts. right: of each prompt's answers, so many are right."""
+    return sum(pass_at_k(answers, each, k) for each in right) / len(right)
 
 
 def silent(count: int) -> None:
@@ -117,6 +144,7 @@ class Examination:
         return {k: [pass_at_k(self.samples, count, k) for count in right] for k in powers}
 
     def mean_pass_at_k(self, model: nn.Module, advance: Advance = silent) -> dict[int, float]:
+        """k -> the mean over tasks."""
         return {k: sum(found) / len(found) for k, found in self.pass_at_k(model, advance).items()}
 
     def generated(

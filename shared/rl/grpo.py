@@ -1,4 +1,4 @@
-"""Chapter 12. Group relative policy optimization (GRPO) with its variants DAPO, Dr. GRPO and GSPO: advantages and loss of a rollout.
+"""Chapter 12. Group relative policy optimization (GRPO) and its variants DAPO, Dr. GRPO and GSPO: advantages, loss, dynamic sampling.
 
     reward of an answer    its score - what being overlong costs - kl_coefficient * its KL estimate, with kl_in "reward"
     advantage              the same for all its tokens: better or worse than the other answers to the prompt (`group_advantages`)
@@ -14,6 +14,9 @@ gradient is the same however the answers are cut into micro-batches and ranks:
 
 In the first step after a rollout all ratios are 1, and the advantages of a group add up to 0. With `sequence` the loss is then 0, and near
 to it otherwise; its gradient is that of the ratios, and not 0.
+
+Answers of a group that are all right, or all wrong, have no advantage over one another, and teach nothing. Dynamic sampling (Yu et al.
+2025, `GroupLoader`) samples answers to further prompts while too few groups have differing rewards.
 
 Left out on purpose: a bonus for entropy, clipping from above of ratios with a negative advantage, and stop strings in rollouts: an answer
 that a string ends has drawn no token that ends it, and would not learn to.
@@ -31,10 +34,10 @@ from shared.engine.callbacks import Metrics
 from shared.loss import IGNORED
 from shared.preference.log_probs import sequence_log_probs, token_shares
 from shared.preference.ppo import LARGEST_MOVE
-from shared.preference.rollout import Rollout, RolloutConfig
+from shared.preference.rollout import OpenRollout, Rollout, RolloutConfig, Sample
+from shared.preference.rollouts import RolloutLoader
 from shared.preference.value_head import token_scores
-from shared.rl import advantages as group_relative
-from shared.rl import policy_loss
+from shared.rl import advantages as group_relative, policy_loss
 from shared.rl.advantages import Scale
 from shared.rl.generation import Drawing
 from shared.rl.policy_loss import Estimator, Level
@@ -240,3 +243,42 @@ def require_own_samples(moved: float) -> None:
             f"The sampler's log-probabilities differ from the trainer's by {moved:+.3f} nats a token: it draws from another distribution, "
             "by its temperature, top_k, top_p or precision. Let both be the same, or give importance_limit, which weighs the difference."
         )
+
+
+class GroupLoader(RolloutLoader):
+    """The loader of a `GRPOConfig`'s rollouts: up to `rounds` times it samples answers to as many prompts as a rollout has.
+
+    Groups whose scores differ are kept, in the order of their prompts; surplus groups are discarded. If there are too few in the end,
+    groups of the last round fill the rollout. The position holds which prompts come next, so a resumed run continues as any other.
+
+    Metrics in addition to the rollout's: `rounds`, and `zero_variance`, of all groups that were drawn.
+    """
+
+    config: GRPOConfig
+
+    def answered(self, device: torch.device) -> list[Sample]:
+        size, wanted, kept, drawn = self.config.answers, self.config.prompts, [], 0
+        for number in range(self.config.rounds):
+            if number:
+                self.position += wanted
+            try:
+                samples = super().answered(device)
+            except CourseError:
+                self.position -= number * wanted  # a resumed run samples this rollout again, from its first prompts
+                raise
+            groups = [samples[first : first + size] for first in range(0, len(samples), size)]
+            differ = differing(torch.tensor([sample.score for sample in samples], dtype=torch.float64), size).tolist()
+            drawn += sum(differ)
+            kept += [group for group, varied in zip(groups, differ, strict=True) if varied]
+            if len(kept) >= wanted:
+                break
+        kept = [*kept, *(group for group, varied in zip(groups, differ, strict=True) if not varied)][:wanted]
+        self.rounds = {"rounds": number + 1, "zero_variance": 1 - drawn / (wanted * (number + 1))}
+        return [sample for group in kept for sample in group]
+
+    def roll_out(self) -> OpenRollout:
+        opened = super().roll_out()
+        opened.metrics |= self.rounds
+        if self.reference is None:
+            del opened.metrics["kl_to_reference"]  # 0, and not measured
+        return opened

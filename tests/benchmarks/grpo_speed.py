@@ -33,8 +33,7 @@ from shared.parallel.parallelize import apply_parallel
 from shared.preference.reference import scorer
 from shared.preference.value_head import token_scores
 from shared.rl.generation import CachedSampler
-from shared.rl.groups import GroupLoader
-from shared.rl.grpo import GRPOAdvantages, GRPOConfig, GRPOObjective
+from shared.rl.grpo import GRPOAdvantages, GRPOConfig, GRPOObjective, GroupLoader
 
 PROMPT, ANSWERS, TOKENS, STEPS, LIMIT = 16, 8, 64, 4, 300
 

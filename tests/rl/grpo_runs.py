@@ -7,8 +7,7 @@ from ppo_runs import NEW_TOKENS, PPORun, watched
 
 from shared.parallel.comm.communicator import SingleRankCommunicator
 from shared.parallel.comm.threads import run_threads
-from shared.rl.groups import GroupLoader
-from shared.rl.grpo import GRPOAdvantages, GRPOConfig, GRPOObjective
+from shared.rl.grpo import GRPOAdvantages, GRPOConfig, GRPOObjective, GroupLoader
 
 SIZES = {"prompts": 4, "answers": 2, "new_tokens": NEW_TOKENS, "passes": 2, "minibatches": 1, "temperature": 0.8}
 GRPO = GRPOConfig(**SIZES, kl_coefficient=0.3, kl_times_ratio=True, mask_truncated=True, importance_limit=3.0)

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from shared.rl.pass_at_k import mean_pass_at_k, pass_at_k
+from shared.rl.examination import mean_pass_at_k, pass_at_k
 
 
 @pytest.mark.parametrize("answers", range(1, 9))

@@ -4,7 +4,7 @@
     acc             the choice with the largest log-likelihood is the right one
     acc_norm        the same, each divided by the characters of its choice, without the delimiter; acc_bytes: by its bytes
     exact_match     the likeliest answer passes the task's check
-    pass@k          at least one of k drawn answers does (`shared.rl.pass_at_k`)
+    pass@k          at least one of k drawn answers does (`shared.rl.examination`)
 
 The standard error of a mean, of bits per byte, or of the paired difference of two models:
 

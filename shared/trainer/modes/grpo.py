@@ -29,8 +29,7 @@ from shared.preference.rollouts import RolloutMetrics, require_prompts
 from shared.rl.code_reward import CodeReward
 from shared.rl.examination import Examination, compared
 from shared.rl.generation import Drawing
-from shared.rl.groups import GroupLoader
-from shared.rl.grpo import GRPOAdvantages, GRPOObjective
+from shared.rl.grpo import GRPOAdvantages, GRPOObjective, GroupLoader
 from shared.rl.rewards import TASK, RewardPart, RewardSet
 from shared.rl.tasks import open_tasks
 from shared.rl.verifiers import CODE

@@ -29,8 +29,7 @@ from shared.preference.sampler import Completion
 from shared.preference.value_head import token_scores, with_value_head
 from shared.rl import examination, rewards
 from shared.rl.config import TaskPolicyConfig
-from shared.rl.groups import GroupLoader
-from shared.rl.grpo import GRPOAdvantages, GRPOObjective
+from shared.rl.grpo import GRPOAdvantages, GRPOObjective, GroupLoader
 from shared.rl.rewards import RewardPart
 from shared.rl.tasks import MadeTasks, TasksConfig, open_tasks
 from shared.trainer.sections import PolicyConfig
