@@ -108,7 +108,7 @@ def layers_in_peft(model: TransformerModel, name: str = DEFAULT, model_type: str
 
 
 def lora_config(config: AdapterConfig, layers: Mapping[str, LayerUpdate], is_transposed: bool) -> dict[str, Any]:
-    """What adapter_config.json says of a LoRA."""
+    """The adapter_config.json of a LoRA."""
     alphas = {name: each.scaling * (math.sqrt(each.rank) if config.rank_stabilized else each.rank) for name, each in layers.items()}
     escaped = {name: re.escape(name) for name in layers}
     return {
@@ -128,7 +128,7 @@ def lora_config(config: AdapterConfig, layers: Mapping[str, LayerUpdate], is_tra
 
 
 def soft_config(config: AdapterConfig, model: ModelConfig) -> dict[str, Any]:
-    """What adapter_config.json says of virtual tokens."""
+    """The adapter_config.json of virtual tokens."""
     is_prefix = config.kind == "prefix"
     raw = {
         "num_virtual_tokens": config.virtual_tokens,
@@ -184,7 +184,7 @@ def load_adapter(
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of an adapter, and what the file's header says."""
+    """The tensors of an adapter, and the metadata of their file."""
     path = folder / TENSORS
     if not path.exists():
         pickled = " Its pickled weights could run code: save it with a newer peft." if (folder / "adapter_model.bin").exists() else ""
@@ -222,7 +222,7 @@ def load_soft(
 
 
 def set_values(model: TransformerModel, values: Mapping[str, Tensor]) -> None:
-    """Give parameters their values, or on the meta device what reads the slices that a process will hold."""
+    """Set the values of parameters, or on the meta device functions that read the slices of a process."""
     for name, value in values.items():
         parameter = model.get_parameter(name)
         if parameter.is_meta:

@@ -41,7 +41,7 @@ class Place:
 
     @property
     def endings(self) -> dict[str, str]:
-        """What is trained in it, and how the names of peft's tensors end."""
+        """The trained parts, and the endings of peft's tensor names."""
         return {what: names[self.ours[0].startswith("embedding.")] for what, names in ENDINGS.items()}
 
     @property
@@ -50,7 +50,7 @@ class Place:
         return self.entry is not None and self.entry.pack([torch.empty(self.rows, 1, device="meta") for _ in self.ours]).shape[0] == 1
 
     def stem(self, present: Collection[str]) -> str:
-        """What the names of its tensors begin with. present: the names of all layers that have an update."""
+        """The prefix of its tensors' names. present: the names of all layers that have an update."""
         return self.name
 
     def is_meant(self, parameters: Collection[str]) -> bool:

@@ -22,7 +22,7 @@ from shared.totals import Batch
 
 
 class BlockInput(NamedTuple):
-    """What a block gets of one batch: hidden states [batch, seq, D], the context, and [batch, seq] bool: which positions hold text."""
+    """The inputs of a block for one batch: hidden states [batch, seq, D], the context, and [batch, seq] bool: which positions hold text."""
 
     x: Tensor
     context: AttentionContext
@@ -89,7 +89,7 @@ def blocks_with_inputs(model: TransformerModel, batches: Iterable[Batch]) -> Ite
 
 @torch.no_grad()
 def first_input(model: TransformerModel, batch: Batch) -> BlockInput:
-    """What the first block gets: a forward pass in which no block is run."""
+    """The inputs of the first block, by a forward pass in which no block runs."""
     found: list[tuple[Tensor, AttentionContext]] = []
     run_block = model.stack.run_block
 

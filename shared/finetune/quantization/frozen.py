@@ -1,4 +1,4 @@
-"""Chapter 10. Frozen quantized linear layers, under any layout: what QLoRA's base is made of, and how its files are read slice by slice.
+"""Chapter 10. Frozen quantized linear layers, under any layout: what QLoRA's base is made of, and its files, read slice by slice.
 
     forward     y = x W^T       W is dequantized for the product, in the dtype of x, and then freed
     backward    dx = dy W       W is dequantized again
@@ -90,7 +90,7 @@ class FrozenLinear(nn.Module):
         return FrozenProduct.apply(to_compute_dtype(x), self.dequantize, *(getattr(self, name) for name in self.stored))
 
     def finish(self, product: Tensor) -> Tensor:
-        """Add up the ranks' products, and the bias."""
+        """Sum the ranks' products, and add the bias."""
         y = product if self.combine is None else self.combine(product)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -110,7 +110,7 @@ class FrozenLinear(nn.Module):
     # Tensor parallelism (`shared.parallel.tensor.axis`).
 
     def cut_weight(self, dimension: int, ranges: Sequence[Range], group: Communicator) -> None:
-        """Leave this rank's slice of a dimension of the weight, -2 or -1, as `cut_parameter` does."""
+        """Keep this rank's shard along a dimension of the weight, -2 or -1, as `cut_parameter` does."""
         by_column = dimension == -1
         if by_column and any(end % self.unit for each in ranges for end in each):
             raise SettingError(
@@ -129,7 +129,8 @@ class FrozenLinear(nn.Module):
 
 
 class FrozenFolder(TensorFolder):
-    """The tensors of such a folder: a quantized weight has its own name and shape [out, in], and what it is made of is not listed.
+    """The tensors of a folder with quantized layers: a quantized weight has its own name and shape [out, in], its stored tensors are not
+    listed.
 
     quantized: the names of these weights.
     """
@@ -143,7 +144,7 @@ class FrozenFolder(TensorFolder):
 
 
 def open_frozen(files: FrozenFolder, dtype: torch.dtype = torch.float32) -> TransformerModel:
-    """The model in such a folder on the meta device, with its frozen layers, as `open_pretrained` opens others. `materialize` reads it
+    """Open a folder with quantized layers as a model on the meta device, as `open_pretrained` opens others. `materialize` reads it
     whole, and `apply_parallel` what each rank holds.
 
     Args:
@@ -154,7 +155,7 @@ def open_frozen(files: FrozenFolder, dtype: torch.dtype = torch.float32) -> Tran
 
 
 def with_frozen_layers(model: TransformerModel, files: FrozenFolder) -> TransformerModel:
-    """A model on the meta device, opened with these files, whose linear layers that are quantized there become frozen ones, in place."""
+    """Replace linear layers of a model on the meta device that are quantized in its files by frozen ones, in place."""
     known, config, _ = read_folder(files.folder, files.settings)
     stored = {entry.name: entry for entry in known.tensors(model.config)}
     for name, full in names_in_files(known, stored, files, config).items():

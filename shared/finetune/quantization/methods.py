@@ -54,7 +54,7 @@ def layers_of(model: TransformerModel) -> int:
 
 
 def require_sizes(model: TransformerModel, rounding: Rounding) -> None:
-    """Refuse what some layer's sizes do not allow, before any work is done."""
+    """Reject settings that do not fit some layer's sizes, before any work is done."""
     for number, block in model.stack.blocks.items():
         for layer in (layer for group in shared_inputs(block, f"stack.blocks.{number}") for layer in group.layers):
             linear = block.get_submodule(layer)

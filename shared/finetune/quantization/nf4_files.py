@@ -93,7 +93,7 @@ def collect(entry: FileTensor, weights: Weights) -> Tensor | None:
 
 
 def parts_of(ours: str, layer: Nf4Linear, weights: Weights) -> dict[str, tuple[Tensor, Callable[[], Tensor | None]]]:
-    """The tensors of a layer in the files, after its weight's name: one of the same shape, and what makes it."""
+    """The file tensors of a layer by the ending of their names: one of the same shape, and a function that makes it."""
     name, parts = ours.removesuffix("weight"), {}
     for kind, shape in table_shapes(layer.weight_shape, "scale_codes" in layer.stored).items():
         if kind in PARTS:
@@ -116,7 +116,7 @@ def collect_flat(name: str, shape: Sequence[int], weights: Weights) -> Tensor | 
 
 
 class Nf4Folder(FrozenFolder):
-    """The tensors of such a folder.
+    """The tensors of a folder in bitsandbytes' format.
 
     states: name of a four-bit weight -> its state.
     """
@@ -145,7 +145,7 @@ class Nf4Folder(FrozenFolder):
             return file.get_tensor(name)
 
     def read_state(self, name: str) -> dict[str, Any]:
-        """What is said of a weight."""
+        """The quantization state of a weight."""
         try:
             state = json.loads(bytes(self.whole(f"{name}.{STATE}").tolist()))
             wrong = [key for key, value in NUMBERS.items() if state.get(key, value) != value]
@@ -166,7 +166,7 @@ class Nf4Folder(FrozenFolder):
         return Nf4Linear(self.shapes[name], self.tables(name), bias, on_meta=True)
 
     def tables(self, name: str) -> Tables:
-        """What reads the tables of a layer."""
+        """Readers of a layer's tables."""
         state = self.states[name]
         read: Tables = {}
         for kind, shape in table_shapes(state["shape"], "nested_offset" in state).items():
@@ -177,7 +177,7 @@ class Nf4Folder(FrozenFolder):
         return read
 
     def read_table(self, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A slice of a table, of which the file has the flattened numbers: whole rows are read."""
+        """A slice of a table, which the file holds flattened: whole rows are read."""
         width = math.prod(shape[1:])
         with safe_open(self.file_of[name], "pt") as file:
             rows = file.get_slice(name)[offsets[0] * width : (offsets[0] + sizes[0]) * width]
@@ -185,7 +185,7 @@ class Nf4Folder(FrozenFolder):
 
 
 def open_nf4(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> TransformerModel:
-    """The model in such a folder on the meta device, with its base in NF4 (`open_frozen`).
+    """Open a folder in bitsandbytes' format as a model on the meta device, with its base in NF4 (`open_frozen`).
 
     Args:
         dtype: of what is not in four bits.

@@ -97,7 +97,7 @@ def require_outputs(model: TransformerModel, bits: int) -> None:
 
 
 def file_settings(rounding: Rounding, layout: str) -> dict[str, Any]:
-    """`quantization_config`, in the words of the two tools."""
+    """The `quantization_config` of a layout."""
     if layout not in KEYS:
         raise ValueError(f"layout is {layout!r}: give one of {', '.join(KEYS)}.")
     if layout == "awq" and rounding.bits != 4:
@@ -131,7 +131,7 @@ def read_settings(settings: Any) -> tuple[dict[str, Any], Rounding]:
 
 
 def zero_offset(settings: dict[str, Any]) -> int:
-    """What is subtracted from zero points before they are packed."""
+    """The offset that is subtracted from zero points before they are packed."""
     return int(settings["quant_method"] == "gptq" and settings.get("checkpoint_format") != "gptq_v2")
 
 
@@ -164,7 +164,7 @@ def reordered(codes: Tensor, order: tuple[int, ...] | list[int]) -> Tensor:
 
 
 class PackedFolder(FrozenFolder):
-    """The tensors of such a folder.
+    """The tensors of a folder in GPTQ's or AWQ's layout.
 
     told: its `quantization_config`. rounding: bits and groups.
     """
@@ -193,7 +193,7 @@ class PackedFolder(FrozenFolder):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The ends of the names of a layer's tensors."""
+        """Endings of the names of a layer's tensors."""
         return KEYS[self.told["quant_method"]]
 
     def shape_of(self, stem: str) -> tuple[int, int]:
@@ -271,7 +271,7 @@ class PackedFolder(FrozenFolder):
 
 
 def load_quantized(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> TransformerModel:
-    """The model in such a folder, ours or another tool's. Its quantized layers are frozen. It is in training mode.
+    """Load a model in GPTQ's or AWQ's layout, written here or by another tool. Its quantized layers are frozen. It is in training mode.
 
     Args:
         dtype: of what is not quantized.
