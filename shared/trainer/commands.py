@@ -169,7 +169,7 @@ def answer_options(command: Callable) -> Callable:
         click.option("--system", help="A system prompt, before everything else."),
         click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0: greedy decoding."),
         click.option(
-            "--top-k", type=click.IntRange(min=0), default=40, show_default=True, help="Sample among so many of the likeliest tokens; 0: all."
+            "--top-k", type=click.IntRange(min=0), default=40, show_default=True, help="Sample among so many likeliest tokens; 0: all."
         ),
         click.option("--top-p", type=share, help="Nucleus sampling: the likeliest tokens that together have this probability."),
         click.option("--min-p", type=share, help="Exclude tokens below this share of the likeliest one's probability."),
