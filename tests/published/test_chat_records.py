@@ -16,7 +16,8 @@ from shared.finetune.chat.prepare import ChatConfig, ChatReport, prepare_chats
 from shared.finetune.chat.template import CHATML, ChatTemplate
 from tests.support import chat_templates
 
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
 
 
@@ -36,7 +37,7 @@ def model(tmp_path_factory):
 
 
 def shown(model, tmp_path, rows, template="chatml") -> tuple[list[str], ChatReport]:
-    """The texts of records with what is trained on marked, and the report. A record with another question goes with them, to be held out."""
+    """The texts of records with the trained parts marked, and the report. A record with another question goes with them, to be held out."""
     file = tmp_path / "rows.jsonl"
     another = {"messages": [{"role": "user", "content": "Else?"}, *SAID]}
     file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, another]), encoding="utf-8")
@@ -125,7 +126,8 @@ def test_reasoning_that_a_template_does_not_show_is_named_with_its_count(name, m
 
 def test_a_field_that_the_template_shows_is_not_named(model, tmp_path):
     thinking = tmp_path / "thinking.jinja"
-    thinking.write_text(CHATML.replace("{{- message.content or '' }}", "{{- message.reasoning_content or '' }}{{- message.content or '' }}"))
+    content = "{{- message.content or '' }}"
+    thinking.write_text(CHATML.replace(content, "{{- message.reasoning_content or '' }}" + content))
     talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Four.", "reasoning_content": "Two and two. "}]
     (text, *_), report = shown(model, tmp_path, [{"messages": talk}] * 3, str(thinking))
     assert "[[Two and two. Four.<|im_end|>]]" in text and not report.unread
@@ -248,7 +250,8 @@ def record(random: Random) -> dict:
     for name in random.choices(NAMES, k=random.randrange(3)):
         arguments = {key: text(random, "xyz") for key in random.sample(NAMES, random.randrange(4))}
         messages += [called(name, arguments), {"role": "tool", "content": text(random, "rs")}]
-    functions = [{"name": name} | ({"description": text(random, "uv")} if random.random() < 0.5 else {}) for name in random.sample(NAMES, 2)]
+    names = random.sample(NAMES, 2)
+    functions = [{"name": name} | ({"description": text(random, "uv")} if random.random() < 0.5 else {}) for name in names]
     tools = [{"type": "function", "function": function} for function in functions]
     return {"messages": [*messages, {"role": "assistant", "content": text(random, "t")}], "tools": tools}
 

@@ -14,8 +14,8 @@ from shared.model.hf.pretrained import read_folder
 from shared.model.rope import rope_frequencies
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu",
 }  # fmt: skip
 TYPES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
@@ -29,7 +29,8 @@ EXPERTS = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 PARAMETERS = [None, {"rope_type": "default", "rope_theta": 1e6}, YARN | {"rope_theta": 1e6}, {"rope_type": "linear", "factor": 2.0}]
 SCALINGS = [
-    None, YARN, {"type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128}, YARN | {"truncate": True},
+    None, YARN, {"type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128},
+    YARN | {"truncate": True},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128},
     YARN | {"rope_theta": 5e5},
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Chapter 10. Unread fields: those of records and messages that decide nothing of what a model is trained on, by name and count.
 
-A field that no format here reads may still be one that matters to whoever wrote it: a reasoning that the template does not show, a
+A field that no format here reads may still be one that matters to its author: a reasoning that the template does not show, a
 `system_prompt` under another name. So each is named in the report. A field of a message may be read by the template: its value is replaced
 once, and where the text stays the same, nothing reads it.
 """

@@ -32,7 +32,7 @@ HARMLESS_ROPE_KEYS = {"rope_type", "type", "rope_theta", ORIGINAL}
 
 
 def read_rope(raw: ConfigJson, longest: int, theta: float = 10000.0) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` for a `ModelConfig`, as transformers 5 reads them: `rope_scaling` takes the place of `rope_parameters`.
+    """`rope_theta` and `rope_scaling` for a `ModelConfig`, as transformers 5 reads them: `rope_scaling` replaces `rope_parameters`.
 
     Args:
         longest: max_position_embeddings.
@@ -47,8 +47,8 @@ def read_rope(raw: ConfigJson, longest: int, theta: float = 10000.0) -> dict[str
         raise ValueError("rope_parameters for each kind of layer are not understood here: one RoPE holds for all layers.")
     if older and newer and "rope_theta" in newer and not older.get("rope_theta") and not raw.get("rope_theta"):
         raise ValueError(
-            f"rope_scaling stands beside rope_parameters, which it replaces, and its rope_theta {newer['rope_theta']:g} with it: transformers "
-            f"would take {theta:g}. Put the scaling's keys into rope_parameters, or give rope_theta beside rope_scaling."
+            f"rope_scaling stands beside rope_parameters, which it replaces, and its rope_theta {newer['rope_theta']:g} with it: "
+            f"transformers would take {theta:g}. Put the scaling's keys into rope_parameters, or give rope_theta beside rope_scaling."
         )
     theta = float(said.get("rope_theta") or raw.get("rope_theta") or theta)
     kind = said.get("rope_type") or said.get("type") or "default"
