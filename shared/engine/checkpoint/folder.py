@@ -30,7 +30,7 @@ from shared.output_files import system_reason
 
 FOLDER = re.compile(r"step-(\d{8})")
 STATE, MANIFEST = "state.json", "manifest.json"
-LEFTOVERS = (".removed", ".old", ".ranks")  # how the names of folders end that killed processes leave behind
+LEFTOVERS = (".removed", ".old", ".ranks")  # endings of folders that killed processes leave behind
 RANDOM_OF_RANKS = "random_of_ranks"  # in the state: Python's and NumPy's random state of the ranks after the first
 Result = TypeVar("Result")
 
@@ -45,7 +45,7 @@ class Checkpoints:
         shards: reads what this process holds of each tensor; None for all of it.
     """
 
-    rank = 0
+    rank = 0  # whose random state `load` takes
 
     def __init__(self, folder: Path, keep_last: int = 2, keep_best: bool = True, shards: ShardFiles | None = None):
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
@@ -91,11 +91,11 @@ class Checkpoints:
         )
 
     def load(self, step: int) -> Snapshot:
-        """Read a checkpoint after checking every file of it, and that it agrees with itself.
+        """Read a checkpoint, of any layout, after checking every file of it, and that it is consistent.
 
         Raises:
-            DamagedCheckpoint: it is incomplete, was changed, or does not agree with itself.
-            CheckpointError: it is missing, or was written by another version or another layout.
+            DamagedCheckpoint: it is incomplete, was changed, or is inconsistent.
+            CheckpointError: it is missing, or was written by another version.
         """
         folder = self.path(step)
         self.require_intact(folder)
