@@ -135,7 +135,7 @@ def method_of(config: QuantizeConfig) -> Any:
 
 def layout_of(config: QuantizeConfig) -> str:
     """The files' layout, refused here where it does not fit rather than after the work."""
-    from shared.finetune.quantization.packed_files import file_settings
+    from shared.finetune.quantization.packed_settings import file_settings
 
     layout = config.layout or ("awq" if config.method == "awq" and config.bits == 4 else "gptq")
     file_settings(rounding_of(config), layout)

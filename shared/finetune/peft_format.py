@@ -37,6 +37,7 @@ SOFT = "prompt_embeddings"
 REFUSED = {  # settings that make another model of the same tensors, with the values that do not
     "bias": ("none",), "lora_bias": (False, None), "layer_replication": (None,), "modules_to_save": (None, []), "use_qalora": (False, None),
     "trainable_token_indices": (None,), "alora_invocation_tokens": (None,), "use_bdlora": (None, False),
+    "kasa_config": (None,), "monteclora_config": (None,), "velora_config": (None,), "arrow_config": (None,),
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"), "prefix_projection": (False, None),
 }  # fmt: skip
 

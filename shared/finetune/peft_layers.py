@@ -24,6 +24,7 @@ from shared.model.hf.registry import write_config
 from shared.model.transformer import TransformerModel
 
 ROOT = "base_model.model."
+ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.gate\.(base_layer\.)*lora_")
 UP, DOWN = "gate_up_proj", "down_proj"  # of experts
 ENDINGS = {  # of tensors: what is trained in a layer, as peft 0.21 writes it; embeddings have names of their own
     "lora_A": (".lora_A.weight", ".lora_embedding_A"),
@@ -189,6 +190,8 @@ def unpacked(
     values: dict[tuple[str, str], Tensor] = {}
     layers: dict[str, LayerUpdate] = {}
     left = dict(tensors)
+    if routers := [key for key in left if ROUTER.search(key)]:
+        raise PretrainedError(f"The adapter in {folder} updates a router ({routers[0]}), which is not built here: merge it in peft.")
     places = [place for place in places_of(model.config) if place.is_meant(parameters)]
     present = [place.name for place in places]
     for place in places:
@@ -215,7 +218,41 @@ def unpacked(
             values[module, "lora_B"] = place.take(lora_B, index, outputs[index])
             if magnitude is not None:
                 values[module, "magnitude"] = place.take(magnitude.unsqueeze(1), index, outputs[index]).squeeze(1)
+    left = without_base(model, folder, places, left)
     if left or not layers:
         unknown = f": no layer of it has {sorted(left)[0]}" if left else ", and holds no tensor of it"
         raise PretrainedError(f"The adapter in {folder} is for another model{unknown}.")
     return values, layers
+
+
+def without_base(model: TransformerModel, folder: Path, places: list[Place], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's tensors without the base's own weights, which peft saves of embedding and head where one of them is a target, or where
+    the vocabulary has grown.
+
+    Raises:
+        PretrainedError: such a weight is not the base's.
+    """
+    left = dict(tensors)
+    for place in places:
+        for key in (f"{ROOT}{place.name}.base_layer.weight", f"{ROOT}{place.name}.weight"):
+            if key not in left:
+                continue
+            theirs, own = left.pop(key), weight_of(model, place.ours[0])
+            if theirs.shape != own.shape:
+                raise PretrainedError(
+                    f"The adapter in {folder} brings {place.name} as {list(theirs.shape)}, and the base has {list(own.shape)}: it was trained "
+                    "after the vocabulary had changed. Merge it in peft, and start from the merged model."
+                )
+            if not (torch.equal(theirs.to(own.dtype), own) or torch.equal(theirs, own.to(theirs.dtype))):
+                raise PretrainedError(
+                    f"The adapter in {folder} brings another {place.name} than the base's, trained beside the updates, which is not built "
+                    "here: merge it in peft, and start from the merged model."
+                )
+    return left
+
+
+def weight_of(model: TransformerModel, module: str) -> Tensor:
+    """The weight of a layer; of a tied head, the embedding's. On the meta device it is read from its files."""
+    names = dict(model.named_parameters())
+    weight = names.get(f"{module}.weight", model.embedding.tokens.weight)
+    return weight.stored([0] * weight.dim(), list(weight.shape)) if weight.is_meta else weight.detach().cpu()

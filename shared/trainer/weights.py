@@ -29,7 +29,8 @@ from shared.data.tokenizer import TextTokenizer
 from shared.engine.checkpoint.folder import FOLDER, MANIFEST, STATE, Checkpoints, require_intact
 from shared.finetune.quantization.frozen import FrozenFolder, with_frozen_layers
 from shared.finetune.quantization.nf4_files import Nf4Folder
-from shared.finetune.quantization.packed_files import KEYS, PackedFolder
+from shared.finetune.quantization.packed_files import PackedFolder
+from shared.finetune.quantization.packed_settings import KEYS
 from shared.finetune.vocabulary import resized
 from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError, read_json

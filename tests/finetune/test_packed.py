@@ -15,7 +15,8 @@ from shared.finetune.quantization.awq import AWQ
 from shared.finetune.quantization.gptq import GPTQ
 from shared.finetune.quantization.methods import quantize_model
 from shared.finetune.quantization.packed import QuantizedLinear
-from shared.finetune.quantization.packed_files import load_quantized, read_settings, save_quantized
+from shared.finetune.quantization.packed_files import load_quantized, save_quantized
+from shared.finetune.quantization.packed_settings import read_settings
 from shared.finetune.quantization.rounding import Rounding, round_to_nearest
 from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError

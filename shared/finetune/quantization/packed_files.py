@@ -10,6 +10,7 @@ quantized where the files have a qweight of it: other tools may leave some of th
 Left out on purpose: groups of columns that are not neighbours, which GPTQ makes with act order and without static groups.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from shared.finetune.quantization.frozen import FrozenFolder, open_frozen
 from shared.finetune.quantization.packed import QuantizedLinear
+from shared.finetune.quantization.packed_settings import KEYS, file_settings, read_settings, zero_offset
 from shared.finetune.quantization.rounding import WORD, QuantizedWeight, Rounding, pack, unpack
 from shared.model.hf.files import PretrainedError, TokenIds, every_id, plan_files, read_json, write_generation, write_json, write_tensors
 from shared.model.hf.format import FileTensor, only
@@ -32,7 +34,6 @@ from shared.model.transformer import TransformerModel
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each place of a word holds, of eight
 EIGHT = len(AWQ_ORDER)  # outputs in a word of AWQ's
 BACK = [AWQ_ORDER.index(place) for place in range(EIGHT)]
-KEYS = {"gptq": ("qweight", "qzeros", "scales", "g_idx"), "awq": ("qweight", "qzeros", "scales")}
 
 
 def save_quantized(
@@ -96,45 +97,6 @@ def require_outputs(model: TransformerModel, bits: int) -> None:
             )
 
 
-def file_settings(rounding: Rounding, layout: str) -> dict[str, Any]:
-    """The `quantization_config` of a layout."""
-    if layout not in KEYS:
-        raise ValueError(f"layout is {layout!r}: give one of {', '.join(KEYS)}.")
-    if layout == "awq" and rounding.bits != 4:
-        raise ValueError(f"AWQ's layout has 4 bits and these weights have {rounding.bits}: save them in GPTQ's layout.")
-    common = {"quant_method": layout, "bits": rounding.bits, "group_size": rounding.group or -1}
-    if layout == "awq":
-        return common | {"zero_point": not rounding.symmetric, "version": "gemm"}
-    version = "gptq" if rounding.symmetric else "gptq_v2"
-    return common | {"sym": rounding.symmetric, "desc_act": False, "damp_percent": 0.01, "lm_head": False, "checkpoint_format": version}
-
-
-def read_settings(settings: Any) -> tuple[dict[str, Any], Rounding]:
-    """A file's `quantization_config`, and its bits and groups.
-
-    Raises:
-        ValueError: one that is not understood here.
-    """
-    if not isinstance(settings, dict) or settings.get("quant_method") not in KEYS:
-        method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        raise ValueError(f"quantization_config has the method {method!r}: those that are read here are {', '.join(KEYS)}.")
-    bits, group = settings.get("bits"), settings.get("group_size")
-    if not isinstance(bits, int) or not isinstance(group, int):
-        raise ValueError(f"bits is {bits!r} and group_size {group!r} in quantization_config: both must be whole numbers.")
-    gptq = settings["quant_method"] == "gptq"
-    expected = (("lm_head", (False, None)), ("checkpoint_format", ("gptq", "gptq_v2", None))) if gptq else (("version", ("gemm", None)),)
-    for key, understood in (*expected, ("modules_to_not_convert", (None, []))):
-        if settings.get(key) not in understood:
-            raise ValueError(f"{key} is {settings[key]!r} in quantization_config, which is not understood here: only {understood[0]!r} is.")
-    symmetric = settings.get("sym", True) if gptq else not settings.get("zero_point", True)
-    return settings, Rounding(bits, None if group == -1 else group, symmetric)
-
-
-def zero_offset(settings: dict[str, Any]) -> int:
-    """The offset that is subtracted from zero points before they are packed."""
-    return int(settings["quant_method"] == "gptq" and settings.get("checkpoint_format") != "gptq_v2")
-
-
 def to_file(weight: QuantizedWeight, rounding: Rounding, settings: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors of a layer in the layout that `settings` name."""
     zeros, scales = weight.zeros.t().to(torch.int32), weight.scales.t().to(torch.float16)
@@ -179,6 +141,8 @@ class PackedFolder(FrozenFolder):
             raise error if isinstance(error, PretrainedError) else PretrainedError(f"{folder / 'config.json'}: {error}") from None
         if not stems:
             raise PretrainedError(f"{folder} has no quantized weights (no tensor ends in qweight): copy its files again.")
+        if self.rounding.symmetric and not self.is_awq:
+            self.settle_version(stems[0])
         for stem in stems:
             shape = self.shape_of(stem)
             self.require_neighbours(stem, shape[1])
@@ -186,6 +150,22 @@ class PackedFolder(FrozenFolder):
                 del self.shapes[stem + key]
             self.shapes[f"{stem}weight"] = shape
         self.quantized = {f"{stem}weight" for stem in stems}
+
+    def settle_version(self, stem: str) -> None:
+        """Read the files in version 2 where they are, though they say version 1: symmetric codes have their zero point in the middle, and the
+        versions store it differently."""
+        words = self.read(f"{stem}qzeros", [(0, size) for size in self.shapes[f"{stem}qzeros"]])
+        stored = unpack_rows(words, self.rounding.bits)
+        versions = [name for name, offset in (("gptq", 1), ("gptq_v2", 0)) if ((stored + offset) == self.middle).all()]
+        said = "gptq" if zero_offset(self.told) else "gptq_v2"
+        if versions and said not in versions:
+            warnings.warn(f"{self.folder} says checkpoint_format {said}, and its zero points are those of {versions[0]}: read so.", stacklevel=2)
+            self.told = self.told | {"checkpoint_format": versions[0]}
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric codes."""
+        return 2 ** (self.rounding.bits - 1)
 
     @property
     def is_awq(self) -> bool:
@@ -260,7 +240,13 @@ class PackedFolder(FrozenFolder):
 
     def zeros(self, stem: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         (first, group), (rows, groups) = offsets, sizes
-        return (self.outputs(f"{stem}qzeros", (group, group + groups), first, rows) + zero_offset(self.told)).t()
+        found = self.outputs(f"{stem}qzeros", (group, group + groups), first, rows) + zero_offset(self.told)
+        if self.rounding.symmetric and not self.is_awq and (found != self.middle).any():
+            raise PretrainedError(
+                f"{self.folder / 'config.json'} says that codes are symmetric (sym), and the zero points of {stem.rstrip('.')} are not "
+                f"{self.middle}: set sym to false in quantization_config, or checkpoint_format to what wrote the files."
+            )
+        return found.t()
 
     def outputs(self, name: str, ranges: tuple[int, int], first: int, count: int) -> Tensor:
         """Some outputs of codes that are packed along them: uint8 [n, count]. 32 of them begin with a word, of any number of bits."""

@@ -18,7 +18,7 @@ from shared.data.loader import equal_microbatches
 from shared.finetune.config import ALL_LINEAR, AdapterConfig
 from shared.finetune.memory_costs import NF4_BITS, FrozenBase, estimate_adapted, packed_bits, sizes_of
 from shared.finetune.quantization.rounding import Rounding
-from shared.finetune.quantization.packed_files import KEYS, read_settings
+from shared.finetune.quantization.packed_settings import KEYS, read_settings
 from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts
 from shared.model.hf.files import read_json

@@ -1,0 +1,70 @@
+"""GPTQ folders whose zero points are those of another version than config.json says: `sym` decides, since such codes have theirs in the middle."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared.finetune.quantization.methods import quantize_model
+from shared.finetune.quantization.packed_files import load_quantized, save_quantized
+from shared.finetune.quantization.rounding import Rounding
+from shared.model.config import ModelConfig
+from shared.model.hf.files import PretrainedError
+from shared.model.transformer import TransformerModel
+
+IDS = torch.arange(1, 17)[None]
+MIDDLE = 0x88888888 - 2**32  # eight codes of four bits
+
+
+@pytest.fixture
+def folder(tmp_path):
+    sizes = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+    model = TransformerModel(ModelConfig(**sizes, max_position_embeddings=64, initializer_range=0.1), seed=0)
+    list(quantize_model(model, [{"input_ids": IDS}], Rounding(4, 32)))
+    save_quantized(model, tmp_path, layout="gptq")
+    return tmp_path
+
+
+def logits(folder) -> torch.Tensor:
+    with torch.no_grad():
+        return load_quantized(folder).eval()(IDS)
+
+
+def change(folder, zero=None, **settings):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {name: value for name, value in (config["quantization_config"] | settings).items() if value != "gone"}
+    path.write_text(json.dumps(config))
+    if zero is not None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors |= {name: torch.full_like(value, zero) for name, value in tensors.items() if name.endswith("qzeros")}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_zero_points_of_the_newer_version_are_read_so_whatever_the_file_says(folder):
+    wanted = logits(folder)
+    change(folder, zero=MIDDLE)
+    with pytest.warns(UserWarning, match="says checkpoint_format gptq, and its zero points are those of gptq_v2"):
+        assert torch.equal(logits(folder), wanted)
+    change(folder, checkpoint_format="gptq_v2")
+    assert torch.equal(logits(folder), wanted)
+
+
+def test_an_earlier_name_of_the_version_is_read(folder):
+    wanted = logits(folder)
+    change(folder, zero=MIDDLE, checkpoint_format="gone", format="gptq_v2")
+    assert torch.equal(logits(folder), wanted)
+
+
+def test_zero_points_that_are_not_the_middle_in_any_version_are_refused(folder):
+    change(folder, zero=0x55555555)
+    with pytest.raises(PretrainedError, match="says that codes are symmetric"):
+        logits(folder)
+
+
+@pytest.mark.parametrize("settings", [{"dynamic": {"-:.*down_proj": {}}}, {"is_marlin_format": True}, {"pack_dtype": "int16"}])
+def test_what_would_change_the_weights_and_is_not_read_is_refused_by_name(settings, folder):
+    change(folder, **settings)
+    with pytest.raises(PretrainedError, match=f"{next(iter(settings))} is .* which is not understood here"):
+        logits(folder)
