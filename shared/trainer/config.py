@@ -110,11 +110,7 @@ class TrainerConfig:
 
     @classmethod
     def completed(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings with the section `model` of the weights that they start from.
-
-        Raises:
-            SettingError: there are none, or the section contradicts them.
-        """
+        """Take the section `model` from the weights in start_from."""
         folder, given = settings.get("start_from"), settings.get("model") or {}
         if not isinstance(folder, str) or not isinstance(given, Mapping):  # refused, where it is wrong, with the other settings
             return settings
@@ -167,7 +163,7 @@ class TrainerConfig:
 
 
 def require_mode(config: TrainerConfig) -> None:
-    """Refuse what a mode does not do, in place of doing something else in silence."""
+    """Refuse settings that the mode would silently ignore."""
     architecture, mode = config.model.architecture, config.mode
     pretraining, tuning = mode == "pretrain", mode == "sft"
     pairs, virtual = config.chats.template == PAIRS, config.virtual_tokens
@@ -225,7 +221,7 @@ def unread_sections(config: TrainerConfig) -> list[tuple[bool, str]]:
 
 
 def wrong_with_answers(config: TrainerConfig) -> list[tuple[bool, str]]:
-    """What modes refuse that learn from preferences or rewards; each with a sentence about it."""
+    """Refusals of the modes that learn from preferences or rewards; each with its error message."""
     mode, architecture, parallel, grpo = config.mode, config.model.architecture, config.parallel, config.grpo
     of_model, judged = config.ppo.reward == "model", not config.preferences.sources
     unused = unused_with_rollouts(config) if mode in ROLLING else []
@@ -273,7 +269,7 @@ def wrong_with_answers(config: TrainerConfig) -> list[tuple[bool, str]]:
 
 
 def unused_with_rollouts(config: TrainerConfig) -> list[tuple[str, str]]:
-    """What is given and would do nothing in a mode that has prompts without an end, and no held-out loss; each with the reason."""
+    """Settings without effect in a mode with rollouts, which has no epochs and no held-out loss; each with the reason."""
     data, engine, no_loss = type(config.data)(), type(config.engine)(), ", which has no held-out loss"
     evaluated = config.engine.evaluate_every not in (0, engine.evaluate_every)
     found = [

@@ -134,7 +134,7 @@ def require_whole_parameters(optimizer: OptimizerConfig, parallel: ParallelConfi
 
 
 def own_parts(config: TrainerConfig) -> Iterator[str]:
-    """The parts of the model that are by import path."""
+    """Parts of the model by import path."""
     parts = getattr(config.model, "parts", None)  # which only chapter 09's configuration has
     return (kind for kind in CALLED_WITH if getattr(parts, kind, None))
 
@@ -222,7 +222,7 @@ def with_adapter(model: TransformerModel, adapter: AdapterConfig | None, seed: i
 
 
 def float_remark(model: TransformerModel, adapter: AdapterConfig | None) -> str:
-    """What of a base in four bits is not, as a line for the start of a run; nothing where there is no such thing."""
+    """A line for the start of a run about layers that a four-bit base keeps in float; empty if there are none."""
     if adapter is None or adapter.base != "nf4" or not (stacks := kept_in_float(model)):
         return ""
     kinds = ", ".join(dict.fromkeys(name.split(".blocks.")[1].partition(".")[2] for name in stacks))

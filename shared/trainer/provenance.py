@@ -65,24 +65,24 @@ def own_code(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def edited_code(output: Path, settings: dict[str, Any]) -> list[str]:
-    """What of the code by import path is another than the run in this folder had when it last started."""
+    """Import paths whose code was edited since the run in this folder last started."""
     before, _ = read_object(output / CODE)  # the run goes on where that is damaged
     return [name for name, now in own_code(settings).items() if before.get(name, now) != now]
 
 
 def write_settings(settings: dict[str, Any], output: Path) -> None:
-    """Write a run's configuration, but for what allowed it to change: that holds for one command."""
+    """Write a run's configuration without `continue_with`, which holds for one command."""
     write_atomically(output / CONFIG, yaml.safe_dump(settings | {"continue_with": []}, sort_keys=False).encode())
 
 
 def saved_value(output: Path, key: str) -> Any:
-    """The value of one key in the configuration of the run in this folder, or None where there is no such run."""
+    """A key's value in the configuration of the run in this folder; None if there is no run."""
     path = output / CONFIG
     return read_record(path).get(key) if path.exists() else None
 
 
 def saved_start(output: Path) -> str | None:
-    """The fingerprint of the weights that the run in this folder started from; None where it started from none."""
+    """The fingerprint of the weights that the run in this folder started from; None for random weights."""
     start, damage = read_object(output / START)
     if damage:
         raise CourseError(f"{output / START} is damaged, so what this run started from is unknown: give another engine.output.")
@@ -100,11 +100,7 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The configuration of a run.
-
-    Raises:
-        CourseError: the file is not what `keep_record` wrote.
-    """
+    """The configuration in the record of a run, or an error if the file is damaged."""
     try:
         record = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError):
@@ -117,7 +113,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def changed(saved: dict, now: dict) -> dict[str, list[Any]]:
-    """The keys that differ, each with both values."""
+    """Keys that differ, with both values."""
     before, after = flat(saved), flat(now)
     keys = sorted(before.keys() | after.keys())
     differing = [key for key in keys if without_folders(before.get(key)) != without_folders(after.get(key))]
@@ -125,7 +121,7 @@ def changed(saved: dict, now: dict) -> dict[str, list[Any]]:
 
 
 def differences(saved: dict, now: dict) -> dict[str, list[Any]]:
-    """The keys that decide the weights and differ, each with both values."""
+    """Keys that differ and decide the weights, with both values."""
     found = {key: values for key, values in changed(saved, now).items() if not may_change(key)}
     if found.keys() & {"precision", "optimizer.name"}:
         found.pop("optimizer.newton_schulz_dtype", None)  # which follows them
@@ -148,7 +144,7 @@ def without_folders(value: Any) -> str:
 
 
 def may_change(key: str) -> bool:
-    """Whether a key decides nothing about the weights, but for rounding."""
+    """Whether a setting changes the weights by rounding at most."""
     return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
 
 
@@ -169,7 +165,7 @@ def code_version() -> dict[str, Any]:
 
 
 def git(*arguments: str) -> str | None:
-    """What git says, or None where there is no git or no repository."""
+    """Output of git; None without git or a repository."""
     try:
         done = subprocess.run(["git", *arguments], cwd=CHECKOUT, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

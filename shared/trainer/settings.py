@@ -20,14 +20,10 @@ USAGE = "%(prog)s CONFIG.yaml [key=value ...]"
 
 
 def read_settings(path: Path, config_class: type | None = None, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The keys of a YAML file, over those of the file that it extends, as deep as they go.
+    """Settings of a YAML file, merged over those of the file that it extends.
 
     Args:
-        config_class: of which the files are a configuration, whose import paths are then looked for beside the file that gives them; None
-            to leave those as they are.
-
-    Raises:
-        CourseError: a file that is not there, is not YAML, holds no keys, or extends itself or something else than one file.
+        config_class: resolves the import paths in its fields beside the file that gives them; None to leave them as they are.
     """
     path = Path(os.path.realpath(path))
     if path in seen:
@@ -49,11 +45,7 @@ def read_settings(path: Path, config_class: type | None = None, seen: tuple[Path
 
 
 def implementation_asked(words: list[str]) -> str:
-    """The value of `impl` in the words, or in the file that they name, or the default; known before the core is imported.
-
-    Raises:
-        CourseError: the file cannot be read.
-    """
+    """The value of `impl` in the overrides, in the file, or by default; known before the core is imported."""
     said = [word.split("=", 1)[1] for word in words if word.removeprefix("--").startswith("impl=")]
     if said:
         return said[-1]
@@ -63,10 +55,10 @@ def implementation_asked(words: list[str]) -> str:
 
 
 def parse_words(config_class: type[Config], words: list[str], tell: Callable[[str], None] = lambda line: None) -> Config:
-    """The configuration that a command line asks for: CONFIG.yaml, then key=value words. Where the words shorten the run so much that
-    warm-up and decay have no room, these shrink with it, and `tell` gets a line that says so.
+    """The configuration of a command line: CONFIG.yaml, then key=value overrides. If a shorter `steps` leaves no room for warm-up and
+    decay, both are scaled down in proportion, and `tell` gets a line about it.
 
-    Ends the process with one sentence and exit code 2 where the file cannot be read, or something is unknown or of the wrong type.
+    Ends the process with an error message and exit code 2 if the file cannot be read, or a setting is unknown or wrong.
     """
     if asked := help_asked(words):
         print_help(config_class, USAGE, asked)
@@ -89,11 +81,7 @@ def require_usable(config_class: type, words: list[str]) -> None:
 
 
 def settings_of(config_class: type, words: list[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """What the file of a command line says, that with the words over it, and the words.
-
-    Raises:
-        CourseError: the file cannot be read, a word is no setting, or a key is unknown.
-    """
+    """The settings of a command line's file, the same under its overrides, and the overrides."""
     if not words or "=" in words[0]:
         raise SettingError("Give a configuration first, such as chapters/12_grpo/laptop.yaml.")
     path, *changes = words
@@ -116,11 +104,11 @@ def with_shorter_schedule(
     words: Collection[str],
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Settings whose warm-up and decay are shrunk in proportion, where words make a run so much shorter that it has no room for them.
+    """Scale warm-up and decay down in proportion if an override of `steps` leaves no room for them.
 
     Args:
-        written: the file's settings, without the words.
-        words: the keys on the command line. Where they say how the schedule is, it stays so.
+        written: the file's settings, without overrides.
+        words: the overridden keys. If one is of the schedule, nothing is scaled.
     """
     fields = config_class.__dataclass_fields__
     if "steps" not in words or any(key.split(".")[0] == "schedule" for key in words) or "schedule" not in fields:
@@ -144,11 +132,7 @@ def with_shorter_schedule(
 
 
 def parse_text(config_class: type[Config], text: str) -> Config:
-    """The configuration that `dump` wrote.
-
-    Raises:
-        SettingError: it is none.
-    """
+    """The configuration in a YAML or JSON text, such as a run's config.yaml."""
     return from_settings(config_class, parse_yaml(text, "the configuration"))
 
 

@@ -48,11 +48,11 @@ from shared.trainer import provenance
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Where a run's first weights are.
+    """Initial weights of a run, on disk.
 
     Args:
-        folder: of Hugging Face's format, or a checkpoint.
-        model: what they are the weights of; resolved.
+        folder: in Hugging Face's format, or a checkpoint.
+        model: their architecture; resolved.
         tokenizer: the folder with the tokenizer.json that belongs to them, if any.
     """
 
@@ -93,11 +93,6 @@ class InitialWeights:
         return TextTokenizer.load(self.tokenizer_folder())
 
     def tokenizer_folder(self) -> Path:
-        """Where that tokenizer is.
-
-        Raises:
-            CourseError: there is none.
-        """
         if self.tokenizer is None:
             raise CourseError(
                 f"{self.folder} has no tokenizer.json: copy it there, or give data.prepare.tokenizer (chats.tokenizer with mode sft)."
@@ -105,11 +100,7 @@ class InitialWeights:
         return self.tokenizer
 
     def require_extended(self, tokenizer: TextTokenizer) -> None:
-        """Refuse another vocabulary: each id of the weights' tokenizer must mean the same token; ids may have been added.
-
-        Raises:
-            SettingError: names the first token that differs.
-        """
+        """Refuse another vocabulary: each id of the weights' tokenizer must mean the same token; ids may have been added."""
         if self.tokenizer is None:
             return
         mine, theirs = (each.tokenizer.get_vocab(with_added_tokens=True) for each in (tokenizer, self.text_tokenizer()))
@@ -135,11 +126,7 @@ def fingerprint_of(weights: Sequence[InitialWeights], digests: Digests) -> str:
 
 
 def find_initial_weights(path: Path, setting: str = "start_from") -> InitialWeights:
-    """What `start_from`, or another word for a model, names.
-
-    Raises:
-        SettingError: it is neither a model, nor a run, nor a checkpoint, or it cannot be read.
-    """
+    """Find the weights that `start_from`, or another setting, names: a model, a run or a checkpoint."""
     path = Path(path)
     run = path.parent.parent if FOLDER.fullmatch(path.name) else path.parent if path.name == "checkpoints" else path
     try:
@@ -162,11 +149,7 @@ def find_initial_weights(path: Path, setting: str = "start_from") -> InitialWeig
 
 
 def find_reward_model(path: Path, setting: str) -> InitialWeights:
-    """What a setting such as ppo.reward_model names: a run with mode reward, or a folder of transformers' sequence classification.
-
-    Raises:
-        SettingError: it is none.
-    """
+    """Find a reward model: a run with mode reward, or a folder of transformers' sequence classification. setting: that names it."""
     folder = path / "model" if (path / "model" / "config.json").is_file() else path
     if not (folder / "config.json").is_file():
         raise SettingError(f"{setting} is {path}, which holds no model: give the folder of a run with mode reward that has ended.")
@@ -192,8 +175,8 @@ def of_pretrained(folder: Path) -> InitialWeights:
 
 
 def frozen_files(folder: Path) -> FrozenFolder | None:
-    """What reads a folder whose linear layers are quantized already: in NF4 as bitsandbytes stores it, or in the layout of GPTQ's or AWQ's
-    files; None where nothing is quantized.
+    """Reader of a folder with quantized linear layers: NF4 as bitsandbytes stores it, or the layout of GPTQ's or AWQ's files; None if
+    nothing is quantized.
 
     Raises:
         PretrainedError: another quantization, or files that do not fit together.
@@ -213,7 +196,7 @@ def frozen_files(folder: Path) -> FrozenFolder | None:
 
 
 def of_checkpoint(folder: Path, run: Path) -> InitialWeights:
-    """A checkpoint says nothing of the model; the record of its run does."""
+    """Weights of a checkpoint, whose architecture is in the record of its run."""
     record = provenance.read_record(run / provenance.CONFIG)
     if record.get("mode") == "reward":
         raise PretrainedError(f"{folder} is a checkpoint of a reward model, which writes no text: give a language model.")

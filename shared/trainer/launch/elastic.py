@@ -63,7 +63,7 @@ def fitted(config: TrainerConfig, ranks: int) -> TrainerConfig | None:
 
 
 def sharding_degrees(parallel: ParallelConfig, data: int) -> list[int]:
-    """The degrees of full sharding that so many data ranks may have, best first: what needs more memory comes last."""
+    """Degrees of full sharding for so many data ranks, best first: those that need more memory come last."""
     if parallel.fully_sharded == 1:
         return [1]
     if parallel.data_parallel == 1:
@@ -80,7 +80,7 @@ def require_shared_rollouts(config: TrainerConfig) -> None:
 
 
 def layout_for_those_there(config: TrainerConfig) -> TrainerConfig:
-    """The configuration for the ranks that torchrun has started. A rank that has no part in it waits, and never returns."""
+    """The configuration for the ranks that torchrun has started. An idle rank waits, and never returns."""
     rank, ranks = whole_number("RANK", "0"), whole_number("WORLD_SIZE", "1")
     if "LOCAL_RANK" in os.environ:  # torchrun's own variable
         threading.Thread(target=end_with_agent, args=(os.getppid(),), daemon=True).start()

@@ -29,12 +29,9 @@ TRAIN = CHECKOUT / "chapters" / "12_grpo" / "train.py"
 
 
 def command_of(layout: str, words: list[str]) -> tuple[list[str], int]:
-    """What to run for a layout's word and a configuration's words, and in how many processes.
+    """The command of a run in a layout, and its number of processes.
 
-    The run gets a folder of its own, named after the layout, unless the words say which.
-
-    Raises:
-        CourseError: a layout that cannot be, or no configuration.
+    The run gets a folder of its own, named after the layout, unless an override names one.
     """
     if not words or "=" in words[0]:
         raise CourseError("Give a configuration after the layout, such as chapters/12_grpo/laptop.yaml.")
@@ -109,7 +106,7 @@ def names_size(file: Path) -> bool:
 
 
 def files_below(file: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """A configuration and those that it stands on, each with what it says itself; `read_settings` has found that they can be read."""
+    """A configuration and those that it extends, each with its own settings; `read_settings` has checked that they can be read."""
     file = Path(os.path.realpath(file))
     settings = read_yaml(file)
     yield file, settings
@@ -153,18 +150,18 @@ def with_start(words: list[str]) -> list[str]:
 
 
 def setting_of(settings: dict[str, Any], name: str) -> Any:
-    """A setting of the file, or of one of its sections; None where it is not given."""
+    """A setting of the file, or of one of its sections; None if it is not given."""
     of, _, last = name.rpartition(".")
     return (section(settings, of) if of else settings).get(last)
 
 
 def section(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """The settings of a section; none where it is no section, which is refused with the other settings."""
+    """The settings of a section; empty for a wrong value, which is refused with the other settings."""
     return found if isinstance(found := settings.get(name), dict) else {}
 
 
 def require_agreement(layout: str, config: ParallelConfig, parallel: dict[str, Any], where: str) -> None:
-    """Refuse degrees of the section `parallel` that are not the layout's, rather than let one of the two win in silence."""
+    """Refuse degrees of the section `parallel` that contradict the layout."""
     said = ["sequence_parallel"] * ("sp" in layout.split("_"))
     for name in (*AXES.values(), *VIEWS.values(), "zero", *said):
         if name in parallel and parallel[name] != getattr(config, name):

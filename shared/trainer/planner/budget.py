@@ -37,7 +37,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Proposal:
-    """best: the model in its best layout. tokens: that the time holds."""
+    """A model size for a budget. best: the model in its best layout. tokens: processed in the time."""
 
     law: Law
     best: Candidate
@@ -74,7 +74,7 @@ class Proposal:
 
 
 def laws() -> list[Law]:
-    """The fits of your own runs, where they are there, and Chinchilla's two."""
+    """Fits of your own runs, if there are any, and Chinchilla's two."""
     found = []
     if FIT.exists():
         law, about = read_fit(FIT)

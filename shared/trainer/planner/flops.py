@@ -15,7 +15,7 @@ from shared.parallel.planning.activations import Part, heads
 
 
 class Flops(NamedTuple):
-    """Of one token. again: what recomputed blocks compute a second time. attention: what of forward and backward is scores and values."""
+    """FLOPs of one token. again: recomputation. attention: the part of forward and backward in scores and values."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -24,7 +24,7 @@ class Flops(NamedTuple):
 
     @property
     def needed(self) -> float:
-        """Without recomputation: what utilisation counts."""
+        """FLOPs without recomputation, as model FLOPs utilisation (MFU) counts."""
         return self.forward + self.backward
 
     def times(self, factor: float) -> "Flops":
@@ -36,7 +36,7 @@ class Flops(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What of a model is trained: everything, or low-rank updates of these linear layers. targets: q_proj, up_proj ..."""
+    """Trained parameters: all, or LoRA updates of these linear layers. targets: q_proj, up_proj ..."""
 
     rank: int = 0
     targets: Collection[str] = ()

@@ -87,11 +87,11 @@ class Hardware:
 
     @property
     def usable(self) -> float:
-        """Bytes of a card's memory that a run can have."""
+        """Bytes of a card's memory that a run can use."""
         return self.device.memory - (0 if self.is_cpu else RESERVED)
 
     def shared_by(self, ranks: int) -> "Hardware":
-        """What a rank has of it. A CPU is shared out among the ranks.
+        """The hardware of one rank. A CPU is divided among the ranks.
 
         Raises:
             SettingError: more ranks than cards.
@@ -108,13 +108,13 @@ class Hardware:
         return self
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of a rank's matrix products, at most."""
+        """Peak FLOP/s of a rank's matrix products."""
         if self.is_cpu:
             return cpu_peak(getattr(torch, precision)) / self.cards
         return peak_of(self.device.driver, getattr(torch, precision))
 
     def speed(self, precision: str) -> float:
-        """FLOP/s that they reach."""
+        """Achieved FLOP/s: efficiency x peak."""
         return self.device.efficiency * self.peak(precision)
 
     def link(self, stride: int, ranks: int) -> Link:

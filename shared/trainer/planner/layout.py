@@ -13,7 +13,7 @@ from shared.trainer.planner.memory import step_sizes
 
 
 def stages_summary(config: TrainerConfig) -> dict[str, str]:
-    """Which blocks each stage of a pipeline has, counted from 0."""
+    """Blocks of each pipeline stage, counted from 0."""
     if config.parallel.pipeline_parallel == 1:
         return {}
     ends = [(blocks[0], blocks[-1]) for blocks in stage_blocks(config.model, config.parallel)]
@@ -32,7 +32,7 @@ def bubble_summary(config: TrainerConfig) -> dict[str, Any]:
 
 
 def pipeline_line(config: TrainerConfig) -> str:
-    """What a run says of its pipeline when it begins, and what would shorten a long bubble."""
+    """A line about the pipeline for the start of a run, with a remedy for a long bubble."""
     parallel, rows, microbatches = config.parallel, config.data.micro_batch_size, step_sizes(config).microbatches
     [bubble] = bubble_summary(config).values()
     step = f"{microbatches} micro-batch{'es' * (microbatches > 1)} in a step"

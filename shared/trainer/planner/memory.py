@@ -32,7 +32,7 @@ from shared.trainer.weights import find_initial_weights, find_reward_model
 
 
 def base_bits(config: TrainerConfig) -> float:
-    """Of a weight in the blocks' matrices: 32 where they are floats. A packed base that is not there yet is taken to have the bits and
+    """Bits per weight in the blocks' matrices: 32 for floats. A packed base that does not exist yet is assumed to have the bits and
     groups that `Rounding` has without settings."""
     base = config.adapter.base if config.adapter else "float"
     if base != "packed":
@@ -71,12 +71,12 @@ class RankMemory:
 
     @property
     def training(self) -> float:
-        """All at once in a training step."""
+        """Bytes in use at once in a training step."""
         return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.beside + self.batch
 
     @property
     def drawing(self) -> float:
-        """All at once while answers are drawn."""
+        """Bytes in use at once during generation."""
         return self.weights + self.optimizer + self.beside + self.cache + self.drawn_with if self.cache else 0.0
 
     @property
@@ -125,7 +125,7 @@ def with_gathering(config: TrainerConfig, usable: float, rewards: ModelConfig | 
 
 
 def estimates(config: TrainerConfig, step: StepSizes) -> tuple[list[MemoryEstimate], bool]:
-    """What the formulas say of each stage, and whether they say all of it."""
+    """Memory of each stage by formula, and whether the formulas cover all of it."""
     parallel = config.parallel
     if config.model.architecture == "encoder-decoder":  # the least: weights, gradients and state
         counts = parameter_counts(config.model.resolved())
@@ -141,13 +141,13 @@ def estimates(config: TrainerConfig, step: StepSizes) -> tuple[list[MemoryEstima
 
 
 def least(config: TrainerConfig, numbers: float, counts: dict) -> MemoryEstimate:
-    """Weights, gradients and state of so many numbers alone, fully sharded."""
+    """Memory of the weights, gradients and state of so many parameters alone, fully sharded."""
     each = numbers / config.parallel.fully_sharded
     return MemoryEstimate(4 * each, 0.0, 4 * each, state_width(counts, config.optimizer) * each, 0.0)
 
 
 def adapted(config: TrainerConfig, step: StepSizes) -> tuple[list[MemoryEstimate], bool]:
-    """The same over a frozen base.
+    """Memory of each stage with an adapter over a frozen base.
 
     There is no formula for pipelines, context parallelism, experts, selective recomputation and virtual tokens: only the base's weights are
     counted there, so a run that is let through may still not fit.
@@ -166,7 +166,7 @@ def adapted(config: TrainerConfig, step: StepSizes) -> tuple[list[MemoryEstimate
 
 
 def targets_of(adapter: AdapterConfig) -> list[str]:
-    """The linear layers of a block that have an update, by the last part of their names."""
+    """Linear layers of a block with a LoRA update, by the last part of their names."""
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     return [name for name in names if any(each == ALL_LINEAR or fnmatchcase(name, each.rpartition(".")[2]) for each in adapter.targets)]
 
@@ -183,13 +183,13 @@ def kept_beside(config: TrainerConfig, rewards: ModelConfig | None = None) -> fl
 
 
 def keeps_reference(config: TrainerConfig) -> bool:
-    """Whether the first model is kept beside the trained one."""
+    """Whether a frozen reference is kept beside the trained model."""
     compared = {"ppo": True, "dpo": config.dpo.reference == "beside", "grpo": config.grpo.reference}
     return config.adapter is None and bool(compared.get(config.mode))
 
 
 def reward_model_setting(config: TrainerConfig) -> tuple | None:
-    """The folder of a reward model that the run asks, and the setting that names it; None for no such model."""
+    """The folder of the run's reward model, and the setting that names it; None without one."""
     if config.mode == "ppo" and config.ppo.reward == "model":
         return config.ppo.reward_model, "ppo.reward_model"
     if config.mode == "grpo" and config.grpo.reward_model:
@@ -198,7 +198,7 @@ def reward_model_setting(config: TrainerConfig) -> tuple | None:
 
 
 def cache_bytes(config: TrainerConfig, part: Part) -> float:
-    """Keys and values of the answers that a rank draws at a time, at their longest."""
+    """KV cache of the answers that a rank generates at a time, at their maximal length."""
     sizes, parallel = getattr(config, config.mode), config.parallel
     own, rows = model_of_rank(config.model, parallel), min(sizes.rows, sizes.prompts * sizes.answers // parallel.data_ranks)
     width = WIDTH[step_sizes(config).precision]
@@ -240,7 +240,7 @@ def step_sizes(config: TrainerConfig) -> StepSizes:
 
 
 def rows_of_answers(config: TrainerConfig) -> int:
-    """Rows of a step of a mode that draws answers, over all ranks: a row for each, since a prompt may fill a row."""
+    """Rows of a step with rollouts, over all ranks: one per answer, since a prompt may fill a row."""
     sizes = getattr(config, config.mode)
     return -(-sizes.prompts * sizes.answers // sizes.minibatches)
 
@@ -269,7 +269,7 @@ def memory_needed(config: TrainerConfig, usable: float = math.inf) -> float:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of memory that a device has in all."""
+    """Total memory of a device, bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total + psutil.swap_memory().total

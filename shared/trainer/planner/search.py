@@ -30,7 +30,7 @@ WORTH = 0.99  # of a step's time: what gains less leaves the configuration's own
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration with another layout, and its plan."""
+    """A configuration in another layout, and its plan."""
 
     config: TrainerConfig
     plan: Plan
@@ -188,7 +188,7 @@ WORTH_SAYING = 0.98  # of the time; a smaller gain is within what the plan misse
 
 
 def advise(config: TrainerConfig, hardware: Hardware, plan: Plan, rewards: ModelConfig | None = None) -> list[str]:
-    """Lines about what would help, the best first."""
+    """Up to three changes that would make the run fit or faster, the best first."""
     found: list[tuple[float, str]] = []
     for word, change in changes(config):
         try:
@@ -207,7 +207,7 @@ def advise(config: TrainerConfig, hardware: Hardware, plan: Plan, rewards: Model
 
 
 def changes(config: TrainerConfig) -> Iterator[tuple[str, TrainerConfig]]:
-    """Words of the command line, and the configuration with them. Those that the trainer would refuse are left out."""
+    """Overrides to try, each with the configuration under them; without those that the trainer refuses."""
     parallel, data = config.parallel, config.data
     sections = [
         (f"parallel.activation_checkpointing={how}", {"parallel": (parallel, {"activation_checkpointing": how})})

@@ -1,4 +1,4 @@
-"""Chapter 12. Time of a step: products, the pipeline's bubble, what communication adds, the optimizer, and the drawing of answers.
+"""Chapter 12. Time of a step: products, the pipeline's bubble, exposed communication, the optimizer, and generation.
 
     products      FLOPs / (efficiency * peak)
     a pipeline    its schedule, simulated with each stage's own time (`shared.parallel.pipeline.simulate`)
@@ -78,8 +78,8 @@ def step_seconds(
 
 
 def exchange_seconds(work: Flops, sent: list[Sent], step: StepSizes, each_time: bool) -> tuple[float, float]:
-    """Seconds of a rank's communication that nothing hides, and those that are hidden. work: a micro-batch's seconds. each_time: gradients
-    travel with each micro-batch. A pipeline's messages are in its simulation."""
+    """Exposed and overlapped communication of a rank, seconds. work: of a micro-batch. each_time: gradients are reduced after each
+    micro-batch. A pipeline's messages are in its simulation."""
     rooms = {
         GRADIENTS: work.backward * (step.microbatches if each_time else 1),
         SHARDS: step.microbatches * (work.needed + work.again),
@@ -103,7 +103,7 @@ def is_message(each: Sent) -> bool:
 def bubble_seconds(
     config: TrainerConfig, hardware: Hardware, step: StepSizes, chunks: list[list[Flops]], traffic: list[list[Sent]]
 ) -> float:
-    """What a step takes longer than the work of its busiest rank: the schedule is simulated, with the messages between stages. Of many
+    """The pipeline's bubble beyond the work of the busiest rank: the schedule is simulated, with the messages between stages. Of many
     micro-batches only the first ones are: each further one takes as long as the dearest rank works on it."""
     layout, m = config.parallel, step.microbatches
     ranks, count = layout.pipeline_parallel, layout.pipeline_chunks

@@ -1,6 +1,6 @@
 """Chapter 12. Traffic of a rank in a training step by axis: calls and bytes as the ledger counts them, and seconds by the alpha-beta model.
 
-What waits for nothing travels while a rank computes, and only what is longer than that costs time:
+Communication that does not block overlaps with computation, and only its excess costs time:
 
     gradients of replicas        beside the backward pass of the last micro-batch; under ZeRO-2 of each
     FSDP's weights, gradients    beside everything that is computed
@@ -46,7 +46,7 @@ class Sent:
 
 
 def stage_traffic(config: TrainerConfig, hardware: Hardware, step: StepSizes, trained: Trained, stage: int = 0) -> list[Sent]:
-    """What a rank of a stage of a pipeline sends in a training step, the largest part of a vocabulary included."""
+    """Communication of a rank of a pipeline stage in a training step, with the largest shard of the vocabulary."""
     model, layout = config.model.resolved(), config.parallel
     part, chunks = held_parts(model, layout)[stage], chunk_parts(model, layout)[stage]
     found: list[Exchange] = []
@@ -63,7 +63,7 @@ def stage_traffic(config: TrainerConfig, hardware: Hardware, step: StepSizes, tr
 
 
 def own_weights(config: TrainerConfig, part: Part, trained: Trained) -> list[Weight]:
-    """The rank's parameters, most of them frozen where an adapter is trained."""
+    """Parameters of a rank; with an adapter most of them are frozen."""
     weights = weights_of(config.model, config.parallel, part)
     if not trained.is_adapter:
         return weights
@@ -109,6 +109,6 @@ def layout_stride(name: str, layout: ParallelConfig) -> int:
 
 
 def seconds_of(sent: Sequence[Sent], *, beside: str | None = None, axes: Sequence[str] | None = None) -> float:
-    """Seconds of what travels beside something, or over some axes."""
+    """Seconds of the operations that some computation hides, or of those over some axes."""
     chosen = (each for each in sent if beside is None or each.beside == beside)
     return sum(each.seconds for each in chosen if axes is None or each.axis.partition("_")[0] in axes)

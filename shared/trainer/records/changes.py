@@ -39,19 +39,19 @@ DRAWS = ("data.micro_batch_size", "parallel", "engine.device")  # by which dropo
 
 
 def unresolved(config: TrainerConfig) -> set[str]:
-    """What a configuration says only when data and device are known."""
+    """Settings that are resolved only when data and device are known."""
     return {"optimizer.newton_schulz_dtype", "model.vocab_size", "start", *(["precision"] if config.precision == "auto" else [])}
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a resumed run has otherwise than its folder's record.
+    """Settings in which a resumed run differs from its folder's record.
 
     Args:
-        free: key -> [there, here], of what changes nothing but rounding.
-        asked: the same of what changes the run, and was asked for.
-        since: keys that were changed after the newest checkpoint was written, by a process that was killed before it wrote another.
-        schedule: the one until now; None for a new run.
+        free: key -> [before, after] of settings that change nothing but rounding.
+        asked: the same for settings that change the run and are named in `continue_with`.
+        since: keys that a killed process changed after the newest checkpoint.
+        schedule: the previous one; None for a new run.
         code: import paths in the configuration whose file was edited.
     """
 
@@ -62,7 +62,7 @@ class Changes:
     code: list[str] = field(default_factory=list)
 
     def for_engine(self, config: TrainerConfig, optimizer: Optimizer) -> set[str]:
-        """What `RuntimeEngine.fit` is to take from this run in place of its checkpoint."""
+        """State that `RuntimeEngine.fit` takes from this configuration, not from the checkpoint."""
         keys, words = {*self.asked, *self.since}, set[str]()
         if any(covers("optimizer", key) or key == "precision" for key in keys):
             words |= {key for group in optimizer.param_groups for key in group} - {*OF_THIS_RUN}
@@ -139,11 +139,7 @@ def find_changes(
 def require_allowed(
     before: dict[str, Any], after: dict[str, Any], run: Path, asked: Collection[str], leave_out: Collection[str] = ()
 ) -> dict[str, list[Any]]:
-    """What differs and changes a run. asked: `continue_with`.
-
-    Raises:
-        CourseError: some of it was not asked for, or can never change.
-    """
+    """Differences that change a run, or an error for one that is not named in `continue_with` (asked) or can never change."""
     different = {key: values for key, values in provenance.differences(before, after).items() if key not in leave_out}
     if not (refused := not_asked_for(different, asked)):
         return different
@@ -169,7 +165,7 @@ def require_allowed(
 
 
 def not_asked_for(different: Mapping[str, list[Any]], asked: Collection[str]) -> dict[str, list[Any]]:
-    """What differs and is not named in `continue_with`, or can never change."""
+    """Differences that are not named in `continue_with`, or can never change."""
     named = lambda key: can_change(key) and any(covers(name, key) for name in asked)  # noqa: E731
     return {key: values for key, values in different.items() if not named(key)}
 
@@ -200,11 +196,8 @@ def now(found: Mapping[str, list[Any]]) -> str:
     return ", ".join(f"{key} {after} ({before} before)" for key, (before, after) in found.items())
 
 
-# History.
-
-
 class KeepChanges(Callback):
-    """Says what a resumed run has otherwise, and records it in its folder. leads: whether this rank writes there."""
+    """Prints and records the changed settings of a resumed run. leads: whether this rank writes in its folder."""
 
     every_rank = True
 

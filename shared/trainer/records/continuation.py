@@ -82,7 +82,7 @@ def nothing_to_continue(config: TrainerConfig) -> list[str]:
 
 
 def remove_copy(output: Path, before: set[str]) -> None:
-    """Remove what `copy_run` and a run that was then refused left in a folder. before: the names that it had."""
+    """Undo `copy_run` after a refused start. before: names in the folder before the copy."""
     for name in {*os.listdir(output)} - before - {LOCK}:
         path = output / name
         if path.is_dir():
@@ -98,11 +98,7 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names, or the newest intact one of a run that it names.
-
-    Raises:
-        CourseError: there is none.
-    """
+    """The checkpoint at a path, or the newest intact one of the run there."""
     if FOLDER.fullmatch(path.name):
         run, folders = path.parent.parent, [path]
     else:
@@ -120,7 +116,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def copy_checkpoint(folder: Path, target: Path) -> None:
-    """Copy a checkpoint's files, without what trackers call their runs."""
+    """Copy a checkpoint's files, without the run ids of trackers."""
     for path in folder.iterdir():
         if path.name not in (STATE, MANIFEST):
             shutil.copyfile(path, target / path.name)

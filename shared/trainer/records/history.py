@@ -50,7 +50,7 @@ class Change(NamedTuple):
 
 
 def changes_of(output: Path) -> list[Change]:
-    """What a run was continued with, oldest first."""
+    """Changes of a run, oldest first."""
     found: list[Change] = []
     for event in events_of(output):
         if event.get("event") == "settings":
@@ -65,7 +65,7 @@ def changes_of(output: Path) -> list[Change]:
 
 
 class History(Callback):
-    """Keeps who was there from which step on, and why that ended, in `history.jsonl`. Every rank says why it ends: one may be lost."""
+    """Logs in `history.jsonl` which ranks take part from which step on, and why they stop. Each rank logs its own end: one may be lost."""
 
     every_rank = expendable = True
 
@@ -95,7 +95,7 @@ class History(Callback):
 
 
 def note_end(config: TrainerConfig, world: Communicator) -> None:
-    """Say that the run and its report are done, for which idle ranks wait."""
+    """Record that the run and its report are done; idle ranks wait for this event."""
     if config.elastic and world.rank == 0:
         append(config.engine.output, {"event": "end", "step": config.steps})
 

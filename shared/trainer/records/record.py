@@ -79,7 +79,7 @@ class RunRecord:
 
     @property
     def changed(self) -> datetime:
-        """When the run last wrote."""
+        """Time of the run's last write."""
         times = [path.stat().st_mtime for name in (provenance.CONFIG, METRICS, RESULTS) if (path := self.folder / name).is_file()]
         return datetime.fromtimestamp(max(times, default=0.0))
 
@@ -92,14 +92,14 @@ class RunRecord:
         return values[len(values) // 2] if values else None
 
     def measure(self) -> tuple[str, float] | None:
-        """What the run is judged by: its words and its value."""
+        """The run's main measure: its name in a table, and its value."""
         for name, words in MEASURES:
             if isinstance(value := self.summary.get(name, self.last(name)), int | float):
                 return words, value
         return None
 
     def memory(self) -> float | None:
-        """The most that a process held, GiB: of the GPU's memory where there is one."""
+        """Peak memory of a process, GiB; the GPU's if there is one."""
         peak = self.summary.get("peak memory, GiB")
         if isinstance(peak, int | float):
             return peak
