@@ -5,7 +5,7 @@
     7
 
 A model without a chat template, such as a pretrained one, continues each line by itself. An encoder-decoder writes one text for each that
-it reads. Lines may be piped in. `course sample` answers one prompt; `shared.trainer.web` is the same conversation in a browser.
+it reads. Lines may be piped in. `course sample` answers one prompt; `shared.trainer.talk.server` is the same conversation in a browser.
 """
 
 import sys
