@@ -240,8 +240,8 @@ def without_base(model: TransformerModel, folder: Path, places: list[Place], ten
             theirs, own = left.pop(key), weight_of(model, place.ours[0])
             if theirs.shape != own.shape:
                 raise PretrainedError(
-                    f"The adapter in {folder} brings {place.name} as {list(theirs.shape)}, and the base has {list(own.shape)}: it was trained "
-                    "after the vocabulary had changed. Merge it in peft, and start from the merged model."
+                    f"The adapter in {folder} brings {place.name} as {list(theirs.shape)}, and the base has {list(own.shape)}: it was "
+                    "trained after the vocabulary had changed. Merge it in peft, and start from the merged model."
                 )
             if not (torch.equal(theirs.to(own.dtype), own) or torch.equal(theirs, own.to(theirs.dtype))):
                 raise PretrainedError(

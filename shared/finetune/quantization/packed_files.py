@@ -152,14 +152,15 @@ class PackedFolder(FrozenFolder):
         self.quantized = {f"{stem}weight" for stem in stems}
 
     def settle_version(self, stem: str) -> None:
-        """Read the files in version 2 where they are, though they say version 1: symmetric codes have their zero point in the middle, and the
-        versions store it differently."""
+        """Read the files in version 2 where they are, though they say version 1: symmetric codes have their zero point in the middle, and
+        the versions store it differently."""
         words = self.read(f"{stem}qzeros", [(0, size) for size in self.shapes[f"{stem}qzeros"]])
         stored = unpack_rows(words, self.rounding.bits)
         versions = [name for name, offset in (("gptq", 1), ("gptq_v2", 0)) if ((stored + offset) == self.middle).all()]
         said = "gptq" if zero_offset(self.told) else "gptq_v2"
         if versions and said not in versions:
-            warnings.warn(f"{self.folder} says checkpoint_format {said}, and its zero points are those of {versions[0]}: read so.", stacklevel=2)
+            what = f"{self.folder} says checkpoint_format {said}, and its zero points are those of {versions[0]}: read so."
+            warnings.warn(what, stacklevel=2)
             self.told = self.told | {"checkpoint_format": versions[0]}
 
     @property

@@ -10,8 +10,8 @@ from shared.finetune.quantization.rounding import Rounding
 
 KEYS = {"gptq": ("qweight", "qzeros", "scales", "g_idx"), "awq": ("qweight", "qzeros", "scales")}
 GPTQ_KEYS = (  # what else a file may say, with the values that are understood
-    ("lm_head", (False, None)), ("checkpoint_format", ("gptq", "gptq_v2", None)), ("dynamic", (None, {})), ("is_marlin_format", (False, None)),
-    ("pack_dtype", ("int32", None)),
+    ("lm_head", (False, None)), ("checkpoint_format", ("gptq", "gptq_v2", None)), ("dynamic", (None, {})),
+    ("is_marlin_format", (False, None)), ("pack_dtype", ("int32", None)),
 )  # fmt: skip
 
 
