@@ -1,8 +1,9 @@
 """Each setting takes effect: for each field of each configuration class, two values whose results differ, or the test that shows it."""
 
 import ast
+import math
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import get_args, get_type_hints
 
 import pytest
@@ -20,8 +21,9 @@ from setting_effects import (
 )
 from setting_effects.effects import Differs, Exempt, Shown, ignored
 
+from shared.course.bounds import Bounds, OutOfBounds, rules_of
 from shared.course.paths import CHECKOUT
-from shared.course.typed import members
+from shared.course.typed import default_of, members
 from shared.trainer.config import TrainerConfig
 from shared.trainer.evaluation.tasks import EvalTask
 from shared.trainer.pipeline.stages import PipelineEntry
@@ -60,6 +62,21 @@ def test_each_class_that_the_core_configures_from_settings_is_one_of_them():
         for node in ast.walk(ast.parse(text)) if "configured(" in text else []:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "configured" and (name := ast.unparse(node.args[0]))[0].isupper():
                 assert name in known, f"{path} configures {name}, whose fields have no rows"
+
+
+@pytest.mark.parametrize("owner", [each for each in configurations() if rules_of(each)], ids=lambda owner: owner.__name__)
+def test_each_bound_and_choice_is_checked_at_construction(owner):
+    """A class whose decorator `checked` was forgotten would show bounds in --help and refuse nothing."""
+    values = {entry.name: default_of(entry) for entry in fields(owner)}
+    for name, allowed, _ in rules_of(owner):
+        if values[name] is MISSING:
+            values[name] = 1 if isinstance(allowed, Bounds) else allowed[0]
+    for name, allowed, _ in rules_of(owner):
+        record = object.__new__(owner)
+        for key, value in (values | {name: math.nan if isinstance(allowed, Bounds) else "no such choice"}).items():
+            object.__setattr__(record, key, value)
+        with pytest.raises(OutOfBounds, match=f"^{name} is "):
+            record.__post_init__()
 
 
 @pytest.mark.parametrize("owner, name, row", [each for each in ROWS if not isinstance(each[2], Differs)], ids=str)

@@ -28,6 +28,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from shared.course import terminal
+from shared.course.bounds import checked
 from shared.course.errors import CourseError, SettingError
 from shared.course.typed import configured
 from shared.model.counting import count_parameters
@@ -50,6 +51,7 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
+@checked
 class Said:
     """A message of the conversation."""
 
