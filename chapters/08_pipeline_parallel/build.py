@@ -30,8 +30,8 @@ the sum over all its micro-batches divided once by the number of all targets tha
 norm and head. Stage s is chunk s // ranks of rank s % ranks: with as many stages as ranks, each rank has chunk 0 alone.
 
 A schedule gives each rank's actions in order: schedule[rank] is a list of Action(kind, microbatch, chunk). Kinds:
-    F    forward: take activations from the stage before, hand the result to the stage behind
-    B    backward: take the result's gradient from the stage behind, hand the gradient of what F took to the stage before
+    F    forward: take activations from the previous stage, hand the result to the next stage
+    B    backward: take the result's gradient from the next stage, hand the gradient of what F took to the previous stage
     I    as B, without the gradients of the blocks' matrices (the weights of nn.Linear in the blocks);    W    these
 Every micro-batch goes through every chunk of a rank once forward and once backward, and backward is either B, or I and later W. No schedule
 says when a message is sent or received: F, B and I send what they have made as soon as they have it, and nobody waits until it is received.

@@ -1,5 +1,5 @@
 """Check of 08.balance_stages. Oracles: all splits, tried one by one, where there are few; torch's tensor_split for equal blocks; and for
-many blocks the cheapest dearest stage, found by trying bounds. Costs are whole numbers and binary fractions: sums are exact."""
+many blocks the cheapest most expensive stage, found by trying bounds. Costs are whole numbers and binary fractions: sums are exact."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -82,10 +82,10 @@ def all_by_brute_force(problems) -> dict:
 
 
 def dearest(function: Callable, blocks, stages, first, last) -> dict:
-    """What the dearest stage costs, and whether all blocks are there once."""
+    """What the most expensive stage costs, and whether all blocks are there once."""
     split = function(blocks, stages, first, last)
     whole = [number for stage in split for number in stage] == [*range(len(blocks))] and len(split) == stages
-    return {"every block once, in order": whole, "dearest stage": max(costs_of(split, blocks, first, last))}
+    return {"every block once, in order": whole, "most expensive stage": max(costs_of(split, blocks, first, last))}
 
 
 def by_bounds(blocks, stages, first, last) -> dict:
@@ -104,7 +104,7 @@ def by_bounds(blocks, stages, first, last) -> dict:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return {"every block once, in order": True, "dearest stage": low}
+    return {"every block once, in order": True, "most expensive stage": low}
 
 
 def case(rung, title, blocks, stages, expected, first=0, last=0, source=CONTRACT, observe=ranges):
@@ -126,9 +126,10 @@ CHECK = Check(
         case("worked example", "six blocks, and an embedding that costs as much as two", [2] * 6, 2, tell("0 to 1", "2 to 5"), first=4),
         case("worked example", "two dear blocks at the ends, on three stages", [4, 1, 1, 1, 1, 4], 3, tell("0 to 0", "1 to 4", "5 to 5")),
         case("worked example", "one dear block in the middle", [1, 1, 6, 1, 1, 1], 3, tell("0 to 1", "2 to 2", "3 to 5")),
-        case("worked example", "the stages behind the dearest one", [5, 1, 1, 1, 1], 3, tell("0 to 0", "1 to 2", "3 to 4")),
-        case("worked example", "the stages before the dearest one", [1, 1, 1, 1, 5], 3, tell("0 to 1", "2 to 3", "4 to 4")),
-        case("worked example", "a dearest stage of 5, not of 6 with cheaper others", [3, 2, 5, 1], 3, tell("0 to 1", "2 to 2", "3 to 3")),
+        case("worked example", "the stages after the most expensive one", [5, 1, 1, 1, 1], 3, tell("0 to 0", "1 to 2", "3 to 4")),
+        case("worked example", "the stages before the most expensive one", [1, 1, 1, 1, 5], 3, tell("0 to 1", "2 to 3", "4 to 4")),
+        case("worked example", "a most expensive stage of 5, not of 6 with cheaper others",
+             [3, 2, 5, 1], 3, tell("0 to 1", "2 to 2", "3 to 3")),
         case("property", "a tie, which the first stage wins with more blocks", [1, 2, 1, 2, 1], 2, tell("0 to 2", "3 to 4")),
         case("property", "a tie, which the second stage wins", [5, 1, 2, 1, 2, 1], 3, tell("0 to 0", "1 to 3", "4 to 5")),
         case("property", "a tie, in which more blocks cost less", [0, 0, 3, 0, 0], 2, tell("0 to 3", "4 to 4")),
@@ -139,7 +140,7 @@ CHECK = Check(
         case("property", "an embedding that is dearer than all blocks", [1] * 5, 2, tell("0 to 0", "1 to 4"), first=100),
         case("property", "a head that is dearer than all blocks", [1] * 6, 3, tell("0 to 2", "3 to 4", "5 to 5"), last=100),
         case("property", "an embedding and a head", [2] * 6, 3, tell("0 to 0", "1 to 3", "4 to 5"), first=4, last=2),
-        case("property", "behind the dearest stage, 5 and 5, not 6 with cheaper others", [9, 3, 2, 5, 1], 4,
+        case("property", "after the most expensive stage, 5 and 5, not 6 with cheaper others", [9, 3, 2, 5, 1], 4,
              tell("0 to 0", "1 to 2", "3 to 3", "4 to 4")),
         case("property", "costs that are binary fractions, in a tuple", (0.75, 0.75, 0.25, 0.25, 0.25, 0.25), 2, tell("0 to 1", "2 to 5")),
         case("property", "ends that are binary fractions", [0.5] * 4, 2, tell("0 to 1", "2 to 3"), first=0.5, last=0.25),
