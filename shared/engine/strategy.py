@@ -137,6 +137,7 @@ class Strategy:
         """The strategy's own callbacks, which come before all others."""
         return ()
 
-    def kept_whole(self) -> AbstractContextManager:
-        """A context in which gathered weights stay gathered: for generation, which runs the model once for each token."""
+    def gathering(self, once: bool = True) -> AbstractContextManager:
+        """A context for generation, which runs the model once for each token: sharded weights stay gathered, or (`once` false) are freed
+        after each use."""
         return nullcontext()

@@ -9,7 +9,7 @@ Left out on purpose: which engine a layout needs; `shared.parallel.parallelize` 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from shared.model.transformer import TransformerModel
 from shared.optim.routing import Route
 from shared.parallel.checkpoint import RankSaver
 from shared.parallel.comm.communicator import Communicator
-from shared.parallel.data.engine import DataEngine, Parameters, add_over, add_partial, all_of, complete
+from shared.parallel.data.engine import DataEngine, Parameters, add_over, add_partial, complete
 from shared.parallel.data.offload import OffloadedOptimizer
 from shared.parallel.health.agreement import agreed, ranks_that_share, require_agreement
 from shared.parallel.health.replicas import ReplicaCheck, StepCounter
@@ -256,12 +256,12 @@ class ParallelStrategy(Held, Strategy):
         check = self.mesh.config.check_every
         return [StepCounter(self.mesh.world.trace), *([ReplicaCheck(self, check)] if check else [])] if self.size > 1 else []
 
-    def kept_whole(self) -> AbstractContextManager:
-        return all_of(engine.kept_whole() for engine in self.engines)
-
-    def kept_sharded(self) -> AbstractContextManager:
-        """As `kept_whole`, and weights are freed after each use: each token gathers them again, block by block."""
-        return all_of(engine.kept_sharded() for engine in self.engines)
+    @contextmanager
+    def gathering(self, once: bool = True) -> Iterator[None]:
+        with ExitStack() as stack:
+            for engine in self.engines:
+                stack.enter_context(engine.gathering(once))
+            yield
 
 
 class LocalState(nn.Module):

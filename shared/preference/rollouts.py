@@ -145,7 +145,7 @@ class RolloutLoader:
         if self.say and reason and once != self.once:
             self.say(reason)
         self.once = once
-        return self.strategy.kept_whole() if once else self.strategy.kept_sharded()
+        return self.strategy.gathering(once)
 
     def answered(self, device: torch.device) -> list[Sample]:
         """The answers to the next prompts with their scores, on every rank."""

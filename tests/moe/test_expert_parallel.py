@@ -205,7 +205,7 @@ def test_ranks_with_other_rows_and_other_lengths_evaluate_like_one_process(word)
 
     def logits(world):
         run = MixtureRun(world, layout_of(word))
-        with torch.no_grad(), run.parallel.kept_whole():
+        with torch.no_grad(), run.parallel.gathering():
             return run.parallel.model.eval()(texts[world.rank])
 
     plain = MixtureRun(SingleRankCommunicator(), ParallelConfig()).plain.eval()

@@ -109,7 +109,7 @@ def test_weights_are_gathered_once_for_many_forward_passes_while_they_are_kept()
     def passes(world, keep: bool):
         parallel = apply_parallel(TransformerModel(CONFIG), Mesh(parse_layout("fsdp2"), world), ADAMW)
         world.trace.clear()
-        with torch.no_grad(), parallel.kept_whole() if keep else torch.no_grad():
+        with torch.no_grad(), parallel.gathering() if keep else torch.no_grad():
             results = [parallel.model(batch_of(0, 0)["input_ids"]) for _ in range(5)]
         after = parallel.model(batch_of(0, 0)["input_ids"])
         return world.trace.calls()["all_gather", "fsdp"], parallel.gathered_bytes, torch.stack([*results, after.detach()])

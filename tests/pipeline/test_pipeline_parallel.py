@@ -106,7 +106,7 @@ def test_evaluation_and_logits_are_those_of_one_process(layout, schedule):
         totals = [run.parallel.sum(evaluate(model, own, objective)) for objective in (packed_next_token_objective, next_token_objective)]
         run.train(1)  # evaluation leaves nothing behind
         model.eval()
-        with run.parallel.kept_whole(), torch.no_grad():
+        with run.parallel.gathering(), torch.no_grad():
             logits = model(held_out[0]["input_ids"])
         return totals, run.totals, logits
 

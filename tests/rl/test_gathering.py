@@ -106,8 +106,8 @@ def by_torch(world, reshards: bool) -> list:
     run, found = GRPORun(world, config), []
     blocks = list(run.parallel.module.stack.blocks.values())
     ids = torch.arange(12).view(2, 6)
-    for context in (run.parallel.kept_whole, run.parallel.kept_sharded):
-        with torch.no_grad(), context():
+    for once in (True, False):
+        with torch.no_grad(), run.parallel.gathering(once):
             logits = run.parallel.model(ids)
             held = sum(each.numel() for block in blocks for each in block.parameters() if not isinstance(each, DTensor))
         found.append([held, logits.tolist()])

@@ -10,7 +10,7 @@ Each engine serves the parameters of one group of ranks. `shared.parallel.strate
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +56,8 @@ class DataEngine:
         """Wrap the updater, so that it steps `optim_params`; afterwards `model` has the new weights."""
         return lambda model, optimizer, token_count: updater(self.optim_params, optimizer, token_count)
 
-    def kept_whole(self) -> AbstractContextManager:
-        """A context in which gathered weights stay gathered; nothing may be trained in it."""
-        return nullcontext()
-
-    def kept_sharded(self) -> AbstractContextManager:
-        """A context in which weights are freed after each use, whatever `reshard_after_forward` says; nothing may be trained in it."""
+    def gathering(self, once: bool) -> AbstractContextManager:
+        """A context in which sharded weights stay gathered (`once`) or are freed after each use; nothing may be trained in it."""
         return nullcontext()
 
     @property
@@ -77,14 +73,6 @@ class DataEngine:
     def reducer(self, model: nn.Module, totals: Totals) -> Totals:
         """Reduce gradients and totals over the group, where this engine is the only one."""
         return complete([self], totals, self.group)
-
-
-def all_of(contexts: Iterable[AbstractContextManager]) -> AbstractContextManager:
-    """One context that opens all of them."""
-    stack = ExitStack()
-    for each in contexts:
-        stack.enter_context(each)
-    return stack
 
 
 def complete(engines: Sequence[DataEngine], totals: Totals, group: Communicator) -> Totals:

@@ -190,9 +190,9 @@ class FullySharded(DataEngine):
             flat.close_step([next(counts) for _ in flat.used])
 
     @contextmanager
-    def kept_whole(self) -> Iterator[None]:
-        """A context in which units stay gathered after their first use: generation runs a forward pass for each token."""
-        self.always_unsharded = True
+    def gathering(self, once: bool) -> Iterator[None]:
+        """See `DataEngine`."""
+        self.always_unsharded = once
         try:
             yield
         finally:

@@ -7,7 +7,7 @@ Left out on purpose: parameters on a mesh of their own, cuts along other dimensi
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -117,17 +117,11 @@ class TorchSharded(DataEngine):
 
         return update
 
-    def kept_whole(self) -> AbstractContextManager:
-        return self.resharding(False)
-
-    def kept_sharded(self) -> AbstractContextManager:
-        return self.resharding(True)
-
     @contextmanager
-    def resharding(self, after_forward: bool) -> Iterator[None]:
-        """A context in which units are freed after each use, or stay gathered."""
+    def gathering(self, once: bool) -> Iterator[None]:
+        """See `DataEngine`."""
         for unit in self.units:
-            unit.set_reshard_after_forward(after_forward)
+            unit.set_reshard_after_forward(not once)
         try:
             yield
         finally:

@@ -19,8 +19,7 @@ Left out on purpose: the few bytes of totals and gradient norm, which travel ove
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from shared.model.chunked_loss import chunk_rows
 from shared.model.config import ModelConfig
