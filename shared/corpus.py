@@ -24,7 +24,7 @@ NOT_COURSE_TEXT = {"tests", "testing", "benchmarks"}  # folders that a reader wo
 
 @dataclass(frozen=True)
 class Package:
-    """A wheel of the embedded corpus, with what its kept files must add up to."""
+    """A wheel of the embedded corpus, with the totals of its kept files."""
 
     name: str
     version: str
@@ -56,7 +56,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents split by name into those to train on and those held out."""
+    """Documents split by name into training and held-out ones."""
 
     training: tuple[Document, ...]
     held_out: tuple[Document, ...]
@@ -106,7 +106,7 @@ def verified(package: Package, documents: list[Document]) -> list[Document]:
 
 
 def summed(name: str, version: str, documents: Iterable[Document]) -> Package:
-    """What `EMBEDDED` records of a package, computed from its documents."""
+    """A package's record in `EMBEDDED`, computed from its documents."""
     documents = list(documents)
     digest = hashlib.sha256()
     for document in documents:
@@ -163,7 +163,7 @@ def existing(text: str) -> Path:
 
 
 def read_files(paths: Sequence[Path]) -> Corpus:
-    """The reader's own text: files, or folders whose text files are all read. Splits one file by its end.
+    """A user's own text: files, or folders whose text files are all read. The held-out part of a single file is its end.
 
     Raises:
         CorpusError: a path is missing or cannot be read, a named file is empty or holds zero bytes, or there is no text at all.
@@ -185,7 +185,7 @@ def read_files(paths: Sequence[Path]) -> Corpus:
 
 
 def read_file(path: Path) -> Document | None:
-    """A regular file; one without a size is not opened, because what the kernel makes up as it is read may have no end."""
+    """Read a regular file. One of size 0 is not opened, because a file that the kernel generates may have no end."""
     if not path.is_file():
         return None
     try:

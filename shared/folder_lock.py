@@ -111,7 +111,7 @@ class FolderLock:
             raise FolderInUse(lost)
 
     def take(self) -> None:
-        """Get the lock, and write who holds it."""
+        """Acquire the lock, and write its holder into the file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         while True:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -136,7 +136,7 @@ class FolderLock:
         self.handle, self.content = handle, content
 
     def granted(self, handle: int) -> bool:
-        """Whether the kernel gave us the lock; False where the file system has none."""
+        """Whether the kernel granted the lock; False if the file system has no locks."""
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -171,7 +171,7 @@ class FolderLock:
             probe.unlink()
 
     def holder(self) -> dict[str, Any] | None:
-        """Who wrote the file; None where it is empty, or what a crash left half written."""
+        """The holder that the file names; None if it is empty or was half written in a crash."""
         try:
             holder = json.loads(self.path.read_bytes())
             return holder if holder.keys() >= myself().keys() else None
@@ -189,7 +189,7 @@ class FolderLock:
         )
 
     def beat(self) -> None:
-        """In the thread: touch the file while it is ours."""
+        """Touch the file while this process holds it; runs in the thread."""
         for pause in chain([FIRST_BEAT], repeat(BEAT)):
             if self.closing.wait(pause):
                 return
@@ -235,7 +235,7 @@ def same_file(path: Path, handle: int) -> bool:
 
 
 def boot() -> str:
-    """What tells this run of the kernel from others, on this machine and elsewhere."""
+    """An identifier of this boot of this machine."""
     return BOOT.read_text(encoding="utf-8").strip() if BOOT.exists() else socket.gethostname()
 
 

@@ -41,7 +41,7 @@ def accumulate_gradients(model: nn.Module, microbatches: Sequence[Batch], object
 
 
 def keep_totals(model: nn.Module, totals: Totals) -> Totals:
-    """The reducer of a single process: there is nothing to add."""
+    """The reducer of a single process, which has nothing to sum."""
     return totals
 
 

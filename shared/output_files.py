@@ -43,7 +43,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def system_reason(error: Exception) -> str | None:
-    """The operating system's words for an error, also within one of the safetensors library; None where another cause has it."""
+    """The operating system's error message, also of an error of the safetensors library; None for any other cause."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     found = re.search(r"(?:I/O error|IoError)\W+(.*?) \(os error", str(error))
@@ -51,7 +51,7 @@ def system_reason(error: Exception) -> str | None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all, also when the process or the machine dies half way."""
+    """Write a file atomically: complete or not at all, even if the process or the machine dies meanwhile."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it a model is in evaluation mode, afterwards in the mode in which it was."""
+    """A context in which a model is in evaluation mode; its mode is restored afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -91,7 +91,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def require_drawing(temperature: float, top_k: int | None) -> None:
-    """Refuse what no token can be drawn with, before a model has been trained to draw from.
+    """Refuse invalid sampling settings before a model is trained to sample from.
 
     Raises:
         ValueError: a temperature below 0, infinite or no number; a top_k below 1.

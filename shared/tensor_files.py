@@ -35,7 +35,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def stream_tensors(path: Path, like: Mapping[str, Tensor], make: Callable[[str], Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file of which one tensor at a time is in memory, with the library's own bytes.
+    """Write a safetensors file with one tensor in memory at a time, byte for byte as the library does.
 
     Args:
         path: the file.

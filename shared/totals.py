@@ -43,7 +43,7 @@ Updater = Callable[[nn.Module, Optimizer, Tensor], None]
 
 
 def add_totals(parts: Iterable[Totals]) -> Totals:
-    """The totals of several micro-batches, cut loose from the graphs that they came from.
+    """The totals of several micro-batches, detached from their graphs.
 
     Raises:
         ValueError: `parts` is empty, so there is no device or dtype to make a zero of.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # all that needs torch, as a tracker whose file is read does 
 
 
 class Ranks(Protocol):
-    """What callbacks may ask of the processes that train together: a part of `shared.engine.strategy.Strategy`, which says more of each."""
+    """The distributed strategy as callbacks see it: a part of `shared.engine.strategy.Strategy`, which documents each member."""
 
     rank: int
     size: int
@@ -105,7 +105,7 @@ def metric_name(text: str) -> str:
 
 
 class Callback:
-    """Does nothing. Override what you need; every hook is given the engine.
+    """Base class of callbacks, with empty hooks. Override those that you need; every hook gets the engine.
 
     In a step: on_batch, (forward, backward, reduce), before_optimizer, (step), on_step; then, when they are due, on_evaluate, on_log,
     on_save. `engine.step` counts the steps that are done, so it is one lower in on_batch and before_optimizer than in on_step.
@@ -152,7 +152,7 @@ class Callback:
         """The run ends, well or with an error (then after on_error). Close what is open."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this callback, as JSON can hold it."""
+        """The callback's state for a checkpoint, in values that JSON can hold."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -236,6 +236,6 @@ class Callbacks:
 
 
 def in_a_line(error: Exception) -> str:
-    """An exception's type and the beginning of its text; of one that is a sentence for the reader, the sentence."""
+    """An exception on one line: its type and the beginning of its message; of a `CourseError` the message alone."""
     text = " ".join((str(error) if isinstance(error, CourseError) else f"{type(error).__name__}: {error}").split())
     return text if len(text) <= 300 else text[:300] + " ..."

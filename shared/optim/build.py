@@ -40,7 +40,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, routes: Sequence[
 
 
 def own_optimizer(config: OptimizerConfig) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    """What makes an optimizer by import path of parameter groups."""
+    """The factory of an optimizer by import path, which takes parameter groups."""
     offered = {"lr": config.lr, "weight_decay": config.weight_decay}
     made = bound(config.name, config.options, "optimizer.name", "params", offered=offered)
     if not (isinstance(made.func, type) and issubclass(made.func, Optimizer)):
@@ -60,7 +60,7 @@ def own_settings(config: OptimizerConfig, part: Route) -> dict[str, Any]:
 
 
 def settings_of(config: OptimizerConfig, part: Route) -> dict[str, Any]:
-    """What a group's rule reads, and nothing that it does not."""
+    """The settings that a group's rule reads, and no others."""
     lr = config.lr if part.rule == config.name or config.adamw_lr is None else config.adamw_lr
     name = part.rule if part.decays else f"{part.rule}_no_decay"
     settings = {"name": name, "rule": part.rule, "lr": lr, "weight_decay": config.weight_decay if part.decays else 0.0}

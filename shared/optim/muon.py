@@ -127,7 +127,7 @@ def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> 
 
 
 def bucket_by_shape(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Group parameters that have a gradient into batches of one shape, dtype and device; a sharded parameter is a batch of its own."""
+    """Group parameters that have a gradient into batches of one shape, dtype and device; a sharded parameter is a separate batch."""
     batches: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:
@@ -143,7 +143,7 @@ def bucket_by_shape(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def sharding_to_gather(parameter: Tensor) -> Sharding | None:
-    """How a parameter is sharded, where this process lacks a part of it."""
+    """The sharding of a parameter that must be gathered, because this process lacks a part of it."""
     sharding = getattr(parameter, "sharding", None)
     return sharding if sharding is not None and sharding.needs_gathering else None
 

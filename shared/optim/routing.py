@@ -56,7 +56,7 @@ def route(model: nn.Module, rule: str, *, no_decay: list[str], to_adamw: list[st
 
 
 def no_matrix(trainable: dict[str, Tensor], kept: set[str]) -> str:
-    """The sentence for a model without a matrix for Muon, by what is trained."""
+    """The error message for a model without a matrix for Muon, by what is trained."""
     shown = ", ".join(trainable) if len(trainable) <= 2 else f"{next(iter(trainable))} and others"
     why = "optimizer.to_adamw takes them out" if kept else "embeddings, the head, norms, biases and adapters of these are for AdamW"
     return (
@@ -78,5 +78,5 @@ def matching(parameters: dict[str, Tensor], patterns: list[str], option: str) ->
 
 
 def dimensions(parameter: Tensor) -> int:
-    """Of the whole parameter, where this process holds a part of it."""
+    """The number of dimensions of the full parameter, where this process holds a shard."""
     return len(getattr(parameter, "sharding", parameter).shape)

@@ -83,13 +83,13 @@ class RankCheckpoints(Checkpoints):
     def load(self, step: int) -> Snapshot:
         """The snapshot with this rank's numbers, and of the optimizer's groups and values those that it has parameters of."""
         snapshot = self.agreed(partial(super().load, step))
-        held, everywhere = self.held.optim_regions, self.held.optim_holders.shapes
-        values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if name not in held or held[name].numel}
+        held = self.held.optim_regions
+        elsewhere = self.held.optim_holders.shapes.keys() - held.keys()
+        stateless = elsewhere | {name for name, region in held.items() if not region.numel}
+        values = {name: of_name for name, of_name in snapshot.optimizer.values.items() if name not in stateless}
         groups = [
-            group | {"names": [name for name in group["names"] if name in held or name not in everywhere]}
-            for group in snapshot.optimizer.groups
+            group | {"names": [name for name in group["names"] if name not in elsewhere]} for group in snapshot.optimizer.groups
         ]
-        values = {name: of_name for name, of_name in values.items() if name in held or name not in everywhere}
         return replace(snapshot, optimizer=replace(snapshot.optimizer, values=values, groups=groups))
 
     def require_intact(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ PARTIAL = ".partial"  # how the name of an unfinished folder ends
 
 
 def force_to_disk(path: Path) -> None:
-    """Return when what the operating system holds back of a file or a folder is on the disk."""
+    """Flush a file or a folder from the operating system's cache to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

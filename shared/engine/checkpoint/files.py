@@ -34,7 +34,7 @@ KEY = re.compile(r"(.+?)(?:\[(\d+:\d+(?:,\d+:\d+)*)\])?(?:\[(\d+):(\d+)\])?")
 
 
 class StoredShard(NamedTuple):
-    """A shard in a file: under which key, and where its numbers lie in the whole tensor."""
+    """A shard in a file: its key, and its region of the full tensor."""
 
     file: Any
     key: str
@@ -42,7 +42,7 @@ class StoredShard(NamedTuple):
 
 
 class ShardFiles:
-    """Reads this process's numbers of the tensors in a checkpoint. Without arguments, all of every tensor.
+    """Reader of this process's shards of a checkpoint's tensors. Without arguments it reads full tensors.
 
     Args:
         weights: name -> where this rank's numbers of a weight lie in the whole.
@@ -83,7 +83,7 @@ class ShardFiles:
             return {entry: read_region(folder, entry, found[entry], region) for entry, region in wanted.items() if region is not None}
 
     def region_of(self, folder: Path, name: str, entry: str, shape: tuple[int, ...]) -> Region | None:
-        """What this rank needs of an entry, if anything. A count of steps, which is no sharded tensor, is needed where a part of its
+        """The region of an entry that this rank needs, if any. A step count, which is not sharded, is needed where a part of its
         parameter is."""
         parameter = entry.split("/", 1)[1] if name == "optimizer" else entry
         if name not in self.wanted:
@@ -187,7 +187,7 @@ def contents_of(files: Mapping[str, Shards]) -> dict[str, Described]:
 
 
 def shards_in(file: Any) -> dict[str, list[StoredShard]]:
-    """What a file holds, by the names of the tensors."""
+    """The shards in a file, by tensor name."""
     shapes = json.loads((file.metadata() or {}).get("shapes", "{}"))
     found: dict[str, list[StoredShard]] = {}
     for key in file.keys():
@@ -201,7 +201,7 @@ def shards_in(file: Any) -> dict[str, list[StoredShard]]:
 
 
 def region_from(shape: tuple[int, ...], box: str | None, start: str | None, stop: str | None) -> Region:
-    """The region in a key. A single range of a tensor with several dimensions is a span; with one dimension, span and box are the same."""
+    """Parse the region in a key. A single range of a tensor with several dimensions is a span; with one, span and box are the same."""
     ranges = [tuple(map(int, each.split(":"))) for each in box.split(",")] if box else []
     if len(ranges) == 1 and len(shape) != 1 and start is None:
         return whole_region(shape)._replace(start=ranges[0][0], stop=ranges[0][1])
@@ -213,7 +213,7 @@ def region_from(shape: tuple[int, ...], box: str | None, start: str | None, stop
 
 
 def read_region(folder: Path, entry: str, shards: Sequence[StoredShard], wanted: Region) -> Tensor:
-    """The numbers of a region, from the stored shards that overlap it."""
+    """Read the elements of a region from the stored shards that overlap it."""
     flat = torch.empty(wanted.numel, dtype=empty_like(shards[0]).dtype)
     filled = torch.zeros(wanted.numel, dtype=torch.bool)
     for region, shard in {shard.region: shard for shard in shards}.items():
@@ -237,12 +237,12 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def within(inner: Box, outer: Box) -> Box:
-    """The same box, counted from the corner of another one."""
+    """The inner box, relative to the corner of the outer one."""
     return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
 
 
 def read_box(shard: StoredShard, stored: Box, at: int, wanted: Box) -> Tensor:
-    """A box out of a stored box that begins at number `at` of its shard: whole rows are read, and no more of them than are wanted."""
+    """Read a box out of a stored box that begins at element `at` of its shard: complete rows, and no more of them than needed."""
     view = shard.file.get_slice(shard.key)
     if not view.get_shape():
         return shard.file.get_tensor(shard.key)

@@ -52,7 +52,7 @@ class Checkpoints:
         self.shards = shards or ShardFiles()
 
     def steps(self) -> list[int]:
-        """The steps that are saved, ascending, by the folders' names: nothing is opened."""
+        """The saved steps, ascending, by folder name: nothing is opened."""
         found = [FOLDER.fullmatch(path.name) for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(match[1]) for match in found if match)
 
@@ -69,7 +69,7 @@ class Checkpoints:
         return self.write(snapshot.step, files, state_text(snapshot, notes or {}, contents_of(files)))
 
     def write(self, step: int, files: Mapping[str, Shards], state: str) -> Path:
-        """Write a checkpoint, whole or not at all, then remove what is no longer kept.
+        """Write a checkpoint atomically, then remove those that are no longer kept.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written. What was saved before is as it was.
@@ -130,7 +130,7 @@ class Checkpoints:
         require_intact(folder)
 
     def newest(self) -> tuple[Snapshot | None, list[str]]:
-        """The newest checkpoint that is intact, and a sentence for each newer one that is not.
+        """The newest intact checkpoint, and an error message for each newer one.
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact; or the newest is intact and cannot be read by this version.
@@ -138,8 +138,8 @@ class Checkpoints:
         return self.first_intact(self.load)
 
     def first_intact(self, use: Callable[[int], Result]) -> tuple[Result | None, list[str]]:
-        """What use(step) returns for the newest checkpoint with which it does not raise DamagedCheckpoint, None where there are no
-        checkpoints; and a sentence for each newer one."""
+        """The result of use(step) for the newest checkpoint with which it does not raise DamagedCheckpoint, None if there are no
+        checkpoints; and an error message for each newer one."""
         steps, damaged = self.candidates()
         for step in reversed(steps):
             try:
@@ -151,7 +151,7 @@ class Checkpoints:
         return None, []
 
     def candidates(self) -> tuple[Sequence[int], list[str]]:
-        """The steps from which a run may be resumed, ascending, and a sentence for each that is not among them."""
+        """The steps from which a run may resume, ascending, and a message for each of the others."""
         return self.steps(), []
 
     def agreed(self, call: Callable[[], Result]) -> Result:
@@ -163,7 +163,7 @@ class Checkpoints:
         return json.loads((self.path(step) / STATE).read_text(encoding="utf-8"))["notes"]
 
     def best(self) -> tuple[int, float] | None:
-        """The step with the lowest validation loss, and that loss, where any of them was evaluated."""
+        """The step with the lowest validation loss, and that loss; None if none was evaluated."""
         losses: dict[int, float] = {}
         for step in self.steps():
             try:
@@ -188,7 +188,7 @@ class Checkpoints:
 
 
 def read_state(folder: Path, step: int) -> dict[str, Any]:
-    """What `state.json` holds."""
+    """Read and validate `state.json`."""
     try:
         problem = problem_of(state := json.loads((folder / STATE).read_text(encoding="utf-8")), step)
     except (ValueError, RecursionError):
@@ -201,7 +201,7 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
 
 
 def whole_files(snapshot: Snapshot) -> dict[str, Shards]:
-    """What a single process writes: whole tensors, by file."""
+    """The files of a single process: full tensors."""
     optimizer = {f"{key}/{name}": tensor for name, tensors in snapshot.optimizer.tensors.items() for key, tensor in tensors.items()}
     sets = {"weights": snapshot.weights, "optimizer": optimizer, "random": snapshot.random.torch}
     return {rank_file(name, 0, 1): whole_shards(tensors) for name, tensors in sets.items()}
@@ -239,7 +239,7 @@ def complete(folder: Path, files: Mapping[str, Any], state: str) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """The operating system's words, without its numbers."""
+    """The operating system's error message, without its number."""
     return system_reason(error) or str(error)
 
 

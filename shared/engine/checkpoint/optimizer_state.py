@@ -52,7 +52,7 @@ def name_optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerSta
 
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: OptimizerState) -> None:
-    """Put a named state back, as copies on each parameter's device. Grouping may differ; settings follow the group of each first name.
+    """Restore a named state, as copies on each parameter's device. Grouping may differ; settings follow the group of each first name.
     How a step is computed (`foreach`, `fused`, `capturable`) stays this run's choice.
 
     Raises:
@@ -148,7 +148,7 @@ def retuned(model: nn.Module, optimizer: Optimizer, state: OptimizerState, retun
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group was given, as JSON gives it back, without what a schedule drives. `lr` is the rate that was given, or None."""
+    """A group's own settings, after a round trip through JSON, without those that a schedule sets. `lr` is the initial rate, or None."""
     left_out = {*OF_THIS_RUN, *DRIVEN, "names"}
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in group.items() if key not in left_out}
     return given | {"lr": None if "max_lr" in group else group.get("initial_lr")}  # max_lr: of a cycle, which chooses all rates

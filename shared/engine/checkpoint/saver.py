@@ -48,7 +48,7 @@ class Saver:
         self.pending: Future[Any] | None = None
 
     def begin(self) -> str | None:
-        """Called before anything is restored. Returns a sentence about where checkpoints will be, where that is not plain."""
+        """Prepare for the run, before anything is restored. Returns a message about where checkpoints will be, if that needs one."""
         return None
 
     def save(self, step: int, optimizer: Optimizer, parts: Mapping[str, Stateful], notes: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Saver:
             self.pending.set_exception(error)
 
     def writing(self, snapshot: Snapshot, notes: dict[str, Any]) -> Callable[[], Any]:
-        """What writes the snapshot, perhaps on the thread: it holds copies where the next step would change the originals."""
+        """The function that writes the snapshot, perhaps on the thread: of copies, where the next step would change the originals."""
         files = whole_files(snapshot)
         state = state_text(snapshot, notes, contents_of(files))
         return partial(self.checkpoints.write, snapshot.step, copied(files) if self.asynchronous else files, state)
@@ -84,7 +84,7 @@ class Saver:
         return pending.result()
 
     def close(self) -> None:
-        """Let a save that is under way end. Saving again is possible."""
+        """Wait for a save in progress. Saving again is possible."""
         if self.thread is not None:
             self.thread.shutdown(wait=True)
             self.thread = None
@@ -97,7 +97,7 @@ class Saver:
     def restore(
         self, optimizer: Optimizer, parts: Mapping[str, Stateful], retune: Collection[str] = ()
     ) -> tuple[int | None, list[str]]:
-        """Resume from the newest intact checkpoint. Returns its step, None where there is none, and a sentence for each damaged one.
+        """Resume from the newest intact checkpoint. Returns its step, or None, and an error message for each damaged one.
 
         From the checkpoint: weights, the optimizer's state and settings, the position in the data, random numbers, the state of callbacks
         that both have. The optimizer's settings and the weights' dtypes must be what was saved. This run's own: schedule, batch size,
@@ -166,7 +166,7 @@ def require_same_dtypes(model: nn.Module, snapshot: Snapshot) -> None:
 
 
 class PartFailed(Exception):
-    """A part could not take the state that a checkpoint has for it; the cause says why."""
+    """A part of the run failed to load its state from a checkpoint; the cause says why."""
 
 
 class Part:
@@ -189,12 +189,12 @@ class Part:
 
 
 def shared_callbacks(parts: Mapping[str, Stateful], snapshot: Snapshot) -> tuple[dict[str, Stateful], Snapshot]:
-    """Both without the callbacks that only one of them has: a run may be resumed with another tracker, which starts without a state."""
+    """Both without the callbacks that only one of them has: a run may resume with another tracker, which starts without state."""
     odd = {name for name in parts.keys() ^ snapshot.parts.keys() if name.startswith(CALLBACK)}
     kept = {name: state for name, state in snapshot.parts.items() if name not in odd}
     return {name: part for name, part in parts.items() if name not in odd}, replace(snapshot, parts=kept)
 
 
 def copied(files: Mapping[str, Shards]) -> dict[str, Shards]:
-    """The same numbers in tensors of the CPU's memory that the next step does not change."""
+    """Copies of the tensors in CPU memory, which the next step does not change."""
     return {file: {at: tensor.to("cpu", copy=True) for at, tensor in shards.items()} for file, shards in files.items()}

@@ -44,7 +44,7 @@ def get_random_state() -> RandomState:
 
 
 def require_usable(state: RandomState) -> RandomState:
-    """The same state, after throw-away generators have taken it.
+    """Validate a random state by loading it into throw-away generators.
 
     Raises:
         TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError: it is no state of a generator, whichever notices it first.
@@ -56,7 +56,7 @@ def require_usable(state: RandomState) -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Put the generators back. A GPU that this machine does not have is left out: its numbers were drawn elsewhere."""
+    """Restore the generators. GPUs that this machine does not have are skipped."""
     torch.set_rng_state(state.torch["cpu"].cpu())
     for index in range(torch.cuda.device_count()):
         if f"cuda:{index}" in state.torch:
@@ -78,7 +78,7 @@ def numpy_state(state: RandomState) -> tuple[Any, ...]:
 
 
 class Stateful(Protocol):
-    """What else a run is made of: the data loader, callbacks, a loss scale. Its state is a small dictionary that JSON can hold."""
+    """A further part of a run with state: the data loader, a callback, a loss scale. The state is a small dictionary that JSON can hold."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

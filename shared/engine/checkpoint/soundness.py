@@ -30,7 +30,7 @@ class CheckpointError(CourseError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is incomplete, was changed, or does not agree with itself."""
+    """A checkpoint that is incomplete, was changed, or is inconsistent."""
 
     @classmethod
     def of(cls, folder: Path, what: str) -> "DamagedCheckpoint":
@@ -46,7 +46,7 @@ STATE_TYPES = {
 
 
 def misfit(value: Any, wanted: Any, place: str) -> str | None:
-    """What is wrong with a value that was JSON, and where; None where it is as wanted.
+    """What is wrong with a value from JSON, and where; None if it has the wanted type.
 
     Args:
         wanted: a type; [type of each entry]; {str: type of each value}; or {key: type}, where other keys may stand too.

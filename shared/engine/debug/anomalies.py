@@ -39,7 +39,7 @@ SMALLEST_SPREAD = 0.01  # of the median: a loss that has stopped moving makes no
 
 
 class BrokenStep(CourseError):
-    """A step that would have spoiled the weights. The message says where its batch is; `microbatch` is the first one at fault."""
+    """A step that would have corrupted the weights. The message says where its batch is; `microbatch` is the first one at fault."""
 
     def __init__(self, sentence: str, microbatch: int):
         super().__init__(sentence)
@@ -76,10 +76,7 @@ class CatchAnomalies(Callback):
         self.saved = 0
 
     def before_optimizer(self, engine: RunState) -> None:
-        """
-        Raises:
-            BrokenStep: the loss or the gradient norm is not finite. One sentence says where the batch is and how to replay it.
-        """
+        """Raise `BrokenStep` if loss or gradient norm is not finite; its message says where the batch is and how to replay it."""
         if not (metrics := self.loss_and_norm(engine)):
             return
         loss = metrics["train/loss"]
@@ -95,14 +92,14 @@ class CatchAnomalies(Callback):
         self.recent.append(loss)
 
     def loss_and_norm(self, engine: RunState) -> Metrics:
-        """Of the mean loss. Nothing of a step in which no token counts, which the updater refuses."""
+        """Loss and gradient norm of the mean loss. Empty for a step without valid tokens, which the updater refuses."""
         if not engine.token_count:
             return {}
         norm = {"norm/gradient": engine.grad_norm} if self.stop_on_nonfinite and not self.loss_scaled else {}
         return {"train/loss": engine.loss} | norm
 
     def limit(self) -> float:
-        """Above this a loss is a spike; infinite while too few losses are known."""
+        """The threshold of a loss spike; infinite while too few losses are known."""
         if not self.spike_deviations or len(self.recent) < max(8, self.recent.maxlen // 4):
             return math.inf
         median = statistics.median(self.recent)
@@ -179,7 +176,7 @@ def save_anomaly(
 
 
 def read_anomaly(folder: Path | str) -> dict[str, Any]:
-    """What `anomaly.json` says: `step`, `reason`, `metrics`, `losses`."""
+    """The content of `anomaly.json`: `step`, `reason`, `metrics`, `losses`."""
     path = Path(folder) / "anomaly.json"
     if not path.is_file():
         raise CourseError(f"{folder} holds no saved anomaly: give a folder anomalies/step-XXXXXXXX of a run.")
