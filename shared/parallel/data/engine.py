@@ -9,7 +9,7 @@ Each engine serves the parameters of one group of ranks. `shared.parallel.strate
 `reducer` itself. Totals are sums, so the totals of ranks add: one all-reduce of a small vector of float64, in which counts are exact.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
