@@ -1,6 +1,6 @@
-"""Chapter 06. What a rank holds of a run, and the placement table: which ranks hold which part of which parameter, exchanged at the start.
+"""Chapter 06. A rank's state, and the placement table: which ranks hold which part of which parameter, exchanged at the start.
 
-Gradient norm, checkpoint and replica check ask the same question of any layout: how many ranks hold this very part?
+Gradient norm, checkpoint and replica check ask the same question of any layout: how many ranks hold this part?
 
     norm^2 of the whole = sum over ranks and parts of |part|^2 / (ranks that hold the part)
 
@@ -19,11 +19,11 @@ from shared.model.sharding import Region
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.mesh import Mesh
 
-Table = tuple[Mapping[str, Region], Mapping[str, torch.dtype]]  # where this rank's numbers lie in the whole; dtypes of what is to be sent
+Table = tuple[Mapping[str, Region], Mapping[str, torch.dtype]]  # this rank's regions of the whole; dtypes, where they are needed
 
 
 def placement(world: Communicator, *tables: Table) -> list["Holders"]:
-    """The placement of each of this rank's tables over all ranks, by one exchange. Every rank calls it."""
+    """The placement of each of this rank's tables, by one exchange over all ranks. Every rank calls it."""
     mine = [
         ([[name, *region] for name, region in regions.items()], {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()})
         for regions, dtypes in tables
@@ -33,7 +33,7 @@ def placement(world: Communicator, *tables: Table) -> list["Holders"]:
 
 
 class Holders:
-    """Who holds what. `placement` makes it, on all ranks at the same time.
+    """A placement table. `placement` makes it, on all ranks together.
 
     Attributes:
         by_rank: for each rank its regions by name, without empty ones.
@@ -58,11 +58,11 @@ class Holders:
 
     @cached_property
     def everywhere(self) -> bool:
-        """Whether every rank holds all of it, so that no rank needs another one to know the whole."""
+        """Whether every rank holds all of every tensor."""
         return all(len(ranks) == self.size for ranks in self.ranks.values())
 
     def copies(self, name: str) -> int:
-        """How many ranks hold just what this rank holds of a tensor; 1 where it holds nothing."""
+        """How many ranks hold the same part of a tensor as this one; 1 where it holds nothing."""
         region = self.by_rank[self.rank].get(name)
         return len(self.ranks[name, region]) if region else 1
 
@@ -83,11 +83,7 @@ class Holders:
         return all(not set(ranks).isdisjoint(holding) for holding in self.ranks.values())
 
     def require_complete(self) -> None:
-        """Refuse to save less than the whole: the distinct parts of each tensor must add up to it.
-
-        Raises:
-            ValueError: numbers of a tensor that no rank holds, or that several hold as parts of different regions.
-        """
+        """Require that the distinct parts of each tensor add up to the whole: without gaps, and without overlaps."""
         held: dict[str, int] = dict.fromkeys(self.shapes, 0)
         for name, region in self.ranks:
             held[name] += region.numel
@@ -100,11 +96,11 @@ class Holders:
 
 
 class Held:
-    """What a rank holds of a run, and who holds the same: what checkpoints and the replica check read of a distributed strategy.
+    """A rank's state and its placement: the part of a distributed strategy that checkpoints and the replica check read.
 
     Attributes:
         module: the plain model, or this rank's part of it.
-        state: under logical names, a module whose `state_dict` has this rank's weights and whose `named_parameters` are the optimizer's.
+        state: a module whose `state_dict` has this rank's weights and whose `named_parameters` are the optimizer's, by logical name.
         mesh: this rank's.
         weight_regions, optim_regions: logical name -> the region of the whole that this rank has of a weight, or of an optimizer's
             parameter.

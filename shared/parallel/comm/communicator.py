@@ -259,7 +259,7 @@ def raw_buffer(tensor: Tensor) -> Tensor:
 
 
 def require_finished(world: Communicator) -> None:
-    """Refuse to end a rank with asynchronous work that was never waited for: its result may have been read too early."""
+    """Refuse to end a rank with pending asynchronous work: its result may have been read too early."""
     entry = world.trace.unfinished()
     if entry is not None:
         place = f"rank {world.rank} ended without waiting for {entry.description}"

@@ -1,15 +1,14 @@
 """Chapter 08. Weight gradients apart from input gradients: the backward pass of linear layers in two parts, for zero-bubble schedules.
 
-    y = x W^T        part I   dL/dx = dL/dy W          the stage before waits for it
-                     part W   dL/dW = (dL/dy)^T x      nobody waits for it
+    y = x W^T        part I   dL/dx = dL/dy W          the previous stage blocks on it
+                     part W   dL/dW = (dL/dy)^T x      nothing blocks on it
 
-The backward pass through a stage does part I, and leaves what part W needs in a list (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-section 4; their `WeightGradStore`). Layers of a later chapter that have a method `split_backward(waiting)` leave theirs there too. Norms,
-biases, embedding and head, a small part of the work, are done whole in part I.
+The backward pass through a stage runs part I, and defers part W to a list (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 4;
+their `WeightGradStore`), as do layers of a later chapter with a method `split_backward(waiting)`. Norms, biases, embedding and head, a
+small part of the work, are done in part I.
 
-Autograd does not see these weights and calls no hook on them: a hook would report a complete gradient while part W is still to come. So
-data parallelism exchanges them when the step is finished, and blocks that are computed again leave them out (`computed_apart`, an
-attribute of the weight).
+Autograd does not see these weights and calls no hook on them: a hook would report a complete gradient before part W. So data parallelism
+exchanges them at the end of the step, and recomputed blocks skip them (`computed_apart`, an attribute of the weight).
 
 Left out on purpose: matrices that FSDP frees before part W; it must keep them until the step ends (`reshard_after_forward: false`).
 """
@@ -28,7 +27,7 @@ Waiting = list[tuple[nn.Parameter, Callable[[], Tensor]]]  # a weight, and what 
 
 
 class Hidden(NamedTuple):
-    """A weight that autograd does not see, because it looks at tensors only."""
+    """Hides a weight from autograd, which sees tensors only."""
 
     weight: nn.Parameter
 
@@ -45,7 +44,7 @@ LINEAR = Product(F.linear, torch.matmul, lambda x, upstream: upstream.flatten(0,
 
 
 class SplitProduct(torch.autograd.Function):
-    """A product whose backward pass computes x's gradient and leaves the weight's for later."""
+    """A product whose backward pass computes x's gradient and defers the weight's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, hidden: Hidden, product: Product, waiting: Waiting) -> Tensor:
@@ -67,7 +66,7 @@ def split_product(x: Tensor, weight: nn.Parameter, product: Product, waiting: Wa
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer with a backward pass in two parts. waiting: the list in which it leaves part W. combine: as in a `RowLinear`."""
+    """A linear layer with a backward pass in two parts. waiting: the list of deferred parts W. combine: as in a `RowLinear`."""
 
     waiting: Waiting
     combine: Callable[[Tensor], Tensor] = staticmethod(lambda y: y)
@@ -78,7 +77,7 @@ class SplitLinear(nn.Linear):
 
 
 def split_backward(modules: Iterable[nn.Module]) -> Waiting:
-    """Have all trained linear layers within some modules leave their weight gradients in the list that is returned."""
+    """Defer the weight gradients of all trained linear layers within some modules to the list that is returned."""
     waiting: Waiting = []
     for module in modules:
         for linear in module.modules():
@@ -95,7 +94,7 @@ def split_backward(modules: Iterable[nn.Module]) -> Waiting:
 
 @torch.no_grad()
 def add_weight_gradients(taken: Waiting) -> None:
-    """Part W: add up the gradients that were left, in `weight.grad`."""
+    """Part W: accumulate the deferred gradients in `weight.grad`."""
     for weight, compute in taken:
         gradient = compute()
         weight.grad = gradient.to(weight.dtype) if weight.grad is None else weight.grad.add_(gradient)

@@ -100,11 +100,8 @@ def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def end_threads() -> None:
-    """End gloo's threads, before the interpreter ends; communicators can send nothing afterwards.
-
-    A thread may still hold the tensor of the last operation, which it has completed. To release that takes the interpreter, and without one
-    the process aborts (pytorch/pytorch issue 190489), which is seen on busy machines.
-    """
+    """End gloo's threads before the interpreter exits. A thread may still hold the tensor of its last operation; releasing it needs the
+    interpreter, and without one the process aborts (pytorch/pytorch issue 190489), as seen on busy machines."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         for communicator in COMMUNICATORS:
             communicator.torch_group = None  # with the last reference to a group its threads end

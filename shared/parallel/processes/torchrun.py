@@ -200,12 +200,8 @@ def join_world(rank: int, ranks: int, init_method: str, device: torch.device, ti
 
 @contextmanager
 def broken_connections_named(world: Communicator) -> Iterator[None]:
-    """Raise what the heartbeat finds where a connection is lost within the block and this floor does not wait for it: in torch's own
-    engines, and where gloo refuses to start an operation over a connection that it knows to be broken.
-
-    Raises:
-        CommunicationError: instead of torch's error.
-    """
+    """Raise the heartbeat's `CommunicationError` in place of torch's error where a connection is lost within the block: in torch's own
+    engines, and where gloo refuses to start an operation over a broken connection."""
     try:
         yield
     except RuntimeError as error:
@@ -215,13 +211,13 @@ def broken_connections_named(world: Communicator) -> Iterator[None]:
 
 
 def leave_world(world: Communicator, ended: str) -> None:
-    """Publish to the other ranks that this one is gone. ended: what it did, as in "has finished"."""
+    """Publish to the other ranks that this one has ended. ended: how, as in "has finished"."""
     if isinstance(world, ProcessCommunicator):
         world.process.heartbeat.close(ended)
 
 
 def whole_number(variable: str, default: str | None = None) -> int:
-    """An environment variable that torchrun sets for each rank."""
+    """The whole number in an environment variable that torchrun sets for each rank."""
     text = os.environ.get(variable, default)
     if text is None or not text.isdecimal():
         raise CourseError(
@@ -232,7 +228,7 @@ def whole_number(variable: str, default: str | None = None) -> int:
 
 
 def master() -> tuple[str, int]:
-    """Where the ranks of torchrun meet."""
+    """MASTER_ADDR and MASTER_PORT: the address of torchrun's rendezvous."""
     if (port := whole_number("MASTER_PORT")) > 65535:
         raise CourseError(f"The environment variable MASTER_PORT is {port}; ports end at 65535. Give torchrun another --master-port.")
     return os.environ.get("MASTER_ADDR", ""), port
