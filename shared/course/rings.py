@@ -42,7 +42,7 @@ SPINE = (
     Stop("shared/loss.py", 10, "cross-entropy over the tokens that count"),
     Stop("shared/loop.py", 25, "the training step: runner, reducer, updater"),
     Stop("shared/model/attention.py", 25, "grouped-query attention"),
-    Stop("shared/model/block.py", 10, "norms, attention, feed-forward, residuals"),
+    Stop("shared/model/block.py", 15, "norms, attention, feed-forward, residuals; the stack"),
     Stop("shared/model/transformer.py", 25, "from token ids to logits, for every family"),
     Stop("shared/model/chunked_loss.py", 20, "head and loss without ever holding all logits"),
     Stop("shared/model/sharding.py", 40, "how a parameter is cut over ranks"),
