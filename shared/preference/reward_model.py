@@ -52,9 +52,6 @@ class RewardConfig:
     Args:
         centering: how much it costs when the two rewards of a pair do not add up to 0; Eisenstein et al. (2023) take 0.01.
         margin_scale: multiplies the margins that the data give; 0 leaves them out.
-
-    Raises:
-        ValueError: a negative number.
     """
 
     centering: NonNegativeFloat = 0.0

@@ -36,9 +36,6 @@ class Drawing:
         min_p: tokens below this share of the likeliest one's probability, at this temperature, are cut off first; None for none.
         repetition_penalty: logits of tokens that stand in the text so far are divided by it where positive, multiplied where negative
             (Keskar et al. 2019, section 4.1); 1 changes nothing.
-
-    Raises:
-        ValueError: names the setting.
     """
 
     temperature: NonNegativeFloat = 1.0
