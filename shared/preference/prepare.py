@@ -121,6 +121,7 @@ def write_preferences(
         what = f"{late}. Give others, or a larger seq" if report.dropped else "there is no record. Give some"
         raise CourseError(f"{names} leaves no preference to learn from: {what}.")
     report.paired, report.stops, report.unread = kind == 2, list(stops), dict(make.unread.counts.most_common())
+    report.rewritten = make.rewritten
     if not report.paired and report.good in (0, writer.added):
         raise CourseError(f"All {writer.added:,} answers have the same label: give good ones (label true) and bad ones (label false).")
     counts = writer.finish()

@@ -86,9 +86,8 @@ def test_a_generation_block_in_a_macro_is_found(encoder):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (published.THINKING, "message 2: the template rewrites it, as those do that drop the thinking of earlier turns"),
-        (published.ENDLESS, "message 2: no special token of the tokenizer ends it, both where a turn follows and where none does"),
-        (published.PROMPTED, "message 2: what comes before it in the text is not its generation prompt"),
+        (published.ENDLESS, "message 2: no special token ends it wherever it stands, so a model would not learn to stop"),
+        (published.PROMPTED.replace("<think>", "Hm."), "message 2: what comes before it in the text is not its generation prompt"),
         (published.LOUD, "message 4: it does not stand once in the text"),
         (published.CHATML.replace("message['content'] +", "message['content'] + message['content'] +"), "does not stand once"),
         (published.CHATML.replace("message['content'] +", "(message['content'] | length) ~ message['content'] +"), "depends on it"),
@@ -98,16 +97,21 @@ def test_a_generation_block_in_a_macro_is_found(encoder):
 )
 def test_a_template_whose_spans_cannot_be_proved_is_refused_with_the_reason(source, reason, encoder):
     template = ChatTemplate(source, "odd.jinja", {"eos_token": "</s>"})
-    thoughts = [TALK[0], {"role": "assistant", "content": "<think>Hm, four.</think>It is four."}, *TALK[2:]]
     with pytest.raises(TemplateError) as caught:
-        rendered(template, encoder, thoughts if source is published.THINKING else TALK)
+        rendered(template, encoder, TALK)
     assert reason in str(caught.value) and "odd.jinja" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_thinking_that_a_template_drops_or_prompts_for_leaves_answers_that_it_writes(encoder):
+    thoughts = [TALK[0], {"role": "assistant", "content": "<think>Hm, four.</think>It is four."}, *TALK[2:]]
+    assert answers_of(ChatTemplate(published.THINKING, "thinking"), encoder, thoughts) == ["Yes.<|im_end|>"]
+    assert answers_of(ChatTemplate(published.PROMPTED, "prompted"), encoder, TALK) == [TALK[1]["content"] + "<|im_end|>", "Yes.<|im_end|>"]
 
 
 def test_an_end_that_only_a_last_answer_has_is_refused_also_where_no_other_turn_follows(encoder):
     """Training on single turns alone would not show it, and in a chat the model would meet answers that do not end."""
     source = published.ENDLESS.replace("{%- else %}", "{%- elif messages[-1].role == 'assistant' %}")
-    with pytest.raises(TemplateError, match="message 2: no special token of the tokenizer ends it, both where"):
+    with pytest.raises(TemplateError, match="message 2: no special token ends it wherever it stands"):
         rendered(ChatTemplate(source, "odd.jinja", {"eos_token": "</s>"}), encoder, TALK[:2])
 
 

@@ -1,4 +1,4 @@
-"""Adapters that peft writes with its defaults where embedding or head is a target, where the vocabulary has grown, or a router is trained."""
+"""Adapters that peft writes with its defaults: embedding or head is a target, the vocabulary has grown, a router is trained."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from shared.moe.builders import MIXTURE
 
 IDS = torch.arange(1, 17)[None]
 SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""GPTQ folders whose zero points are those of another version than config.json says: `sym` decides, since such codes have theirs in the middle."""
+"""GPTQ folders whose zero points are those of another version than config.json says: `sym` decides, since its zero point is the middle."""
 
 import json
 

@@ -113,10 +113,10 @@ class Example:
 
 
 class Examples:
-    """Makes examples of conversations."""
+    """Makes examples of conversations. rewritten: answers of earlier turns that lost their thinking in the template, and are only read."""
 
     def __init__(self, tokenizer: TextTokenizer, seq: int):
-        self.tokenizer, self.seq = tokenizer, seq
+        self.tokenizer, self.seq, self.rewritten = tokenizer, seq, 0
         self.names = {number: name for name, number in tokenizer.special_ids.items()}
 
     def pieces(self, example: Example) -> Pieces:
@@ -146,6 +146,8 @@ class ChatExamples(Examples):
             except TemplateError as error:
                 raise TemplateError(f"{one.place}: {error}") from None
             self.unread.note(guarded, rendered[-1][0])
+            if not self.template.for_tools(one.tools).says_generated:
+                self.rewritten += sum(map(one.is_trained, range(len(one.messages)))) - len(rendered[-1][1])
         made = []
         for one, (text, spans), encoded in zip(conversations, rendered, self.encoder.encode([text for text, _ in rendered]), strict=True):
             ids, trained = np.array(encoded.ids), assistant_mask(encoded.offsets, spans).numpy()

@@ -22,9 +22,9 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from shared.course.bounds import Fraction, checked
 from shared.course.errors import CourseError
-from shared.data.sources import Digests, identity
 from shared.data.prepare import DIGESTS, SIDES
 from shared.data.shards import TokenStore
+from shared.data.sources import Digests, identity
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.datasets import ChatSource, open_chats_of
 from shared.finetune.chat.encoding import ChatExamples, PairExamples
@@ -71,7 +71,8 @@ class ChatReport:
 
     examples, held_out: conversations on each side. turns: their answers. read, trained: tokens, as stored. truncated: cut to the row.
     dropped: truncation left nothing to train on. longest: tokens before truncation. stops: special tokens that end answers. unread: fields
-    that stand in no text, and how often they occur. shown: a few conversations as pieces of text, each with whether it is trained on.
+    that stand in no text, and how often they occur. rewritten: earlier answers that are only read, as the template drops their thinking.
+    shown: a few conversations as pieces of text, each with whether it is trained on.
     """
 
     examples: int = 0
@@ -84,6 +85,7 @@ class ChatReport:
     longest: int = 0
     stops: list[str] = field(default_factory=list)
     unread: dict[str, int] = field(default_factory=dict)
+    rewritten: int = 0
     shown: list[list[tuple[str, bool]]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -95,16 +97,17 @@ class ChatReport:
             f"{self.trained:,} of {self.read:,} tokens are trained on ({share:.0%}); the longest conversation has {self.longest:,}.",
             f"{self.truncated:,} were cut to the row, and {self.dropped:,} dropped, of which the row holds no answer.",
             *["No answer ends with a special token that is trained on, so the model will not learn to stop."] * (not self.stops),
-            *unread_line(self.unread),
+            *self.remarks(),
             *marked,
         ]
 
-
-def unread_line(unread: dict[str, int]) -> list[str]:
-    """A sentence that names the fields that no text shows; none where every field is read."""
-    named = [f"{name if name.isprintable() else repr(name)} ({count:,})" for name, count in list(unread.items())[:NAMED]]
-    more = [f"and {len(unread) - NAMED:,} more"] * (len(unread) > NAMED)
-    return [f"Fields that stand in no text and change nothing: {', '.join([*named, *more])}."] if unread else []
+    def remarks(self) -> list[str]:
+        """What the template left out: fields that no text shows, and earlier answers that are only read."""
+        named = [f"{name if name.isprintable() else repr(name)} ({count:,})" for name, count in list(self.unread.items())[:NAMED]]
+        more = [f"and {len(self.unread) - NAMED:,} more"] * (len(self.unread) > NAMED)
+        fields = [f"Fields that stand in no text and change nothing: {', '.join([*named, *more])}."] if self.unread else []
+        lost = f"{self.rewritten:,} answers of earlier turns lost their thinking in the chat template, and are only read."
+        return fields + [lost] * (self.rewritten > 0)
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ def write_chats(
         raise CourseError(f"{names_of(config.sources)} leaves no conversation to train on: {what}.")
     counts = writer.finish()
     report.examples, report.held_out, report.stops = counts["training"], counts["held_out"], list(stops)
-    report.unread = dict(make.unread.counts.most_common())
+    report.unread, report.rewritten = dict(make.unread.counts.most_common()), make.rewritten
     return report
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from shared.course.errors import CourseError
-from shared.data.shards import ENDING, write_shard
 from shared.data.prepare import SIDES
+from shared.data.shards import ENDING, write_shard
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.encoding import Example
 

@@ -4,11 +4,12 @@ A span begins where the generation prompt ends, which is where a model begins to
 A template with `{% generation %}` says where its spans are. For another they are found by rendering again, and proved:
 
     the answers replaced by words of no meaning     nothing else may change, and each answer stands there once, as it is
-    the messages before an answer, and a prompt     is how the whole text begins
-    nothing after an answer, and a user's turn      both begin with the same special token, which ends the answer
+    the messages before an answer, and a prompt     is how the whole text begins, an empty thinking part aside
+    nothing after an answer, and a user's turn      both begin with a special token, which ends the answer
 
-Spaces at an answer's ends may be missing, as some templates strip them. A template that rewrites its answers, as those do that drop the
-thinking of earlier turns, is refused: a model would be trained on answers that it never gives.
+A span holds what stands between prompt and answer, such as thinking. Spaces at an answer's ends may be missing, as some templates strip
+them. A template that rewrites its answers is refused, or a model would be trained on answers that it never gives; one that drops the
+thinking of earlier turns trains on the last answer, and the earlier ones are only read.
 """
 
 import re
@@ -20,6 +21,8 @@ from shared.finetune.chat.messages import Message
 from shared.finetune.chat.template import ChatTemplate, TemplateError
 
 Span = tuple[int, int]
+THOUGHT = "</think>"  # ends a thinking part within an answer
+THINKING = re.compile(r"(\s|</?think>)*")  # an empty one
 WORDS = ("Quorvane{}x", "Zilm{}terops")  # stand for answers: no template asks for them, and no text holds them
 
 
@@ -58,7 +61,7 @@ def proved(template: ChatTemplate, special: re.Pattern, asked: Conversation) -> 
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     calls = [asked.call(), *(asked.call(with_words(messages, answers, word)) for word in WORDS)]
     for number in answers:
-        ended = messages[: number + 1]
+        ended = with_words(messages[: number + 1], [number], WORDS[0])
         following = ended if ended[-1].get("tool_calls") else [*ended, {"role": "user", "content": "."}]
         calls += [asked.call(messages[:number], prompt=True)] if number else []
         calls += [asked.call(ended), asked.call(following)]
@@ -67,15 +70,42 @@ def proved(template: ChatTemplate, special: re.Pattern, asked: Conversation) -> 
     texts, spans = iter(rest[2:]), []
     for number in answers:
         prompt = next(texts) if number else whole[: places.get(number, (0, 0))[0]]
-        start, stop = places.get(number, (len(prompt), len(prompt)))
-        if not whole.startswith(prompt) or len(prompt) > start:
-            refuse(template, number, "what comes before it in the text is not its generation prompt")
-        endings = [text[stop:] if text.startswith(whole[:stop]) else "" for text in (next(texts), next(texts))]
-        ends = list(special.finditer(commonprefix([*endings, whole[stop:]])))
-        if not ends:
-            refuse(template, number, "no special token of the tokenizer ends it, both where a turn follows and where none does")
-        spans.append((len(prompt), stop + ends[-1].end()))
-    return whole, [span for number, span in zip(answers, spans, strict=True) if asked.is_trained(number)]
+        endings = [ending_of(text, number, messages[number], prompt) for text in (next(texts), next(texts))]
+        if number in places or not said(messages[number]):
+            start = common_start(template, special, number, prompt, whole, places)
+            stop = places.get(number, (start, start))[1]
+            spans.append((number, (start, stop + ending_length(template, special, number, [whole[stop:], *endings]))))
+    return whole, [span for number, span in spans if asked.is_trained(number)]
+
+
+def common_start(
+    template: ChatTemplate, special: re.Pattern, number: int, prompt: str, whole: str, places: dict[int, Span]
+) -> int:
+    """Where the model begins to write: after the generation prompt, without a thinking part that this text has not."""
+    start = len(commonprefix([prompt, whole]))
+    if not THINKING.fullmatch(special.sub("", prompt[start:])) or start > places.get(number, (start,))[0]:
+        refuse(template, number, "what comes before it in the text is not its generation prompt")
+    return start
+
+
+def ending_of(text: str, number: int, message: Message, prompt: str) -> str:
+    """What follows an answer in a text where a word stands for it; of an answer that says nothing, all that follows its prompt."""
+    if said(message):
+        return text.rpartition(WORDS[0].format(number))[2]
+    return text.removeprefix(prompt) if text.startswith(prompt) else ""
+
+
+def ending_length(template: ChatTemplate, special: re.Pattern, number: int, endings: list[str]) -> int:
+    """The characters after an answer that end it. The first ending is that of the text; the others, where nothing follows and where a turn
+    does, have the same tokens, or each begins with one of its own, as gpt-oss ends the last answer."""
+    if ends := list(special.finditer(commonprefix(endings))):
+        return ends[-1].end()
+    first = [special.match(ending) for ending in endings]
+    if not all(first):
+        silent = endings[1].strip() == ""
+        reason = "the template writes nothing after a last answer" if silent else "no special token ends it wherever it stands"
+        refuse(template, number, f"{reason}, so a model would not learn to stop")
+    return first[0].end()
 
 
 def with_words(messages: Sequence[Message], answers: Sequence[int], word: str) -> list[Message]:
@@ -100,18 +130,30 @@ def places_of_answers(
         refuse(template, last, "it does not stand once in the text")
     if around[0] != around[1]:
         refuse(template, last, "what is written around it depends on it")
-    places, place = {}, len(around[0][0])
+    places, place = {}, 0
     for number, before, after in zip(spoken, around[0], around[0][1:], strict=False):
-        answer = messages[number]["content"]
-        forms = (answer, answer.strip(), answer.lstrip(), answer.rstrip())
-        form = next((form for form in forms if whole.startswith(before + form + after, place - len(before))), None)
-        if form is None:
-            refuse(template, number, "the template rewrites it, as those do that drop the thinking of earlier turns")
-        places[number] = (place, place + len(form))
-        place += len(form) + len(after)
-    if place != len(whole):
+        answer, is_last = messages[number]["content"], number == last
+        start = place + len(commonprefix([before, whole[place:]]))
+        form = next((form for form in forms_of(answer) if whole.startswith(before + form + after, place)), None)
+        if form is not None:
+            stop = start + len(form)
+        else:
+            stop = len(whole) - len(after) if is_last else whole.find(after, start)
+            if THOUGHT not in answer or not after or stop < start:
+                refuse(template, number, "the template rewrites it")
+            if is_last and answer.partition(THOUGHT)[0].removeprefix("<think>").strip() not in whole[start:stop]:
+                refuse(template, number, "the template leaves its thinking out")
+        if form is not None or is_last:  # an earlier answer has lost its thinking: it is only read
+            places[number] = (start, stop)
+        place = stop
+    if place + len(around[0][-1]) != len(whole):
         refuse(template, last, "the template writes more after it than after other answers")
     return places
+
+
+def forms_of(answer: str) -> tuple[str, ...]:
+    """An answer as templates write it: some strip spaces at its ends."""
+    return answer, answer.strip(), answer.lstrip(), answer.rstrip()
 
 
 def refuse(template: ChatTemplate, number: int, reason: str) -> None:

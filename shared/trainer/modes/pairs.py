@@ -20,7 +20,6 @@ from shared.data.prepare import DIGESTS
 from shared.data.shards import TokenStore
 from shared.devices import on_device
 from shared.finetune.chat.datasets import ChatSource
-from shared.finetune.chat.prepare import unread_line
 from shared.finetune.instructions import Task, read_tasks
 from shared.loop import evaluate
 from shared.model.transformer import TransformerModel
@@ -82,7 +81,7 @@ class Preferring(Answering):
         report = self.text.report
         kind = "pairs" if report.paired else "answers with a label"
         amount = f"{report.examples:,} {kind} ({report.held_out:,} held out)"
-        return amount, "".join(f"{line}\n" for line in [*report.lines()[1:3], *unread_line(report.unread)])
+        return amount, "".join(f"{line}\n" for line in [*report.lines()[1:3], *report.remarks()])
 
     def samples(self, run: Run, model: TransformerModel) -> list[tuple[str, str]]:
         """Prompts of held-out pairs with the answers of the trained model and of the first one, where no preference judges them."""

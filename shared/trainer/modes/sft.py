@@ -12,7 +12,7 @@ from rich.console import Console
 from shared.data.objectives import encoder_decoder_objective
 from shared.finetune.answer_objective import answer_objective
 from shared.finetune.chat.datasets import ChatSource
-from shared.finetune.chat.prepare import PreparedChats, open_chats, prepare_chats, unread_line
+from shared.finetune.chat.prepare import PreparedChats, open_chats, prepare_chats
 from shared.finetune.chat.rows import chat_loaders
 from shared.finetune.instructions import read_tasks, write_instructions
 from shared.model.hf.files import START
@@ -60,7 +60,7 @@ class FineTuning(Answering):
     def announcement(self, config: TrainerConfig) -> tuple[str, str]:
         report = self.text.report
         amount = f"{report.examples:,} conversations ({report.held_out:,} held out), {report.trained / 1e6:.2f} million tokens of answers"
-        return amount, "".join(f"{line}\n" for line in [*report.lines()[1:3], *unread_line(report.unread)])
+        return amount, "".join(f"{line}\n" for line in [*report.lines()[1:3], *report.remarks()])
 
     def judge(self, run: Run, model: TransformerModel, totals: Totals) -> Judged:
         answered = self.compared(run, model)
