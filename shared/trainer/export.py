@@ -6,6 +6,7 @@ from typing import Any
 from shared.engine.debug.anomalies import put_weights
 from shared.finetune.base import merged_weights
 from shared.finetune.peft_format import save_adapter
+from shared.model.hf.files import keep_sampling
 from shared.model.hf.pretrained import save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
@@ -33,13 +34,18 @@ def export(run: Run) -> None:
     with writing(output / "model"):
         save_pretrained(strategy.module, output / "model", token_ids=token_ids(run), weights=weights)
         if strategy.rank == 0:
+            if run.start is not None:
+                keep_sampling(run.start.folder, output / "model")
             run.mode.save_beside(output / "model", longest)
 
 
 def token_ids(run: Run) -> dict[str, Any]:
-    """Special token ids of the exported model: the initial model's, with the current end-of-text ids."""
+    """Special token ids of the exported model: the initial model's, with the current end-of-text ids before those of its list, if it had
+    one."""
     rows, ends = run.config.model.vocab_size, run.mode.end_ids
     known = {name: number for name, number in run.strategy.module.token_ids.items() if isinstance(number, int) and 0 <= number < rows}
+    if isinstance(before := run.strategy.module.token_ids.get("eos_token_id"), list):
+        ends = [*ends, *(number for number in before if 0 <= number < rows and number not in ends)]
     padding = {} if run.mode.pad_id is None else {"pad_token_id": run.mode.pad_id}
     return known | {"eos_token_id": ends[0] if len(ends) == 1 else ends} | padding
 

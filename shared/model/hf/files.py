@@ -19,6 +19,10 @@ from shared.output_files import write_atomically
 from shared.tensor_files import stream_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAMPLING = (  # keys of generation_config.json that say how to draw tokens
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "no_repeat_ngram_size", "num_beams", "length_penalty",
+)  # fmt: skip
 
 
 class PretrainedError(ValueError):
@@ -170,3 +174,10 @@ def write_generation(folder: Path, ids: ConfigJson, config: ModelConfig) -> None
         (folder / GENERATION).unlink(missing_ok=True)
     else:
         write_json(folder / GENERATION, ids | {"max_length": config.max_position_embeddings})
+
+
+def keep_sampling(start: Path, folder: Path) -> None:
+    """Carry over how a model's makers sample from it: from the generation_config.json of `start` to that of `folder`, where both have one."""
+    if (start / GENERATION).exists() and (folder / GENERATION).exists():
+        said = read_json(start / GENERATION)
+        write_json(folder / GENERATION, read_json(folder / GENERATION) | {key: said[key] for key in SAMPLING if key in said})
