@@ -261,4 +261,30 @@ def report(folders: tuple[Path, ...], output: Path | None) -> None:
     report_runs(terminal.open_console(), folders, output or folders[0].resolve().parent / "comparison.html")
 
 
-COMMANDS = (plan, twin, chat, sample, evaluate, runs, report, rendezvous)
+@click.command(
+    "check-data",
+    cls=CourseCommand,
+    section=TRAINER,
+    epilog=examples("course check-data chats.jsonl", "course check-data pairs.parquet --model runs/laptop_sft --seq 1024"),
+)
+@click.argument("path", metavar="FILE")
+@click.option("--as", "kind", type=click.Choice(["chats", "preferences", "tasks"]), help="What the records are; else by the first one.")
+@click.option("--model", type=click.Path(path_type=Path), help="Tokenizer and chat template of this folder or run.")
+@click.option("--template", help="chatml, or the file or folder of a chat template.")
+@click.option("--seq", type=click.IntRange(min=1), help="Tokens of a row: how many records would be cut.")
+@click.option("--show", "count", type=click.IntRange(min=0), default=3, show_default=True, help="Records to print as text.")
+@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Records to read.")
+def check_data(path: str, kind: str | None, model: Path | None, template: str | None, seq: int | None, count: int, limit: int) -> None:
+    """Look at a data file before training: what is trained on, which fields nothing reads, and what is refused.
+
+    FILE is JSONL, CSV, Parquet, a folder of them, a saved dataset or one of the hub. Exit code 1: some records would be refused.
+    """
+    with all_stays():
+        from shared.trainer import data_check
+
+    found_kind, found = data_check.check_data(path, kind, model, template, count, limit)
+    data_check.show(terminal.open_console(), path, found_kind, found, seq, guessed=kind is None)
+    sys.exit(1 if found.refused else 0)
+
+
+COMMANDS = (plan, twin, chat, sample, evaluate, check_data, runs, report, rendezvous)

@@ -177,7 +177,7 @@ def write_generation(folder: Path, ids: ConfigJson, config: ModelConfig) -> None
 
 
 def keep_sampling(start: Path, folder: Path) -> None:
-    """Carry over how a model's makers sample from it: from the generation_config.json of `start` to that of `folder`, where both have one."""
+    """Copy how a model's makers sample from it, from the generation_config.json of `start` to that of `folder`, where both have one."""
     if (start / GENERATION).exists() and (folder / GENERATION).exists():
         said = read_json(start / GENERATION)
         write_json(folder / GENERATION, read_json(folder / GENERATION) | {key: said[key] for key in SAMPLING if key in said})
