@@ -129,7 +129,8 @@ def show(console: Console, path: str, kind: Kind, found: Found, seq: int | None,
     if found.lengths:
         low, middle, high = np.quantile(found.lengths, [0, 0.5, 1]).astype(int)
         share = found.trained / max(1, sum(found.lengths))
-        say(console, f"{len(found.lengths):,} texts of {low:,} to {high:,} tokens, half of them up to {middle:,}; {share:.0%} are trained on.")
+        lengths = f"{low:,} to {high:,} tokens, half of them up to {middle:,}"
+        say(console, f"{len(found.lengths):,} texts of {lengths}; {share:.0%} are trained on.")
         if seq and (longer := sum(length > seq + 1 for length in found.lengths)):
             say(console, f"{longer:,} are longer than a row of {seq:,} tokens, and would be cut.")
     if found.kinds:
@@ -144,4 +145,4 @@ def show(console: Console, path: str, kind: Kind, found: Found, seq: int | None,
             say(console, f"  ... and {len(found.refused) - REFUSALS:,} more")
     for number, text in enumerate(found.shown, 1):
         say(console, f"\n--- {number}{', trained on between [[ and ]]' if kind != 'tasks' else ''}", "bold")
-        say(console, "".join(character if character.isprintable() or character == "\n" else repr(character)[1:-1] for character in text))
+        say(console, "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text))

@@ -4,6 +4,7 @@
 What a benchmark's text spells like a special token stays text, except in a chat, whose template writes them.
 """
 
+from functools import cached_property
 from typing import Any
 
 from lm_eval import simple_evaluate
@@ -13,11 +14,14 @@ from lm_eval.tasks import TaskManager
 
 from shared.course.errors import CourseError
 from shared.finetune.chat.encoding import ChatEncoder
+from shared.model.hf.files import GENERATION, read_json
 from shared.rl.generation import Drawing
 from shared.trainer.evaluation.measures import Subject, generate
 
 NEW_TOKENS = 256  # of an answer at most where a task does not say, as in lm-eval
+SAMPLED = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # what tasks call it, the first one that is there
+READ = ("until", *LENGTHS, *SAMPLED)  # what a task may say of generation
 
 
 class CourseLM(LM):
@@ -53,16 +57,38 @@ class CourseLM(LM):
             stop = {text for text in ([until] if isinstance(until, str) else until) if text} | {self.subject.tokenizer.end}
             new_tokens = next((asked[name] for name in LENGTHS if asked.get(name) is not None), NEW_TOKENS)
             prompts = [self.encode(requests[number].args[0]) for number in numbers]
-            answers = generate(self.subject, prompts, new_tokens, stop, drawing_of(asked), seeds=numbers)
+            answers = generate(self.subject, prompts, new_tokens, stop, self.drawing_of(asked), seeds=numbers)
             for number, answer in zip(numbers, answers, strict=True):
                 found[number] = answer
         return found
 
+    def drawing_of(self, asked: dict[str, Any]) -> Drawing:
+        """How a task's answers are sampled: greedily, unless it says `do_sample` or a temperature alone. The model's own repetition penalty
+        counts where the task has none, for greedy answers too.
+
+        Raises:
+            CourseError: the task asks for what is not built here, such as beams.
+        """
+        if strange := [f"{name} {value!r}" for name, value in asked.items() if name not in READ and value not in (None, 0, 1, False)]:
+            raise CourseError(f"The task asks for generation with {', '.join(strange)}, which is not built here: take lm-eval's own class.")
+        penalty = float(asked.get("repetition_penalty") or self.penalty)
+        temperature = float(asked.get("temperature") or 0.0)
+        if not asked.get("do_sample", temperature > 0):
+            return Drawing(temperature=0.0, repetition_penalty=penalty)
+        return Drawing(temperature or 1.0, asked.get("top_k"), asked.get("top_p"), asked.get("min_p"), penalty)
+
+    @cached_property
+    def penalty(self) -> float:
+        """The repetition penalty of the model's generation_config.json."""
+        file = self.subject.path / GENERATION
+        return float(read_json(file).get("repetition_penalty") or 1.0) if file.is_file() else 1.0
+
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if self.subject.template is None:
             raise CourseError(f"{self.subject.path} has no chat template: leave out --chat.")
-        self.in_chat = True
-        return self.subject.template.render(self.encoder.guarded(chat_history), generation_prompt=add_generation_prompt)
+        self.in_chat, messages = True, self.encoder.guarded(chat_history)
+        text = self.subject.template.render(messages, generation_prompt=add_generation_prompt)
+        return text if add_generation_prompt else up_to_answer(text, messages[-1]["content"])
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return self.subject.template.source if self.subject.template and chat_template else None
@@ -72,11 +98,11 @@ class CourseLM(LM):
         return str(self.subject.path).replace("/", "__")
 
 
-def drawing_of(asked: dict[str, Any]) -> Drawing:
-    """How a task's answers are sampled: greedily, unless it asks for another way."""
-    if not asked.get("do_sample") and not asked.get("temperature"):
-        return Drawing(temperature=0.0)
-    return Drawing(float(asked.get("temperature") or 1.0), asked.get("top_k"), asked.get("top_p"))
+def up_to_answer(text: str, begun: str) -> str:
+    """A chat whose last answer is only begun (a task's `gen_prefix`), up to where the model continues it."""
+    place = text.rindex(begun.strip())
+    whole = begun.lstrip()  # with its spaces at the end, where the template keeps them
+    return text[:place] + (whole if text.startswith(whole, place) else begun.strip())
 
 
 def run_tasks(

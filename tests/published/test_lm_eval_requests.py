@@ -1,0 +1,61 @@
+"""What lm-eval's tasks ask of generation, against its own class for transformers on the same weights."""
+
+import json
+
+import pytest
+from evaluated_models import model_folder
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from shared.course.errors import CourseError
+from shared.trainer.evaluation.lm_eval_adapter import CourseLM
+from shared.trainer.evaluation.measures import open_subject
+
+TEMPLATE = (
+    "{% for m in messages %}<{{m.role}}>{{m.content}}</{{m.role}}>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PROMPT = "over the river bank near " * 3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = model_folder(tmp_path / "m", "llama")
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+def both(folder):
+    return HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1), CourseLM(open_subject(folder))
+
+
+def answers(model, asked):
+    return model.generate_until([Instance("generate_until", {}, (PROMPT, {"until": [], "max_gen_toks": 20} | asked), 0)])
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"do_sample": False, "temperature": 0.7}, {"repetition_penalty": 3.0}, {"do_sample": False, "num_beams": 1}]
+)
+def test_answers_are_those_of_its_own_class(asked, folder):
+    theirs, mine = both(folder)
+    assert answers(mine, asked) == answers(theirs, asked)
+
+
+def test_the_models_own_repetition_penalty_counts_for_greedy_answers(folder):
+    plain = answers(both(folder)[1], {})
+    said = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(said | {"repetition_penalty": 3.0}))
+    theirs, mine = both(folder)
+    assert answers(mine, {}) == answers(theirs, {}) != plain
+
+
+def test_what_is_not_built_is_refused_by_name(folder):
+    with pytest.raises(CourseError, match="asks for generation with num_beams 3, which is not built here"):
+        answers(both(folder)[1], {"num_beams": 3})
+
+
+@pytest.mark.parametrize("begun", ["the", "the ", " the"])
+def test_a_begun_answer_stays_open(begun, folder):
+    theirs, mine = both(folder)
+    turns = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": begun}]
+    assert mine.apply_chat_template(list(turns), False) == theirs.apply_chat_template(list(turns), False)
+    assert mine.apply_chat_template(turns[:1]) == theirs.apply_chat_template(turns[:1])
