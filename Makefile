@@ -35,7 +35,9 @@ CHECKS  := $(VENV)/ready-check
 GROUPED := $(LAB) $(VENV)/ready-trackers $(VENV)/ready-builds $(VENV)/ready-scaling $(CHECKS) $(TESTS)
 SCRIPT   = $(firstword $(wildcard chapters/$(CHAPTER)*/run.py))
 CHOSEN   = $(if $(CHAPTER),--chapter $(CHAPTER)) $(if $(BASE)$(CHANGED),--changed $(or $(BASE),HEAD))
-SUITE    = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --max-worker-restart 0 --no-loadscope-reorder
+# One worker more than there are cores: tests also wait, for processes that they have started.
+WORKERS  = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+SUITE    = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --max-worker-restart 0 --no-loadscope-reorder
 NOTEBOOK = $(firstword $(wildcard notebooks/$(or $(CHAPTER),01)*.ipynb))
 
 .PHONY: run lab check test test-all gpu install clean help

@@ -111,7 +111,7 @@ def test_a_run_that_overflows_at_every_scale_is_stopped():
     with pytest.raises(ValueError, match="the run has diverged"):
         for _ in range(100):
             scaler.update(finite=False)
-    with pytest.raises(ValueError, match="growth > 1"):
+    with pytest.raises(ValueError, match="growth is 1.0: give a number above 1"):
         LossScaleConfig(growth=1.0)
 
 

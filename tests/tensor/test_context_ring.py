@@ -137,11 +137,11 @@ def kept_at_the_last_rank(self, hops: int, found: dict) -> None:
 
 
 WRONG = {
-    "chunks in another order than positions": ("mask.own_chunks", contiguous),
+    "chunks in another order than positions": ("zigzag.own_chunks", contiguous),
     "the last part's log-sum-exp kept": ("ring.merge_attention", lambda a, b, c, d: (merge_attention(a, b, c, d)[0], d)),
     "parts added up": ("ring.merge_attention", lambda a, b, c, d: (a + c, torch.logaddexp(b, d))),
     "gradients that do not come home": ("ring.Returning.add", kept_at_the_last_rank),
-    "a chunk's own indices": ("mask.ContextMask.indices", lambda self, chunk: torch.arange(self.size)),
+    "a chunk's own indices": ("zigzag.ContextMask.indices", lambda self, chunk: torch.arange(self.size)),
 }
 
 

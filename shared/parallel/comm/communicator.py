@@ -226,7 +226,7 @@ class SingleRankCommunicator(Communicator):
 def copied(source: Tensor, to: Tensor) -> Work:
     """What a group of one rank does with two tensors."""
     if source.data_ptr() != to.data_ptr():
-        to.copy_(source)
+        to.copy_(source.view_as(to))  # one of them may have the ranks as its first dimension
     return Work()
 
 

@@ -45,8 +45,8 @@ def ranks_have_cards() -> None:
     """Bring what ranks exchange to the card of the rank that gets it."""
     exchange = ThreadCommunicator.exchange
 
-    def exchange_to_own_card(self: Any, operation: str, detail: str, own: Any, finish: Any) -> Any:
-        return exchange(self, operation, detail, own, lambda inputs: finish([on_own_card(each) for each in inputs]))
+    def exchange_to_own_card(self: Any, own: Any, finish: Any) -> Any:
+        return exchange(self, own, lambda inputs: finish([on_own_card(each) for each in inputs]))
 
     ThreadCommunicator.exchange = exchange_to_own_card
 
