@@ -65,7 +65,7 @@ lab: $(LAB)
 
 check: $(CHECKS)
 	@$(BIN)/course doctor
-	@$(SUITE) -q -m check $$(grep -rlE "mark\.check\b" tests --include="test_*.py") $(ARGS)
+	@$(SUITE) -n logical -q -m check $$(grep -rlE "mark\.check\b" tests --include="test_*.py") $(ARGS)
 	@echo "It works here: every exercise's and every build's solution, a chapter's run, a notebook, two ranks, and input that cannot be right."
 	@echo "\`make test\` adds what CI runs: comparisons with other libraries, wrong answers to every exercise, and every layout and mode."
 

@@ -22,6 +22,7 @@ import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 ROWS = ("one", "dp2", "fsdp2")
 SEQ = {"small": 64, "large": 256}
@@ -81,8 +82,9 @@ def serve(folder: Path, rank: int, row: str, model: str, steps: int) -> None:
         config = replace(config, parallel=parse_layout(row), data=replace(config.data, micro_batch_size=config.data.batch_size // 2))
     run = found("build", "shared.trainer.run", "shared.trainer.modes.pretrain")(config, Console(quiet=True), world)
     mesh = run.mesh if hasattr(run, "mesh") else run.strategy.mesh
-    engine, (loader, _) = run.engine, found("loaders", "shared.trainer.mode", "shared.trainer.modes.pretrain")(run.config, run.text, mesh)
+    engine, (loader, _) = run.engine, found("loaders", "shared.trainer.modes.pretrain", "shared.trainer.mode")(run.config, run.text, mesh)
     engine.steps, engine.val_loader = FOREVER, None
+    engine.lock = SimpleNamespace(require_held=lambda: None)  # `fit` takes the folder's
     engine.stateful = engine.stateful_parts(loader)
     engine.callbacks.tell("on_start", engine)
     trained = engine.trained(loader)
