@@ -1,6 +1,7 @@
 """RoPE in config.json: five places that may say it, in every combination, against transformers' own frequencies for each model type."""
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,8 +10,10 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import shared.moe.hf  # noqa: F401, its formats
+from shared.model.config import RopeScaling
 from shared.model.hf.files import PretrainedError
 from shared.model.hf.pretrained import read_folder
+from shared.model.hf.registry import write_config
 from shared.model.rope import rope_frequencies
 
 SIZES = {
@@ -78,3 +81,15 @@ def test_a_scaling_without_a_factor_and_one_for_each_kind_of_layer_are_refused(t
     for scaling, sentence in (({"rope_type": "yarn"}, "has no factor"), ({"full_attention": YARN}, "for each kind of layer")):
         with pytest.raises(PretrainedError, match=sentence):
             ours(folder_of(tmp_path, "llama", None, scaling, None))
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling("yarn", 4.0, 128), RopeScaling("linear", 2.0)])
+def test_a_written_folder_says_theta_where_both_versions_of_transformers_look(scaling, tmp_path):
+    """Version 4 and vLLM read `rope_theta` and `rope_scaling` at the top level; version 5 reads the same from both places together."""
+    config = replace(read_folder(folder_of(tmp_path, "llama", None, None, 1e6))[1], rope_scaling=scaling)
+    known, raw = write_config(config.resolved())
+    assert raw["rope_theta"] == raw["rope_parameters"]["rope_theta"] == 1e6
+    assert ("rope_scaling" in raw) == (scaling is not None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    wanted, found = frequencies(tmp_path), rope_frequencies(config.resolved(), 100)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=0)

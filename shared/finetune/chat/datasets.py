@@ -24,14 +24,13 @@ from shared.data.arrow import rows_of
 from shared.data.source import Source, kind_of_file
 from shared.data.sources import files_at
 from shared.finetune.chat.messages import (
-    TOOLS,
     ChatError,
     Message,
     is_trained,
     message_of,
+    name_of_tools,
     parsed,
     refuse_record,
-    structure,
     tools_of,
     without_marks,
 )
@@ -171,8 +170,7 @@ def conversation_of(record: Any, place: str) -> Conversation:
     if shape := next((name for name in ("messages", "conversations") if fields.get(name)), None):
         read, completion = {shape}, parsed(fields[shape])
     elif "prompt" in fields and "completion" in fields:
-        read = {"prompt", "completion", "label"}
-        require_good(fields.get("label"), place)
+        read = {"prompt", "completion"} | ({"label"} if require_good(fields.get("label"), place) else set())
         prompt, completion = listed(fields["prompt"], "user"), listed(fields["completion"], "assistant")
     elif "instruction" in fields and "output" in fields:
         read = {"instruction", "input", "output", "history"}
@@ -201,20 +199,23 @@ def conversation_of(record: Any, place: str) -> Conversation:
         json.dumps([messages, tools, arguments], ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         refuse_record(place, f"holds what is no text, number or list of them ({tables.first_line(error)})")
-    unread = tuple(name for name in fields if name not in {*read, *TOOLS, "chat_template_kwargs"})
+    read |= {"chat_template_kwargs", name_of_tools(fields)}
+    unread = tuple(name for name, value in fields.items() if name not in read and value not in ("", [], {}))
     plain = [without_marks(message) for message in messages]
     return Conversation(place, plain, tools, first, frozenset(answers - trained), arguments, unread)
 
 
-def require_good(label: Any, place: str) -> None:
-    """Refuse an answer that its record calls a bad one (KTO's records)."""
-    if label in (False, 0) or (isinstance(label, str) and label.lower() in ("false", "0")):
+def require_good(label: Any, place: str) -> bool:
+    """Refuse an answer that its record calls a bad one (KTO's records). Returns whether the label says that it is a good one."""
+    said = str(label).lower()
+    if said in ("false", "0"):
         refuse_record(place, "has the label false, so its completion is a bad answer, for mode=dpo with dpo.loss=kto")
+    return said in ("true", "1")
 
 
 def turns_of(history: Any, place: str) -> list[Message]:
     """Earlier questions and answers, as messages."""
-    turns = structure(history)
+    turns = [parsed(turn) for turn in found] if isinstance(found := parsed(history), list) else None
     if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
         refuse_record(place, "has a history that is no list of pairs of question and answer")
     return [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]

@@ -140,7 +140,8 @@ class ChatExamples(Examples):
     def __call__(self, conversations: Sequence[Conversation]) -> list[Example]:
         rendered = []
         for one in conversations:
-            guarded = replace(one, messages=self.encoder.guarded(one.messages), tools=self.encoder.guarded(one.tools))
+            own = {name: self.encoder.guarded(getattr(one, name)) for name in ("messages", "tools", "arguments")}
+            guarded = replace(one, **own)
             try:
                 rendered.append(self.rendered(guarded))
             except TemplateError as error:

@@ -104,15 +104,22 @@ def calls_of(calls: Any, place: str) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             refuse_record(place, "has a tool call without the name of a function")
         if "arguments" in function:
-            arguments = structure(function["arguments"])
-            function = function | {"arguments": {} if arguments in ("", "null", None) else arguments}
+            given = function["arguments"]
+            decoded = parsed(given)
+            arguments = {} if given in ("", None) or decoded is None else decoded if isinstance(decoded, dict | list) else given
+            function = function | {"arguments": arguments}
         made.append(call | {"function": function} if "function" in call else function)
     return made
 
 
+def name_of_tools(fields: dict[str, Any]) -> str | None:
+    """The field in which a record describes tools."""
+    return next((name for name in TOOLS if fields.get(name)), None)
+
+
 def tools_of(fields: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
     """The tools that a record describes, None where it describes none."""
-    name = next((name for name in TOOLS if fields.get(name)), None)
+    name = name_of_tools(fields)
     if name is None:
         return None
     tools = structure(fields[name])
