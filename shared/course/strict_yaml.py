@@ -101,7 +101,7 @@ def count_entries(node: yaml.Node, where: str, counted: dict[int, int]) -> int:
 
 
 def require_single_keys(node: yaml.MappingNode, where: str) -> None:
-    """Refuse a key that a section gives twice, of which the last would silently win, and one that is not text."""
+    """Reject duplicate keys, of which YAML would keep the last without a word, and keys that are not text."""
     lines: dict[str, int] = {}
     for key, _ in node.value:
         line = key.start_mark.line + 1

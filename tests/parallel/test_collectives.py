@@ -14,7 +14,7 @@ from shared.loss import next_token_objective
 from shared.model.config import ModelConfig
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.collectives import ring_all_reduce
-from shared.parallel.comm.communicator import CommunicationError
+from shared.parallel.comm.communicator import CommunicationError, SingleRankCommunicator
 from shared.parallel.config import ParallelConfig
 from shared.parallel.planning.costs import Cost, Link, cost, cost_of_entries
 from shared.parallel.data.ddp import DataParallel
@@ -57,6 +57,15 @@ def test_ranks_hold_the_same_bits(dtype):
     assert all(torch.equal(result, results[0]) for result in results)
     exact = torch.stack([random(rank, 7, 5, dtype=dtype) for rank in range(5)]).double().sum(0)
     torch.testing.assert_close(results[0].double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.1)
+
+
+def test_a_group_of_one_rank_copies_whether_the_ranks_are_a_dimension_or_not():
+    group, part = SingleRankCommunicator(), random(0, 2, 3)
+    for shape in ((2, 3), (1, 2, 3), (6,)):
+        whole, back = torch.zeros(shape, dtype=part.dtype), torch.zeros_like(part)
+        group.all_gather(whole, part)
+        group.reduce_scatter(back, whole)
+        assert torch.equal(whole.flatten(), part.flatten()) and torch.equal(back, part)
 
 
 def test_in_a_group_that_is_not_the_world():
