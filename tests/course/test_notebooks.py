@@ -7,6 +7,7 @@ import subprocess
 import nbformat
 import pytest
 from notebook_runs import verified
+from scripts import run_script
 
 from shared.course import catalogue, refresh
 from shared.course.paths import CHECKOUT
@@ -28,7 +29,7 @@ def outputs(chapter) -> list[nbformat.NotebookNode]:
 
 
 def assert_all_cells_pass(chapter, done: subprocess.CompletedProcess) -> None:
-    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
     assert re.search(rf"\b{len(code_cells(chapter))} passed", done.stdout), done.stdout[-500:]
 
 
@@ -53,6 +54,26 @@ def test_a_changed_output_is_noticed(run):
     cell.execution_count = 1
     done = run(nbformat.v4.new_notebook(cells=[cell]), "wrong.ipynb")
     assert done.returncode == 1 and "1 failed" in done.stdout
+
+
+def test_a_forked_kernel_that_dies_is_named_and_replaced(tmp_path):
+    """nbval alone would wait for its answer, for the cell's whole time."""
+    seen = tmp_path / "seen"
+    source = f"import os, pathlib\nseen = pathlib.Path({str(seen)!r})\nif not seen.exists():\n    seen.touch(), os.abort()\nprint(1)"
+    cell = nbformat.v4.new_code_cell(source, outputs=[nbformat.v4.new_output("stream", name="stdout", text="1\n")], execution_count=1)
+    with pytest.warns(UserWarning, match=r"Fatal Python error: Aborted(.|\n)*the kernel ended with exit code -6"):
+        done = verified(nbformat.v4.new_notebook(cells=[cell]), "dies.ipynb")
+    assert done.returncode == 0 and "1 passed" in done.stdout
+    seen.unlink()
+    cell.outputs[0].text = "2\n"
+    with pytest.warns(UserWarning, match="exit code -6"):
+        assert verified(nbformat.v4.new_notebook(cells=[cell]), "dies.ipynb").returncode == 1
+
+
+def test_the_process_that_forks_has_one_thread(tmp_path):
+    """A child has none of its parent's other threads, and what these held stays locked in it."""
+    (tmp_path / "count.py").write_text("import os, psutil\nprint(psutil.Process(os.getppid()).num_threads())\n")
+    assert run_script(tmp_path / "count.py", cwd=tmp_path).stdout == "1\n"
 
 
 @by_chapter

@@ -30,6 +30,7 @@ LIBRARIES = (
     "rich.progress", "safetensors.torch", "psutil", "yaml", "jinja2", "cloudpickle", "tokenizers", "pyarrow.parquet", "pyarrow.compute",
     "ftfy", "multiprocessing.connection", "nbformat",
 )  # fmt: skip
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # what another thread holds, no child gets back
 TIMEOUT = 600.0  # seconds, of a machine that does much else
 
 
@@ -100,7 +101,7 @@ class Server:
 
     def __init__(self, *program: str):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-        self.process = subprocess.Popen([sys.executable, *program], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        self.process = subprocess.Popen([sys.executable, *program], env=os.environ | ONE_THREAD, **pipes)
         self.processor_seconds = 0.0
         atexit.register(self.end)
 
