@@ -137,7 +137,7 @@ def generate_tokens(
         free = len(cache.lengths) - len(active)
         if queue and free >= min(len(queue), math.ceil(len(cache.lengths) / REFILL)):
             numbers, queue = queue[:free], queue[free:]
-            new = [OpenRow(each, prompts[each], stream(new_tokens, seeds[each] if seeds else each), room[each]) for each in numbers]
+            new = [OpenRow(each, prompts[each], stream(room[each], seeds[each] if seeds else each), room[each]) for each in numbers]
             read = [row.prompt for row in new]
             logits = cache.read(read) if start_id is None else cache.read_pairs(read, start_id)
             first, active = len(active), active + new
@@ -194,9 +194,9 @@ def answer_all(
     return found
 
 
-def stream(new_tokens: int, seed: int) -> list[float]:
-    """The random numbers of one answer, the same as in chapter 11's `PlainSampler`."""
-    return torch.rand(new_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+def stream(room: int, seed: int) -> list[float]:
+    """The random numbers of an answer of at most `room` tokens, the same as in chapter 11's `PlainSampler`. More room only adds some."""
+    return torch.rand(room, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
 
 
 def stop_strings(decode: Callable[[list[int]], str], strings: Collection[str]) -> Callable[[list[int]], bool]:

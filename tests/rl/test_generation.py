@@ -167,6 +167,12 @@ def test_an_answer_ends_where_the_context_does():
     assert not any(drawn.ended for drawn in found) and sum(drawn.last for drawn in found) == 2
 
 
+def test_a_request_for_more_than_the_context_holds_costs_no_memory():
+    """`new_tokens` may come from a chat's client: the random numbers of 10 to the power 13 tokens would take 80 terabytes."""
+    model, settings = small_model(), {"context": 10, "drawing": Drawing(1.1)}
+    assert answers_of(model, prompts_of((7, 2)), 10**13, **settings) == answers_of(model, prompts_of((7, 2)), 9, **settings)
+
+
 def test_tokens_are_streamed():
     model, steps = small_model(), []
     model.register_forward_hook(lambda *_: steps.append(1))
