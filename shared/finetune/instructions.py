@@ -44,6 +44,10 @@ class Task:
     answer: str
     check: str
 
+    def asked(self, system: str | None = None) -> list[dict[str, Any]]:
+        """The messages that a model answers, with a system prompt if they have none."""
+        return ([] if system is None else [{"role": "system", "content": system}]) + [{"role": "user", "content": self.prompt}]
+
     @property
     def held_out(self) -> bool:
         return int.from_bytes(hashlib.sha256(self.prompt.encode()).digest()[:4]) % HELD_OUT == 0

@@ -11,19 +11,21 @@ are depends on the seed alone, and a prompt decides by its hash whether it is he
 """
 
 import json
+import math
 import operator
 import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from shared.course.bounds import Bounds, NonNegativeInt, PositiveInt, checked
 from shared.course.errors import CourseError
-from shared.finetune.chat.datasets import ChatSource, records
-from shared.finetune.chat.messages import refuse_record
+from shared.finetune.chat.datasets import ChatSource, is_messages, records, require_order
+from shared.finetune.chat.messages import Message, message_of, parsed, refuse_record, structure, text_of
 from shared.finetune.instructions import NOUNS, Task, dashes, function, header, json_object, upper_case
 from shared.rl.code_reward import CodeTask
 from shared.rl.verifiers import CHECKS, CODE, VERIFIERS
@@ -64,8 +66,8 @@ class TasksConfig:
 
     Args:
         sources: files or hub datasets with a prompt and an answer in each record; the set is made where there are none.
-        prompt_field: the record's field with the prompt.
-        answer_field: what the answer is named; of one with ####, as GSM8K has them, what stands behind it counts.
+        prompt_field: the record's field with the prompt, a text or a list of messages.
+        answer_field: what the answer is named, else verl's `reward_model.ground_truth`; of one with ####, as in GSM8K, the part after it.
         check: number, exact, math, json, python or code, for records without a field `check`.
         held_out: held-out tasks, answered before and after training; 0 for none.
         made: the set that is made.
@@ -86,6 +88,17 @@ class TasksConfig:
 class TaskSet(NamedTuple):
     training: list[Task]
     held_out: list[Task]
+
+
+@dataclass(frozen=True)
+class ChatTask(Task):
+    """A task whose prompt is several messages. `prompt` is their text."""
+
+    messages: tuple[Message, ...] = field(hash=False)
+
+    def asked(self, system: str | None = None) -> list[Message]:
+        messages = [*self.messages]
+        return messages if system is None or messages[0]["role"] == "system" else [{"role": "system", "content": system}, *messages]
 
 
 def open_tasks(config: TasksConfig) -> TaskSet:
@@ -115,14 +128,18 @@ def task_of(record: Any, place: str, config: TasksConfig) -> Task:
     """A record as a task. Its own answer must pass its own check: nothing that a model writes could pass otherwise."""
     if not isinstance(record, dict):
         refuse_record(place, "is not a record with fields")
-    for name in (config.prompt_field, config.answer_field):
-        value = record.get(name)
-        if not isinstance(value, str | int | float) or not str(value).strip():
-            refuse_record(place, f"has no text {name!r} (its fields are {', '.join(map(repr, record)) or 'none'})")
     kind, check = (str(record.get(name) or other) for name, other in (("kind", "task"), ("check", config.check)))
     if check not in CHECKS:
         refuse_record(place, f"has the check {check!r}, which is none of {', '.join(CHECKS)}")
-    task = Task(kind, str(record[config.prompt_field]), str(record[config.answer_field]).rpartition(MARK)[2].strip(), check)
+    messages = asked_of(record.get(config.prompt_field), place, config.prompt_field)
+    given = answer_of(record, config.answer_field)
+    prompt, answer = text_of(messages) if messages else record.get(config.prompt_field), given
+    for name, value in ((config.prompt_field, prompt), (config.answer_field, answer)):
+        if not isinstance(value, str | int | float) or not str(value).strip():
+            found = "no" if value is None else "an empty" if isinstance(value, str) else f"the {type(value).__name__} {str(value)[:40]!r} as"
+            refuse_record(place, f"has {found} {name}, where a text is wanted (its fields are {', '.join(map(repr, record)) or 'none'})")
+    answer = written_out(answer).rpartition(MARK)[2].strip()
+    task = ChatTask(kind, prompt, answer, check, messages) if len(messages) > 1 else Task(kind, str(prompt), answer, check)
     try:
         passed = CodeTask.parse(task.answer) if check == CODE else VERIFIERS[check](task.answer, task.answer) == 1
     except Exception:
@@ -130,6 +147,30 @@ def task_of(record: Any, place: str, config: TasksConfig) -> Task:
     if not passed:
         refuse_record(place, f"has an answer that does not pass its own check, {check}: {task.answer[:60]!r}")
     return task
+
+
+def asked_of(value: Any, place: str, name: str) -> tuple[Message, ...]:
+    """A prompt that is a list of messages, as JSON too; none where it is a text. It ends with a question, or with what a tool returned."""
+    found = parsed(value)
+    if not is_messages(found):
+        return ()
+    messages = tuple(message_of(message, f"{place}, {name}, message {number}") for number, message in enumerate(found, 1))
+    require_order(messages, None, place)
+    if messages[-1]["role"] not in ("user", "tool"):
+        refuse_record(place, f"has a {name} that ends with the role {messages[-1]['role']}, so nothing is left to answer")
+    return messages
+
+
+def answer_of(record: dict[str, Any], name: str) -> Any:
+    """The expected answer: a field, or verl's `reward_model.ground_truth`."""
+    judged = structure(record.get("reward_model"))
+    return judged.get("ground_truth") if record.get(name) is None and isinstance(judged, dict) else record.get(name)
+
+
+def written_out(value: Any) -> str:
+    """A text as it is, and a number with all its digits: 1e22 has 23."""
+    exact = Decimal(repr(value)) if isinstance(value, float) and math.isfinite(value) else None
+    return f"{exact:f}" if exact is not None and "e" in repr(value) else str(value)
 
 
 # Tasks made by code.

@@ -48,7 +48,7 @@ def kind_of(record: Any) -> Kind:
     fields = record if isinstance(record, dict) else {}
     if "chosen" in fields or "rejected" in fields or ("completion" in fields and "label" in fields):
         return "preferences"
-    return "tasks" if "answer" in fields and "prompt" in fields else "chats"
+    return "tasks" if "prompt" in fields and ("answer" in fields or "reward_model" in fields) else "chats"
 
 
 def check_data(path: str, kind: Kind | None, model: Path | None, template: str | None, count: int, limit: int) -> tuple[Kind, Found]:

@@ -13,6 +13,10 @@ from shared.rl.tasks import MadeTasks, TasksConfig, draw_tasks, open_tasks
 from shared.rl.verifiers import VERIFIERS
 
 
+SYSTEM, ASKED = {"role": "system", "content": "Give a number."}, {"role": "user", "content": "What is 2 plus 3?"}
+SAID, THEN = {"role": "assistant", "content": "5"}, {"role": "user", "content": "And one more?"}
+
+
 def written(tmp_path, *records) -> TasksConfig:
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -67,12 +71,38 @@ def test_tasks_of_ones_own(tmp_path):
     assert len(held_out) == 5 and not {task.prompt for task in training} & {task.prompt for task in held_out}
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_prompts_are_lists_of_messages_too(tmp_path, as_json):
+    """As trl, oumi and verl write them; Parquet files hold such lists, and CSV files hold them as JSON."""
+    told = [[SYSTEM, ASKED, SAID, THEN], [ASKED]]
+    several, one = [json.dumps(messages) if as_json else messages for messages in told]
+    judged = {"style": "rule", "ground_truth": "5"}
+    first, second = open_tasks(written(tmp_path, {"prompt": several, "answer": 6}, {"prompt": one, "reward_model": judged})).training
+    assert (first.prompt, first.answer) == ("Give a number.\n\nWhat is 2 plus 3?\n\n5\n\nAnd one more?", "6")
+    assert first.asked("Answer briefly.") == told[0], "its own system prompt stays"
+    assert (second.prompt, second.answer) == ("What is 2 plus 3?", "5")
+    assert second.asked() == [ASKED] and second.asked("Answer briefly.") == [{"role": "system", "content": "Answer briefly."}, ASKED]
+
+
+@pytest.mark.parametrize(
+    ("number", "written_out"), [(1e22, "1" + "0" * 22), (1e-7, "0.0000001"), (0.1, "0.1"), (2.0, "2.0"), (10**25, "1" + "0" * 25)]
+)
+def test_a_number_is_an_answer_with_all_its_digits(tmp_path, number, written_out):
+    [task] = open_tasks(written(tmp_path, {"prompt": "p", "answer": number})).training
+    assert task.answer == written_out
+
+
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"prompt": "p"}, "mine.jsonl:2 has no text 'answer' .its fields are 'prompt'."),
-        ({"prompt": " ", "answer": "1"}, "mine.jsonl:2 has no text 'prompt'"),
-        ({"prompt": "p", "answer": None}, "mine.jsonl:2 has no text 'answer'"),
+        ({"prompt": "p"}, "mine.jsonl:2 has no answer, where a text is wanted .its fields are 'prompt'."),
+        ({"prompt": " ", "answer": "1"}, "mine.jsonl:2 has an empty prompt, where a text is wanted"),
+        ({"prompt": {"text": "p"}, "answer": "1"}, "mine.jsonl:2 has the dict .*'p'.* as prompt, where a text is wanted"),
+        ({"prompt": [ASKED, SAID], "answer": "1"}, "mine.jsonl:2 has a prompt that ends with the role assistant, so nothing is left to answer"),
+        ({"prompt": [ASKED, SYSTEM], "answer": "1"}, "mine.jsonl:2, message 2 has the role system and stands in the wrong place"),
+        ({"prompt": [{"role": "user", "content": ""}], "answer": "1"}, "mine.jsonl:2 has an empty prompt"),
+        ({"prompt": "p", "reward_model": {"style": "rule"}}, "mine.jsonl:2 has no answer"),
+        ({"prompt": "p", "answer": None}, "mine.jsonl:2 has no answer"),
         ({"prompt": "p", "answer": "seven"}, "mine.jsonl:2 has an answer that does not pass its own check, number: 'seven'"),
         ({"prompt": "p", "answer": "7", "check": "luck"}, "mine.jsonl:2 has the check 'luck'"),
         ({"prompt": "p", "answer": "{", "check": "json"}, "does not pass its own check, json"),

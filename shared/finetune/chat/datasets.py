@@ -231,10 +231,10 @@ def is_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and ("role" in each or "from" in each) for each in value)
 
 
-def require_order(messages: list[Message], trained: set[int], place: str) -> None:
-    """Reject messages without a trained answer, or in an order that no chat has."""
+def require_order(messages: Sequence[Message], trained: set[int] | None, place: str) -> None:
+    """Reject messages without a trained answer, or in an order that no chat has. trained: None for a prompt."""
     roles = [message["role"] for message in messages]
-    if not trained:
+    if trained is not None and not trained:
         refuse_record(place, "has no answer of the assistant to train on")
     for number, (before, role) in enumerate(zip([None, *roles], roles, strict=False), 1):
         if (role == "system" and number > 1) or (role == "tool" and before not in ("assistant", "tool")):

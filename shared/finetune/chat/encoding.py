@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.datasets import Conversation
 from shared.finetune.chat.masking import assistant_mask
-from shared.finetune.chat.messages import ChatError, Message
+from shared.finetune.chat.messages import ChatError, Message, text_of
 from shared.finetune.chat.spans import Span, render_answers
 from shared.finetune.chat.template import ChatTemplate, TemplateError
 from shared.finetune.chat.unread import Unread
@@ -183,7 +183,7 @@ class PairExamples(Examples):
         texts = []
         for one in conversations:
             last = max(filter(one.is_trained, range(len(one.messages))))
-            read = "\n\n".join(message["content"] for message in one.messages[:last] if message.get("content"))
+            read = text_of(one.messages[:last])
             if not read or not one.messages[last].get("content"):
                 raise ChatError(f"{one.place} is no pair of texts: it needs words to read, and then an answer.")
             self.unread.note(one, "")

@@ -10,6 +10,7 @@ may be marked by message: `weight` (OpenAI), `train` (axolotl), `loss_mask`, `lo
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from shared.course.errors import CourseError
@@ -127,6 +128,11 @@ def tools_of(fields: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         refuse_record(place, f"has {name} that are no list of mappings, nor JSON of one")
     return [tool if name == "tools" or "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
+
+
+def text_of(messages: Sequence[Message]) -> str:
+    """The contents of messages as one text, for a model that reads no roles."""
+    return "\n\n".join(message["content"] for message in messages if message.get("content"))
 
 
 def is_trained(message: Message, place: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from shared.course.errors import SettingError
 from shared.data.loader import EvaluationLoader, StatefulLoader
 from shared.finetune.chat.encoding import ChatEncoder
+from shared.finetune.chat.messages import text_of
 from shared.finetune.chat.template import call_of
 from shared.finetune.instructions import Task
 from shared.model.transformer import TransformerModel
@@ -82,12 +83,11 @@ class Answering(Mode):
     def prompts_of(self, tasks: Sequence[Task]) -> list[list[int]]:
         """The prompt of each task, as token ids."""
         if self.text.template is None:
-            before = f"{self.system}\n\n" if self.system else ""  # as `PairExamples` joins them
-            return [[*self.tokenizer.encode(before + task.prompt), self.tokenizer.end_id] for task in tasks]
+            texts = [text_of(task.asked(self.system or None)) for task in tasks]
+            return [[*self.tokenizer.encode(text), self.tokenizer.end_id] for text in texts]
         encoder, found = ChatEncoder(self.tokenizer), []
-        said = [{"role": "system", "content": self.system}] if self.system is not None else []
         for first in range(0, len(tasks), AT_ONCE):
-            messages = [encoder.guarded([*said, {"role": "user", "content": task.prompt}]) for task in tasks[first : first + AT_ONCE]]
+            messages = [encoder.guarded(task.asked(self.system)) for task in tasks[first : first + AT_ONCE]]
             rendered = self.text.template.render_all([call_of(each, True, None) for each in messages])
             found += [each.ids for each in encoder.encode([each.text for each in rendered])]
         return found

@@ -181,8 +181,8 @@ class RolloutAlarms(RolloutMetrics):
 def prompting(config: TrainerConfig, start: InitialWeights, task: Task) -> Prompting:
     """The tokenizer, the template, and the tokens that end an answer, found by rendering a task with its own answer."""
     tokenizer, template = chat_tokenizer(config.chats.tokenizer or start.tokenizer_folder(), config.chats.template)
-    messages = [{"role": "user", "content": task.prompt}, {"role": "assistant", "content": task.answer}]
-    [example] = ChatExamples(tokenizer, template, config.data.seq)([Conversation("A task", messages).with_system(config.chats.system)])
+    messages = [*task.asked(config.chats.system), {"role": "assistant", "content": task.answer}]
+    [example] = ChatExamples(tokenizer, template, config.data.seq)([Conversation("A task", messages, first=len(messages) - 1)])
     return Prompting(tokenizer, template, ChatReport(stops=example.stops))
 
 
