@@ -136,7 +136,8 @@ def task_of(record: Any, place: str, config: TasksConfig) -> Task:
     prompt, answer = text_of(messages) if messages else record.get(config.prompt_field), given
     for name, value in ((config.prompt_field, prompt), (config.answer_field, answer)):
         if not isinstance(value, str | int | float) or not str(value).strip():
-            found = "no" if value is None else "an empty" if isinstance(value, str) else f"the {type(value).__name__} {str(value)[:40]!r} as"
+            kind = type(value).__name__
+            found = "no" if value is None else "an empty" if isinstance(value, str) else f"the {kind} {str(value)[:40]!r} as"
             refuse_record(place, f"has {found} {name}, where a text is wanted (its fields are {', '.join(map(repr, record)) or 'none'})")
     answer = written_out(answer).rpartition(MARK)[2].strip()
     task = ChatTask(kind, prompt, answer, check, messages) if len(messages) > 1 else Task(kind, str(prompt), answer, check)
