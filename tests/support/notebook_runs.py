@@ -27,8 +27,8 @@ GRACE = 10.0  # seconds in which nbval ends by itself after its kernel
 def verified(notebook, name: str) -> subprocess.CompletedProcess:
     """nbval's exit code and report for a notebook (`nbformat.NotebookNode`) in a fresh workspace.
 
-    A forked kernel that dies or hangs says nothing of what a reader's kernel prints: with a warning that holds its frames, Python is started
-    for both.
+    A forked kernel that dies or hangs says nothing of what a reader's kernel prints: with a warning that holds its frames, Python is
+    started for both.
     """
     from shared.course import refresh
 
