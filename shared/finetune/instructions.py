@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.course.errors import CourseError
+from shared.finetune.chat.messages import with_system
 from shared.output_files import write_atomically
 
 HELD_OUT = 12  # one in so many tasks
@@ -46,7 +47,7 @@ class Task:
 
     def asked(self, system: str | None = None) -> list[dict[str, Any]]:
         """The messages that a model answers, with a system prompt if they have none."""
-        return ([] if system is None else [{"role": "system", "content": system}]) + [{"role": "user", "content": self.prompt}]
+        return with_system([{"role": "user", "content": self.prompt}], system)
 
     @property
     def held_out(self) -> bool:

@@ -25,7 +25,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from shared.course.bounds import Bounds, NonNegativeInt, PositiveInt, checked
 from shared.course.errors import CourseError
 from shared.finetune.chat.datasets import ChatSource, is_messages, records, require_order
-from shared.finetune.chat.messages import Message, message_of, parsed, refuse_record, structure, text_of
+from shared.finetune.chat.messages import (
+    Message, message_of, parsed, refuse_record, require_json, structure, text_of, with_system, without_marks,
+)  # fmt: skip
 from shared.finetune.instructions import NOUNS, Task, dashes, function, header, json_object, upper_case
 from shared.rl.code_reward import CodeTask
 from shared.rl.verifiers import CHECKS, CODE, VERIFIERS
@@ -97,8 +99,7 @@ class ChatTask(Task):
     messages: tuple[Message, ...] = field(hash=False)
 
     def asked(self, system: str | None = None) -> list[Message]:
-        messages = [*self.messages]
-        return messages if system is None or messages[0]["role"] == "system" else [{"role": "system", "content": system}, *messages]
+        return with_system(self.messages, system)
 
 
 def open_tasks(config: TasksConfig) -> TaskSet:
@@ -132,13 +133,10 @@ def task_of(record: Any, place: str, config: TasksConfig) -> Task:
     if check not in CHECKS:
         refuse_record(place, f"has the check {check!r}, which is none of {', '.join(CHECKS)}")
     messages = asked_of(record.get(config.prompt_field), place, config.prompt_field)
-    given = answer_of(record, config.answer_field)
-    prompt, answer = text_of(messages) if messages else record.get(config.prompt_field), given
+    prompt = text_of(messages) if messages else record.get(config.prompt_field)
+    answer = answer_of(record, config.answer_field)
     for name, value in ((config.prompt_field, prompt), (config.answer_field, answer)):
-        if not isinstance(value, str | int | float) or not str(value).strip():
-            kind = type(value).__name__
-            found = "no" if value is None else "an empty" if isinstance(value, str) else f"the {kind} {str(value)[:40]!r} as"
-            refuse_record(place, f"has {found} {name}, where a text is wanted (its fields are {', '.join(map(repr, record)) or 'none'})")
+        require_text(value, name, record, place)
     answer = written_out(answer).rpartition(MARK)[2].strip()
     task = ChatTask(kind, prompt, answer, check, messages) if len(messages) > 1 else Task(kind, str(prompt), answer, check)
     try:
@@ -150,13 +148,22 @@ def task_of(record: Any, place: str, config: TasksConfig) -> Task:
     return task
 
 
+def require_text(value: Any, name: str, record: dict[str, Any], place: str) -> None:
+    """Reject what is no text and no number."""
+    if not isinstance(value, str | int | float) or not str(value).strip():
+        other = f"the {type(value).__name__} {str(value)[:40]!r} as"
+        found = "no" if value is None else "an empty" if isinstance(value, str) else other
+        refuse_record(place, f"has {found} {name}, where a text is wanted (its fields are {', '.join(map(repr, record)) or 'none'})")
+
+
 def asked_of(value: Any, place: str, name: str) -> tuple[Message, ...]:
     """A prompt that is a list of messages, as JSON too; none where it is a text. It ends with a question, or with what a tool returned."""
     found = parsed(value)
     if not is_messages(found):
         return ()
-    messages = tuple(message_of(message, f"{place}, {name}, message {number}") for number, message in enumerate(found, 1))
-    require_order(messages, None, place)
+    messages = tuple(without_marks(message_of(each, f"{place}, {name}, message {number}")) for number, each in enumerate(found, 1))
+    require_order(messages, place)
+    require_json(messages, place)
     if messages[-1]["role"] not in ("user", "tool"):
         refuse_record(place, f"has a {name} that ends with the role {messages[-1]['role']}, so nothing is left to answer")
     return messages

@@ -70,6 +70,14 @@ def test_a_forked_kernel_that_dies_is_named_and_replaced(tmp_path):
         assert verified(nbformat.v4.new_notebook(cells=[cell]), "dies.ipynb").returncode == 1
 
 
+def test_a_forked_kernel_that_hangs_is_replaced(tmp_path):
+    seen = tmp_path / "seen"
+    source = f"import pathlib, time\nseen = pathlib.Path({str(seen)!r})\nif not seen.exists():\n    seen.touch(), time.sleep(500)\nprint(1)"
+    cell = nbformat.v4.new_code_cell(source, outputs=[nbformat.v4.new_output("stream", name="stdout", text="1\n")], execution_count=1)
+    with pytest.warns(UserWarning, match=r"died or hung(.|\n)*Timeout of 3 seconds"):
+        assert verified(nbformat.v4.new_notebook(cells=[cell]), "hangs.ipynb", cell_seconds=3.0).returncode == 0
+
+
 def test_the_process_that_forks_has_one_thread(tmp_path):
     """A child has none of its parent's other threads, and what these held stays locked in it."""
     (tmp_path / "count.py").write_text("import os, psutil\nprint(psutil.Process(os.getppid()).num_threads())\n")

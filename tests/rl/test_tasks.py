@@ -76,11 +76,13 @@ def test_prompts_are_lists_of_messages_too(tmp_path, as_json):
     """As trl, oumi and verl write them; Parquet files hold such lists, and CSV files hold them as JSON."""
     told = [[SYSTEM, ASKED, SAID, THEN], [ASKED]]
     several, one = [json.dumps(messages) if as_json else messages for messages in told]
+    marked = several if as_json else [several[0], *(message | {"weight": 1} for message in several[1:])]
     judged = {"style": "rule", "ground_truth": "5"}
-    first, second = open_tasks(written(tmp_path, {"prompt": several, "answer": 6}, {"prompt": one, "reward_model": judged})).training
+    rows = {"prompt": marked, "answer": 6}, {"prompt": one, "reward_model": judged}, {"prompt": one, "answer": "7", "reward_model": judged}
+    first, second, both = open_tasks(written(tmp_path, *rows)).training
     assert (first.prompt, first.answer) == ("Give a number.\n\nWhat is 2 plus 3?\n\n5\n\nAnd one more?", "6")
     assert first.asked("Answer briefly.") == told[0], "its own system prompt stays"
-    assert (second.prompt, second.answer) == ("What is 2 plus 3?", "5")
+    assert (second.prompt, second.answer) == ("What is 2 plus 3?", "5") and both.answer == "7"
     assert second.asked() == [ASKED] and second.asked("Answer briefly.") == [{"role": "system", "content": "Answer briefly."}, ASKED]
 
 
@@ -101,6 +103,7 @@ def test_a_number_is_an_answer_with_all_its_digits(tmp_path, number, written_out
         ({"prompt": [ASKED, SAID], "answer": "1"}, "mine.jsonl:2 has a prompt that ends with the role assistant, so"),
         ({"prompt": [ASKED, SYSTEM], "answer": "1"}, "mine.jsonl:2, message 2 has the role system and stands in the wrong"),
         ({"prompt": [{"role": "user", "content": ""}], "answer": "1"}, "mine.jsonl:2 has an empty prompt"),
+        ({"prompt": [ASKED | {"name": "\ud800"}], "answer": "1"}, "mine.jsonl:2 holds what is no text, number or list of them"),
         ({"prompt": "p", "reward_model": {"style": "rule"}}, "mine.jsonl:2 has no answer"),
         ({"prompt": "p", "answer": None}, "mine.jsonl:2 has no answer"),
         ({"prompt": "p", "answer": "seven"}, "mine.jsonl:2 has an answer that does not pass its own check, number: 'seven'"),

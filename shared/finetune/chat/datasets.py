@@ -31,7 +31,9 @@ from shared.finetune.chat.messages import (
     name_of_tools,
     parsed,
     refuse_record,
+    require_json,
     tools_of,
+    with_system,
     without_marks,
 )
 from shared.finetune.chat.template import call_of
@@ -91,11 +93,12 @@ class Conversation:
 
     def with_system(self, prompt: str | None) -> "Conversation":
         """This conversation with a system prompt, if it has none."""
-        if prompt is None or self.messages[0]["role"] == "system":
+        messages = with_system(self.messages, prompt)
+        if len(messages) == len(self.messages):
             return self
         return replace(
             self,
-            messages=[{"role": "system", "content": prompt}, *self.messages],
+            messages=messages,
             first=self.first + bool(self.first),
             read_only=frozenset(number + 1 for number in self.read_only),
         )
@@ -191,14 +194,13 @@ def conversation_of(record: Any, place: str) -> Conversation:
     first = 0 if fields.get("history") and "history" in read else len(prompt)
     answers = {number for number, message in enumerate(messages) if message["role"] == "assistant"}
     trained = {number for number, message in enumerate(messages) if is_trained(message, f"{place}, message {number + 1}")}
-    require_order(messages, {number for number in trained if number >= first}, place)
+    if not any(number >= first for number in trained):
+        refuse_record(place, "has no answer of the assistant to train on")
+    require_order(messages, place)
     arguments, tools = parsed(fields.get("chat_template_kwargs", {})), tools_of(fields, place)
     if not isinstance(arguments, dict):
         refuse_record(place, "has chat_template_kwargs that are no mapping")
-    try:
-        json.dumps([messages, tools, arguments], ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        refuse_record(place, f"holds what is no text, number or list of them ({tables.first_line(error)})")
+    require_json([messages, tools, arguments], place)
     read |= {"chat_template_kwargs", name_of_tools(fields)}
     unread = tuple(name for name, value in fields.items() if name not in read and value not in ("", [], {}))
     plain = [without_marks(message) for message in messages]
@@ -231,11 +233,9 @@ def is_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and ("role" in each or "from" in each) for each in value)
 
 
-def require_order(messages: Sequence[Message], trained: set[int] | None, place: str) -> None:
-    """Reject messages without a trained answer, or in an order that no chat has. trained: None for a prompt."""
+def require_order(messages: Sequence[Message], place: str) -> None:
+    """Reject messages in an order that no chat has."""
     roles = [message["role"] for message in messages]
-    if trained is not None and not trained:
-        refuse_record(place, "has no answer of the assistant to train on")
     for number, (before, role) in enumerate(zip([None, *roles], roles, strict=False), 1):
         if (role == "system" and number > 1) or (role == "tool" and before not in ("assistant", "tool")):
             where = "the first message" if role == "system" else "after an assistant's"

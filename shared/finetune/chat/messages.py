@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared.course.errors import CourseError
+from shared.data.tables import first_line
 
 Message = dict[str, Any]  # `role` and `content`, perhaps `tool_calls`
 ROLES = ("system", "user", "assistant", "tool")
@@ -92,6 +93,14 @@ def from_sharegpt(message: Message) -> Message:
     return said | {"role": role, "content": value}
 
 
+def require_json(value: Any, place: str) -> None:
+    """Reject what neither a template nor JSON has a word for, such as a date or half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        refuse_record(place, f"holds what is no text, number or list of them ({first_line(error)})")
+
+
 def calls_of(calls: Any, place: str) -> list[dict[str, Any]]:
     """The calls of tools in a message, with arguments as mappings. Arguments that are no JSON, such as a program, stay text."""
     calls = structure(calls)
@@ -128,6 +137,12 @@ def tools_of(fields: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         refuse_record(place, f"has {name} that are no list of mappings, nor JSON of one")
     return [tool if name == "tools" or "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
+
+
+def with_system(messages: Sequence[Message], prompt: str | None) -> list[Message]:
+    """Messages with a system prompt, if they have none."""
+    has_own = prompt is None or messages[0]["role"] == "system"
+    return [*messages] if has_own else [{"role": "system", "content": prompt}, *messages]
 
 
 def text_of(messages: Sequence[Message]) -> str:
