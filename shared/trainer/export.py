@@ -58,7 +58,8 @@ def whole_model(run: Run) -> TransformerModel | None:
     weights = strategy.full_weights()
     if strategy.rank:
         return None
-    model = run.mode.shaped(with_adapter(TransformerModel(run.config.model, MIXTURE), run.config.adapter, run.config.seed))
-    model = model.to(run.engine.device)
+    config, adapter = run.config, run.config.adapter
+    base = run.start.load(config.model, apart=True) if adapter else TransformerModel(config.model, MIXTURE)  # its layers may be quantized
+    model = run.mode.shaped(with_adapter(base, adapter, config.seed)).to(run.engine.device)
     put_weights(model, weights)
     return model

@@ -31,6 +31,7 @@ from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
 from shared.trainer.models import with_adapter
+from shared.trainer.modes.sft import FineTuning
 from shared.trainer.run import build, train_model
 from shared.trainer.weights import find_initial_weights
 
@@ -102,12 +103,24 @@ def test_layouts_train_what_one_process_trains(tmp_path, base, adapter):
             assert (found[name] - weight).norm() <= 2e-5 * weight.norm() + 1e-8, f"{layout}: {name}"
 
 
-@pytest.mark.parametrize(("kept", "degree"), [("float", "tensor_parallel"), ("nf4", "fully_sharded")])
-def test_ranks_put_the_adapted_model_together_for_the_report(tmp_path, base, kept, degree):
-    words = [*PLAIN, "model.hidden_dropout=0.0", "adapter.rank=4", "adapter.targets=[all-linear]", f"adapter.base={kept}"]
-    config = tuned_config(tmp_path, base, *words, f"parallel.{degree}=2")
+REPORTED = [("float", "tensor_parallel"), ("nf4", "fully_sharded"), *(("packed", f"{each}_parallel") for each in ("data", "tensor"))]
+
+
+@pytest.mark.parametrize(("kept", "degree"), [*REPORTED, pytest.param("packed", "fully_sharded", marks=pytest.mark.slow)])
+def test_ranks_put_the_adapted_model_together_for_the_report(tmp_path, base, monkeypatch, kept, degree):
+    """The model that the report asks computes what the exported one does, over whatever base."""
+    words = [*PLAIN, "adapter.rank=4", "adapter.targets=[all-linear]", f"adapter.base={kept}", f"parallel.{degree}=2"]
+    if kept == "packed":
+        in_codes(tmp_path, base, "nearest")
+        words.append(f"start_from={tmp_path / 'codes'}")
+    judge, asked = FineTuning.judge, []
+    monkeypatch.setattr(FineTuning, "judge", lambda mode, run, model, totals: asked.append(model) or judge(mode, run, model, totals))
+    config = tuned_config(tmp_path, base, *words)
     results = run_threads(lambda world: train_model(config, Console(quiet=True), world), 2)[0]
     assert len(results.judged.answered) == 12 and (tmp_path / "run" / "report.html").exists()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(asked[0].eval()(ids), load_pretrained(tmp_path / "run" / "model").eval()(ids), rtol=1e-4, atol=1e-4)
 
 
 def test_an_interrupted_adapted_run_resumes_to_the_same_weights(tmp_path, base):
