@@ -4,10 +4,13 @@
     weight.quant_map [16]               weight.nested_absmax, weight.nested_quant_map [256]: double quantization's scales and values
     weight.quant_state.bitsandbytes__nf4: JSON as bytes: shape, block sizes, the mean of the scales
 
+Two other writings are read: codes viewed as another dtype (`bnb_4bit_quant_storage`, for FSDP), and scales [in / 64, out], which
+bitsandbytes leaves transposed after a forward pass on a CPU with AVX512-BF16.
+
 A run (`start_from`) reads such a folder through `Nf4Folder` and `with_frozen_layers`. Scripts call `save_nf4` and `open_nf4`: a run writes
 its adapter and the merged model instead.
 
-Left out on purpose: fp4, other block sizes, and formats that keep several layers in one tensor or transposed, such as GPT-2's.
+Left out on purpose: FP4, other block sizes, and formats that keep several layers in one tensor or transposed, such as GPT-2's.
 """
 
 import json
@@ -32,7 +35,7 @@ from shared.model.sharding import Box
 from shared.model.transformer import TransformerModel
 from shared.tensor_files import ordered
 
-STATE = "quant_state.bitsandbytes__nf4"
+STATE, FP4_STATE = "quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4"
 PARTS = {"codes": "", "scales": ".absmax", "scale_codes": ".absmax", "scale_scales": ".nested_absmax"}  # a table's tensor, after the weight
 MAPS = {".quant_map": nf4_values, ".nested_quant_map": dynamic_values}
 SETTINGS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
@@ -130,15 +133,28 @@ class Nf4Folder(FrozenFolder):
         for name in [name.removesuffix(f".{STATE}") for name in everything if name.endswith(f".weight.{STATE}")]:
             self.states[name] = state = self.read_state(name)
             for kind, shape in table_shapes(state["shape"], "nested_offset" in state).items():
-                there = everything.get(name + PARTS[kind]) if kind in PARTS else (1,)
-                if there is None or math.prod(there) != math.prod(shape):
+                if kind in PARTS and not self.fits(name + PARTS[kind], everything.get(name + PARTS[kind]), kind, shape):
                     raise PretrainedError(
                         f"{folder}: {name}{PARTS[kind]} does not fit the shape {state['shape']} of its weight: copy it again."
                     )
             self.shapes[name] = tuple(state["shape"])
+        if fp4 := [name for name in everything if name.endswith(FP4_STATE)]:
+            raise PretrainedError(
+                f"{folder} holds weights in FP4 ({fp4[0]}), bitsandbytes' default for load_in_4bit, and NF4 is what is read here: give the "
+                "model that it was made from, or save that again with bnb_4bit_quant_type nf4."
+            )
         if not self.states:
             raise PretrainedError(f"{folder} has no weights in NF4 (no tensor {STATE}): open it with open_pretrained.")
         self.quantized = self.states
+
+    def fits(self, name: str, there: tuple[int, ...] | None, kind: str, shape: Sequence[int]) -> bool:
+        """Whether a tensor of the files, of shape `there`, holds a table."""
+        if there is None or is_transposed(there, kind, shape):
+            return there is not None
+        with safe_open(self.file_of[name], "pt") as file:
+            per_number = file.get_slice(name)[:0].itemsize if kind == "codes" else 1
+        numbers, rest = divmod(math.prod(shape), per_number)
+        return not rest and there in ((numbers,), (numbers, 1))
 
     def whole(self, name: str) -> Tensor:
         with safe_open(self.file_of[name], "pt") as file:
@@ -173,15 +189,24 @@ class Nf4Folder(FrozenFolder):
             if kind == "scale_mean":
                 read[kind] = shape, lambda offsets, sizes: torch.tensor([state["nested_offset"]], dtype=torch.float32)
             else:
-                read[kind] = shape, partial(self.read_table, name + PARTS[kind], shape)
+                read[kind] = shape, partial(self.read_table, name + PARTS[kind], kind, shape)
         return read
 
-    def read_table(self, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    def read_table(self, name: str, kind: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A slice of a table, which the file holds flattened: whole rows are read."""
-        width = math.prod(shape[1:])
         with safe_open(self.file_of[name], "pt") as file:
-            rows = file.get_slice(name)[offsets[0] * width : (offsets[0] + sizes[0]) * width]
+            stored = file.get_slice(name)
+            if is_transposed(stored.get_shape(), kind, shape):
+                return stored[offsets[1] : offsets[1] + sizes[1], offsets[0] : offsets[0] + sizes[0]].T
+            width = stored.get_shape()[0] // shape[0]  # rows of a weight have multiples of 32 bytes, whatever dtype they are viewed as
+            rows = stored[offsets[0] * width : (offsets[0] + sizes[0]) * width]
+        rows = rows.view(torch.uint8) if kind == "codes" else rows
         return Box((0, *offsets[1:]), tuple(sizes)).of(rows.reshape(sizes[0], *shape[1:]))
+
+
+def is_transposed(there: Sequence[int], kind: str, shape: Sequence[int]) -> bool:
+    """Whether scales [out, in / 64] stand in a file of shape `there` the other way round; all others have one dimension there."""
+    return kind == "scales" and list(there) == [*reversed(shape)]
 
 
 def open_nf4(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> TransformerModel:
