@@ -1,7 +1,7 @@
 """Chapter 09. Hugging Face formats of mixture-of-experts models: Mixtral, OLMoE, Qwen 3 MoE, and dots.llm1, DeepSeek-V3's router over GQA.
 
 Importing this module adds them to the formats of `shared.model.hf.registry`. Files hold each expert by itself, as tensors that are slices
-of our stacks [E, out, in]; attention and norms are LLaMA's. Load with `load_pretrained(folder, builders=MIXTURE)`.
+of our stacks [E, out, in]; those of a state dict of transformers 5 hold stacks. Attention and norms are LLaMA's. Load with `load_pretrained(folder, builders=MIXTURE)`.
 
 Left out on purpose, in reading and in writing: what is said of training (the balance loss's coefficient, router noise), which changes no
 logit. A coefficient would have to be converted as well: see `balance_convention`.
@@ -14,7 +14,7 @@ from typing import Any
 
 from shared.model.config import ModelConfig
 from shared.model.hf import llama
-from shared.model.hf.format import ConfigJson, FileTensor, Format, Key, read_keys, same, write_keys
+from shared.model.hf.format import ConfigJson, FileTensor, Format, Key, concatenated_experts, read_keys, same, write_keys
 from shared.model.hf.registry import FORMATS
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 
@@ -86,9 +86,14 @@ NAMES = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj
 MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
+def sparse_layers(config: ModelConfig) -> list[str]:
+    """Beginnings of parameters' names."""
+    return [f"stack.blocks.{layer}.feed_forward." for layer in range(config.num_hidden_layers) if config.experts.is_sparse(layer)]
+
+
 def tensors(config: ModelConfig, mlp: str = "mlp", names: dict[str, str] = NAMES) -> list[FileTensor]:
     """LLaMA's, with the router and each expert by itself. mlp, names: what a format calls the layer, and its projections."""
-    sparse = [f"stack.blocks.{layer}.feed_forward." for layer in range(config.num_hidden_layers) if config.experts.is_sparse(layer)]
+    sparse = sparse_layers(config)
     stored = [entry for entry in llama.tensors(config) if not entry.ours[0].startswith(tuple(sparse))]
     for ours in sparse:
         theirs = f"model.layers.{ours.split('.')[2]}.{mlp}"
@@ -102,6 +107,16 @@ def tensors(config: ModelConfig, mlp: str = "mlp", names: dict[str, str] = NAMES
                 FileTensor(f"{theirs}.experts.{expert}.{their_name}.weight", (f"{ours}experts.{name}.weight",), part=expert)
                 for expert in range(config.experts.num_experts)
             ]
+    return stored
+
+
+def stacked_tensors(config: ModelConfig) -> list[FileTensor]:
+    """The same with the experts of a layer in two tensors: [E, 2 intermediate, hidden], gate first, and [E, hidden, intermediate]."""
+    stored = [entry for entry in tensors(config) if entry.part is None]
+    for ours in sparse_layers(config):
+        theirs = f"model.layers.{ours.split('.')[2]}.mlp.experts"
+        gate, up, down = (f"{ours}experts.{name}.weight" for name in NAMES)
+        stored += [concatenated_experts(f"{theirs}.gate_up_proj", (gate, up)), same(f"{theirs}.down_proj", down)]
     return stored
 
 
@@ -133,7 +148,7 @@ def mixture(
 
     required = llama.COMMON_REQUIRED | (required or {})
     known = llama.relative(model_type, architecture, read_all, write_all, **token_ids)
-    return replace(known, tensors=tensors, required=required)
+    return replace(known, tensors=tensors, stacked=stacked_tensors, required=required)
 
 
 MIXTURES: dict[str, Format] = {

@@ -232,8 +232,9 @@ def sequence_classification(known: Format, raw: ConfigJson) -> tuple[Format, Con
     """
     architecture = known.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"
 
-    def tensors(config: ModelConfig) -> list[FileTensor]:
-        return [*(each for each in known.tensors(config) if not each.ours[0].startswith("head.")), same(SCORE, HEAD)]
+    def with_score(tensors: Callable[[ModelConfig], list[FileTensor]]) -> Callable[[ModelConfig], list[FileTensor]]:
+        return lambda config: [*(each for each in tensors(config) if not each.ours[0].startswith("head.")), same(SCORE, HEAD)]
 
-    changed = replace(known, architecture=architecture, tensors=tensors, tied=(), ignored=(*known.ignored, *known.tied))
+    made = {"tensors": with_score(known.tensors), "stacked": with_score(known.stacked) if known.stacked else None}
+    changed = replace(known, architecture=architecture, tied=(), ignored=(*known.ignored, *known.tied), **made)
     return changed, raw | {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

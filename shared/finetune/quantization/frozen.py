@@ -157,7 +157,7 @@ def open_frozen(files: FrozenFolder, dtype: torch.dtype = torch.float32) -> Tran
 def with_frozen_layers(model: TransformerModel, files: FrozenFolder) -> TransformerModel:
     """Replace linear layers of a model on the meta device that are quantized in its files by frozen ones, in place."""
     known, config, _ = read_folder(files.folder, files.settings)
-    stored = {entry.name: entry for entry in known.tensors(model.config)}
+    stored = known.tensors_of(model.config, files.shapes)
     for name, full in names_in_files(known, stored, files, config).items():
         if name not in files.quantized:
             continue

@@ -18,6 +18,7 @@ from shared.model.config import ModelConfig
 
 ConfigJson = dict[str, Any]  # the content of a config.json
 REQUIRED = object()
+STACK = ".experts.gate_up_proj"  # ending of a tensor [E, 2 intermediate, hidden] that only files with stacked experts hold
 
 ACTIVATION_NAMES = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
@@ -100,6 +101,7 @@ class Format:
     read: the configuration that a config.json describes.
     write: what a config.json says of a configuration, without the two names above.
     tensors: the tensors of a model with this (resolved) configuration.
+    stacked: the same of a file that keeps a layer's experts in stacks, as transformers 5 does in memory; None for models without experts.
     tied: names under which a file may repeat a tied head.
     tied_by_file: whether the head is tied is said by the file, which then lacks those names, and not by config.json.
     required: keys that change the computation, with the only values that are understood here.
@@ -114,6 +116,7 @@ class Format:
     read: Callable[[ConfigJson], ModelConfig]
     write: Callable[[ModelConfig], ConfigJson]
     tensors: Callable[[ModelConfig], list[FileTensor]]
+    stacked: Callable[[ModelConfig], list[FileTensor]] | None = None
     tied: tuple[str, ...] = ()
     tied_by_file: bool = False
     required: dict[str, tuple] = field(default_factory=dict)
@@ -121,6 +124,11 @@ class Format:
     prefix: str = ""
     renamed: dict[str, str] = field(default_factory=dict)
     token_ids: dict[str, int] = field(default_factory=dict)
+
+    def tensors_of(self, config: ModelConfig, names: Iterable[str]) -> dict[str, FileTensor]:
+        """The tensors that files should hold, by name. names: what they hold, which says how experts are kept."""
+        make = self.stacked if self.stacked and any(name.endswith(STACK) for name in names) else self.tensors
+        return {entry.name: entry for entry in make(config)}
 
 
 def not_in_format(stored: Iterable[FileTensor], like: Mapping[str, Tensor]) -> list[str]:
@@ -162,6 +170,14 @@ def concatenated_transposed(name: str, ours: tuple[str, ...]) -> FileTensor:
     return FileTensor(
         name, ours, lambda tensors: torch.cat(tensors).t(), lambda ranges, index, shape: (moved(ranges, index * shape[0])[::-1], torch.t)
     )
+
+
+def concatenated_experts(name: str, ours: tuple[str, ...]) -> FileTensor:
+    """Stacks [E, out, in] of equal size next to each other along the outputs."""
+    return FileTensor(
+        name, ours, partial(torch.cat, dim=1),
+        lambda ranges, index, shape: ([ranges[0], *moved(ranges[1:], index * shape[1])], lambda x: x),
+    )  # fmt: skip
 
 
 def moved(ranges: list[Range], by: int) -> list[Range]:

@@ -165,7 +165,7 @@ def tensors(config: ModelConfig) -> list[FileTensor]:
 def relative(model_type: str, architecture: str, read, write, **token_ids: int) -> Format:
     return Format(
         model_type, architecture, read, write, tensors, tied=("lm_head.weight",), required=COMMON_REQUIRED,
-        ignored=(r".*\.rotary_emb\.inv_freq",), token_ids=token_ids,
+        ignored=(r".*\.rotary_emb\.inv_freq",), prefix="model.", token_ids=token_ids,
     )  # fmt: skip
 
 

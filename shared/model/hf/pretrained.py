@@ -28,6 +28,7 @@ from shared.model.transformer import PLAIN, TIED_TO, TransformerModel
 from shared.tensor_files import ordered
 
 LISTED = 12  # names in a refusal
+HEAD = "lm_head.weight"  # in files
 ROWS = 4096  # of a matrix that are compared at a time
 
 
@@ -80,7 +81,7 @@ def open_pretrained(
         model = change(model) if change else model
     model.token_ids = token_ids
     known, _ = format_of(model, known, {})
-    stored = {entry.name: entry for entry in known.tensors(model.config)}
+    stored = known.tensors_of(model.config, files.shapes)
     if extra := not_in_format(stored.values(), whole_weights(model).like):
         raise PretrainedError(
             f"No tensor of the {known.model_type} format holds {listed(extra)}, so loading would leave it without values: load the plain "
@@ -193,6 +194,11 @@ def require_fit(
     for title, names in (("missing", set(wanted) - set(present)), ("extra", set(present) - set(wanted)), ("misshapen", misshapen)):
         if names:
             problems.append(f"{title}: {listed(names)}")
+    if stored.keys() - present.keys() == {HEAD} and not any(name.startswith(("model.", "transformer.")) for name in files.shapes):
+        raise PretrainedError(
+            f"{folder} holds a bare model without a head, and its config.json does not tie one to the embedding: give the folder of the "
+            "language model, or set tie_word_embeddings to true to take the embedding for its head."
+        )
     if problems:
         raise PretrainedError(f"The tensors in {folder} do not match its config.json. {'; '.join(problems)}.")
 
