@@ -12,11 +12,12 @@ Weights are read where they are needed: on the meta device each parameter knows 
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,6 +45,9 @@ from shared.engine.checkpoint.files import files_of, read_region, shards_in, wro
 from shared.preference.reward_model import open_reward_model
 from shared.preference.value_head import VALUE
 from shared.trainer import provenance
+
+TRIES = 5  # checkpoints of a run that trains, each removed while it was read
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,26 @@ def find_initial_weights(path: Path, setting: str = "start_from") -> InitialWeig
     )
 
 
+def read_weights(path: Path, setting: str, read: Callable[[InitialWeights], Result]) -> Result:
+    """`read` of the weights that `path` names. A run that trains removes its old checkpoints: where the chosen one is gone before it is
+    read, the newest is chosen again.
+
+    Raises:
+        CourseError: as `find_initial_weights` and `read`; or each checkpoint was gone.
+    """
+    for _ in range(TRIES):
+        weights = find_initial_weights(path, setting)
+        try:
+            return read(weights)
+        except (CourseError, OSError, SafetensorError):
+            if weights.folder.exists():
+                raise
+    raise CourseError(
+        f"{path} trains, and removed {TRIES} checkpoints while they were read: wait until it ends, or let it keep more "
+        "(engine.checkpoint.keep_last)."
+    )
+
+
 def find_reward_model(path: Path, setting: str) -> InitialWeights:
     """Find a reward model: a run with mode reward, or a folder of transformers' sequence classification. setting: that names it."""
     folder = path / "model" if (path / "model" / "config.json").is_file() else path
@@ -225,6 +249,6 @@ def read_checkpoint(folder: Path, name: str, shape: tuple[int, ...], offsets: Se
     with ExitStack() as files:
         found = [shards_in(files.enter_context(safe_open(path, "pt"))).get(name, []) for path in files_of(folder, "weights")]
         shards = [shard for of_file in found for shard in of_file]
-        if wrong := wrong_shards({name: shards}):
+        if wrong := wrong_shards({name: shards}) if shards else f"none of its files has {name}":
             raise CourseError(f"The checkpoint {folder} is damaged: {wrong}.")
         return read_region(folder, name, shards, region)

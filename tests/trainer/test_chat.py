@@ -1,6 +1,7 @@
 """`course chat`: conversations over a pipe, history by whole turns, plain continuation, virtual tokens, and sentences for errors."""
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tuned_runs import tuned_config, tuned_file
 from shared.course.cli import cli
 from shared.course.errors import CourseError
 from shared.rl.generation import Drawing
+from shared.trainer import weights
 from shared.trainer.run import train_model
 from shared.trainer.talk.chat import AnswerSettings, open_talk
 
@@ -64,6 +66,45 @@ def test_a_pretrained_model_continues_and_a_checkpoint_is_enough(base, tuned):
     assert chat(base, "def \n").exit_code == 0
     newest, exported = (open_talk(path, LIKELIEST, None) for path in (tuned / "checkpoints" / "step-00000006", tuned))
     assert newest.stops == exported.stops and "".join(newest.answer("Hello")) == "".join(exported.answer("Hello"))
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("words", [("sample", "RUN", "def "), ("chat", "RUN"), ("eval", "RUN", "--data", "TEXT")])
+def test_a_checkpoint_that_a_run_removes_while_it_is_opened_is_chosen_again(tmp_path, base, monkeypatch, words, read):
+    """The newest one goes once it is chosen; read: once it was found intact as well, and before its weights are read."""
+    run, text = shutil.copytree(base, tmp_path / "run", ignore=shutil.ignore_patterns("model")), tmp_path / "text.txt"
+    text.write_text("def answer(question):\n" * 4)
+    checked, removed = weights.require_weights, []
+
+    def raced(folder, shapes):
+        if read:
+            checked(folder, shapes)
+        if not removed:
+            removed.append(shutil.rmtree(folder))
+        if not read:
+            checked(folder, shapes)
+
+    monkeypatch.setattr(weights, "require_weights", raced)
+    done = CliRunner().invoke(cli, [str({"RUN": run, "TEXT": text}.get(word, word)) for word in words], input="def \n")
+    assert done.exit_code == 0 and removed, done.output
+    newest = max((run / "checkpoints").iterdir())
+    shutil.rmtree(newest)
+    done = CliRunner().invoke(cli, ["sample", str(newest), "def "])
+    assert done.exit_code == 64 and f"RUN is {newest}, which does not exist" in " ".join(done.output.split())
+
+
+def test_a_run_whose_checkpoints_all_go_while_they_are_read_is_a_sentence(tmp_path, base, monkeypatch):
+    run = shutil.copytree(base, tmp_path / "run", ignore=shutil.ignore_patterns("model"))
+
+    def raced(folder, shapes):
+        (step := folder.with_name(f"step-{int(folder.name[5:]) + 1:08d}")).mkdir()
+        (step / "state.json").touch()
+        shutil.rmtree(folder)
+        raise CourseError(f"There is no checkpoint {folder}.")
+
+    monkeypatch.setattr(weights, "require_weights", raced)
+    with pytest.raises(CourseError, match="removed 5 checkpoints while they were read: wait until it ends"):
+        open_talk(run, LIKELIEST, None)
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(tuned, monkeypatch):

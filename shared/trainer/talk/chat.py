@@ -32,7 +32,7 @@ from shared.model.transformer import TransformerModel
 from shared.moe.config import MixtureModelConfig
 from shared.rl.generation import Drawing, stream_answer
 from shared.trainer import provenance
-from shared.trainer.weights import find_initial_weights
+from shared.trainer.weights import find_initial_weights, read_weights
 
 RESET = "/reset"
 UNFINISHED = "\ufffd"  # the replacement character, which a decoder shows of a character whose bytes are not all there
@@ -169,8 +169,7 @@ def opened(path: Path) -> tuple[TransformerModel, TextTokenizer, Path]:
         model = start.load(MixtureModelConfig(**vars(replace(start.model, vocab_size=size))), apart=True)
         load_adapter(model, adapter)
         return model, TextTokenizer.load(adapter), adapter
-    start = find_initial_weights(path, "RUN")
-    model = start.load()
+    model, start = read_weights(path, "RUN", lambda start: (start.load(), start))
     use_kernels(model, fused_kernel)  # of quantized layers
     return model, start.text_tokenizer(), start.tokenizer_folder()
 
