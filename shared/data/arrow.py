@@ -6,7 +6,7 @@ datasets 5, Arrow's `arrow.json`): it is parsed, and keeps the nulls that it say
 again, `2024-01-31`.
 
 Left out on purpose: times of day. Whether the text had a space, a T or a zone is lost, so such a value stays a `datetime`, which readers
-refuse.
+refuse. The order of a struct's keys, which is the column's, and the digits that datasets' JSON text leaves out of a float behind the tenth.
 """
 
 import json

@@ -1,40 +1,33 @@
 """Records in one encoding and another: JSON text where a structure is expected, what Arrow makes of rows, and older formats of calls.
 
-Files are written by the library datasets.
+Parquet files and saved datasets are written by the library datasets.
 """
 
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
-from datasets import Dataset, load_dataset
+import random_chats
+from datasets import load_dataset
+from random_chats import written
 from tool_records import OSLO, SAID, TWO_TOOLS, WEATHER, called, conversation
 
 from shared.finetune.chat.datasets import ChatSource, open_chats_of
+from shared.finetune.chat.encoding import ChatExamples
 from shared.finetune.chat.messages import ChatError
+from shared.finetune.chat.prepare import chat_tokenizer
+from shared.finetune.chat.template import CHATML
+from shared.preference.datasets import open_preferences_of
+from tests.support import chat_templates
 
 
 def conversations(path, kind="auto"):
     return [(each.messages, each.tools) for each in open_chats_of(ChatSource(str(path), kind))]
 
 
-def written(folder, rows):
-    """The same rows as JSONL; as Parquet and a saved dataset from objects, with all keys; and as datasets reads and saves the JSONL."""
-    folder.mkdir(exist_ok=True)
-    lines = folder / "rows.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    read = load_dataset("json", data_files=str(lines), split="train", cache_dir=str(folder / "cache"))
-    read.to_parquet(folder / "read.parquet")
-    read.save_to_disk(folder / "read")
-    paths = [lines, folder / "read.parquet", folder / "read"]
-    made = Dataset.from_list(rows)
-    made.to_parquet(folder / "made.parquet")
-    made.save_to_disk(folder / "made")
-    return [*paths, folder / "made.parquet", folder / "made"]
-
-
 def test_the_nulls_that_arrow_puts_into_structs_are_in_no_text(tmp_path):
-    lines, *others = written(tmp_path / "rows", TWO_TOOLS)
+    lines, *others = written(tmp_path / "rows", TWO_TOOLS, mixed=False)
     assert "null" not in json.dumps(conversations(lines))
     for path in others:
         assert conversations(path) == conversations(lines), path
@@ -105,29 +98,77 @@ def test_a_developer_is_the_system():
     assert found.messages[0] == {"role": "system", "content": "S"}
 
 
-NAMES = ("a", "b", "city", "unit")
+@pytest.fixture(scope="module")
+def ids_of(tmp_path_factory):
+    """The ids of conversations and the spans that are trained on, under a template that shows tools, calls and reasoning."""
+    folder, content = chat_templates.save_tokenizer(tmp_path_factory.mktemp("model")), "{{- message.content or '' }}"
+    (folder / "thinking.jinja").write_text(CHATML.replace(content, "{{- message.reasoning_content or '' }}" + content), encoding="utf-8")
+    make = ChatExamples(*chat_tokenizer(folder, str(folder / "thinking.jinja")), 10**6)
+
+    def ids(conversations):
+        guard = make.encoder.guarded
+        guarded = (replace(one, messages=guard(one.messages), tools=guard(one.tools)) for one in conversations)
+        texts, spans = zip(*map(make.rendered, guarded), strict=True)
+        return [each.ids for each in make.encoder.encode(texts)], spans
+
+    return ids
 
 
-def text(random: Random, letters: str) -> str:
-    return "".join(random.choices(letters, k=random.randrange(6)))
-
-
-def record(random: Random) -> dict:
-    """A conversation with calls of tools, whose arguments have other keys from call to call."""
-    messages = [{"role": "user", "content": text(random, "pq ")}]
-    for name in random.choices(NAMES, k=random.randrange(3)):
-        arguments = {key: text(random, "xyz") for key in random.sample(NAMES, random.randrange(4))}
-        messages += [called(name, arguments), {"role": "tool", "content": text(random, "rs")}]
-    names = random.sample(NAMES, 2)
-    functions = [{"name": name} | ({"description": text(random, "uv")} if random.random() < 0.5 else {}) for name in names]
-    tools = [{"type": "function", "function": function} for function in functions]
-    return {"messages": [*messages, {"role": "assistant", "content": text(random, "t")}], "tools": tools}
-
-
-def test_ten_thousand_records_are_the_same_conversations_whatever_holds_them(tmp_path):
-    random = Random(0)
-    lines, *others = written(tmp_path / "rows", [record(random) for _ in range(10_000)])
-    wanted = conversations(lines)
-    assert len(wanted) == 10_000
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("count", [150, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_random_records_with_tools_have_the_same_ids_whatever_holds_them(count, mixed, tmp_path, ids_of):
+    """mixed: fields differ in type from record to record, and JSON says nulls; the other records Arrow holds as structs."""
+    lines, *others = written(tmp_path / "rows", random_chats.records(7, count, mixed), mixed)
+    wanted = ids_of(open_chats_of(ChatSource(str(lines))))
+    assert len(wanted[0]) == count and len(others) == 5
     for path in others:
-        assert conversations(path) == wanted, path
+        assert ids_of(open_chats_of(ChatSource(str(path)))) == wanted, path
+
+
+DAYS = [{"prompt": f"2024-01-{day}", "completion": f"2024-02-{day}", "system": ""} for day in range(10, 30)]
+TURNS = [{"instruction": "C?", "input": text, "output": "[1]", "history": [["A?", text]] * count}
+         for text in ("", "null") for count in (0, 2)]  # fmt: skip
+BUDGETS = [{"prompt": "A?", "completion": "B", "chat_template_kwargs": {"budget": each}} for each in (1, 2.5)]
+SPOKEN = [{"from": "human", "value": "1?"}, {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1.0}}'},
+          {"from": "observation", "value": "{}"}, {"from": "gpt", "value": "\u2028"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [DAYS, TURNS, BUDGETS, [{"conversations": SPOKEN, "tools": json.dumps([WEATHER])}]])
+def test_records_of_each_shape_are_the_same_whatever_holds_them(rows, tmp_path):
+    lines, *others = map(whole, written(tmp_path / "rows", rows, mixed=False))
+    assert len(lines) == len(rows) and others == [lines] * 5
+
+
+def whole(path):
+    """All of a file's conversations as text: Python takes 1, 1.0 and true for equal."""
+    read = open_chats_of(ChatSource(str(path)))
+    return [json.dumps([each.messages, each.tools, each.arguments, each.first, each.unread]) for each in read]
+
+
+def test_a_time_of_day_that_a_table_made_of_a_text_is_refused_by_place(tmp_path):
+    _, _, parquet, *_ = written(tmp_path / "rows", [{"prompt": "When?", "completion": "2024-01-31T10:00:00"}], mixed=False)
+    with pytest.raises(ChatError, match="read.parquet:1 has no list of messages, and no text, where one is wanted, but datetime"):
+        whole(parquet)
+
+
+def pair(random: Random) -> dict:
+    """A pair of whole conversations or of texts beside a prompt, with what else a pair may have."""
+    asked, system = [{"role": "user", "content": f"q{random_chats.text(random)}"}], random_chats.text(random)
+    answers = {"chosen": f"a{random_chats.text(random)}", "rejected": f"b{random_chats.text(random)}"}
+    said = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+    tools = [random_chats.tool(random, "f", mixed=False)]
+    return {"prompt": asked, **said, "tools": tools, "margin": random.choice([0, 1, 0.5])} | ({"system": system} if system.strip() else {})
+
+
+def test_random_pairs_have_the_same_ids_and_margins_whatever_holds_them(tmp_path, ids_of):
+    random = Random(3)
+    first = {"tools": random_chats.complete(random)["tools"]}
+    lines, *others = written(tmp_path / "rows", [pair(random) | first, *(pair(random) for _ in range(99))], mixed=False)
+
+    def read(path):
+        pairs = list(open_preferences_of(ChatSource(str(path))))
+        return [each.value for each in pairs], ids_of(answer for each in pairs for answer in each.answers)
+
+    wanted = read(lines)
+    for path in others:
+        assert read(path) == wanted, path

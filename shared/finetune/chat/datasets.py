@@ -34,6 +34,7 @@ from shared.finetune.chat.messages import (
     require_json,
     tools_of,
     with_system,
+    with_whole,
     without_marks,
 )
 from shared.finetune.chat.template import call_of
@@ -169,6 +170,7 @@ def conversation_of(record: Any, place: str) -> Conversation:
     if not isinstance(record, dict):
         refuse_record(place, "is not a record with fields")
     fields = {name: value for name, value in record.items() if value is not None}
+    fields |= {"history": parsed(fields["history"])} if "history" in fields else {}
     prompt: Any = []
     if shape := next((name for name in ("messages", "conversations") if fields.get(name)), None):
         read, completion = {shape}, parsed(fields[shape])
@@ -185,8 +187,8 @@ def conversation_of(record: Any, place: str) -> Conversation:
         refuse_record(place, "has names of fields that are no text, as in a file of another kind")
     else:
         raise ChatError(f"{place} has the fields {', '.join(map(repr, record)) or 'none'}: a conversation has {SHAPES}.")
-    if not isinstance(completion, list) or not isinstance(prompt, list):
-        refuse_record(place, "has no list of messages, and no text, where one is wanted")
+    if wrong := [each for each in (prompt, completion) if not isinstance(each, list)]:
+        refuse_record(place, f"has no list of messages, and no text, where one is wanted, but {type(wrong[0]).__name__}")
     if fields.get("system") and isinstance(fields["system"], str):
         prompt = [{"role": "system", "content": fields["system"]}, *prompt]
         read |= {"system"}
@@ -197,7 +199,7 @@ def conversation_of(record: Any, place: str) -> Conversation:
     if not any(number >= first for number in trained):
         refuse_record(place, "has no answer of the assistant to train on")
     require_order(messages, place)
-    arguments, tools = parsed(fields.get("chat_template_kwargs", {})), tools_of(fields, place)
+    arguments, tools = with_whole(parsed(fields.get("chat_template_kwargs", {}))), tools_of(fields, place)
     if not isinstance(arguments, dict):
         refuse_record(place, "has chat_template_kwargs that are no mapping")
     require_json([messages, tools, arguments], place)

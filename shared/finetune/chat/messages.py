@@ -5,8 +5,9 @@
     calls     `tool_calls`, a list of mappings whose `function.arguments` are a mapping; also `function_call` (OpenAI's of 2023, ShareGPT's)
     tools     a list of mappings; also `tool_defs` and `functions`
 
-Values may be JSON text at any depth where a structure is wanted, as OpenAI's arguments and cells of a table are. Which answers are trained
-may be marked by message: `weight` (OpenAI), `train` (axolotl), `loss_mask`, `loss` (ms-swift).
+Values may be JSON text at any depth where a structure is wanted, as OpenAI's arguments and cells of a table are. A whole number is an
+integer, 1 for 1.0, since a table makes floats of both. Which answers are trained may be marked by message: `weight` (OpenAI), `train`
+(axolotl), `loss_mask`, `loss` (ms-swift).
 """
 
 import json
@@ -24,6 +25,7 @@ MARKS = ("weight", "train", "loss_mask", "loss")  # of a message: whether it is 
 DETAILED = "train_detail"  # axolotl's: parts of a message
 HARMLESS = ("id", "tool_call_id", "uuid", "type")  # fields that name things, and stand in no text
 TOOLS = ("tools", "tool_defs", "functions")
+EXACT = 2.0**53  # floats below it hold every whole number
 
 
 class ChatError(CourseError):
@@ -49,6 +51,15 @@ def structure(value: Any) -> Any:
     found = parsed(value)
     found = found if isinstance(found, dict | list) else value
     return [structure(each) for each in found] if isinstance(found, list) else found
+
+
+def with_whole(value: Any) -> Any:
+    """A value with each whole number in it as an integer."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < EXACT else value
+    if isinstance(value, dict):
+        return {name: with_whole(each) for name, each in value.items()}
+    return [with_whole(each) for each in value] if isinstance(value, list) else value
 
 
 def message_of(message: Any, place: str) -> Message:
@@ -78,7 +89,7 @@ def message_of(message: Any, place: str) -> Message:
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         found = "nothing" if content is None else type(content).__name__
         refuse_record(place, f"has {found} as content, where a text or a list of texts is wanted")
-    return message | {"role": role} | ({} if content is None else {"content": content})
+    return with_whole(message | {"role": role} | ({} if content is None else {"content": content}))
 
 
 def from_sharegpt(message: Message) -> Message:
@@ -136,7 +147,7 @@ def tools_of(fields: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
     tools = [tools] if isinstance(tools, dict) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         refuse_record(place, f"has {name} that are no list of mappings, nor JSON of one")
-    return [tool if name == "tools" or "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
+    return with_whole([tool if name == "tools" or "function" in tool else {"type": "function", "function": tool} for tool in tools]) or None
 
 
 def with_system(messages: Sequence[Message], prompt: str | None) -> list[Message]:
