@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shared.course.binding import exercise
 from shared.course.bounds import NonNegativeFloat, PositiveFloat, PositiveInt, UnitFloat, checked
+from shared.course.errors import CourseError
 from shared.engine.callbacks import Metrics
 from shared.loss import IGNORED
 from shared.preference.gae import generalized_advantages
@@ -104,12 +105,19 @@ class PPOAdvantages:
 
     Attributes:
         kl_coefficient: the one in effect.
+
+    Raises, when called:
+        CourseError: no reward applies to an answer.
     """
 
     def __init__(self, config: PPOConfig, watch: Callable[[Rollout], Metrics] = lambda rollout: {}):
         self.config, self.kl_coefficient, self.watch = config, config.kl_coefficient, watch
 
     def __call__(self, rollout: Rollout) -> tuple[dict[str, Tensor], Metrics]:
+        if rollout.scores.isnan().any():
+            raise CourseError(
+                "The reward gave None for an answer: PPO learns a value from each, and has no group to leave it out of. Return a number."
+            )
         config, mask, values = self.config, rollout.mask, rollout.values
         rewards = token_rewards(rollout, self.kl_coefficient, config.unended_penalty)
         nothing = torch.zeros_like(rollout.scores)

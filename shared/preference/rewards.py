@@ -1,6 +1,7 @@
 """Chapter 11. Reward functions for reinforcement learning: any function of a prompt and an answer, or the scores of a reward model.
 
-A reward that raises, or that gives no number, ends the run with a sentence that names the answer: counted as 0, it would teach something.
+A reward that raises, or that gives no finite number, ends the run with a sentence that names the answer: counted as 0, it would teach
+something. None says that a reward is not for this prompt.
 """
 
 import math
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from shared.course.errors import CourseError
 from shared.preference.rollout import Sample
 
-Reward = Callable[[Sequence[Sample]], Sequence[float]]
+Reward = Callable[[Sequence[Sample]], Sequence[float | None]]
 SHOWN = 60  # characters of a prompt in an error message
 
 
@@ -37,25 +38,25 @@ def reward_of_texts(function: Callable[[str, str], float], texts: Sequence[str],
     return reward
 
 
-def reward_all(reward: Reward, samples: Sequence[Sample]) -> list[float]:
-    """The rewards of some answers."""
+def reward_all(reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
+    """The rewards of some answers; None where none applies."""
     scores = numbers_of(reward, samples)
     for sample, score in zip(samples, scores, strict=True):
-        if not math.isfinite(score):
+        if score is not None and not math.isfinite(score):
             raise CourseError(
                 f"The reward {name_of(reward)} gave {score} for an answer to prompt {sample.prompt}: a finite number is needed. Mend it."
             )
     return scores
 
 
-def numbers_of(reward: Reward, samples: Sequence[Sample]) -> list[float]:
-    """The numbers that a reward function returns for some answers, NaN and infinity included.
+def numbers_of(reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
+    """The numbers that a reward function returns for some answers, NaN and infinity included, or None.
 
     Raises:
         CourseError: the reward raised, or gave another number of rewards.
     """
     try:
-        scores = [float(score) for score in reward(samples)]
+        scores = [None if score is None else float(score) for score in reward(samples)]
     except CourseError:
         raise
     except Exception as error:

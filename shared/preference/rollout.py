@@ -6,6 +6,7 @@ The columns are [answers, time]: an answer begins at time 0 and ends at its leng
 every number to its last bit.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -29,20 +30,25 @@ from shared.totals import Batch
 class Sample(NamedTuple):
     """An answer to a prompt.
 
-    prompt: its number in the list of prompts. prompt_ids: the prompt's tokens. score: its reward, 0 before it is judged. parts: the rewards
-    that the score is made of, by name.
+    prompt: its number in the list of prompts. prompt_ids: the prompt's tokens. score: its reward, 0 before it is judged, None where no
+    reward applies to it. parts: the rewards that the score is made of, by name.
     """
 
     prompt: int
     prompt_ids: list[int]
     completion: Completion
-    score: float = 0.0
+    score: float | None = 0.0
     parts: dict[str, float] = {}  # noqa: RUF012 (never changed)
 
     @property
     def predictions(self) -> int:
         """Positions that it takes in a row."""
         return len(self.prompt_ids) + len(self.completion.ids) - 1
+
+
+def scores_of(samples: Sequence[Sample], dtype: torch.dtype) -> Tensor:
+    """[answers], the score of each; NaN where no reward applies."""
+    return torch.tensor([math.nan if each.score is None else each.score for each in samples], dtype=dtype)
 
 
 class AnswerRows:
@@ -140,7 +146,7 @@ class Rollout:
     """The answers to some prompts, and what is known of each token. Answers to one prompt are neighbours.
 
     samples: the answers; `group` of them to each prompt.
-    scores: [answers], what each was rewarded with.
+    scores: [answers], what each was rewarded with; NaN where no reward applies.
     lengths: [answers] int64, tokens in each.
     ended: [answers] bool.
     log_probs: [answers, time], of each token under the policy that drew it, as the trainer computes them; 0 behind an answer's end.
@@ -165,12 +171,14 @@ class Rollout:
         return torch.arange(self.log_probs.shape[1]) < self.lengths[:, None]
 
     def metrics(self) -> Metrics:
-        """Means over answers; `sampler_difference` is the largest over all tokens."""
-        kl = (self.log_probs - self.reference).sum(dim=1)
+        """Means over answers, those of rewards over the answers that have them; `sampler_difference` is the largest over all tokens."""
+        kl, scores = (self.log_probs - self.reference).sum(dim=1), self.scores[~self.scores.isnan()]
+        parts: dict[str, list[float]] = {}
+        for name, value in (part for sample in self.samples for part in sample.parts.items()):
+            parts.setdefault(name, []).append(value)
         return {
-            "reward": self.scores.mean().item(),
-            **{f"reward/{name}": fmean(sample.parts[name] for sample in self.samples) for name in self.samples[0].parts},
-            "reward_deviation": self.scores.std(correction=0).item(),
+            **({"reward": scores.mean().item(), "reward_deviation": scores.std(correction=0).item()} if len(scores) else {}),
+            **{f"reward/{name}": fmean(values) for name, values in parts.items()},
             "kl_to_reference": kl.mean().item(),
             "answer_tokens": self.lengths.double().mean().item(),
             "ended": self.ended.double().mean().item(),

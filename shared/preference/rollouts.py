@@ -32,7 +32,9 @@ from shared.engine.callbacks import Callback, Metrics
 from shared.model.init import stream_seed
 from shared.parallel.health.agreement import agreed
 from shared.parallel.strategy import ParallelStrategy
-from shared.preference.rollout import Advantages, AnswerRows, OpenRollout, Rollout, RolloutConfig, Sample, minibatch, sample_of
+from shared.preference.rollout import (
+    Advantages, AnswerRows, OpenRollout, Rollout, RolloutConfig, Sample, minibatch, sample_of, scores_of,
+)  # fmt: skip
 from shared.preference.gathering import gathers_once
 from shared.preference.reference import Score
 from shared.preference.rewards import Reward, reward_all
@@ -200,7 +202,7 @@ class RolloutLoader:
         for row, sample in zip(sampled, samples, strict=True):
             row[: len(sample.completion.ids)] = torch.tensor(sample.completion.log_probs, dtype=log_probs.dtype)
         ended = torch.tensor([sample.completion.ended for sample in samples])
-        scores = torch.tensor([sample.score for sample in samples], dtype=log_probs.dtype)
+        scores = scores_of(samples, log_probs.dtype)
         values = more[0] if more else torch.zeros_like(log_probs)
         return Rollout(samples, self.config.answers, scores, rows.lengths, ended, log_probs, sampled, reference, values)
 

@@ -6,6 +6,7 @@ prompt is the expectation.
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from shared.course.binding import exercise
@@ -41,3 +42,23 @@ def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tenso
     >>> group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), group=2, scale="none")
     tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
     """
+
+
+def known_advantages(rewards: Tensor, group: int, scale: Scale) -> Tensor:
+    """`group_advantages` among the answers that have a reward; 0 for the others, whose reward is NaN."""
+    known = ~rewards.isnan()
+    if known.all():
+        return group_advantages(rewards, group, scale)
+    advantages = torch.zeros_like(rewards)
+    for first in range(0, len(rewards), group):
+        if len(answers := first + known[first : first + group].nonzero().flatten()) > 1:
+            advantages[answers] = group_advantages(rewards[answers], len(answers), "none" if scale == "batch" else scale)
+    return advantages / (rewards[known].std() + 1e-4) if scale == "batch" and known.sum() > 1 else advantages
+
+
+def differing(scores: Tensor, group: int) -> Tensor:
+    """[groups] bool: whether the answers to a prompt differ in their scores, NaN apart. Otherwise only an overlong penalty, or KL in the
+    reward, tells one from another."""
+    groups = scores.reshape(-1, group)
+    known = ~groups.isnan()
+    return groups.where(known, -torch.inf).amax(dim=1) > groups.where(known, torch.inf).amin(dim=1)

@@ -27,7 +27,8 @@ class TaskPolicyConfig(GRPOConfig):
         rewards: the rewards whose weighted sum an answer gets.
         reward_seconds: timeout for the reward of one answer, in seconds.
         reward_failed: what a reward counts as that raises, hangs or gives no finite number; null to end the run. A reward model
-            that raises ends it in any case: that says nothing of single answers.
+            that raises ends it in any case: that says nothing of single answers. A function that returns None has not failed: it is for
+            other tasks, and is left out.
         held_out_answers: answers sampled for each held-out task before and after training, for pass@k; 0 for none.
     """
 

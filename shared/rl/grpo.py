@@ -34,7 +34,7 @@ from shared.engine.callbacks import Metrics
 from shared.loss import IGNORED
 from shared.preference.log_probs import sequence_log_probs, token_shares
 from shared.preference.ppo import LARGEST_MOVE
-from shared.preference.rollout import OpenRollout, Rollout, RolloutConfig, Sample
+from shared.preference.rollout import OpenRollout, Rollout, RolloutConfig, Sample, scores_of
 from shared.preference.rollouts import RolloutLoader
 from shared.preference.value_head import token_scores
 from shared.rl import advantages as group_relative, policy_loss
@@ -136,9 +136,12 @@ class GRPOAdvantages:
     Columns, [answers, time]: `advantages`; `weights`, what each token counts; `starts`, 1 at the first token of each answer, which are
     counted; and `reference`, its log-probabilities, where the loss has a term of it.
 
-    Metrics: `zero_variance`, the share of groups whose answers all have the same score; `entropy`, estimated by -log pi of the tokens;
-    `sampler_ratio`, the mean of a token's probability under the trainer over that under the sampler. It is 1 where both are one policy.
-    Where the sampler cuts off a tail (top-k, top-p), and the trainer does not, it is the probability that was kept, less than 1.
+    An answer that no reward applies to counts in no mean and no deviation, and its advantage is 0.
+
+    Metrics: `zero_variance`, the share of groups whose answers all have the same score, or none; `without_reward`, the share of answers
+    that no reward applies to; `entropy`, estimated by -log pi of the tokens; `sampler_ratio`, the mean of a token's probability under the
+    trainer over that under the sampler. It is 1 where both are one policy. Where the sampler cuts off a tail (top-k, top-p), and the
+    trainer does not, it is the probability that was kept, less than 1.
 
     Raises, when called:
         CourseError: the sampler drew from another distribution than the trainer scores, and there is no importance_limit.
@@ -152,7 +155,7 @@ class GRPOAdvantages:
         moved = (rollout.log_probs - rollout.sampled).where(mask, 0)
         if config.importance_limit is None:
             require_own_samples(moved[mask].mean().item())
-        advantages = group_relative.group_advantages(self.rewards(rollout), rollout.group, config.scale)
+        advantages = group_relative.known_advantages(self.rewards(rollout), rollout.group, config.scale)
         columns = {"advantages": advantages[:, None].where(mask, 0), "weights": self.weights(rollout)}
         if config.importance_limit is not None:
             columns["advantages"] = columns["advantages"] * moved.exp().clamp(max=config.importance_limit)
@@ -160,7 +163,8 @@ class GRPOAdvantages:
         if config.kl_coefficient and config.kl_in == "loss":
             columns["reference"] = rollout.reference
         metrics = {
-            "zero_variance": 1 - differing(rollout.scores, rollout.group).double().mean().item(),
+            "zero_variance": 1 - group_relative.differing(rollout.scores, rollout.group).double().mean().item(),
+            "without_reward": rollout.scores.isnan().double().mean().item(),
             "entropy": -rollout.log_probs[mask].mean().item(),
             "sampler_ratio": moved[mask].exp().mean().item(),
         }
@@ -229,13 +233,6 @@ class GRPOObjective:
         return {name: (values * shares).where(counted, 0).sum() for name, values in each.items()}
 
 
-def differing(scores: Tensor, group: int) -> Tensor:
-    """[groups] bool: whether the answers to a prompt differ in their scores. Otherwise only an overlong penalty, or KL in the reward, tells
-    one from another."""
-    groups = scores.reshape(-1, group)
-    return (groups != groups[:, :1]).any(dim=1)
-
-
 def require_own_samples(moved: float) -> None:
     """Reject answers that another policy sampled. moved: log-probability under the trainer less that of the sampler, mean over tokens."""
     if not abs(moved) <= OWN_SAMPLES:
@@ -267,7 +264,7 @@ class GroupLoader(RolloutLoader):
                 self.position -= number * wanted  # a resumed run samples this rollout again, from its first prompts
                 raise
             groups = [samples[first : first + size] for first in range(0, len(samples), size)]
-            differ = differing(torch.tensor([sample.score for sample in samples], dtype=torch.float64), size).tolist()
+            differ = group_relative.differing(scores_of(samples, torch.float64), size).tolist()
             drawn += sum(differ)
             kept += [group for group, varied in zip(groups, differ, strict=True) if varied]
             if len(kept) >= wanted:

@@ -4,8 +4,8 @@ A signal would not do: Python looks at it between two operations only, and one o
 
     python -m shared.rl.reward_process        the child: asked over its standard input and output, in lines of JSON
 
-The first line names the functions and how long a call may take; each later one holds calls, which are answered one by one: a number, or
-{"error": why not}.
+The first line names the functions and how long a call may take; each later one holds calls, which are answered one by one: a number, null
+where the reward is not for this task, or {"error": why not}.
 """
 
 import faulthandler
@@ -27,7 +27,7 @@ from shared.rl.verifiers import MATH, VERIFIERS, math_reward
 
 START = 120.0  # seconds; a busy machine takes a while to import
 Call = tuple[str, str, str, str]  # the name of a reward, prompt, answer, expected answer
-Function = Callable[[str, str, str], Any]  # prompt, answer, expected answer -> a number
+Function = Callable[[str, str, str], Any]  # prompt, answer, expected answer -> a number, or None where it is for other tasks
 
 
 class RewardProcess:
@@ -59,9 +59,9 @@ class RewardProcess:
                 "my_module.my_reward, of a prompt, an answer and the expected answer, or a name of the course's."
             )
 
-    def __call__(self, calls: Sequence[Call]) -> list[float | str]:
-        """For each call its number, which may be NaN, or an error message."""
-        found: list[float | str] = []
+    def __call__(self, calls: Sequence[Call]) -> list[float | str | None]:
+        """For each call its number, which may be NaN, or None, or an error message."""
+        found: list[float | str | None] = []
         if missing := dict.fromkeys(name for name, *_ in calls if name not in self.functions):
             self.functions = missing | self.functions
             self.close()
@@ -138,11 +138,9 @@ def attempt(function: Callable, *arguments: Any) -> Any:
         return {"error": said.rstrip(".: ")}
 
 
-def number(function: Function, *texts: str) -> float:
+def number(function: Function, *texts: str) -> float | None:
     found = function(*texts)
-    if found is None:
-        raise TypeError("it returned None, and a number is needed")
-    return float(found)
+    return None if found is None else float(found)
 
 
 def main() -> None:

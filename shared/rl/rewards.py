@@ -3,7 +3,8 @@
     rewards: [{name: number}, {name: format, weight: 0.2}, {name: my_rewards.brevity, weight: 0.1, options: {words: 20}}]
 
 Each part has its own curve. A reward that raises, gives no finite number or takes too long is named with its prompt and answer, and ends
-the run, or counts as a number that was chosen for that: a silent 0 would teach something.
+the run, or counts as a number that was chosen for that: a silent 0 would teach something. One of your own that returns None is not for this
+task: the others are added up, and an answer that none applies to has no reward.
 """
 
 import difflib
@@ -34,7 +35,8 @@ class RewardPart:
 
     Args:
         name: task for each task's own check; number, exact, math, code, json or python for all tasks; format; model; or a function of your
-            own by import path, such as my_module.my_reward, which is called with a prompt, an answer and the expected answer.
+            own by import path, such as my_module.my_reward, which is called with a prompt, an answer and the expected answer, and returns
+            a number, or None for a task that it is not for.
         weight: what it is multiplied by.
         pattern: with format, the regular expression that a whole answer must match; null for thoughts and answer in tags.
         folder: with model, of a run with mode reward, or of transformers' sequence classification.
@@ -85,8 +87,8 @@ class RewardSet:
         failed: what a reward counts as that failed; None to end the run.
 
     Attributes:
-        parts: for each answer of the last call, name without module -> reward without weight; and with a number for `failed`, whether one
-            failed.
+        parts: for each answer of the last call, name without module -> reward without weight, of those that apply; and with a number for
+            `failed`, whether one failed.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class RewardSet:
         self.parts: list[dict[str, float]] = []
         self.warned: set[str] = set()
 
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         answers = [self.decode(each.completion.said) for each in samples]
         tasks = [self.tasks[each.prompt] for each in samples]
         columns, failures = {}, [0.0] * len(samples)
@@ -128,16 +130,18 @@ class RewardSet:
         if self.failed is not None:
             columns["failed"] = failures
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = [{name: value for name, value in row.items() if value is not None} for row in rows]
         self.parts = [{called(name): value for name, value in row.items()} for row in rows]
-        return [sum(weight * row[name] for name, weight in self.weights.items()) for row in rows]
+        applying = [[weight * row[name] for name, weight in self.weights.items() if name in row] for row in rows]
+        return [sum(each) if each else None for each in applying]
 
-    def judged(self, tasks: Sequence[Task], answers: Sequence[str], name: str = TASK) -> tuple[list[float], list[float]]:
-        """One reward of answers to any tasks; and 1.0 for each that failed and counts as `failed`.
+    def judged(self, tasks: Sequence[Task], answers: Sequence[str], name: str = TASK) -> tuple[list[float | None], list[float]]:
+        """One reward of answers to any tasks, None where it is not for one; and 1.0 for each that failed and counts as `failed`.
 
         Raises:
             CourseError: it failed, and nothing was chosen.
         """
-        found: list[float | str] = [0.0] * len(answers)
+        found: list[float | str | None] = [None] * len(answers)
         calls: dict[int, Call] = {}
         programs: dict[int, tuple[str, str]] = {}
         for place, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
@@ -152,12 +156,12 @@ class RewardSet:
         return self.counted(found, tasks, answers, name)
 
     def counted(
-        self, found: Sequence[float | str], tasks: Sequence[Task], answers: Sequence[str], name: str
-    ) -> tuple[list[float], list[float]]:
+        self, found: Sequence[float | str | None], tasks: Sequence[Task], answers: Sequence[str], name: str
+    ) -> tuple[list[float | None], list[float]]:
         """The rewards, with `failed` in place of invalid ones, and 1.0 for each of those.
 
         Args:
-            found: numbers, and words where a reward failed.
+            found: numbers, None where a reward does not apply, and words where it failed.
         """
         reasons = [reason_against(each) for each in found]
         for reason, task, answer in zip(reasons, tasks, answers, strict=True):
@@ -188,8 +192,8 @@ class RewardSet:
         self.process.close()
 
 
-def reason_against(value: float | str) -> str:
-    """Why a value is no valid reward; empty if it is one."""
-    if isinstance(value, str):
-        return value
+def reason_against(value: float | str | None) -> str:
+    """Why a value is no valid reward; empty if it is one, or None."""
+    if value is None or isinstance(value, str):
+        return value or ""
     return "" if math.isfinite(value) else f"it gave {value}, and a finite number is needed"

@@ -115,6 +115,13 @@ def test_a_function_of_ones_own_is_given_prompt_and_expected_answer(own):
     assert rewards(own("known"))([sample(0, "")]) == [2.0]
 
 
+def test_a_function_that_returns_none_is_left_out_of_the_sum_and_is_no_failure(own):
+    made = rewards("number", RewardPart(own("nothing"), 2.0), failed=-1.0)
+    assert made([sample(0, "7"), sample(0, "8")]) == [1.0, 0.0]
+    assert made.parts == [{"number": 1.0, "failed": 0.0}, {"number": 0.0, "failed": 0.0}]
+    assert rewards(own("nothing"))([sample(0, "7")]) == [None]
+
+
 def test_the_default_format_is_thoughts_and_an_answer():
     made = rewards("format")
     texts = ["<think>3 + 4\n= 7</think>\n<answer>7</answer>", "<think>7</think> 7", "<answer>7</answer>", ""]
@@ -150,7 +157,7 @@ def test_a_reward_model_that_gives_no_number_counts_as_what_was_chosen_too(tmp_p
 
 
 FAILURES = {
-    "known": "KeyError: 'Say yes.yes'", "nothing": "it returned None", "text": "could not convert string to float", "nan": "it gave nan",
+    "known": "KeyError: 'Say yes.yes'", "text": "could not convert string to float", "nan": "it gave nan",
     "leaves": "SystemExit: 0", "ends": "it ended the process",
     "hangs": "it took more than 60 seconds", "power": "it took more than 60 seconds",
 }  # fmt: skip
@@ -185,7 +192,7 @@ def test_rewards_that_fail_count_as_what_was_chosen_or_end_the_run(own, minute):
         sentence = f"reward .*:{name} failed on the prompt 'Say yes.' and the answer 'hang': .*{said}"
         assert [bool(re.search(sentence, str(each.message))) for each in warned].count(True) == 1, name
     assert made.parts[0]["failed"] == made.parts[1]["failed"] == made.parts[1]["number"] == 1
-    assert [made.parts[1][name] for name in ("known", "nothing", "hangs", "power")] == [2.0, -1.0, 1.0, 0.5]
+    assert [made.parts[1][name] for name in ("known", "hangs", "power")] == [2.0, 1.0, 0.5]
     made.failed = None
     for name in ("nan", "hangs"):
         with pytest.raises(CourseError, match=f"reward .*:{name} failed on the prompt .*: {FAILURES[name]}.*\\. Mend it"):

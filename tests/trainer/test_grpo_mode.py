@@ -97,6 +97,18 @@ def test_a_reward_of_ones_own_that_fails_is_named_and_ends_the_run_or_counts_as_
     assert results.metrics[1]["rollout/reward"] == -1 and "In 100% of the groups" in results.judged.summary["alarms"]
 
 
+def test_a_reward_of_ones_own_that_is_for_no_task_trains_nothing_and_is_said(tmp_path, base):
+    file = tmp_path / "mine.py"
+    file.write_text("def other(prompt, answer, expected):\n    return None\n")
+    words = [f"grpo.rewards=[{{name: '{file}:other'}}]", "steps=2", "schedule.decay_steps=0", "grpo.tasks.held_out=0"]
+    config = preferring_config(tmp_path, base, "grpo", *words, "grpo.reward_failed=-1")
+    results = train_model(config, QUIET)
+    first = results.metrics[1]
+    assert first["rollout/without_reward"] == 1 and first["norm/gradient"] == 0 and first["rollout/reward/failed"] == 0
+    assert "No reward applies to 100% of the answers" in results.judged.summary["alarms"]
+    assert "NaN" not in (config.engine.output / "results.json").read_text()
+
+
 def test_the_memory_estimate_counts_a_reference_that_is_kept_beside(tmp_path, base):
     def needed(*words: str) -> float:
         return memory_needed(preferring_config(tmp_path, base, "grpo", *words))

@@ -208,6 +208,11 @@ class Alarm(NamedTuple):
 
 ALARMS = (
     Alarm(
+        "without_reward", lambda value: value > 0,
+        "No reward applies to {value:.0%} of the answers (each function of grpo.rewards returned None): they count in no group and teach "
+        "nothing. If that is not meant, give a reward for these tasks, or take them out of grpo.tasks.",
+    ),
+    Alarm(
         "zero_variance", lambda value: value > 0.9,
         "In {value:.0%} of the groups all answers have the same score and teach nothing: tasks are too hard or too easy for the policy, "
         "or groups too small. Change tasks, grpo.answers or grpo.rounds.",
