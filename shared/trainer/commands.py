@@ -14,6 +14,7 @@ from shared.course import terminal
 from shared.course.click_group import TRAINER, CourseCommand, examples
 from shared.course.errors import CourseError
 from shared.course.importing import all_stays
+from shared.trainer.elsewhere import export
 
 
 @click.command(
@@ -287,4 +288,4 @@ def check_data(path: str, kind: str | None, model: Path | None, template: str | 
     sys.exit(1 if found.refused else 0)
 
 
-COMMANDS = (plan, twin, chat, sample, evaluate, check_data, runs, report, rendezvous)
+COMMANDS = (plan, twin, chat, sample, evaluate, export, check_data, runs, report, rendezvous)

@@ -4,6 +4,7 @@
                                          GPTQ's or AWQ's layout, as the frozen base of an adapter
                 a run, runs/NAME         its exported model, or its newest checkpoint where it has not ended
                 a checkpoint             runs/NAME/checkpoints/step-00000200, of any layout
+                a GGUF file, or smollm2  unpacked into a folder first (`shared.finetune.gguf.unpack`)
 
 The folder decides the model, so the section `model` need not be given, and may change only what no weight depends on
 (`shared.trainer.model_section`).
@@ -28,6 +29,8 @@ from shared.course.typed import configured
 from shared.data.sources import Digests
 from shared.data.tokenizer import TextTokenizer
 from shared.engine.checkpoint.folder import FOLDER, MANIFEST, STATE, Checkpoints, require_intact
+from shared.finetune.gguf.packaged import is_gguf
+from shared.finetune.gguf.unpack import unpacked
 from shared.finetune.quantization.frozen import FrozenFolder, with_frozen_layers
 from shared.finetune.quantization.nf4_files import Nf4Folder
 from shared.finetune.quantization.packed_files import PackedFolder
@@ -131,7 +134,10 @@ def fingerprint_of(weights: Sequence[InitialWeights], digests: Digests) -> str:
 
 def find_initial_weights(path: Path, setting: str = "start_from") -> InitialWeights:
     """Find the weights that `start_from`, or another setting, names: a model, a run or a checkpoint."""
-    path = Path(path)
+    try:
+        path = unpacked(Path(path)) if is_gguf(path) else Path(path)
+    except PretrainedError as error:
+        raise SettingError(f"{setting}: {error}") from None
     run = path.parent.parent if FOLDER.fullmatch(path.name) else path.parent if path.name == "checkpoints" else path
     try:
         for folder in (path, path / "model"):  # of a run, or as chapter 10's quantize.py leaves it

@@ -23,8 +23,8 @@ EXCEPTIONS = {  # module of the core -> what it imports of what is around it, an
         "the entry point: it binds training to what watches it, records it and reports on it",
     ),
     "shared.trainer.weights": (
-        {f"finetune/quantization/{name}" for name in ("nf4_files", "packed_files")},
-        "start_from reads quantized weights as the frozen base of an adapter",
+        {f"finetune/{name}" for name in ("gguf", "quantization/nf4_files", "quantization/packed_files")},
+        "start_from reads quantized weights as the frozen base of an adapter, and GGUF as the folder that it becomes",
     ),
 }
 

@@ -21,6 +21,8 @@ from shared.course import terminal
 from shared.course.errors import CourseError, SettingError
 from shared.data.source import Source
 from shared.engine.checkpoint.folder import STATE
+from shared.finetune.gguf.packaged import is_gguf
+from shared.finetune.gguf.unpack import unpacked
 from shared.output_files import require_writable, write_atomically
 from shared.rl.examination import TaskChecks
 from shared.trainer.evaluation.built_in import BUILT_IN, built_in
@@ -138,6 +140,7 @@ def tasks_of(names: Sequence[str], data: Sequence[str], limit: int | None, sampl
 
 def output_beside(path: Path) -> Path:
     """The default path of a model's results: in its folder, or for a checkpoint in its run's folder."""
+    path = unpacked(path) if is_gguf(path) else path
     return path.parent.parent / f"eval-{path.name}.json" if (path / STATE).is_file() else path / "eval.json"
 
 

@@ -20,6 +20,7 @@ from shared.course.errors import CourseError, SettingError
 from shared.course.launch import end_quietly_on_interrupt, refuse
 from shared.course.paths import CHECKOUT
 from shared.course.strict_yaml import parse_yaml, read_yaml
+from shared.finetune.gguf.packaged import is_gguf
 from shared.parallel.config import AXES, VIEWS, ParallelConfig, layout_name, parse_layout
 from shared.trainer.settings import parse_words, read_settings, require_usable
 
@@ -133,7 +134,7 @@ def with_start(words: list[str]) -> list[str]:
         file = Path(os.path.relpath(giver.parent / smaller))
         output = Path(section(read_settings(file), "engine").get("output", "runs/engine"))
         is_trained = (output / "model" / "config.json").is_file()
-        if is_trained if output == Path(wanted) else Path(wanted).is_dir():
+        if is_trained if output == Path(wanted) else Path(wanted).is_dir() or is_gguf(wanted):
             continue
         if not is_trained:
             from shared.trainer.config import TrainerConfig

@@ -22,6 +22,7 @@ from shared.course.paths import CHECKOUT
 from shared.course.typed import configured, with_words
 from shared.data.sources import Digests
 from shared.data.prepare import DIGESTS
+from shared.finetune.gguf.packaged import is_gguf
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
 from shared.trainer.launch.start import TRAIN, command_of
@@ -227,6 +228,6 @@ def planned(entry: StageEntry, asked: dict[str, str], layout: str | None, path: 
     known = with_shorter_schedule(TrainerConfig, settings, with_words(TrainerConfig, settings, words), asked)
     if start:
         known["model"] = merged(provenance.plain(start.config.model), known.get("model") or {})
-    exists = start is None and isinstance(known.get("start_from"), str) and Path(known["start_from"]).is_dir()
+    exists = start is None and isinstance(known.get("start_from"), str) and (Path(known["start_from"]).is_dir() or is_gguf(known["start_from"]))
     config = from_settings(TrainerConfig, known, complete=exists)
     return Stage(entry.name, file, command, layout, config, start, judge)

@@ -13,6 +13,7 @@ from shared.course.errors import CourseError, SettingError
 from shared.course.typed import configured, with_words
 from shared.data.prepare import PrepareConfig
 from shared.data.tokenizer import TextTokenizer
+from shared.finetune.gguf.packaged import is_gguf
 from shared.model.config import ModelConfig
 from shared.model.families import PRESETS, preset
 from shared.moe.config import MixtureModelConfig
@@ -59,7 +60,7 @@ def start_shape(settings: Mapping[str, Any], file: Path) -> MixtureModelConfig:
         CourseError: nothing says it.
     """
     start = Path(settings["start_from"]).expanduser()
-    if start.exists():
+    if start.exists() or is_gguf(start):
         return find_initial_weights(start).model
     for beside in sorted(file.parent.glob("*.yaml")):
         trained = read_settings(beside)
@@ -94,7 +95,7 @@ def named_shape(model: str) -> MixtureModelConfig:
     Raises:
         SettingError: it is neither.
     """
-    if Path(model).exists():
+    if Path(model).exists() or is_gguf(model):
         return find_initial_weights(Path(model), "--model").model
     if model not in PRESETS:
         raise SettingError(f"--model is {model}: give a folder with a model, or one of {', '.join(PRESETS)}.")
