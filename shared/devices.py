@@ -9,10 +9,12 @@ import ctypes
 import sys
 
 import torch
+from torch import Tensor
 
 from shared.course.errors import CourseError
 from shared.totals import Batch
 
+READ_ON_HOST = ("targets", "documents")  # entries of a batch that decide the sizes of other tensors
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 
 
@@ -47,7 +49,17 @@ def keep_freed_memory() -> bool:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch on a device. To a GPU it travels through pinned memory, so that the host need not wait: its copy may still be under way on
+    """A batch on a device, each entry as by `sent`. On a GPU those that the host reads stay beside it as they were; see `on_host`."""
+    kept = {f"{name}_on_host": batch[name] for name in READ_ON_HOST if name in batch and device.type != "cpu"}
+    return {name: sent(tensor, device) for name, tensor in batch.items()} | kept
+
+
+def on_host(batch: Batch, name: str) -> Tensor:
+    """An entry of a batch on the CPU, where `on_device` left it: to read it on a GPU, the host would have to wait for all work before."""
+    return batch.get(f"{name}_on_host", batch[name])
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device. To a GPU it travels through pinned memory, so that the host need not wait: its copy may still be under way on
     return, and the GPU's later work comes after it."""
-    pinned = {name: tensor.pin_memory() if device.type == "cuda" and tensor.is_cpu else tensor for name, tensor in batch.items()}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}
+    return (tensor.pin_memory() if device.type == "cuda" and tensor.is_cpu else tensor).to(device, non_blocking=True)

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from shared.loss import IGNORED
-from shared.model.chunked_loss import apart, chunked_loss
+from shared.model.chunked_loss import apart, chunked_loss, trained_rows
 from shared.model.masks import Padding
 from shared.totals import Batch, Totals
 
@@ -23,8 +23,7 @@ def masked_language_objective(model: nn.Module, batch: Batch) -> Totals:
         batch: `input_ids` and `targets` [batch, seq] int64, as `shared.data.masking.Masking` makes them; `documents` and
             `positions` as in `packed_next_token_objective`.
     """
-    targets = batch["targets"]
-    return model(batch["input_ids"], head_fn=partial(loss_of_targets, targets=targets), valid=targets != IGNORED, **apart(batch))
+    return model(batch["input_ids"], head_fn=partial(loss_of_targets, batch=batch), valid=batch["targets"] != IGNORED, **apart(batch))
 
 
 def encoder_decoder_objective(model: nn.Module, batch: Batch) -> Totals:
@@ -45,7 +44,7 @@ def encoder_decoder_objective(model: nn.Module, batch: Batch) -> Totals:
     )
 
 
-def loss_of_targets(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Totals:
-    """The loss of the positions that have a target. hidden_states: [batch, seq, D]; targets: [batch, seq]."""
-    kept = targets != IGNORED
-    return chunked_loss(head, hidden_states[kept], targets[kept])
+def loss_of_targets(head: nn.Module, hidden_states: Tensor, batch: Batch) -> Totals:
+    """The loss of the positions that have a target. hidden_states: [batch, seq, D]."""
+    trained = trained_rows(batch)
+    return chunked_loss(head, hidden_states.flatten(0, 1).index_select(0, trained), batch["targets"].flatten()[trained])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.loss import IGNORED
-from shared.model.chunked_loss import apart, chunked_loss
+from shared.model.chunked_loss import apart, chunked_loss, trained_rows
 from shared.totals import Batch, Totals
 
 ROWS = 64  # the number of rows under autocast is a multiple of it
@@ -27,15 +27,13 @@ def answer_objective(model: nn.Module, batch: Batch) -> Totals:
         model: a decoder.
         batch: as for `shared.model.chunked_loss.packed_next_token_objective`; most targets may be -100.
     """
-    targets = batch["targets"]
-    return model(batch["input_ids"], head_fn=partial(answer_loss, targets=targets), valid=targets != IGNORED, **apart(batch))
+    return model(batch["input_ids"], head_fn=partial(answer_loss, batch=batch), valid=batch["targets"] != IGNORED, **apart(batch))
 
 
-def answer_loss(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Totals:
-    """`chunked_loss` of the rows that have a target. hidden_states: [..., D]; targets: [...] int64."""
-    flat = targets.flatten()
-    trained = (flat != IGNORED).nonzero().squeeze(1)
-    kept = flat[trained]
+def answer_loss(head: nn.Module, hidden_states: Tensor, batch: Batch) -> Totals:
+    """`chunked_loss` of the rows that have a target. hidden_states: [batch, seq, D]."""
+    trained = trained_rows(batch)
+    kept = batch["targets"].flatten()[trained]
     if torch.is_autocast_enabled(hidden_states.device.type):
         more = -len(trained) % ROWS
         trained, kept = F.pad(trained, (0, more)), F.pad(kept, (0, more), value=IGNORED)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from shared.devices import on_host, sent
 from shared.loss import IGNORED
 from shared.model.masks import Documents
 from shared.totals import Batch, Totals
@@ -43,6 +44,11 @@ def apart(batch: Batch) -> dict:
     if "documents" not in batch:
         return {}
     return {"positions": batch["positions"], "mask": Documents(batch["documents"])}
+
+
+def trained_rows(batch: Batch) -> Tensor:
+    """[n] int64: the positions that have a target, in the flattened batch and on its device."""
+    return sent((on_host(batch, "targets").flatten() != IGNORED).nonzero().squeeze(1), batch["targets"].device)
 
 
 def chunked_loss(head: nn.Module, hidden_states: Tensor, targets: Tensor, rows: int | None = None) -> Totals:

@@ -122,7 +122,6 @@ class RankSaver(Saver):
         held.holders.require_complete()
         held.optim_holders.require_complete()
         self.held, self.world = held, held.mesh.world
-        self.device = next(held.module.parameters()).device  # where small tensors travel from
         self.step, self.common = 0, ""
 
     @property
@@ -217,7 +216,7 @@ class RankSaver(Saver):
             return None
         if wait:
             self.pending.exception()
-        under_way = torch.tensor([float(not self.pending.done())], device=self.device)
+        under_way = torch.tensor([float(not self.pending.done())])  # between hosts, which wait for no GPU
         self.world.all_reduce(under_way, op="max")
         if under_way:
             return None

@@ -176,7 +176,7 @@ class ParallelStrategy(Held, Strategy):
             for name, tensor in named.items():
                 if tensor is not None:
                     by_copies.setdefault(self.optim_holders.copies(name), []).append(tensor)
-            squares[1, place] = float(bool(named))
+            squares[1, place].fill_(bool(named))
             for copies, tensors in by_copies.items():
                 squares[0, place] += global_gradient_norm(tensors).to(device, torch.float64).square() / copies
         self.mesh.world.all_reduce(squares)
@@ -184,11 +184,11 @@ class ParallelStrategy(Held, Strategy):
         return {key: squares[0, place].sqrt().to(home) for place, key in enumerate(groups) if present[place]}
 
     def agree(self, reason: str | None) -> str | None:
-        """Agree on a shutdown: an all-reduce of 8 bytes, and the reason is gathered only where a rank has one."""
+        """Agree on a shutdown: an all-reduce of 8 bytes between hosts, which waits for no GPU; the reason is gathered only where a rank has
+        one."""
         if self.size == 1:
             return reason
-        device = next(self.module.parameters()).device
-        somebody = torch.tensor([float(reason is not None)], dtype=torch.float64, device=device)
+        somebody = torch.tensor([float(reason is not None)], dtype=torch.float64)
         self.mesh.world.all_reduce(somebody, op="max")
         if not somebody:
             return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shared.course.binding import exercise
 from shared.loss import IGNORED
-from shared.model.chunked_loss import apart, token_log_probs
+from shared.model.chunked_loss import apart, token_log_probs, trained_rows
 from shared.sampling import evaluating
 from shared.totals import Batch
 
@@ -41,7 +41,7 @@ def sequence_log_probs(token_log_probs: Tensor, counted: Tensor, documents: Tens
     """
 
 
-def answer_log_probs(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Tensor:
+def answer_log_probs(head: nn.Module, hidden_states: Tensor, batch: Batch) -> Tensor:
     """The log-probability of each target of an answer, differentiable: what `head_fn` returns where a loss needs log-probabilities.
 
     Rows without a target are left out before the head, as in chapter 10: most tokens of a pair are the prompt's, read twice.
@@ -49,13 +49,13 @@ def answer_log_probs(head: nn.Module, hidden_states: Tensor, targets: Tensor) ->
     Args:
         head: the model's, or a tensor-parallel rank's.
         hidden_states: [rows, seq, D].
-        targets: [rows, seq] int64; -100 where a token does not count.
+        batch: with `targets` [rows, seq] int64; -100 where a token does not count.
 
     Returns:
         [rows, seq] in float32 (float64 for float64 logits); 0 where a target is -100.
     """
+    targets, counted = batch["targets"], trained_rows(batch)
     flat = targets.flatten()
-    counted = (flat != IGNORED).nonzero().squeeze(1)
     found = token_log_probs(head, hidden_states.flatten(0, -2).index_select(0, counted), flat[counted])
     return found.new_zeros(flat.shape).index_copy(0, counted, found).view(targets.shape)
 
@@ -88,4 +88,4 @@ def score_answers(model: nn.Module, batch: Batch) -> Tensor:
         [rows, seq], as `answer_log_probs` gives them.
     """
     with evaluating(model):
-        return model(batch["input_ids"], head_fn=partial(answer_log_probs, targets=batch["targets"]), **apart(batch))
+        return model(batch["input_ids"], head_fn=partial(answer_log_probs, batch=batch), **apart(batch))

@@ -107,7 +107,7 @@ def answer_sums(head: nn.Module, hidden_states: Tensor, batch: Batch) -> tuple[T
     count] each, for an even count of at least seq."""
     targets, documents = batch["targets"], batch["documents"]
     counted, count = targets != IGNORED, targets.shape[1] + targets.shape[1] % 2
-    log_probs = answer_log_probs(head, hidden_states, targets)
+    log_probs = answer_log_probs(head, hidden_states, batch)
     reference = batch["reference"].to(log_probs.dtype) if "reference" in batch else log_probs.new_zeros(targets.shape)
     parts = log_probs, reference, counted.to(log_probs.dtype)
     policy, reference, lengths = (sequence_log_probs(part, counted, documents, count) for part in parts)

@@ -173,8 +173,11 @@ class RolloutLoader:
         return int(np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))[index])
 
     def anyone(self, is_open: bool) -> bool:
-        """Whether a data rank has unfinished answers: ranks with sharded weights or experts run the model together."""
-        flag = torch.tensor([float(is_open)], device=next(self.strategy.module.parameters()).device)
+        """Whether a rank that must run the model with this one has unfinished answers: those that share weights or experts. They agree on
+        their hosts, which wait for no GPU."""
+        if self.mesh.fsdp.size == 1 and self.mesh.config.expert_parallel == 1:
+            return is_open
+        flag = torch.tensor([float(is_open)])
         self.mesh.data.all_reduce(flag, op="max")
         return bool(flag)
 

@@ -81,11 +81,11 @@ def token_scores(model: nn.Module, batch: Batch, temperature: float = 1.0, share
         [rows, seq] each, in float32 at least; log-probabilities are 0 where there is no target.
     """
     targets = batch["targets"]
-    head_fn = partial(both_heads, targets=targets, temperature=temperature)
+    head_fn = partial(both_heads, batch=batch, temperature=temperature)
     return model(batch["input_ids"], head_fn=head_fn, valid=targets != IGNORED if shares is None else shares, **apart(batch))
 
 
-def both_heads(head: nn.Module, hidden_states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+def both_heads(head: nn.Module, hidden_states: Tensor, batch: Batch, temperature: float) -> tuple[Tensor, ...]:
     """What `token_scores` returns. A decoder's logits are linear in the hidden states, so these are divided: logits may be many more."""
-    log_probs = answer_log_probs(head, hidden_states / temperature, targets)
+    log_probs = answer_log_probs(head, hidden_states / temperature, batch)
     return (log_probs, head.value(hidden_states)) if hasattr(head, "value") else (log_probs,)

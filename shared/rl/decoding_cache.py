@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared.devices import sent
 from shared.model.attention import Attention
 from shared.model.context import KeyValueCache, to_compute_dtype
 from shared.model.masks import Padding
@@ -45,7 +46,7 @@ class DecodingCache(KeyValueCache):
 
     Attributes:
         used: rows in use.
-        lengths: [rows] int64, the tokens of each that the cache holds.
+        lengths: [rows] int64, the tokens of each that the cache holds. counts: the same on the host, which then need not wait for a GPU.
     """
 
     def __init__(self, model: nn.Module, rows: int, places: int, read_places: int = 0, multiple: int = 1, fused: bool | None = None):
@@ -54,7 +55,7 @@ class DecodingCache(KeyValueCache):
         self.places = places + -places % multiple + multiple - 1  # a row's last token may be followed by padding
         require_room(self.decoder, self.places)
         device = next(model.parameters()).device
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.lengths, self.counts = torch.zeros(rows, dtype=torch.int64, device=device), [0] * rows
         self.read_lengths, self.read_places = torch.zeros_like(self.lengths), read_places
         self.part = slice(0, 0)  # the rows of the running pass
         self.kept: dict[Attention, Tensor] = {}  # keys and values side by side, [rows, 2 K, places, d], from a layer's first pass on
@@ -162,9 +163,9 @@ class DecodingCache(KeyValueCache):
         unique = list(dict.fromkeys(map(tuple, prompts)))
         ids, lengths = padded(unique, self.multiple, self.lengths.device)
         self.part = slice(self.used, self.used + len(unique))
-        self.lengths[self.part] = 0
+        self.lengths[self.part], self.counts[self.part] = 0, [0] * len(unique)
         logits = self.forward(ids, lengths - 1)
-        self.lengths[self.part] = lengths
+        self.lengths[self.part], self.counts[self.part] = lengths, [len(prompt) for prompt in unique]
         if len(unique) < len(prompts):
             numbers = {prompt: number for number, prompt in enumerate(unique)}
             logits = self.copy_rows(logits, [numbers[tuple(prompt)] for prompt in prompts])
@@ -176,9 +177,9 @@ class DecodingCache(KeyValueCache):
         ids, lengths = padded(prompts, 1, self.lengths.device)
         memory = self.decoder.encode(ids, Padding(torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]))
         self.part = slice(self.used, self.used + len(prompts))
-        self.lengths[self.part], self.read_lengths[self.part] = 0, lengths
+        self.lengths[self.part], self.read_lengths[self.part], self.counts[self.part] = 0, lengths, [0] * len(prompts)
         logits = self.forward(torch.full_like(ids[:, :1], start_id), torch.zeros_like(lengths), memory)
-        self.lengths[self.part] = 1
+        self.lengths[self.part], self.counts[self.part] = 1, [1] * len(prompts)
         self.used += len(prompts)
         return logits
 
@@ -187,11 +188,12 @@ class DecodingCache(KeyValueCache):
         self.part = slice(0, self.used)
         if self.fused is not None:
             self.start_pass(1)
-            logits = self.fused(torch.tensor(tokens, device=self.lengths.device), self.lengths[self.part])
+            logits = self.fused(sent(torch.tensor(tokens), self.lengths.device), self.lengths[self.part])
         else:
             ids, lengths = padded([[token] for token in tokens], self.multiple, self.lengths.device)
             logits = self.forward(ids, lengths - 1)
         self.lengths[self.part] += 1
+        self.counts[self.part] = [count + 1 for count in self.counts[self.part]]
         return logits
 
     def idle(self) -> None:
@@ -200,8 +202,8 @@ class DecodingCache(KeyValueCache):
         self.used = 0
 
     def start_pass(self, new: int) -> None:
-        """Find the longest row and the places of the new tokens once: layers that asked a GPU for them would each wait for it."""
-        self.length = int(self.lengths[self.part].max())
+        """Find the longest row and the places of the new tokens once, for all layers."""
+        self.length = max(self.counts[self.part])
         places = self.new_places(new)
         self.index = torch.arange(len(places), device=places.device)[:, None], slice(None), places
         self.biases.clear()
@@ -223,12 +225,12 @@ class DecodingCache(KeyValueCache):
 
     def copy_rows(self, logits: Tensor, numbers: Sequence[int]) -> Tensor:
         """Give each prompt a row of its own, from the rows of the last pass."""
-        index = torch.tensor(numbers, device=self.lengths.device)
-        behind = slice(self.used, self.used + len(numbers))
-        longest = int(self.lengths[self.part].max())
+        index = sent(torch.tensor(numbers), self.lengths.device)
+        behind, before = slice(self.used, self.used + len(numbers)), self.counts[self.part]
+        longest = max(before)
         for kept in self.kept.values():
             kept[behind, :, :longest] = kept[self.part, :, :longest][index]
-        self.lengths[behind] = self.lengths[self.part][index]
+        self.lengths[behind], self.counts[behind] = self.lengths[self.part][index], [before[number] for number in numbers]
         return logits[index]
 
     def drop(self, row: int) -> None:
@@ -237,6 +239,7 @@ class DecodingCache(KeyValueCache):
         if row != self.used:
             for each in (*self.kept.values(), self.lengths, self.read_lengths):
                 each[row] = each[self.used]
+            self.counts[row] = self.counts[self.used]
 
 
 def decoder_of(model: nn.Module) -> TransformerModel:
@@ -266,5 +269,5 @@ def padded(rows: Sequence[Sequence[int]], multiple: int, device: torch.device) -
     """Rows of ids as [rows, longest], padded with 0 on the right to a multiple, and their lengths [rows], both int64."""
     longest = max(map(len, rows))
     longest += -longest % multiple
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-    return ids, torch.tensor([len(row) for row in rows], device=device)
+    ids = sent(torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows]), device)
+    return ids, sent(torch.tensor([len(row) for row in rows]), device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.course.bounds import NonNegativeFloat, PositiveFloat, PositiveInt, Share, checked
+from shared.devices import sent
 from shared.finetune.soft_prompts import virtual_ids
 from shared.model.transformer import TransformerModel
 from shared.preference.sampler import Completion
@@ -147,11 +148,12 @@ def generate_tokens(
             cache.idle()
             continue
         fresh = active[first:]
-        uniform = torch.tensor([row.uniform[len(row.ids)] for row in fresh], dtype=torch.float64, device=logits.device)
+        uniform = torch.tensor([row.uniform[len(row.ids)] for row in fresh], dtype=torch.float64)
         texts = [[*(row.prompt if start_id is None else [start_id]), *row.ids] for row in fresh] if drawing.repetition_penalty != 1 else []
-        tokens, log_probs = drawing(logits, uniform, texts)
+        tokens, log_probs = drawing(logits, sent(uniform, logits.device), texts)
+        found = torch.stack([tokens.double(), log_probs.double()]).tolist()  # together: the one wait for a GPU
         complete = []
-        for place, (row, token, log_prob) in enumerate(zip(fresh, tokens.tolist(), log_probs.tolist(), strict=True)):
+        for place, (row, token, log_prob) in enumerate(zip(fresh, map(int, found[0]), found[1], strict=True)):
             row.ids.append(token)
             ended = token in stops or (stop_here is not None and stop_here(row.ids))
             last = ended or len(row.ids) == row.room

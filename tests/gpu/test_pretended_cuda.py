@@ -19,13 +19,17 @@ pytestmark = pytest.mark.skipif(backend.reason_against() is not None, reason=str
 
 SCRIPT = Path(backend.__file__).with_name("train.py")
 TUNED = ["mode=sft", "adapter.rank=4", "optimizer.name=adamw", "report.held_out_rows=4", "data.held_out_rows=4"]
+PAIRS = ["mode=dpo", "optimizer.name=adamw", "report.held_out_rows=4", "data.held_out_rows=4"]
 TASKS = ["mode=grpo", "optimizer.name=adamw", "engine.evaluate_every=0"]
 CASES = {  # words, ranks, and how often the host may wait for the card in a step that is neither logged nor saved
     "one": ([], 1, 1),
-    "dp2": (["parallel.data_parallel=2"], 2, 5),
-    "fsdp2": (["parallel.fully_sharded=2"], 2, 6),
-    "lora": (TUNED, 1, 5),  # one for each micro-batch: which tokens are trained on
-    "lora_dp2": ([*TUNED, "parallel.data_parallel=2"], 2, 6),
+    "dp2": (["parallel.data_parallel=2"], 2, 1),
+    "fsdp2": (["parallel.fully_sharded=2"], 2, 1),
+    "tp2": (["parallel.tensor_parallel=2"], 2, 1),
+    "pp2": (["parallel.pipeline_parallel=2"], 2, 1),
+    "lora": (TUNED, 1, 1),
+    "lora_dp2": ([*TUNED, "parallel.data_parallel=2"], 2, 1),
+    "dpo": (PAIRS, 1, 1),
     "grpo": (TASKS, 1, None),
     "grpo_dp2": ([*TASKS, "parallel.data_parallel=2"], 2, None),
 }
@@ -74,3 +78,13 @@ def test_the_host_seldom_waits_for_the_card_in_a_step(name, runs):
     assert name in results, error
     waits = results[name]["waits"]
     assert sum(count for count, _, _ in waits) <= CASES[name][2], waits
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_dp2"])
+def test_the_host_waits_once_for_each_token_that_is_sampled(name, runs):
+    results, error = runs
+    assert name in results, error
+    found = results[name]["sampling"]
+    waits = sum(count for what, count in found.items() if what.startswith("wait"))
+    assert 0 < waits <= found["passes"], found
+    assert found["collectives"] == 0, found  # ranks that hold whole weights need not meet

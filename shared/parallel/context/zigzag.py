@@ -30,7 +30,8 @@ from shared.model.masks import AttentionMask, Mask
 from shared.parallel.comm.communicator import Communicator
 from shared.totals import Batch, Objective, Totals
 
-READ_WHOLE = ("documents", "valid")  # entries of a batch that masks read, at indices that count from the start of the sequence
+# Entries of a batch that masks read, at indices that count from the start of the sequence.
+READ_WHOLE = ("documents", "documents_on_host", "valid")
 
 
 def own_chunks(rank: int, ranks: int) -> tuple[int, int]:
@@ -78,11 +79,14 @@ class SequenceShare:
         been shifted before: the token after a chunk's last one is another rank's."""
         rows, length = batch["input_ids"].shape
         require_divisible(length, self.group.size, "A batch's sequence")
-        indices = self.indices(length, batch["input_ids"].device)
         return {
-            name: tensor if name in READ_WHOLE or tensor.shape[:2] != (rows, length) else tensor.index_select(1, indices)
+            name: tensor if name in READ_WHOLE or tensor.shape[:2] != (rows, length) else self.own_positions(tensor)
             for name, tensor in batch.items()
         }
+
+    def own_positions(self, tensor: Tensor) -> Tensor:
+        """This rank's positions of [batch, seq, ...]."""
+        return tensor.index_select(1, self.indices(tensor.shape[1], tensor.device))
 
     def of_share(self, objective: Objective) -> Objective:
         """The objective over the tokens at this rank's positions."""

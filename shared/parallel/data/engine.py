@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from shared.devices import sent
 from shared.parallel.comm.communicator import Communicator
 from shared.totals import Objective, Runner, Totals, Updater
 
@@ -80,8 +81,9 @@ def complete(engines: Sequence[DataEngine], totals: Totals, group: Communicator)
     for engine in engines:
         engine.finish()
     flags = [engine.used() for engine in engines]
-    totals, users = add_with(totals, torch.cat([*flags, torch.empty(0)]), group)
-    for engine, counts in zip(engines, users.split([len(each) for each in flags]), strict=True):
+    own = torch.cat([*flags, torch.empty(0)])
+    totals, users = add_with(totals, own, group)
+    for engine, counts in zip(engines, known_users(own, users).split([len(each) for each in flags]), strict=True):
         engine.drop_unused(counts.tolist())
     return totals
 
@@ -92,16 +94,23 @@ def add_over(totals: Totals, group: Communicator) -> Totals:
 
 
 def add_with(totals: Totals, counts: Tensor, group: Communicator) -> tuple[Totals, Tensor]:
-    """All-reduce totals and other counts [n] over a group, as one tensor. The counts are returned as float64 on the CPU."""
+    """All-reduce totals and other counts [n] over a group, as one tensor. The counts are on the CPU; they are returned on the device of the
+    totals, as float64."""
     if group.size == 1:  # its device may not support float64
-        return totals, counts.double().cpu()
+        return totals, counts.double()
     values = [totals.loss_sum, totals.token_count, *totals.metrics.values()]
     device = totals.loss_sum.device
-    packed = torch.cat([value.detach().to(device, torch.float64).flatten() for value in (*values, counts)])
+    packed = torch.cat([sent(value.detach().to(torch.float64).flatten(), device) for value in (*values, counts)])
     group.all_reduce(packed)
     *parts, counts = packed.split([value.numel() for value in (*values, counts)])
     loss_sum, token_count, *metrics = (part.view_as(value).to(value.dtype) for part, value in zip(parts, values, strict=True))
-    return Totals(loss_sum, token_count, dict(zip(totals.metrics, metrics, strict=True))), counts.cpu()
+    return Totals(loss_sum, token_count, dict(zip(totals.metrics, metrics, strict=True))), counts
+
+
+def known_users(own: Tensor, users: Tensor) -> Tensor:
+    """How many ranks have used each parameter, on the CPU: at least one, where this rank has, so that there is nothing to wait for where it
+    has used them all. own: this rank's flags, on the CPU. users: their sums over the ranks."""
+    return own if own.all() else users.cpu()
 
 
 class Parameters(nn.Module):
@@ -125,8 +134,8 @@ def add_partial(parameters: Sequence[nn.Parameter], group: Communicator) -> None
     None."""
     flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
     gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
-    flat = torch.cat([*(gradient.flatten() for gradient in gradients), flags.to(gradients[0])])
+    flat = torch.cat([*(gradient.flatten() for gradient in gradients), sent(flags.to(gradients[0].dtype), gradients[0].device)])
     group.all_reduce(flat)
     *parts, users = flat.split([*(gradient.numel() for gradient in gradients), len(parameters)])
-    for parameter, gradient, part, count in zip(parameters, gradients, parts, users.tolist(), strict=True):
+    for parameter, gradient, part, count in zip(parameters, gradients, parts, known_users(flags, users).tolist(), strict=True):
         parameter.grad = gradient.copy_(part.view_as(gradient)) if count else None  # in place: a bucket would keep the part's old numbers

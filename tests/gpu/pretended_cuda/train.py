@@ -2,8 +2,8 @@
 
 CASE.json is a list of cases, each {"words": [...], "ranks": n}: a configuration's file and its overrides. A case runs twice: with
 engine.device=cuda in the folder that the words name, and with engine.device=cpu in the folder beside it with "-cpu" at its end. Ranks are
-threads, each with a card of its own. RESULT.json gets for each case the waits of its last step that is neither logged nor saved, the losses
-of both runs, and how far their final weights are apart.
+threads, each with a card of its own. RESULT.json gets for each case the waits of its last step that is neither logged nor saved, those of
+all sampling, its forward passes and its collectives, and the losses of both runs.
 """
 
 import json
@@ -26,6 +26,8 @@ from rich.console import Console  # noqa: E402
 from shared.engine.engine import RuntimeEngine  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
 from shared.parallel.comm.threads import ThreadCommunicator, run_threads  # noqa: E402
+from shared.preference.rollouts import RolloutLoader  # noqa: E402
+from shared.rl.decoding_cache import DecodingCache  # noqa: E402
 from shared.trainer.config import TrainerConfig  # noqa: E402
 from shared.trainer.run import train_model  # noqa: E402
 from shared.trainer.settings import parse_words  # noqa: E402
@@ -57,14 +59,38 @@ def plain_steps() -> list[Counter]:
 
     def recorded(engine: RuntimeEngine) -> None:
         waits = Waits.counting
-        if waits is not None and engine.strategy.rank == 0 and not engine.log_due:
-            steps.append(Counter(waits.places))
         after_step(engine)
+        if waits is not None and engine.strategy.rank == 0 and not engine.log_due and engine.saved_at != engine.step:
+            steps.append(Counter(waits.places))
         if waits is not None and engine.strategy.rank == 0:
             waits.places.clear()
 
     RuntimeEngine.after_step = recorded
     return steps
+
+
+def sampling() -> Counter:
+    """Record rank 0's waits, forward passes and collectives while it samples answers; the counter fills while a run goes on."""
+    found, sample, start_pass = Counter(), RolloutLoader.own_answers, DecodingCache.start_pass
+
+    def recorded(loader: RolloutLoader) -> Any:
+        waits, trace = Waits.counting, loader.mesh.world.trace
+        counts = waits is not None and loader.mesh.world.rank == 0
+        before = Counter(waits.places) if counts else Counter()
+        collectives = len(trace.entries)
+        answers = sample(loader)
+        if counts:
+            found["collectives"] += len(trace.entries) - collectives
+            found.update({f"wait: {what} in {where}": count for (what, where), count in (waits.places - before).items()})
+        return answers
+
+    def passed(cache: DecodingCache, new: int) -> None:
+        if Waits.counting is not None and torch.cuda.current_device() == 0:
+            found["passes"] += 1
+        start_pass(cache, new)
+
+    RolloutLoader.own_answers, DecodingCache.start_pass = recorded, passed
+    return found
 
 
 def run(words: list[str], ranks: int) -> Path:
@@ -99,15 +125,17 @@ def main() -> None:
     result, cases = (Path(word) for word in sys.argv[1:])
     count_hidden()
     ranks_have_cards()
-    steps, told = plain_steps(), []
+    steps, sampled, told = plain_steps(), sampling(), []
     for case in json.loads(cases.read_text(encoding="utf-8")):
         steps.clear()
+        sampled.clear()
         began = time.process_time()
         card = run([*case["words"], "engine.device=cuda"], case["ranks"])
-        seconds = time.process_time() - began
+        seconds, on_card = time.process_time() - began, dict(sampled)
         host = run([*case["words"], "engine.device=cpu", f"engine.output={card}-cpu"], case["ranks"])
         waits = [[count, what, where] for (what, where), count in steps[-1].most_common()]
-        told.append({"waits": waits, "card": losses(card), "host": losses(host), "seconds": seconds, "peak": LIBRARY.pretended_cuda_peak()})
+        found = {"waits": waits, "sampling": on_card, "card": losses(card), "host": losses(host)}
+        told.append(found | {"seconds": seconds, "peak": LIBRARY.pretended_cuda_peak()})
         result.write_text(json.dumps(told), encoding="utf-8")
 
 

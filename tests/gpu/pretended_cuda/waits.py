@@ -1,6 +1,7 @@
 """Counts where the host waits for the card: each copy from it, each copy to it from memory that is not pinned, and each operator whose
 result has a size that only the card knows."""
 
+import threading
 import traceback
 from collections import Counter
 from typing import Any
@@ -34,6 +35,7 @@ class Waits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.places: Counter[tuple[str, str]] = Counter()
+        self.thread = threading.get_ident()
 
     def __enter__(self) -> "Waits":
         Waits.counting = self
@@ -88,7 +90,7 @@ def count_hidden() -> None:
     make = torch.tensor
 
     def note(what: str) -> None:
-        if Waits.counting is not None:
+        if Waits.counting is not None and Waits.counting.thread == threading.get_ident():  # other ranks are threads too
             Waits.counting.places[what, place()] += 1
 
     def tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
