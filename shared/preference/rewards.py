@@ -5,6 +5,7 @@ something. None says that a reward is not for this prompt.
 """
 
 import math
+import struct
 from collections.abc import Callable, Sequence
 
 from shared.course.errors import CourseError
@@ -42,9 +43,10 @@ def reward_all(reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
     """The rewards of some answers; None where none applies."""
     scores = numbers_of(reward, samples)
     for sample, score in zip(samples, scores, strict=True):
-        if score is not None and not math.isfinite(score):
+        if score is not None and not is_finite(score):
             raise CourseError(
-                f"The reward {name_of(reward)} gave {score} for an answer to prompt {sample.prompt}: a finite number is needed. Mend it."
+                f"The reward {name_of(reward)} gave {score} for an answer to prompt {sample.prompt}: a finite number is needed (in "
+                "float32). Mend it."
             )
     return scores
 
@@ -65,6 +67,14 @@ def numbers_of(reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
     if len(scores) != len(samples):
         raise CourseError(f"The reward {name_of(reward)} gave {len(scores)} numbers for {len(samples)} answers: return one for each.")
     return scores
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is finite in float32, as a rollout holds it: 1e39 is not."""
+    try:
+        return math.isfinite(*struct.unpack("f", struct.pack("f", value)))
+    except OverflowError:
+        return False
 
 
 def name_of(function: Callable) -> str:

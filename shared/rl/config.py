@@ -4,12 +4,12 @@
     grpo: {tasks: {sources: [{path: tasks.jsonl}]}, rewards: [{name: my_rewards.py:brevity}]}          your own
 """
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.course.bounds import NonNegativeInt, PositiveFloat, checked
 from shared.course.extensions import called
+from shared.preference.rewards import is_finite
 from shared.rl.grpo import GRPOConfig
 from shared.rl.rewards import MODEL, RewardPart
 from shared.rl.tasks import TasksConfig
@@ -49,8 +49,8 @@ class TaskPolicyConfig(GRPOConfig):
             (not self.rewards, "rewards is empty: give at least one, such as [{name: task}]."),
             (len({called(part.name) for part in self.rewards}) < len(self.rewards), "rewards names one reward twice: give each once."),
             (
-                self.reward_failed is not None and not math.isfinite(self.reward_failed),
-                f"reward_failed is {self.reward_failed}: give a finite number, or null.",
+                self.reward_failed is not None and not is_finite(self.reward_failed),
+                f"reward_failed is {self.reward_failed}: give a finite number (in float32), or null.",
             ),
         ]
         for is_wrong, reason in wrong:

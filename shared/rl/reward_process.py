@@ -27,6 +27,7 @@ from shared.rl.verifiers import MATH, VERIFIERS, math_reward
 
 START = 120.0  # seconds; a busy machine takes a while to import
 Call = tuple[str, str, str, str]  # the name of a reward, prompt, answer, expected answer
+Result = float | str | None  # a number, why it failed, or None
 Function = Callable[[str, str, str], Any]  # prompt, answer, expected answer -> a number, or None where it is for other tasks
 
 
@@ -59,13 +60,17 @@ class RewardProcess:
                 "my_module.my_reward, of a prompt, an answer and the expected answer, or a name of the course's."
             )
 
-    def __call__(self, calls: Sequence[Call]) -> list[float | str | None]:
-        """For each call its number, which may be NaN, or None, or an error message."""
-        found: list[float | str | None] = []
+    def __call__(self, calls: Sequence[Call], until: Callable[[Result], Any] = lambda result: False) -> list[Result]:
+        """For each call its number, which may be NaN, or None, or an error message.
+
+        Args:
+            until: return with the first result of which this is true: one call that hangs costs `seconds`, and many cost no more.
+        """
+        found: list[Result] = []
         if missing := dict.fromkeys(name for name, *_ in calls if name not in self.functions):
             self.functions = missing | self.functions
             self.close()
-        while len(found) < len(calls):
+        while len(found) < len(calls) and not (found and until(found[-1])):
             if self.process is None:
                 self.start()
             self.send(calls[len(found) :])
@@ -74,6 +79,8 @@ class RewardProcess:
                 if isinstance(answer, str):
                     self.close()
                 found.append(answer["error"] if isinstance(answer, dict) else answer)
+                if len(found) < len(calls) and until(found[-1]):
+                    self.close()  # it computes the others
         return found
 
     def send(self, value: Any) -> None:

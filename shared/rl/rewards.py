@@ -20,9 +20,9 @@ from shared.course.errors import CourseError
 from shared.course.extensions import ImportPath, called, is_import_path
 from shared.finetune.instructions import Task
 from shared.preference.rollout import Sample
-from shared.preference.rewards import SHOWN, Reward, describe, numbers_of
+from shared.preference.rewards import SHOWN, Reward, describe, is_finite, numbers_of
 from shared.rl.code_reward import CodeReward
-from shared.rl.reward_process import Call, RewardProcess
+from shared.rl.reward_process import Call, Result, RewardProcess
 from shared.rl.verifiers import CODE, REASONED, VERIFIERS
 
 TASK, FORMAT, MODEL = "task", "format", "model"
@@ -141,7 +141,7 @@ class RewardSet:
         Raises:
             CourseError: it failed, and nothing was chosen.
         """
-        found: list[float | str | None] = [None] * len(answers)
+        found: list[Result] = [None] * len(answers)
         calls: dict[int, Call] = {}
         programs: dict[int, tuple[str, str]] = {}
         for place, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
@@ -150,13 +150,15 @@ class RewardSet:
                 programs[place] = (answer, task.answer)
             else:
                 calls[place] = (of, task.prompt, answer, task.answer)
-        values = [*self.process([*calls.values()]), *self.run([*programs.values()], self.share and name == CODE)]
-        for place, value in zip([*calls, *programs], values, strict=True):
+        values = self.process([*calls.values()], reason_against) if self.failed is None else self.process([*calls.values()])
+        if len(values) == len(calls):
+            values += self.run([*programs.values()], self.share and name == CODE)
+        for place, value in zip([*calls, *programs], values, strict=False):  # a failure that ends the run is the last of fewer
             found[place] = value
         return self.counted(found, tasks, answers, name)
 
     def counted(
-        self, found: Sequence[float | str | None], tasks: Sequence[Task], answers: Sequence[str], name: str
+        self, found: Sequence[Result], tasks: Sequence[Task], answers: Sequence[str], name: str
     ) -> tuple[list[float | None], list[float]]:
         """The rewards, with `failed` in place of invalid ones, and 1.0 for each of those.
 
@@ -171,7 +173,7 @@ class RewardSet:
         values = [self.failed if reason else value for value, reason in zip(found, reasons, strict=True)]
         return values, [float(bool(reason)) for reason in reasons]
 
-    def run(self, programs: Sequence[tuple[str, str]], share: bool) -> list[float | str]:
+    def run(self, programs: Sequence[tuple[str, str]], share: bool) -> list[Result]:
         """Rewards of programs, in one batch; one by one if a task is invalid, to name it."""
         if not programs:
             return []
@@ -192,8 +194,8 @@ class RewardSet:
         self.process.close()
 
 
-def reason_against(value: float | str | None) -> str:
+def reason_against(value: Result) -> str:
     """Why a value is no valid reward; empty if it is one, or None."""
     if value is None or isinstance(value, str):
         return value or ""
-    return "" if math.isfinite(value) else f"it gave {value}, and a finite number is needed"
+    return "" if is_finite(value) else f"it gave {value}, and a finite number is needed (in float32)"

@@ -15,6 +15,7 @@ import pytest
 
 from shared.course.errors import CourseError
 from shared.finetune.instructions import Task
+from shared.preference.rewards import reward_all
 from shared.preference.rollout import Sample
 from shared.preference.sampler import Completion
 from shared.rl import reward_process
@@ -45,8 +46,10 @@ def power(prompt, answer, expected):
 def nothing(prompt, answer, expected): return None
 def text(prompt, answer, expected): return "good"
 def nan(prompt, answer, expected): return float("nan")
+def infinite(prompt, answer, expected): return float("inf") if expected == "yes" else 1
+def beyond(prompt, answer, expected): return 1e39 if expected == "yes" else 1
 def leaves(prompt, answer, expected): sys.exit(0)
-def ends(prompt, answer, expected): __import__("os")._exit(0)
+def ends(prompt, answer, expected): return 1 if expected == "7" else __import__("os")._exit(0)
 def two(prompt, answer): return 1.0
 """
 
@@ -197,6 +200,31 @@ def test_rewards_that_fail_count_as_what_was_chosen_or_end_the_run(own, minute):
     for name in ("nan", "hangs"):
         with pytest.raises(CourseError, match=f"reward .*:{name} failed on the prompt .*: {FAILURES[name]}.*\\. Mend it"):
             made.judged(TASKS[:1], ["hang"], own(name))
+
+
+@pytest.mark.parametrize("name", ["hangs", "ends", "infinite", "beyond"])
+def test_a_run_that_a_failed_reward_ends_asks_for_no_other_answer(own, minute, monkeypatch, name):
+    """However many answers hang: one costs the time limit, and so does a rollout of them."""
+    received, receive = [], RewardProcess.receive
+    with closing(rewards("number", own(name), seconds=60.0)) as made:
+        monkeypatch.setattr(RewardProcess, "receive", lambda *given: received.append(receive(*given)) or received[-1])
+        with pytest.raises(CourseError, match=f"{name} failed on the prompt 'Say yes.' and the answer 'hang'.*Mend it"):
+            made([sample(0, "7"), *[sample(1, "hang")] * 5])
+        assert len(received) == 7 + 1, "six numbers, one of this reward, and its failure"
+        assert received[:7] == [1, 0, 0, 0, 0, 0, True] and made.process.process is None
+        assert made([sample(0, "7")]) == [2.0], "the next call starts the process anew"
+
+
+def test_rewards_are_finite_in_float32_or_have_failed(own):
+    made = rewards(own("beyond"), failed=-1.0)
+    with pytest.warns(UserWarning, match=r"it gave 1e\+39, and a finite number is needed \(in float32\)"):
+        assert made([sample(0, "7"), sample(1, "x")]) == [1.0, -1.0]
+
+    def big(samples):
+        return [1e38, -1e39]
+
+    with pytest.raises(CourseError, match=r"The reward big gave -1e\+39 for an answer to prompt 1: a finite number is needed \(in float32\)"):
+        reward_all(big, [sample(0, "7"), sample(1, "x")])
 
 
 def test_a_failing_verifier_and_failing_code_are_named():
