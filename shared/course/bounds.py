@@ -2,10 +2,13 @@
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from shared.course.errors import SettingError
 
 RENAMED_VALUES = {  # (field, value of older files) -> what it is called now
     ("activation_checkpointing", "blocks"): "full",
@@ -35,6 +38,19 @@ class Bounds:
             and (self.le is None or value <= self.le)
             and (self.lt is None or value < self.lt)
         )
+
+
+@dataclass(frozen=True, repr=False)
+class Length:
+    """Bound of the length of a list or a text: of a list's entries, none is read where there are more."""
+
+    le: int
+
+    def __contains__(self, value: Any) -> bool:
+        return len(value) <= self.le
+
+    def refusal(self, name: str, value: Any) -> str:
+        return f"{name} has {len(value):,} {'characters' if isinstance(value, str) else 'entries'}: give at most {self.le:,}."
 
 
 PositiveInt = Annotated[int, Bounds(ge=1)]
@@ -76,6 +92,8 @@ def require_within(record: Any) -> None:
         value = getattr(record, name)
         if (value is None and is_optional) or value in allowed:
             continue
+        if isinstance(allowed, Length):
+            raise OutOfBounds(allowed.refusal(name, value))
         if isinstance(allowed, Bounds):
             near, wanted = [], f"{'' if allowed.gt is None else 'a number '}{allowed}"
         else:
@@ -84,14 +102,26 @@ def require_within(record: Any) -> None:
         raise OutOfBounds(f"{name} is {value!r}: give {wanted}{', or null' if is_optional else ''}.{hint}")
 
 
+def require_lengths(owner: type, settings: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse a list that is too long, as YAML or JSON gave it, before a value is made of each entry.
+
+    Raises:
+        SettingError: names the field.
+    """
+    for name, allowed, _ in rules_of(owner):
+        if isinstance(allowed, Length) and isinstance(value := settings.get(name), list) and value not in allowed:
+            raise SettingError(allowed.refusal(prefix + name, value))
+
+
 @cache  # hints take a millisecond, and are asked for with each configuration that is made
-def rules_of(owner: type) -> list[tuple[str, Bounds | tuple, bool]]:
+def rules_of(owner: type) -> list[tuple[str, Bounds | Length | tuple, bool]]:
     """(name, bounds or choices, whether None is allowed) of each field that has bounds or choices."""
     found = []
     for name, hint in get_type_hints(owner, include_extras=True).items():
         whole = get_args(hint) if get_origin(hint) is not Annotated and NoneType in get_args(hint) else (hint,)
         kinds = [kind for kind in whole if kind is not NoneType]
-        bounds = [entry for kind in kinds if get_origin(kind) is Annotated for entry in get_args(kind) if isinstance(entry, Bounds)]
+        noted = [entry for kind in kinds if get_origin(kind) is Annotated for entry in get_args(kind)]
+        bounds = [entry for entry in noted if isinstance(entry, Bounds | Length)]
         if bounds or [get_origin(kind) for kind in kinds] == [Literal]:
             found.append((name, bounds[0] if bounds else get_args(kinds[0]), len(whole) > len(kinds)))
     return found

@@ -5,13 +5,14 @@ Fields may hold numbers, text, paths, import paths, choices (`Literal`), lists, 
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shared.course.bounds import RENAMED_VALUES, OutOfBounds, close_choices
+from shared.course.bounds import RENAMED_VALUES, OutOfBounds, close_choices, require_lengths
 from shared.course.errors import SettingError
 from shared.course.extensions import Extension, ImportPath, is_import_path, located
 from shared.course.strict_yaml import parse_yaml
@@ -33,6 +34,7 @@ KINDS = {
     ImportPath: "an import path such as my_module.MyName",
 }  # fmt: skip
 TEXT = (str, Path, PathText, ImportPath)
+SURROGATES = re.compile("[\ud800-\udfff]")  # halves of characters, and what Python makes of bytes that are not UTF-8
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that Linux and macOS allow, at most
 
 
@@ -64,6 +66,7 @@ def values_of(config_class: type, settings: Any, key: str = "", base: Any = None
     defaults = {field.name: default_of(field) if base is None else getattr(base, field.name) for field in fields(config_class)}
     if unknown := [name for name in settings if name not in defaults]:
         raise SettingError(unknown_key(f"{prefix}{unknown[0]}", [prefix + name for name in keys_of(config_class)]))
+    require_lengths(config_class, settings, prefix)
     values = {name: typed(hints[name], settings[name], prefix + name, defaults[name]) for name in defaults if name in settings}
     for name, default in defaults.items():
         if default is MISSING and name not in values:
@@ -98,14 +101,14 @@ def typed(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         value = float(value)
     if type(value) is not (str if kind in TEXT else kind):
         raise SettingError(f"{key} is {shown(value)}: give {wanted(hint)}.")
+    if kind in TEXT and SURROGATES.search(value):
+        raise SettingError(f"{key} is {shown(value)}, which is not UTF-8: give it in UTF-8.")
     if kind is int and not -(2**63) < value < 2**63:
         raise SettingError(f"{key} is {shown(value)}: give less than 2**63.")
     if kind is float and not math.isfinite(value):
         raise SettingError(f"{key} is {value}: give a finite number{', or null' if NoneType in members(hint) else ''}.")
-    if kind in (Path, PathText):
-        path = usable_path(value, key)
-        return path if kind is Path else value
-    return value
+    path = usable_path(value, key) if kind in (Path, PathText) else None
+    return path if kind is Path else value
 
 
 def listed(hint: Any, value: Any, key: str, whole: Any) -> list | tuple:
@@ -142,7 +145,7 @@ def usable_path(text: str, key: str) -> Path:
         problem = "which has a zero byte in it"
     elif any(len(name.encode(errors="surrogateescape")) > LONGEST_NAME for name in text.split("/")) or len(text) > LONGEST_PATH:
         problem = "too long for a path"
-    elif any("\ud800" <= letter <= "\udfff" for letter in text):
+    elif SURROGATES.search(text):
         problem = "no UTF-8"
     if problem:
         raise SettingError(f"{key} is {shown(text)}, {problem}: give the path of a file or folder.")
@@ -213,8 +216,6 @@ def value_of(hint: Any, text: str, key: str) -> Any:
     many = any(get_origin(member) in (list, tuple) for member in members(hint))
     plain = any(member in TEXT or (get_origin(member) is Literal and text in get_args(member)) for member in members(hint))
     if plain and text not in ("null", "Null", "NULL") and not (many and text.startswith("[")):
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise SettingError(f"{key} is {shown(text)}, which is not UTF-8: give it in UTF-8.")
         return text
     return parse_yaml(text, key)
 

@@ -12,14 +12,18 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from rich.console import Console
+from tokenizers.decoders import DecodeStream
 
 from shared.course import terminal
-from shared.course.bounds import PositiveInt, Seed, checked
+from shared.course.bounds import Length, PositiveInt, Seed, checked
 from shared.course.errors import CourseError
+from shared.course.typed import SURROGATES
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.messages import Message
@@ -35,6 +39,7 @@ from shared.trainer import provenance
 from shared.trainer.weights import find_initial_weights, read_weights
 
 RESET = "/reset"
+LONGEST_STOP = 1_000  # characters
 UNFINISHED = "\ufffd"  # the replacement character, which a decoder shows of a character whose bytes are not all there
 
 
@@ -55,12 +60,14 @@ class AnswerSettings:
 
     drawing: Drawing = Drawing(temperature=0.7, top_k=40)  # noqa: RUF009 (frozen)
     new_tokens: PositiveInt = 128
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Length(64)] = ()
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         if "" in self.stop:
             raise ValueError("stop has an empty string, which would end every answer at once: leave it out.")
+        if (longest := max(map(len, self.stop), default=0)) > LONGEST_STOP:
+            raise ValueError(f"stop has a string of {longest:,} characters: give at most {LONGEST_STOP:,}.")
 
 
 @dataclass
@@ -68,7 +75,7 @@ class Talk:
     """A model that is talked to, and what was said.
 
     template: None for a model that continues text. dropped: turns that the context had no room for. tokens: of the last answer. cut_off:
-    whether the last answer reached `new_tokens` or the end of the context before it was complete.
+    whether the last answer reached `new_tokens` or the end of the context before it was complete. encoder: of prompts; None to make it.
     """
 
     model: TransformerModel
@@ -80,8 +87,11 @@ class Talk:
     dropped: int = 0
     tokens: int = 0
     cut_off: bool = False
+    encoder: ChatEncoder | None = None
 
     def __post_init__(self) -> None:
+        if self.template and self.encoder is None:
+            self.encoder = ChatEncoder(self.tokenizer)  # copies of this conversation share it
         self.generator = torch.Generator().manual_seed(self.settings.seed)
         self.context = self.model.config.max_position_embeddings - count_virtual_tokens(self.model)
         self.is_pair = self.model.config.architecture == "encoder-decoder"
@@ -103,19 +113,20 @@ class Talk:
         prompt, settings = self.fitting(turn), self.settings
         room = self.context - (1 if self.is_pair else len(prompt)) + 1
         ids: list[int] = []
-        said, stopped = "", False
+        said, held, stopped = "", "", False  # held: what may begin a stop string
+        pieces = DecodeStream(skip_special_tokens=True)
         seed = int(torch.randint(2**62, (), generator=self.generator))  # another one for each answer
         for token in stream_answer(
             self.model, prompt, settings.new_tokens, context=self.model.config.max_position_embeddings, stops=self.stops,
             start_id=self.start_id(), drawing=settings.drawing, seeds=[seed],
         ):  # fmt: skip
             ids.append(token)
-            written = self.tokenizer.decode(ids)
-            ready = before_stop(written, settings.stop)
-            yield ready[len(said) :]
-            said = ready
-            if stopped := any(each in written for each in settings.stop):
+            held += pieces.step(self.tokenizer.tokenizer, token) or ""
+            yield (ready := before_stop(held, settings.stop))
+            said += ready
+            if stopped := any(each in held for each in settings.stop):
                 break
+            held = held[len(ready) :]
         if not stopped and (rest := self.tokenizer.decode(ids)[len(said) :]):  # half a stop string, or half a character
             yield rest
             said += rest
@@ -128,21 +139,54 @@ class Talk:
         return (self.model.token_ids.get(START) or 0) if self.is_pair else None
 
     def fitting(self, turn: Message) -> list[int]:
-        """The ids of the prompt, without the oldest turns (question and answer together) if an answer would not fit otherwise."""
-        room = max(1, self.context - min(self.settings.new_tokens, self.context // 2))
-        while len(ids := self.prompt([*self.messages, turn])) > room and self.messages:
-            self.messages, self.dropped = self.messages[2:], self.dropped + 1
+        """The ids of the prompt, without the oldest turns (question and answer together) if an answer would not fit otherwise.
+
+        The newest turns are tried first, each time about twice as many: what is not read costs nothing, however much was said.
+        """
+        room, pairs = max(1, self.context - min(self.settings.new_tokens, self.context // 2)), len(self.messages) // 2
+        self.require_readable(turn)
+        kept, most, ids = 0, self.pairs_within_reach(), self.prompt([turn])
+        unknown = most  # while no number of pairs is known to be too many
+        while len(ids) <= room and kept < most:
+            tried = min(2 * kept + 1, most) if most == unknown else (kept + most + 1) // 2
+            longer = self.prompt([*self.messages[2 * (pairs - tried) :], turn])
+            if len(longer) <= room:
+                kept, ids = tried, longer
+            else:
+                most = tried - 1
+        self.messages, self.dropped = self.messages[2 * (pairs - kept) :], self.dropped + pairs - kept
         if len(ids) >= self.context or not ids:
             what = f"{len(ids):,} tokens, and the model reads {self.context:,} with the answer" if ids else "no token in the vocabulary"
             raise CourseError(f"This message has {what}: write another one.")
         return ids
+
+    def require_readable(self, turn: Message) -> None:
+        """Refuse a text that is no UTF-8, or more than the context can hold, before it is tokenized."""
+        text = f"{self.system or ''}{turn['content']}"
+        if SURROGATES.search(text):
+            raise CourseError("This message is not UTF-8: write another one.")
+        if len(text) > self.reach:
+            raise CourseError(
+                f"This message has {len(text):,} characters, and the model reads {self.context:,} tokens with the answer: write another "
+                "one."
+            )
+
+    @property
+    def reach(self) -> int:
+        """The characters that the context can hold, if each token were the longest."""
+        return self.context * max(1, int(self.tokenizer.byte_lengths.max()))
+
+    def pairs_within_reach(self) -> int:
+        """How many of the newest turns the context can hold at most."""
+        sizes = accumulate(len(each["content"]) for each in reversed(self.messages))
+        return sum(size <= self.reach for size in sizes) // 2
 
     def prompt(self, messages: list[Message]) -> list[int]:
         if self.template is None:
             ids = self.tokenizer.encode(messages[-1]["content"])
             return [*ids, self.tokenizer.end_id] if self.is_pair and ids else ids
         before = [{"role": "system", "content": self.system}] if self.system else []
-        return ChatEncoder(self.tokenizer).prompt(self.template, [*before, *messages])
+        return self.encoder.prompt(self.template, [*before, *messages])
 
 
 def open_talk(path: Path, settings: AnswerSettings, system: str | None) -> Talk:
@@ -179,8 +223,13 @@ def before_stop(text: str, stop: tuple[str, ...]) -> str:
     if found := [text.index(each) for each in stop if each in text]:
         return text[: min(found)]
     text = text.rstrip(UNFINISHED)
-    begun = [size for each in stop for size in range(1, len(each)) if text.endswith(each[:size])]
-    return text[: len(text) - max(begun, default=0)]
+    return text[: len(text) - max((begun(text, each) for each in stop), default=0)]
+
+
+def begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text begin a stop string."""
+    last = text[-1:]
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop[size - 1] == last and text.endswith(stop[:size])), 0)
 
 
 def talk(console: Console, run: str, system: str | None, settings: AnswerSettings) -> None:

@@ -3,6 +3,7 @@
 
 const at = (id) => document.getElementById(id);
 const key = location.hash.slice(1);
+const MOST_TURNS = 1001; // that the server takes: the oldest of a longer conversation are out of any model's context
 const NUMBERS = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"];
 
 let messages = []; // {role, content}, the user's and the model's in turns
@@ -91,7 +92,7 @@ async function answer() {
   show();
   say("The model reads ...");
   try {
-    const body = JSON.stringify({ messages: continues ? asked.slice(-1) : asked, settings: chosen, system: at("system").value || null });
+    const body = JSON.stringify({ messages: asked.slice(continues ? -1 : -MOST_TURNS), settings: chosen, system: at("system").value || null });
     const headers = { "X-Key": key, "Content-Type": "application/json" };
     const response = await fetch("/answer", { method: "POST", headers, body, signal: mine.signal });
     for await (const line of lines(response.body)) {

@@ -14,21 +14,24 @@ nowhere.
 What a model writes is text in the page, never HTML, and the Content-Security-Policy allows no script but the page's own.
 """
 
+import io
 import json
 import secrets
+import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 
 from shared.course import terminal
-from shared.course.bounds import checked
+from shared.course.bounds import Length, checked
 from shared.course.errors import CourseError, SettingError
 from shared.course.typed import configured
 from shared.model.counting import count_parameters
@@ -37,8 +40,8 @@ from shared.trainer.talk.chat import AnswerSettings, Talk
 
 ADDRESS = "127.0.0.1"
 KEY = "X-Key"
-MOST_BYTES = 2**20  # of a request
-PATIENCE = 30.0  # seconds: for the answer before this one, and for a browser that neither sends nor reads
+MOST_BYTES, MOST_TURNS = 2**20, 1_001  # of a request
+PATIENCE = 30.0  # seconds: for the answer before this one, for a whole request, and for a browser that does not read
 FILES = {"/": ("page.html", "text/html"), "/page.js": ("page.js", "text/javascript"), "/page.css": ("page.css", "text/css")}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -60,6 +63,7 @@ class Said:
 
 
 @dataclass(frozen=True)
+@checked
 class Question:
     """What the page asks: the conversation so far, which ends with the user's message.
 
@@ -67,7 +71,7 @@ class Question:
         ValueError: the messages do not take turns.
     """
 
-    messages: tuple[Said, ...]
+    messages: Annotated[tuple[Said, ...], Length(MOST_TURNS)]
     settings: AnswerSettings = AnswerSettings()
     system: str | None = None
 
@@ -89,6 +93,11 @@ class ChatServer(ThreadingHTTPServer):
         self.drawing = threading.Lock()
         self.hosts = {f"{host}:{self.server_port}" for host in (ADDRESS, "localhost")}
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that has gone: the terminal keeps the page's address in sight."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         return f"http://{ADDRESS}:{self.server_port}/#{self.key}"
@@ -101,12 +110,14 @@ class ChatServer(ThreadingHTTPServer):
             "template": talk.template is not None, "system": talk.system or "", "settings": asdict(talk.settings),
         }  # fmt: skip
 
-    def answer(self, question: Question) -> Iterator[dict[str, Any]]:
-        """The lines of an answer. One at a time: others wait for a while."""
+    def answer(self, question: Question, gone: Callable[[], bool] = lambda: False) -> Iterator[dict[str, Any]]:
+        """The lines of an answer. One at a time: others wait for a while. gone: whether the page that asked has left meanwhile."""
         if not self.drawing.acquire(timeout=PATIENCE):
             yield {"error": "The model is answering another page: stop that answer, or wait, and send this again."}
             return
         try:
+            if gone():
+                return
             *before, asked = (asdict(each) for each in question.messages)
             system = question.system if self.talk.template else None
             talk = replace(self.talk, settings=question.settings, system=system, messages=before, dropped=0)
@@ -123,11 +134,28 @@ class ChatServer(ThreadingHTTPServer):
             self.drawing.release()
 
 
+class Incoming(io.RawIOBase):
+    """Reads a request within so many seconds in all: a byte now and then does not hold a thread."""
+
+    def __init__(self, connection: socket.socket, seconds: float):
+        self.connection, self.end = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.connection.settimeout(max(1e-3, self.end - time.monotonic()))
+        return self.connection.recv_into(buffer)
+
+
 class Handler(BaseHTTPRequestHandler):
     """One request. HTTP/1.0: an answer ends where its connection does."""
 
     server: ChatServer
-    timeout = PATIENCE
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(Incoming(self.connection, PATIENCE))
 
     def do_GET(self) -> None:
         if self.refuses_host():
@@ -157,7 +185,17 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(HTTPStatus.BAD_REQUEST, str(error))
         except (ValueError, RecursionError):
             return self.refuse(HTTPStatus.BAD_REQUEST, "The request is not JSON.")
-        self.stream(self.server.answer(question))
+        self.stream(self.server.answer(question, self.gone))
+
+    def gone(self) -> bool:
+        """Whether the browser has closed its connection."""
+        self.connection.setblocking(False)
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        finally:
+            self.connection.settimeout(PATIENCE)
 
     def stream(self, lines: Iterator[dict[str, Any]]) -> None:
         """Send lines as they come. A browser that has gone, or no longer reads, ends them."""
@@ -196,6 +234,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def start(self, status: HTTPStatus, kind: str, more: dict[str, str] | None = None) -> None:
+        self.connection.settimeout(PATIENCE)  # for what is written
         self.send_response(status)
         for name, value in {"Content-Type": f"{kind}; charset=utf-8", **HEADERS, **(more or {})}.items():
             self.send_header(name, value)
