@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from shared.course.errors import CourseError
 from shared.finetune.chat.messages import with_system
@@ -38,12 +38,14 @@ OPERATORS = {"the sum of": "+", "the product of": "*", "the difference of": "-"}
 
 @dataclass(frozen=True)
 class Task:
-    """One instruction. kind: of the report's table. check: a key of `CHECKS`."""
+    """One instruction. kind: of the report's table. check: a key of `CHECKS`. tools, arguments: what a template is called with beside."""
 
     kind: str
     prompt: str
     answer: str
     check: str
+    tools: ClassVar[list[dict[str, Any]] | None] = None
+    arguments: ClassVar[dict[str, Any]] = {}
 
     def asked(self, system: str | None = None) -> list[dict[str, Any]]:
         """The messages that a model answers, with a system prompt if they have none."""

@@ -15,6 +15,7 @@ import math
 import operator
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -26,7 +27,8 @@ from shared.course.bounds import Bounds, NonNegativeInt, PositiveInt, checked
 from shared.course.errors import CourseError
 from shared.finetune.chat.datasets import ChatSource, is_messages, records, require_order
 from shared.finetune.chat.messages import (
-    Message, message_of, parsed, refuse_record, require_json, structure, text_of, with_system, without_marks,
+    HARMLESS, Message, message_of, name_of_tools, parsed, refuse_record, require_json, structure, text_of, tools_of, with_system,
+    with_whole, without_marks,
 )  # fmt: skip
 from shared.finetune.instructions import NOUNS, Task, dashes, function, header, json_object, upper_case
 from shared.rl.code_reward import CodeTask
@@ -67,7 +69,8 @@ class TasksConfig:
     """Prompts to answer, with what verifies the answers.
 
     Args:
-        sources: files or hub datasets with a prompt and an answer in each record; the set is made where there are none.
+        sources: files or hub datasets with a prompt and an answer in each record, perhaps with `system`, `tools` and `chat_template_kwargs`
+            as conversations have them; the set is made where there are none.
         prompt_field: the record's field with the prompt, a text or a list of messages.
         answer_field: what the answer is named, else verl's `reward_model.ground_truth`; of one with ####, as in GSM8K, the part after it.
         check: number, exact, math, json, python or code, for records without a field `check`.
@@ -94,20 +97,23 @@ class TaskSet(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTask(Task):
-    """A task whose prompt is several messages. `prompt` is their text."""
+    """A task whose prompt is more than a question: several messages, fields of a message, tools, arguments of the template. `prompt` is the
+    text of the messages."""
 
-    messages: tuple[Message, ...] = field(hash=False)
+    tools: list[dict[str, Any]] | None = field(default=None, hash=False)
+    arguments: dict[str, Any] = field(default_factory=dict, hash=False)
+    messages: tuple[Message, ...] = field(default=(), hash=False)
 
     def asked(self, system: str | None = None) -> list[Message]:
         return with_system(self.messages, system)
 
 
-def open_tasks(config: TasksConfig) -> TaskSet:
-    """The tasks of a configuration. No prompt is on both sides."""
+def open_tasks(config: TasksConfig, unread: Counter[str] | None = None) -> TaskSet:
+    """The tasks of a configuration. No prompt is on both sides. unread: counts the fields of records that nothing here reads."""
     if not config.sources:
         return TaskSet(list(islice(draw_tasks(config.made, False), config.made.training)),
                        list(islice(draw_tasks(config.made, True), config.held_out)))  # fmt: skip
-    found = [task for source in config.sources for task in read_source(source, config)]
+    found = [task for source in config.sources for task in read_source(source, config, Counter() if unread is None else unread)]
     held_out = list({task.prompt: task for task in found if task.held_out}.values())[: config.held_out]
     training = [task for task in found if not (task.held_out and config.held_out)]
     names = ", ".join(str(Path(source.path)) for source in config.sources)
@@ -118,11 +124,12 @@ def open_tasks(config: TasksConfig) -> TaskSet:
     return TaskSet(training, held_out)
 
 
-def read_source(source: ChatSource, config: TasksConfig) -> Iterator[Task]:
+def read_source(source: ChatSource, config: TasksConfig, unread: Counter[str]) -> Iterator[Task]:
     for number, (place, record) in enumerate(records(source)):
         if number == source.limit:
             return
         yield task_of(record, place, config)
+        unread.update(unread_of(record, config))
 
 
 def task_of(record: Any, place: str, config: TasksConfig) -> Task:
@@ -138,7 +145,17 @@ def task_of(record: Any, place: str, config: TasksConfig) -> Task:
     for name, value in ((config.prompt_field, prompt), (config.answer_field, answer)):
         require_text(value, name, record, place)
     answer = written_out(answer).rpartition(MARK)[2].strip()
-    task = ChatTask(kind, prompt, answer, check, messages) if len(messages) > 1 else Task(kind, str(prompt), answer, check)
+    if (system := record.get("system")) and isinstance(system, str):
+        messages = ({"role": "system", "content": system}, *(messages or ({"role": "user", "content": str(prompt)},)))
+        require_order(messages, place)
+        prompt = text_of(messages)
+    tools, arguments = tools_of(record, place), with_whole(parsed(record.get("chat_template_kwargs") or {}))
+    if not isinstance(arguments, dict):
+        refuse_record(place, "has chat_template_kwargs that are no mapping")
+    require_json([tools, arguments], place)
+    task = Task(kind, str(prompt), answer, check)
+    if tools or arguments or [*messages] != task.asked()[: len(messages)]:
+        task = ChatTask(kind, task.prompt, answer, check, tools, arguments, messages or (*task.asked(),))
     try:
         passed = CodeTask.parse(task.answer) if check == CODE else VERIFIERS[check](task.answer, task.answer) == 1
     except Exception:
@@ -146,6 +163,13 @@ def task_of(record: Any, place: str, config: TasksConfig) -> Task:
     if not passed:
         refuse_record(place, f"has an answer that does not pass its own check, {check}: {task.answer[:60]!r}")
     return task
+
+
+def unread_of(record: dict[str, Any], config: TasksConfig) -> list[str]:
+    """The fields of a task's record that decide nothing of its prompt, its answer or its check."""
+    read = {config.prompt_field, config.answer_field, "kind", "check", "system", "chat_template_kwargs", name_of_tools(record), *HARMLESS}
+    read |= {"reward_model"} if record.get(config.answer_field) is None else set()
+    return [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
 
 
 def require_text(value: Any, name: str, record: dict[str, Any], place: str) -> None:

@@ -22,7 +22,7 @@ from shared.finetune.chat.encoding import ChatExamples, Example
 from shared.finetune.chat.prepare import ChatReport, chat_tokenizer
 from shared.finetune.chat.template import ChatTemplate
 from shared.preference.datasets import preference_of
-from shared.rl.tasks import TasksConfig, task_of
+from shared.rl.tasks import TasksConfig, task_of, unread_of
 
 Kind = Literal["chats", "preferences", "tasks"]
 REFUSALS = 5  # that are shown
@@ -65,10 +65,13 @@ def check_data(path: str, kind: Kind | None, model: Path | None, template: str |
     found = Found(len(rows))
     kind = kind or kind_of(rows[0][1])
     if kind == "tasks":
-        for task in read_on(rows, lambda record, place: [task_of(record, place, TasksConfig(check="number"))], found):
+        config, unread = TasksConfig(check="number"), Counter[str]()
+        for task, names in read_on(rows, lambda record, place: [(task_of(record, place, config), unread_of(record, config))], found):
+            unread.update(names)
             found.kinds[task.check] += 1
             if len(found.shown) < count:
                 found.shown.append(f"{task.prompt}\n=> {task.answer}  (check: {task.check})")
+        found.report = ChatReport(unread=dict(unread.most_common()))
         return kind, found
     of_record = (lambda record, place: preference_of(record, place).answers) if kind == "preferences" else one_conversation
     conversations = list(read_on(rows, of_record, found))

@@ -35,7 +35,9 @@ def test_pairs_and_tasks_are_known_by_their_fields(tmp_path):
     assert pairs.exit_code == 0 and "read as preferences" in words_of(pairs) and "[[2<|im_end|>]]" in pairs.output
     assert "[[3<|im_end|>]]" in pairs.output and "rating (1)" in pairs.output
     tasks = course(tmp_path, [{"prompt": "1+1?", "answer": "2"}, {"prompt": "x", "answer": "many"}])
-    verl = course(tmp_path, [{"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"style": "rule", "ground_truth": "2"}}])
+    row = {"data_source": "x", "prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"style": "rule", "ground_truth": "2"}}
+    verl = course(tmp_path, [row])
+    assert "Fields that stand in no text and change nothing: data_source (1)." in words_of(verl)
     assert verl.exit_code == 0 and "1+1?\n=> 2  (check: number)" in verl.output
     assert tasks.exit_code == 1 and "=> 2  (check: number)" in tasks.output and "does not pass its own check, number" in words_of(tasks)
 

@@ -1,6 +1,7 @@
 """Chapter 12. Evaluation by generation: a chat model answers held-out prompts before training and after, in every mode that trains one."""
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,14 @@ class Answering(Mode):
             return [[*self.tokenizer.encode(text), self.tokenizer.end_id] for text in texts]
         encoder, found = ChatEncoder(self.tokenizer), []
         for first in range(0, len(tasks), AT_ONCE):
-            messages = [encoder.guarded(task.asked(self.system)) for task in tasks[first : first + AT_ONCE]]
-            rendered = self.text.template.render_all([call_of(each, True, None) for each in messages])
-            found += [each.ids for each in encoder.encode([each.text for each in rendered])]
+            for _, some in groupby(tasks[first : first + AT_ONCE], key=lambda task: bool(task.tools)):
+                asked = [encoder.guarded([task.asked(self.system), task.tools, task.arguments]) for task in some]
+                messages, tools, _ = asked[0]
+                template = self.text.template.for_tools(tools)
+                if tools:
+                    template.require_tools(messages, tools)
+                rendered = template.render_all([arguments | call_of(messages, True, tools) for messages, tools, arguments in asked])
+                found += [each.ids for each in encoder.encode([each.text for each in rendered])]
         return found
 
     def limits(self, config: TrainerConfig) -> dict[str, Any]:

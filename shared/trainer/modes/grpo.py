@@ -6,6 +6,7 @@ it, or the policy without its adapter.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,8 +19,10 @@ from shared.data.tokenizer import TextTokenizer
 from shared.engine.callbacks import Callback, Metrics
 from shared.finetune.chat.datasets import Conversation
 from shared.finetune.chat.encoding import ChatExamples
+from shared.finetune.chat.messages import HARMLESS
 from shared.finetune.chat.prepare import ChatReport, chat_tokenizer
 from shared.finetune.chat.template import ChatTemplate
+from shared.finetune.chat.unread import READ, Unread
 from shared.finetune.instructions import Task
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
@@ -67,8 +70,11 @@ class TaskPolicyOptimization(Rolling, Answering):
     def __init__(self, config: TrainerConfig, start: InitialWeights, world: Communicator, console: Console):
         self.start, self.system, self.console = start, config.chats.system, console
         self.objective, grpo = GRPOObjective(config.grpo), config.grpo
-        self.training, self.tasks = agreed(world, lambda: open_tasks(grpo.tasks))
+        unread: Counter[str] = Counter()
+        self.training, self.tasks = agreed(world, lambda: open_tasks(grpo.tasks, unread))
         self.text = agreed(world, lambda: prompting(config, start, self.training[0]))
+        unread.update(agreed(world, lambda: unread_in_prompts([*self.training, *self.tasks], self.text)))
+        self.text.report.unread = dict(unread.most_common())
         self.tokenizer = self.text.tokenizer
         agreed(world, lambda: start.require_extended(self.tokenizer))
         written = json.dumps([asdict(task) for task in (*self.training, *self.tasks)]).encode()
@@ -102,7 +108,8 @@ class TaskPolicyOptimization(Rolling, Answering):
     def announcement(self, config: TrainerConfig) -> tuple[str, str]:
         by = " + ".join(f"{part.weight:g} x {called(part.name)}" for part in config.grpo.rewards)
         runs = f"Programs run in a sandbox: {self.code.describe()}\n" if self.code else ""
-        return f"{len(self.training):,} tasks to answer ({len(self.tasks):,} held out)", f"Answers are rewarded by {by}.\n{runs}"
+        fields = "".join(f"{line}\n" for line in self.text.report.remarks())
+        return f"{len(self.training):,} tasks to answer ({len(self.tasks):,} held out)", f"Answers are rewarded by {by}.\n{runs}{fields}"
 
     def judge(self, run: Run, model: TransformerModel, totals: Totals | None) -> Judged:
         examination, first = self.examination(run.config), self.first_model(run)
@@ -115,6 +122,8 @@ class TaskPolicyOptimization(Rolling, Answering):
         for k in were:
             summary |= {f"held-out pass@{k} before": were[k], f"held-out pass@{k} after": are[k]}
         summary |= self.last_rollout(SHOWN) | {"alarms": " ".join(alarms(self.measured.loader.metrics).values()) or "none"}
+        if unread := self.text.report.unread:
+            summary |= {"fields that stand in no text": ", ".join(f"{name} ({count:,})" for name, count in unread.items())}
         summary |= {"why the loss says little": self.measured.explained(), "trained parameters": trained_parameters(model)}
         figures = {"pass_at_k": plot_pass_at_k(were, are)} if were else {}
         return Judged(summary, answered=answered, figures=figures, unit="mean of advantages, weighed by ratios")
@@ -182,8 +191,19 @@ def prompting(config: TrainerConfig, start: InitialWeights, task: Task) -> Promp
     """The tokenizer, the template, and the tokens that end an answer, found by rendering a task with its own answer."""
     tokenizer, template = chat_tokenizer(config.chats.tokenizer or start.tokenizer_folder(), config.chats.template)
     messages = [*task.asked(config.chats.system), {"role": "assistant", "content": task.answer}]
-    [example] = ChatExamples(tokenizer, template, config.data.seq)([Conversation("A task", messages, first=len(messages) - 1)])
+    asked = Conversation("A task", messages, task.tools, len(messages) - 1, arguments=task.arguments)
+    [example] = ChatExamples(tokenizer, template, config.data.seq)([asked])
     return Prompting(tokenizer, template, ChatReport(stops=example.stops))
+
+
+def unread_in_prompts(tasks: Sequence[Task], text: Prompting) -> Counter[str]:
+    """The fields of messages in prompts that the template shows nothing of."""
+    found = Unread(lambda asked: text.template.for_tools(asked.tools).render_all([asked.call(prompt=True)])[0].text)
+    for task in tasks:
+        if any(message.keys() - {*READ, *HARMLESS} for message in task.asked()):
+            asked = Conversation("A task", task.asked(), task.tools, arguments=task.arguments)
+            found.note(asked, found.render(asked))
+    return found.counts
 
 
 def plot_pass_at_k(before: dict[int, float], after: dict[int, float]) -> "Figure":
