@@ -11,7 +11,8 @@ Left out on purpose: keeping keys and values between tokens (chapter 12). Each t
 how slow that is.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.course.bounds import PositiveFloat, PositiveInt, checked
+from shared.course.errors import CourseError
 
 
 class Completion(NamedTuple):
@@ -100,6 +102,7 @@ class PlainSampler:
             shown = ids[:, : longest + -longest % self.multiple].to(device)
             logits = model(shown, head_fn=partial(logits_at, places=(lengths - 1).to(device)))
             tokens, log_probs = draw(logits.cpu(), uniform[:, number], self.temperature)
+            require_numbers(log_probs.tolist())
             for row, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
                 if not found[row].ended:
                     found[row] = Completion([*found[row].ids, token], [*found[row].log_probs, log_prob], token in self.stops)
@@ -108,6 +111,19 @@ class PlainSampler:
             if not anyone(not all(each.ended for each in found)):
                 break
         return found
+
+
+def require_numbers(log_probs: Iterable[float]) -> None:
+    """Refuse tokens that were drawn from logits that are NaN or infinite: they mean nothing.
+
+    Raises:
+        CourseError: says what to do.
+    """
+    if any(map(math.isnan, log_probs)):
+        raise CourseError(
+            "The model's logits are not finite, so no token can be drawn: its weights are damaged, or its training diverged. Give other "
+            "weights, such as an earlier checkpoint's."
+        )
 
 
 def logits_at(head: nn.Module, hidden_states: Tensor, places: Tensor) -> Tensor:

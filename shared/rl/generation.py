@@ -18,7 +18,7 @@ from shared.course.bounds import NonNegativeFloat, PositiveFloat, PositiveInt, S
 from shared.devices import sent
 from shared.finetune.soft_prompts import virtual_ids
 from shared.model.transformer import TransformerModel
-from shared.preference.sampler import Completion
+from shared.preference.sampler import Completion, require_numbers
 from shared.rl import sampling
 from shared.rl.decoding_cache import DecodingCache
 from shared.sampling import evaluating
@@ -51,13 +51,16 @@ class Drawing:
         return cls(**{entry.name: getattr(settings, entry.name) for entry in fields(cls)})
 
     def __call__(self, logits: Tensor, uniform: Tensor, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities, [rows] each (`draw_tokens`). texts: the ids of each row so far."""
+        """Tokens and log-probabilities, [rows] each (`draw_tokens`); NaN where logits are not finite. texts: the ids of each row so far."""
         if self.repetition_penalty != 1:
             logits = penalise_repetition(logits, texts, self.repetition_penalty)
+        usable = logits.amax(dim=-1, keepdim=True).isfinite()
+        logits = torch.where(usable, logits, 0.0)  # of NaN, the place in the vocabulary would be beyond its end
         if self.min_p is not None and self.temperature > 0:
             least = logits.amax(dim=-1, keepdim=True) + self.temperature * math.log(self.min_p)
             logits = logits.masked_fill(logits < least, -torch.inf)
-        return sampling.draw_tokens(logits, uniform, self.temperature, self.top_k, self.top_p)
+        tokens, log_probs = sampling.draw_tokens(logits, uniform, self.temperature, self.top_k, self.top_p)
+        return tokens, torch.where(usable.squeeze(-1), log_probs, torch.nan)
 
 
 def penalise_repetition(logits: Tensor, texts: Sequence[Sequence[int]], penalty: float) -> Tensor:
@@ -125,6 +128,7 @@ def generate_tokens(
 
     Raises:
         ValueError: a prompt is empty, or longer than the context; a size below 1; the cache cannot serve this model.
+        CourseError: the logits are not finite.
     """
     begins = [len(prompt) if start_id is None else 1 for prompt in prompts]
     require_prompts(prompts, begins, context, min(new_tokens, rows, multiple))
@@ -152,6 +156,7 @@ def generate_tokens(
         texts = [[*(row.prompt if start_id is None else [start_id]), *row.ids] for row in fresh] if drawing.repetition_penalty != 1 else []
         tokens, log_probs = drawing(logits, sent(uniform, logits.device), texts)
         found = torch.stack([tokens.double(), log_probs.double()]).tolist()  # together: the one wait for a GPU
+        require_numbers(found[1])
         complete = []
         for place, (row, token, log_prob) in enumerate(zip(fresh, map(int, found[0]), found[1], strict=True)):
             row.ids.append(token)

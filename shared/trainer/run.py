@@ -221,6 +221,8 @@ def announce(
         )
     if start:
         remarks += f"The weights of {start.folder} are the first ones.\n"
+        if (new := config.model.vocab_size - start.model.vocab_size) > 0:
+            remarks += f"{new:,} of the tokenizer's {config.model.vocab_size:,} tokens have no row in them: theirs begin at the rows' mean.\n"
     remarks += remark
     console.print(
         f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {amount}{seen}.\n"

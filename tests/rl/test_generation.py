@@ -8,6 +8,7 @@ import transformers
 from families import FAMILIES, LLAMA, VOCAB, Family, make_oracle
 from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
+from shared.course.errors import CourseError
 from shared.finetune.answering import answer_all as slow_answer_all
 from shared.finetune.config import AdapterConfig
 from shared.finetune.soft_prompts import attach_soft_prompt
@@ -15,6 +16,7 @@ from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE as BUILDERS
+from shared.preference.sampler import PlainSampler
 from shared.rl.decoding_cache import DecodingCache
 from shared.rl.generation import Drawing, answer_all, generate_tokens, stop_strings, stream_answer
 from shared.sampling import generate
@@ -268,3 +270,15 @@ def test_reports_get_the_answers_that_chapter_10_gives(kind):
     assert answer_all(model, prompts_of(), 30, **settings) == expected and model.training
     streamed = stream_answer(model, prompts_of()[0], 30, **settings, drawing=GREEDY)
     assert list(streamed) == expected[0] and model.training
+
+
+@pytest.mark.parametrize("drawing", [GREEDY, Drawing(), Drawing(top_k=5), Drawing(top_p=0.9), Drawing(min_p=0.1, repetition_penalty=1.2)])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_a_sentence_whatever_draws_from_them(drawing, value):
+    model = TransformerModel(ModelConfig(VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)).eval()
+    with torch.no_grad():
+        model.embedding.tokens.weight[:, 0] = value
+    with pytest.raises(CourseError, match="logits are not finite, so no token can be drawn: its weights are damaged"):
+        list(generate_tokens(model, prompts_of(), 3, drawing=drawing))
+    with pytest.raises(CourseError, match="logits are not finite"):
+        PlainSampler(3, {0})(model, prompts_of(), range(len(LENGTHS)), bool)

@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from talking_models import save_model
 
 from shared.course.cli import cli
@@ -100,3 +102,13 @@ def test_sample_prints_answers_alone_from_words_or_standard_input(model):
 def test_what_cannot_be_sampled_is_a_sentence(model, words, says):
     done = CliRunner().invoke(cli, ["sample", str(model), *words], input="")
     assert done.exit_code == 64 and says in done.output and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.9"])
+def test_a_model_of_nan_is_a_sentence(tmp_path, temperature):
+    folder = save_model(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    done = CliRunner().invoke(cli, ["sample", str(folder), "def ", "--temperature", temperature])
+    assert done.exit_code == 64 and "no token can be drawn" in done.output and "Traceback" not in done.output
