@@ -55,6 +55,36 @@ def test_a_template_without_tools_refuses_a_record_that_has_some(model, tmp_path
         shown(model, tmp_path, spoken, str(plain))
 
 
+QUIET = "{% for message in messages %}{% if message.role in ('user', 'assistant') %}{{ '<|im_start|>' + message.role + '\n' + message.content +\
+ '<|im_end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+def test_contents_that_a_template_leaves_out_are_named_by_role_with_their_count(model, tmp_path):
+    quiet = tmp_path / "quiet.jinja"
+    quiet.write_text(QUIET, encoding="utf-8")
+    talk = [{"role": "system", "content": "S"}, OSLO[0], *SAID, {"role": "tool", "content": "3"}, *SAID]
+    (text, *_), report = shown(model, tmp_path, [{"messages": talk}] * 6, str(quiet))
+    assert "S" not in text and report.unread == {"messages.content of system": 6, "messages.content of tool": 6}
+    assert "messages.content of system (6), messages.content of tool (6)" in "".join(report.lines())
+
+
+@pytest.mark.parametrize("record", [{"messages": [*OSLO[:1], called("f", {}), *SAID]}, {"messages": [OSLO[0], *SAID], "tools": [WEATHER]}])
+def test_calls_and_tools_that_nothing_shows_are_refused(record, model, tmp_path):
+    (tmp_path / "quiet.jinja").write_text(QUIET.replace("message.content", "(message.content or '')"), encoding="utf-8")
+    what = "tools" if "tools" in record else "calls of tools"
+    with pytest.raises(CourseError, match=f"rows.jsonl:1: The chat template .*quiet.jinja shows no {what}, and the record has some"):
+        shown(model, tmp_path, [record], str(tmp_path / "quiet.jinja"))
+    with pytest.raises(CourseError, match="rows.jsonl:1 has tools or calls of them, which a pair of texts does not show"):
+        shown(model, tmp_path, [record], "pairs")
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_json_text(model, tmp_path):
+    joined = tmp_path / "joined.jinja"
+    joined.write_text(CHATML.replace("(call.function or call) | tojson", "call.function.name + call.function.arguments"), encoding="utf-8")
+    (text, *_), _ = shown(model, tmp_path, [{"messages": OSLO + SAID, "tools": [WEATHER]}], str(joined))
+    assert '[[\n<tool_call>\nweather{"city": "Oslo"}\n</tool_call><|im_end|>]]' in text
+
+
 MARKS = [("weight", 0, 1), ("train", False, True), ("loss_mask", 0, 1), ("loss", False, True)]
 
 

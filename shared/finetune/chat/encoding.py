@@ -163,8 +163,7 @@ class ChatExamples(Examples):
     def rendered(self, asked: Conversation) -> tuple[str, list[Span]]:
         """The text of a conversation, and where its trained answers are."""
         template = self.template.for_tools(asked.tools)
-        if asked.tools:
-            template.require_tools(asked.messages, asked.tools)
+        template.require_shown(asked.call())
         return render_answers(template, self.encoder.special, asked)
 
 
@@ -177,7 +176,7 @@ class PairExamples(Examples):
 
     def __init__(self, tokenizer: TextTokenizer, seq: int):
         super().__init__(tokenizer, seq)
-        self.unread = Unread(lambda asked: "")  # nothing but contents is read of messages
+        self.unread = Unread(lambda asked: text_of(asked.messages))  # nothing but contents is read of messages
 
     def __call__(self, conversations: Sequence[Conversation]) -> list[Example]:
         texts = []
@@ -186,7 +185,9 @@ class PairExamples(Examples):
             read = text_of(one.messages[:last])
             if not read or not one.messages[last].get("content"):
                 raise ChatError(f"{one.place} is no pair of texts: it needs words to read, and then an answer.")
-            self.unread.note(one, "")
+            if one.tools or any(message.get("tool_calls") for message in one.messages):
+                raise ChatError(f"{one.place} has tools or calls of them, which a pair of texts does not show: give a chat template.")
+            self.unread.note(one, text_of(one.messages))
             texts += [read, one.messages[last]["content"]]
         encoded, end, made = self.tokenizer.encode_batch_fast(texts), [self.tokenizer.end_id], []
         for place in range(0, len(texts), 2):

@@ -71,28 +71,38 @@ def proved(template: ChatTemplate, special: re.Pattern, asked: Conversation) -> 
     for number in answers:
         prompt = next(texts) if number else whole[: places.get(number, (0, 0))[0]]
         endings = [ending_of(text, number, messages[number], prompt) for text in (next(texts), next(texts))]
-        if number in places or not said(messages[number]):
-            start = common_start(template, special, number, prompt, whole, places)
-            stop = places.get(number, (start, start))[1]
-            spans.append((number, (start, stop + ending_length(template, special, number, [whole[stop:], *endings]))))
+        if number not in places and said(messages[number]):
+            continue
+        start = common_start(template, special, number, prompt, whole, places)
+        if start is None and number != answers[-1]:
+            continue  # the model reads earlier turns with their thinking when it writes this answer
+        if start is None:
+            refuse(template, number, "what comes before it in the text is not its generation prompt")
+        stop = places[number][1] if number in places else start + THINKING.match(whole[start:]).end()
+        spans.append((number, (start, stop + ending_length(template, special, number, [whole[stop:], *endings]))))
     return whole, [span for number, span in spans if asked.is_trained(number)]
 
 
 def common_start(
     template: ChatTemplate, special: re.Pattern, number: int, prompt: str, whole: str, places: dict[int, Span]
-) -> int:
-    """Where the model begins to write: after the generation prompt, without a thinking part that this text has not."""
+) -> int | None:
+    """Where the model begins to write: after the generation prompt, without a thinking part that this text has not. None where the prompt
+    has another such part before."""
     start = len(commonprefix([prompt, whole]))
-    if not THINKING.fullmatch(special.sub("", prompt[start:])) or start > places.get(number, (start,))[0]:
+    place = places.get(number, (start,))[0]
+    if THINKING.fullmatch(special.sub("", prompt[start:])) and start <= place:
+        return start
+    if THINKING.sub("", prompt) != THINKING.sub("", whole[:place]):
         refuse(template, number, "what comes before it in the text is not its generation prompt")
-    return start
+    return None
 
 
 def ending_of(text: str, number: int, message: Message, prompt: str) -> str:
     """What follows an answer in a text where a word stands for it; of an answer that says nothing, all that follows its prompt."""
     if said(message):
         return text.rpartition(WORDS[0].format(number))[2]
-    return text.removeprefix(prompt) if text.startswith(prompt) else ""
+    rest = text[len(commonprefix([prompt, text])) :]
+    return rest[THINKING.match(rest).end() :]
 
 
 def ending_length(template: ChatTemplate, special: re.Pattern, number: int, endings: list[str]) -> int:
@@ -127,6 +137,9 @@ def places_of_answers(
     around = [re.split(pattern, text) for pattern, text in zip(patterns, replaced, strict=True)]
     last = spoken[-1] if spoken else answers[-1]
     if any(len(pieces) != len(spoken) + 1 for pieces in around):
+        called = (number for number in spoken if messages[number].get("tool_calls"))
+        if (lost := next((number for number in called if WORDS[0].format(number) not in replaced[0]), None)) is not None:
+            refuse(template, lost, "the template leaves out what it says beside its calls of tools")
         refuse(template, last, "it does not stand once in the text")
     if around[0] != around[1]:
         refuse(template, last, "what is written around it depends on it")

@@ -25,6 +25,8 @@ TOOL_USE = "tool_use"  # the name of a model's template for conversations with t
 OTHERS = "additional_chat_templates"  # a folder of templates by name, as transformers 5 writes them
 RENDERER = Path(__file__).with_name("renderer.py")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+WORD = "Quorvane"  # stands for a content: no template writes it
+OTHER = {"type": "function", "function": {"name": WORD, "arguments": {}}}
 PRIVATE = range(0xF0000, 0xFFFFE)  # characters that Unicode leaves to private use
 
 CHATML = """\
@@ -88,7 +90,8 @@ class ChatTemplate:
         self.tool_use = ChatTemplate(tool_use, f"{name} ({TOOL_USE})") if tool_use is not None else None
         if self.tool_use:
             self.tool_use.variables = self.variables
-        self.shows_tools: bool | None = None  # not known yet
+        self.shows: dict[str, bool] = {}  # whether it shows tools, and calls of them, as far as that is known
+        self.takes_parts: bool | None = None  # not known yet
         self.process: subprocess.Popen | None = None
         self.owner = 0  # the process that started it: one forked from that leaves it alone
 
@@ -131,22 +134,32 @@ class ChatTemplate:
         """The template that transformers takes for a conversation with these tools, None or empty for none."""
         return self.tool_use if tools and self.tool_use else self
 
-    def require_tools(self, messages: Sequence[Message], tools: Any) -> None:
-        """Refuse a template whose text is the same with these tools and without. It is asked once.
+    def require_shown(self, call: dict[str, Any]) -> None:
+        """Refuse a template whose text is the same without the tools of this call, or with other calls of tools. Each is asked once.
 
         Raises:
-            TemplateError: a model would learn calls of functions that its prompt does not name.
+            TemplateError: a model would learn calls of functions that its prompt does not name, or lose its calls.
         """
-        if self.shows_tools is None:
+        if call["tools"]:
+            self.require("tools", call, call | {"tools": None})
+        if any(message.get("tool_calls") for message in call["messages"]):
+            changed = [message | ({"tool_calls": [OTHER]} if message.get("tool_calls") else {}) for message in call["messages"]]
+            self.require("calls of tools", call, call | {"messages": changed})
+
+    def require(self, name: str, call: dict[str, Any], other: dict[str, Any]) -> None:
+        if name not in self.shows:
             try:
-                with_tools, without = self.render_all([call_of(messages, False, given) for given in (tools, None)])
-                self.shows_tools = with_tools != without
+                text = self.render_all([call])[0]
+            except TemplateError:
+                return  # as whoever renders it is told
+            try:
+                self.shows[name] = text != self.render_all([other])[0]
             except TemplateError:  # it reads them, and cannot do without
-                self.shows_tools = True
-        if not self.shows_tools:
+                self.shows[name] = True
+        if not self.shows[name]:
             raise TemplateError(
-                f"The chat template {self.name} shows no tools, and the record has some: give one that does, such as chatml, or leave "
-                "the tools out of the records."
+                f"The chat template {self.name} shows no {name}, and the record has some: give one that does, such as chatml, or leave "
+                f"the {name} out of the records."
             )
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False, tools: Any = None) -> str:
@@ -159,11 +172,24 @@ class ChatTemplate:
         Raises:
             TemplateError: the first that the template does not render.
         """
+        if self.takes_parts is None:
+            self.takes_parts = self.shows_parts_alone()
+        if self.takes_parts:
+            calls = [call | {"messages": [in_parts(message) for message in call["messages"]]} for call in calls]
         opened, closed = unused_characters(calls, 2)
         answer = self.ask({"calls": [self.variables | call for call in calls], "marks": [opened, closed]})
+        if any("error" in each for each in answer) and (changed := [call | {"messages": with_text(call)} for call in calls]) != calls:
+            second = self.ask({"calls": [self.variables | call for call in changed], "marks": [opened, closed]})
+            answer = answer if any("error" in each for each in second) else second
         if reason := next((each["error"] for each in answer if "error" in each), None):
             raise TemplateError(f"The chat template {self.name} refuses these messages: {reason.strip().rstrip('.')}.")
         return [without_marks(each["text"], opened, closed) for each in answer]
+
+    def shows_parts_alone(self) -> bool:
+        """Whether a content stands in its text only as a list of parts, as templates of vision models have it."""
+        asked = {"role": "user", "content": WORD}
+        calls = [self.variables | call_of([message]) for message in (asked, in_parts(asked))]
+        return [WORD in each.get("text", "") for each in self.ask({"calls": calls, "marks": unused_characters(calls, 2)})] == [False, True]
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """Send a request to the rendering process, which is started with the first one."""
@@ -205,6 +231,25 @@ def call_of(messages: Sequence[Message], generation_prompt: bool = False, tools:
     """The variables that a template sees. Keys whose value is None are left out, as in transformers."""
     plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
     return {"messages": plain, "tools": tools, "documents": None, "add_generation_prompt": generation_prompt}
+
+
+def in_parts(message: Message) -> Message:
+    """A message with its content as a list of one part."""
+    content = message.get("content")
+    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def with_text(call: dict[str, Any]) -> list[Message]:
+    """The messages of a call with arguments of tools as JSON text, which templates of DeepSeek's kind join to their own."""
+    changed = []
+    for message in call["messages"]:
+        calls = [dict(each) for each in message.get("tool_calls") or []]
+        for each in calls:
+            function = each.get("function", each)
+            text = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+            each |= {"function": function | {"arguments": text}} if "function" in each else {"arguments": text}
+        changed.append(message | ({"tool_calls": calls} if calls else {}))
+    return changed
 
 
 def spelt(token: Any) -> Any:

@@ -2,7 +2,8 @@
 
 A field that no format here reads may still be one that matters to its author: a reasoning that the template does not show, a
 `system_prompt` under another name. So each is named in the report. A field of a message may be read by the template: its value is replaced
-once, and where the text stays the same, nothing reads it.
+once, and where the text stays the same, nothing reads it. So are contents, of each role: some templates leave out a system prompt, what a
+tool answers, or what an answer says beside its calls.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from shared.finetune.chat.datasets import Conversation
 from shared.finetune.chat.messages import HARMLESS
 from shared.finetune.chat.template import TemplateError
 
-READ = ("role", "content", "tool_calls")  # by `shared.finetune.chat.messages`
+READ = ("role", "content", "tool_calls")  # of messages, by `shared.finetune.chat.messages`
 TRIES = 4  # messages in which a field's value is replaced, before it is taken for unread
 WORD = "Quorvane"  # stands for a value: no text holds it
 
@@ -39,18 +40,27 @@ class Unread:
             for name in message.keys() - {*READ, *HARMLESS}:
                 if not self.is_read(asked, number, name, text):
                     self.counts[f"messages.{name}"] += 1
+            kind = f"content of {message['role']}" + (" with tool_calls" if message.get("tool_calls") else "")
+            if kind not in self.shown and message.get("content") and not self.differs(asked, number, "content", kind, text):
+                self.counts[f"messages.{kind}"] += 1
 
     def is_read(self, asked: Conversation, number: int, name: str, text: str) -> bool:
         """Whether the text depends on a field of a message; where it sometimes does, whether it holds the value."""
         value: Any = asked.messages[number][name]
         if name not in self.shown and self.tried[name] < TRIES:
-            self.tried[name] += 1
-            changed = list(asked.messages)
-            changed[number] = changed[number] | {name: WORD}
-            try:
-                differs = self.render(replace(asked, messages=changed)) != text
-            except TemplateError:  # it is of another type than the template reads
-                differs = True
-            self.shown |= {name} if differs else set()
-            return differs
+            return self.differs(asked, number, name, name, text)
         return name in self.shown and (not isinstance(value, str) or value.strip() in text)
+
+    def differs(self, asked: Conversation, number: int, name: str, kind: str, text: str) -> bool:
+        """Whether the text depends on a field of a message, which is tried TRIES times for each kind."""
+        if self.tried[kind] == TRIES:
+            return False
+        self.tried[kind] += 1
+        changed = list(asked.messages)
+        changed[number] = changed[number] | {name: WORD}
+        try:
+            differs = self.render(replace(asked, messages=changed)) != text
+        except TemplateError:  # it is of another type than the template reads
+            differs = True
+        self.shown |= {kind} if differs else set()
+        return differs
