@@ -55,8 +55,11 @@ def test_a_template_without_tools_refuses_a_record_that_has_some(model, tmp_path
         shown(model, tmp_path, spoken, str(plain))
 
 
-QUIET = "{% for message in messages %}{% if message.role in ('user', 'assistant') %}{{ '<|im_start|>' + message.role + '\n' + message.content +\
- '<|im_end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+QUIET = (
+    "{% for message in messages %}{% if message.role in ('user', 'assistant') %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def test_contents_that_a_template_leaves_out_are_named_by_role_with_their_count(model, tmp_path):

@@ -40,7 +40,8 @@ REFUSED = {  # in conversations of one or another kind, for the reason that is t
     **dict.fromkeys([("glm4moe", talk) for talk in TALKS if talk not in OF_TOOLS], SILENT),
     **dict.fromkeys([("glm4moe", talk) for talk in OF_TOOLS], "no special token ends it wherever it stands"),
     **{(name, talk): NO_TOOLS for talk in OF_TOOLS for name in (
-        "cohere", "cohere2", "gemma", "gemma3", "llava_next", "deepseek_r1_distill", "deepseekv3", "idefics3", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm")},
+        "cohere", "cohere2", "gemma", "gemma3", "llava_next", "deepseek_r1_distill", "deepseekv3", "idefics3", "llama3",
+        "phi3", "phi3_5", "qwen2_5_vl", "smolvlm")},
     **{("lfm2", talk): "shows no calls of tools, and the record has some" for talk in OF_TOOLS},
     **{(name, "tools and words"): "message 2: the template leaves out what it says beside its calls of tools" for name in (
         "gptoss", "llama3_1", "llama3_2", "muse_glimmer")},
