@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from shared.finetune.chat.datasets import ChatSource, Conversation, conversation_of, records
-from shared.finetune.chat.messages import HARMLESS, TOOLS, ChatError, Message, message_of, parsed, refuse_record
+from shared.finetune.chat.messages import HARMLESS, TOOLS, ChatError, Message, message_of, parsed, refuse_record, says_nothing
 
 SHAPES = (
     "a pair has chosen and rejected, and a prompt unless both are whole conversations; a single answer has prompt, completion and label"
@@ -82,7 +82,7 @@ def preference_of(record: Any, place: str) -> Preference:
     else:
         prompt, answers = split(answers, place)
     for name, answer in zip(names, answers, strict=True):
-        if not any((message.get("content") or "").strip() or message.get("tool_calls") for message in answer):
+        if all(map(says_nothing, answer)):
             refuse_record(place, f"has an empty answer in {name}")
     if len(answers) == 2 and answers[0] == answers[1]:
         refuse_record(place, "has two equal answers, chosen and rejected")

@@ -32,6 +32,7 @@ from shared.finetune.chat.messages import (
     parsed,
     refuse_record,
     require_json,
+    says_nothing,
     tools_of,
     with_system,
     with_whole,
@@ -198,6 +199,8 @@ def conversation_of(record: Any, place: str) -> Conversation:
     trained = {number for number, message in enumerate(messages) if is_trained(message, f"{place}, message {number + 1}")}
     if not any(number >= first for number in trained):
         refuse_record(place, "has no answer of the assistant to train on")
+    for number in sorted(number for number in trained if number >= first and says_nothing(messages[number])):
+        refuse_record(f"{place}, message {number + 1}", "is an empty answer, which teaches to say nothing (weight 0 leaves it out)")
     require_order(messages, place)
     arguments, tools = with_whole(parsed(fields.get("chat_template_kwargs", {}))), tools_of(fields, place)
     if not isinstance(arguments, dict):

@@ -25,6 +25,7 @@ MARKS = ("weight", "train", "loss_mask", "loss")  # of a message: whether it is 
 DETAILED = "train_detail"  # axolotl's: parts of a message
 HARMLESS = ("id", "tool_call_id", "uuid", "type")  # fields that name things, and stand in no text
 TOOLS = ("tools", "tool_defs", "functions")
+SAYING = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # what an answer says beside its content
 EXACT = 2.0**53  # floats below it hold every whole number
 
 
@@ -159,6 +160,11 @@ def with_system(messages: Sequence[Message], prompt: str | None) -> list[Message
 def text_of(messages: Sequence[Message]) -> str:
     """The contents of messages as one text, for a model that reads no roles."""
     return "\n\n".join(message["content"] for message in messages if message.get("content"))
+
+
+def says_nothing(message: Message) -> bool:
+    """Whether an answer is empty: trained on, it would teach to say nothing."""
+    return not (message.get("content") or "").strip() and not any(message.get(name) for name in SAYING)
 
 
 def is_trained(message: Message, place: str) -> bool:
