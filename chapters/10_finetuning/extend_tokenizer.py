@@ -40,6 +40,8 @@ def run(config: ExtensionConfig) -> None:
     from shared.data.source import Source
     from shared.data.sources import open_source
     from shared.data.tokenizer import TextTokenizer
+    from shared.finetune.chat.prepare import folder_of
+    from shared.finetune.chat.template import ChatTemplate, has_template
     from shared.finetune.vocabulary import extend_tokenizer
     from shared.output_files import require_writable
 
@@ -58,6 +60,8 @@ def run(config: ExtensionConfig) -> None:
     characters = max(1, sum(map(len, texts[:100])))
     before, after = (sum(len(tokenizer.encode(text)) for text in texts[:100]) for tokenizer in (old, extended))
     extended.save_pretrained(config.output, 10**6)
+    if has_template(folder_of(config.tokenizer)):
+        ChatTemplate.load(folder_of(config.tokenizer)).save(config.output)
     console.print(f"{extended.vocab_size - old.vocab_size:,} tokens added to {old.vocab_size:,}, in {config.output}.")
     console.print(f"Characters in a token of this text: {characters / max(1, before):.2f} before, {characters / max(1, after):.2f} now.")
 

@@ -10,7 +10,7 @@ import json
 import re
 import stat
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ FIM_TOKENS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>
 MASK = "<|mask|>"
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|turn_end|>")  # for chapter 10
 ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # what others call the end of a document
+ROLES = ("eos_token", "bos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")  # transformers' names
 CONTROL = re.compile(r"<[|｜][\w▁-]+[|｜]>")  # how control tokens are spelt; some files do not say that theirs are special
 BYTES = 256
 LONGEST_WORD = 1000  # characters; the library's trainer takes the square of a word's length: 200,000 letters without a space, 90 seconds
@@ -52,6 +53,7 @@ class TextTokenizer:
     Args:
         tokenizer: taken over; its own special tokens stay, and its control tokens become special. Text never becomes one.
         end: the name of the token that ends a document; None to look for a usual one.
+        names: what transformers calls other tokens, such as {"pad_token": "<pad>"}; kept for who reads the tokenizer next.
 
     Attributes:
         vocab_size: ids are 0 .. vocab_size - 1.
@@ -59,7 +61,7 @@ class TextTokenizer:
         identity: sha256 of the tokenizer, equal for equal ones.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end: str | None = None):
+    def __init__(self, tokenizer: Tokenizer, end: str | None = None, names: Mapping[str, str] | None = None):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -80,6 +82,7 @@ class TextTokenizer:
         if found is None:
             wanted = repr(end) if end else "that ends a document"
             raise TokenizerError(f"The tokenizer has no special token {wanted}. It has: {', '.join(self.special_ids) or 'none'}.")
+        self.names = {role: name for role, name in (names or {}).items() if name in vocabulary}
         self.end = found
         self.end_id = self.special_ids[found]
 
@@ -125,7 +128,8 @@ class TextTokenizer:
             cure = "give the tokenizer.json of a model, or copy it again"
             raise TokenizerError(f"{file} is not a tokenizer of the tokenizers library ({str(error).rstrip('.')}): {cure}.") from None
         try:
-            return cls(tokenizer, end or end_beside(file))
+            names = names_beside(file)
+            return cls(tokenizer, end or names.pop("eos_token", None), names)
         except TokenizerError as error:
             raise TokenizerError(f"{file}: {error}") from None
 
@@ -141,7 +145,7 @@ class TextTokenizer:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.save(folder / "tokenizer.json")
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end, "model_max_length": longest}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.names | {"eos_token": self.end, "model_max_length": longest}
         config["clean_up_tokenization_spaces"] = False
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
@@ -152,7 +156,7 @@ class TextTokenizer:
             return self
         grown = Tokenizer.from_str(self.tokenizer.to_str())
         grown.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
-        return TextTokenizer(grown, self.end)
+        return TextTokenizer(grown, self.end, self.names)
 
     def to_json(self) -> str:
         return self.tokenizer.to_str(pretty=True)
@@ -258,16 +262,17 @@ def difference(wanted: str, back: str) -> str:
     return f"{wanted[first : place + 8]!r} comes back as {back[first : place + 8]!r}"
 
 
-def end_beside(file: Path) -> str | None:
-    """The end token that transformers noted in the `tokenizer_config.json` beside the file, if there is one."""
+def names_beside(file: Path) -> dict[str, str]:
+    """What the `tokenizer_config.json` beside the file, if there is one, calls its tokens: `eos_token`, `pad_token` ... -> a token."""
     config = file.with_name("tokenizer_config.json")
     if not config.exists():
-        return None
+        return {}
     try:
-        end = read_json(config).get("eos_token")
+        said = {role: token for role, token in read_json(config).items() if role in ROLES and token is not None}
     except PretrainedError as error:
         raise TokenizerError(str(error)) from None
-    end = end.get("content") if isinstance(end, dict) else end
-    if not isinstance(end, str | None):
-        raise TokenizerError(f"{config} gives the eos_token {end!r}: give its name, or null.")
-    return end
+    names = {role: token.get("content") if isinstance(token, dict) else token for role, token in said.items()}
+    for role, name in names.items():
+        if not isinstance(name, str):
+            raise TokenizerError(f"{config} gives the {role} {name!r}: give its name, or null.")
+    return names

@@ -156,7 +156,7 @@ def extend_tokenizer(tokenizer: TextTokenizer, texts: Iterable[str], new_tokens:
             heapq.heappush(waiting, (-pairs[each], each))
     if not parts:
         raise TokenizerError("No two tokens of the new text occur together twice: give more text.")
-    return Extension(TextTokenizer(Tokenizer.from_str(json.dumps(raw)), tokenizer.end), parts)
+    return Extension(TextTokenizer(Tokenizer.from_str(json.dumps(raw)), tokenizer.end, tokenizer.names), parts)
 
 
 def count_words(tokenizer: TextTokenizer, texts: Iterable[str]) -> Counter[tuple[int, ...]]:

@@ -44,7 +44,8 @@ class PreferenceConfig(ChatConfig):
 
     Args:
         sources: where they come from, one after the other.
-        template: chatml, the file or folder of a template, or null for the one beside the tokenizer.
+        template: auto for the model's own, and chatml where it has none; chatml, the file or folder of a template, or null for the
+            model's own alone.
         tokenizer: the folder of the model's tokenizer; null for that of the model that training starts from.
         system: the system prompt of pairs that have none.
         held_out_share: share of the pairs that is held out for evaluation; those with the same prompt are on one side.
@@ -56,7 +57,7 @@ class PreferenceConfig(ChatConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.template == PAIRS:
-            raise ValueError(f"template is {PAIRS}, which is for an encoder-decoder: give chatml, a file or folder, or null.")
+            raise ValueError(f"template is {PAIRS}, which is for an encoder-decoder: give auto, chatml, a file or folder, or null.")
 
 
 OF_LOSSES = {  # a setting that would do nothing is refused

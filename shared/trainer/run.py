@@ -41,6 +41,8 @@ from shared.trainer.costs import Costs, Stopwatch, Traffic
 from shared.trainer.mode import Mode, Run
 from shared.trainer.models import float_remark, objective_of, own_parts, parallel_model, parameter_count, require_extensions
 from shared.trainer.models import resolve_precision
+from shared.trainer.modes.answering import Answering
+from shared.trainer.modes.turns import template_remark
 from shared.trainer.modes import MODES
 from shared.trainer.planner.layout import pipeline_line, stages_summary
 from shared.trainer.planner.memory import require_memory
@@ -223,6 +225,8 @@ def announce(
         remarks += f"The weights of {start.folder} are the first ones.\n"
         if (new := config.model.vocab_size - start.model.vocab_size) > 0:
             remarks += f"{new:,} of the tokenizer's {config.model.vocab_size:,} tokens have no row in them: theirs begin at the rows' mean.\n"
+    if isinstance(mode, Answering):
+        remarks += template_remark(config, start, mode.text.template, mode.tokenizer)
     remarks += remark
     console.print(
         f"{parameters / 1e6:.1f} million parameters, {config.precision} on {device}. {amount}{seen}.\n"

@@ -29,7 +29,7 @@ from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.datasets import ChatSource, open_chats_of
 from shared.finetune.chat.encoding import ChatExamples, PairExamples
 from shared.finetune.chat.sides import SideWriter
-from shared.finetune.chat.template import FILE, ChatTemplate
+from shared.finetune.chat.template import FILE, ChatTemplate, has_template
 from shared.folder_lock import FolderLock
 from shared.output_files import require_writable, write_atomically
 
@@ -38,6 +38,7 @@ BATCH = 64  # conversations that are tokenized together
 SHOWN = 3  # conversations that the report shows
 NAMED = 20  # unread fields that it names
 PAIRS = "pairs"  # in place of a template: text to text
+AUTO = "auto"  # the model's own template, or else chatml
 
 
 @dataclass(frozen=True)
@@ -47,22 +48,23 @@ class ChatConfig:
 
     Args:
         sources: where they come from, one after the other.
-        template: chatml, the file or folder of a template, or null for the one beside the tokenizer; pairs for an encoder-decoder, which
-            reads what comes before the last answer and writes the answer.
+        template: auto for the one beside the tokenizer, which is the model's own, and chatml where it has none; chatml, the file or folder
+            of a template, or null for the model's own alone; pairs for an encoder-decoder, which reads what comes before the last answer
+            and writes the answer.
         tokenizer: the folder of the model's tokenizer; null for that of the model that training starts from.
         system: the system prompt of conversations that have none.
         held_out_share: share of the conversations that is held out for evaluation; those with the same first words are on one side.
     """
 
     sources: tuple[ChatSource, ...] = ()
-    template: str | None = "chatml"
+    template: str | None = AUTO
     tokenizer: Path | None = None
     system: str | None = None
     held_out_share: Fraction = 0.05
 
     def __post_init__(self) -> None:
         if self.template is not None and not self.template.strip():
-            raise ValueError("template is empty: give chatml, a file or folder, pairs, or null for the one beside the tokenizer.")
+            raise ValueError("template is empty: give auto, chatml, a file or folder, pairs, or null for the one beside the tokenizer.")
 
 
 @dataclass
@@ -179,6 +181,8 @@ def chat_tokenizer(folder: Path, template: str | None) -> tuple[TextTokenizer, C
     tokenizer = TextTokenizer.load(folder)
     tokenizer.require_lossless()
     beside = folder_of(Path(folder).expanduser())
+    if template == AUTO:
+        template = None if has_template(beside) else "chatml"
     found = ChatTemplate.load(template or beside, beside)
     found.variables.setdefault("eos_token", tokenizer.end)
     return tokenizer.with_special(found.special_names), found
@@ -219,7 +223,7 @@ def write_chats(
 
 def write_beside(folder: Path, tokenizer: TextTokenizer, template: ChatTemplate | None) -> None:
     """Write what made the shards: the tokenizer, the names of its special tokens, and the template."""
-    said = {**(template.variables if template else {}), "eos_token": tokenizer.end}
+    said = tokenizer.names | (template.variables if template else {}) | {"eos_token": tokenizer.end}
     write_atomically(folder / "tokenizer_config.json", json.dumps(said).encode())
     write_atomically(folder / "tokenizer.json", tokenizer.to_json().encode())
     if template:

@@ -257,6 +257,12 @@ def spelt(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
+def has_template(folder: Path) -> bool:
+    """Whether a model's folder has a chat template."""
+    config = folder / "tokenizer_config.json"
+    return (folder / FILE).is_file() or (config.is_file() and bool(read_json(config).get("chat_template")))
+
+
 def chosen(given: Any, path: Path) -> tuple[str, str | None]:
     """The templates of a configuration: the only one, or of several with names the one called default; and the one for tools."""
     of_tools = None

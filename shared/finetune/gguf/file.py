@@ -30,7 +30,7 @@ class GgufFile:
         try:
             from gguf import GGUFReader
         except ImportError:
-            raise PretrainedError(f"{path} is a GGUF file, and the library that reads it is missing: `make install GROUP=pretrained`.") from None
+            raise PretrainedError(f"{path} is GGUF, and the library that reads it is missing: `make install GROUP=pretrained`.") from None
         try:
             reader = GGUFReader(path)
             self.metadata: dict[str, Any] = {name: plain(field.contents()) for name, field in reader.fields.items()}

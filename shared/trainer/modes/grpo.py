@@ -41,6 +41,7 @@ from shared.trainer.config import TrainerConfig
 from shared.trainer.mode import Judged, Run, right_shares
 from shared.trainer.modes.answering import Answering, trained_parameters
 from shared.trainer.modes.rollouts import Rolling, reward_by, reward_weights
+from shared.trainer.modes.turns import require_trained_turns
 from shared.trainer.weights import InitialWeights
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class TaskPolicyOptimization(Rolling, Answering):
         self.text.report.unread = dict(unread.most_common())
         self.tokenizer = self.text.tokenizer
         agreed(world, lambda: start.require_extended(self.tokenizer))
+        agreed(world, lambda: require_trained_turns(config, start, self.tokenizer))
         written = json.dumps([asdict(task) for task in (*self.training, *self.tasks)]).encode()
         require_agreement(world, "tasks", {"sha256": hashlib.sha256(written).hexdigest(), "tokenizer": self.tokenizer.identity})
         if grpo.reward_model:

@@ -43,6 +43,7 @@ from shared.trainer.config import TrainerConfig
 from shared.trainer.mode import Judged, Run, prepared_once
 from shared.trainer.models import first_scorer
 from shared.trainer.modes.answering import Answering, Loaders, trained_parameters
+from shared.trainer.modes.turns import require_trained_turns
 from shared.trainer.weights import InitialWeights
 
 SAMPLES = 8  # prompts whose answers are shown where nobody judges them
@@ -69,6 +70,7 @@ class Preferring(Answering):
         self.text: PreparedPairs = prepared_once(world, config.data.prepared, make, open_preferences)
         self.tokenizer = self.text.tokenizer
         agreed(world, lambda: start.require_extended(self.tokenizer))
+        agreed(world, lambda: require_trained_turns(config, start, self.tokenizer))
 
     def require_answerable(self, config: TrainerConfig) -> None:
         made, file, most = made_set(config), config.preferences.made.file, config.preferences.made.prompts

@@ -24,6 +24,7 @@ from shared.totals import Totals
 from shared.trainer.config import TrainerConfig
 from shared.trainer.mode import Judged, Run, prepared_once, right_shares
 from shared.trainer.modes.answering import Answering, Loaders, trained_parameters
+from shared.trainer.modes.turns import require_trained_turns
 from shared.trainer.weights import InitialWeights
 
 
@@ -43,6 +44,7 @@ class FineTuning(Answering):
         self.text: PreparedChats = prepared_once(world, folder, make, open_chats)
         self.tokenizer = self.text.tokenizer
         agreed(world, lambda: start.require_extended(self.tokenizer))
+        agreed(world, lambda: require_trained_turns(config, start, self.tokenizer))
         pairs = self.text.template is None
         self.objective = encoder_decoder_objective if pairs else answer_objective
         self.start_id = decoder_start(start) if pairs else None

@@ -228,6 +228,7 @@ def planned(entry: StageEntry, asked: dict[str, str], layout: str | None, path: 
     known = with_shorter_schedule(TrainerConfig, settings, with_words(TrainerConfig, settings, words), asked)
     if start:
         known["model"] = merged(provenance.plain(start.config.model), known.get("model") or {})
-    exists = start is None and isinstance(known.get("start_from"), str) and (Path(known["start_from"]).is_dir() or is_gguf(known["start_from"]))
+    given = known.get("start_from")
+    exists = start is None and isinstance(given, str) and (Path(given).is_dir() or is_gguf(given))
     config = from_settings(TrainerConfig, known, complete=exists)
     return Stage(entry.name, file, command, layout, config, start, judge)

@@ -27,11 +27,11 @@ from shared.course.typed import SURROGATES
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.messages import Message
-from shared.finetune.chat.template import FILE, ChatTemplate
+from shared.finetune.chat.template import ChatTemplate, has_template
 from shared.finetune.peft_format import load_adapter
 from shared.finetune.quantization.packed import fused_kernel, use_kernels
 from shared.finetune.soft_prompts import count_virtual_tokens
-from shared.model.hf.files import START, PretrainedError, read_json
+from shared.model.hf.files import START, PretrainedError
 from shared.model.transformer import TransformerModel
 from shared.moe.config import MixtureModelConfig
 from shared.rl.generation import Drawing, stream_answer
@@ -195,9 +195,7 @@ def open_talk(path: Path, settings: AnswerSettings, system: str | None) -> Talk:
         model, tokenizer, folder = opened(path)
     except PretrainedError as error:
         raise CourseError(str(error)) from None
-    config = folder / "tokenizer_config.json"
-    has_template = (folder / FILE).is_file() or (config.is_file() and "chat_template" in read_json(config))
-    template = ChatTemplate.load(folder) if has_template else None
+    template = ChatTemplate.load(folder) if has_template(folder) else None
     if template:
         template.variables.setdefault("eos_token", tokenizer.end)
     return Talk(model.eval(), tokenizer, template, settings, system if template else None)
