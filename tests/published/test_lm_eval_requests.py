@@ -6,6 +6,7 @@ import pytest
 from evaluated_models import model_folder
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from tokenizers import Tokenizer, processors
 
 from shared.course.errors import CourseError
 from shared.trainer.evaluation.lm_eval_adapter import CourseLM
@@ -59,3 +60,26 @@ def test_a_begun_answer_stays_open(begun, folder):
     turns = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": begun}]
     assert mine.apply_chat_template(list(turns), False) == theirs.apply_chat_template(list(turns), False)
     assert mine.apply_chat_template(turns[:1]) == theirs.apply_chat_template(turns[:1])
+
+
+@pytest.mark.parametrize("written", ["", "{{ bos_token }}"], ids=["by the tokenizer", "by the template"])
+@pytest.mark.parametrize("adds", [True, False], ids=["adds one", "adds none"])
+def test_a_chat_begins_as_its_own_class_lets_it_begin(written, adds, folder):
+    """With the beginning token once, or never where neither the tokenizer nor the template writes it."""
+    tokenizer, name = Tokenizer.from_file(str(folder / "tokenizer.json")), "<|extra_0|>"
+    if adds:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{name} $A", special_tokens=[(name, tokenizer.token_to_id(name))])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(said | {"bos_token": name}))
+    (folder / "chat_template.jinja").write_text(written + TEMPLATE)
+    theirs, mine = both(folder)
+    turns = [{"role": "user", "content": "the quick"}]
+    chats = [model.apply_chat_template(list(turns)) for model in (theirs, mine)]
+    assert chats[0] == chats[1] and mine.encode(chats[1]) == theirs.tok_encode(chats[0])
+    assert mine.encode(chats[1]).count(tokenizer.token_to_id(name)) == (adds or bool(written))
+    asked = [[Instance(kind, {}, (chats[0], more), 0)] for kind, more in (
+        ("loglikelihood", " brown fox"), ("generate_until", {"until": [], "max_gen_toks": 12}),
+    )]  # fmt: skip
+    assert mine.loglikelihood(asked[0])[0][0] == pytest.approx(theirs.loglikelihood(asked[0])[0][0], abs=1e-4)
+    assert mine.generate_until(asked[1]) == theirs.generate_until(asked[1])

@@ -37,7 +37,19 @@ class CourseLM(LM):
         self.encoder = ChatEncoder(subject.tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        return self.encoder.encode([text])[0].ids if self.in_chat else self.subject.encode(text)
+        """The ids of a request. A chat too is put after the tokenizer's beginning token, if it adds one and the template has not."""
+        if not self.in_chat:
+            return self.subject.encode(text)
+        ids, (beginning, before, after) = self.encoder.encode([text])[0].ids, self.habit
+        return ids if text.startswith(beginning) else [*before, *ids, *after]
+
+    @cached_property
+    def habit(self) -> tuple[str, list[int], list[int]]:
+        """The name of the token before an empty text, and the ids that the tokenizer puts before a text, and after it."""
+        bare, whole = self.subject.tokenizer.encode("x"), self.subject.encode("x")
+        place = next(start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)
+        beginning = self.subject.tokenizer.decode([self.scorer.prefix_id], keep_special=True)
+        return beginning, whole[:place], whole[place + len(bare) :]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         pairs = [self.scorer.split(*request.args, self.encode) for request in requests]
