@@ -1,7 +1,8 @@
 """Chapter 09. Hugging Face formats of mixture-of-experts models: Mixtral, OLMoE, Qwen 3 MoE, and dots.llm1, DeepSeek-V3's router over GQA.
 
 Importing this module adds them to the formats of `shared.model.hf.registry`. Files hold each expert by itself, as tensors that are slices
-of our stacks [E, out, in]; those of a state dict of transformers 5 hold stacks. Attention and norms are LLaMA's. Load with `load_pretrained(folder, builders=MIXTURE)`.
+of our stacks [E, out, in]; those of a state dict of transformers 5 hold stacks. Attention and norms are LLaMA's. Load with
+`load_pretrained(folder, builders=MIXTURE)`.
 
 Left out on purpose, in reading and in writing: what is said of training (the balance loss's coefficient, router noise), which changes no
 logit. A coefficient would have to be converted as well: see `balance_convention`.
@@ -47,7 +48,8 @@ def read_experts(keys: Mapping[str, Key], raw: ConfigJson) -> dict[str, Any]:
 
 
 def read_mixtral(raw: ConfigJson) -> ModelConfig:
-    return replace(llama.read_common(raw, 131072, 1e-5, 1e6), sliding_window=raw.get("sliding_window"))
+    common, window = llama.read_common(raw, 131072, 1e-5, 1e6), raw.get("sliding_window")
+    return replace(common, **llama.read_windows(raw, window, listed=False))
 
 
 def with_bias(raw: ConfigJson, common: ModelConfig, **changes: Any) -> ModelConfig:
@@ -57,12 +59,20 @@ def with_bias(raw: ConfigJson, common: ModelConfig, **changes: Any) -> ModelConf
 
 
 def read_olmoe(raw: ConfigJson) -> ModelConfig:
-    return with_bias(raw, llama.read_common(raw, 4096, 1e-5), qk_norm_over="projection", head_dim=None)
+    """Its norms of queries and keys have hidden_size: the heads share that, and transformers' class has no key for another size."""
+    llama.read_windows(raw, None, listed=False)
+    common = llama.read_common(raw, 4096, 1e-5)
+    if common.head_dim not in (None, own := common.hidden_size // common.num_attention_heads):
+        raise ValueError(f"head_dim is {common.head_dim}, and the heads of an olmoe model share hidden_size: only {own} fits it.")
+    return with_bias(raw, common, qk_norm_over="projection", head_dim=None)
+
+
+def write_olmoe(config: ModelConfig) -> ConfigJson:
+    return {key: value for key, value in llama.write_llama(config).items() if key != "head_dim"}
 
 
 def read_qwen3(raw: ConfigJson) -> ModelConfig:
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    return with_bias(raw, llama.read_common(raw, 32768), sliding_window=window)
+    return with_bias(raw, llama.read_common(raw, 32768), **llama.read_windows(raw, llama.qwen_window(raw), listed=False))
 
 
 def write_qwen3(config: ModelConfig) -> ConfigJson:
@@ -71,9 +81,7 @@ def write_qwen3(config: ModelConfig) -> ConfigJson:
 
 
 def read_dots(raw: ConfigJson) -> ModelConfig:
-    layers, window, first = raw["num_hidden_layers"], raw.get("sliding_window", 4096), raw.get("max_window_layers", 62)
-    kinds = raw.get("layer_types") or ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
-    windows = {"sliding_window": window, "layer_types": tuple(kinds)} if "sliding_attention" in kinds else {}
+    windows = llama.read_windows(raw, raw.get("sliding_window", 4096), raw.get("max_window_layers", 62))
     return with_bias(raw, llama.read_common(raw, 2048), **windows)
 
 
@@ -155,11 +163,11 @@ MIXTURES: dict[str, Format] = {
     known.model_type: known
     for known in (
         mixture(
-            "mixtral", "MixtralForCausalLM", MIXTRAL, read_mixtral, llama.write_mistral, written={"output_router_logits": False},
+            "mixtral", "MixtralForCausalLM", MIXTRAL, read_mixtral, llama.write_window, written={"output_router_logits": False},
             tensors=partial(tensors, mlp="block_sparse_moe", names=MIXTRAL_NAMES), bos_token_id=1, eos_token_id=2,
         ),
         mixture(
-            "olmoe", "OlmoeForCausalLM", OLMOE, read_olmoe, llama.write_llama, required={"clip_qkv": (None,)}, pad_token_id=1,
+            "olmoe", "OlmoeForCausalLM", OLMOE, read_olmoe, write_olmoe, required={"clip_qkv": (None,)}, pad_token_id=1,
             eos_token_id=50279,
         ),
         mixture(

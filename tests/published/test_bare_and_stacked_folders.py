@@ -29,8 +29,8 @@ from shared.trainer.models import RUN_AXES
 
 IDS = torch.arange(1, 17)[None]
 SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "initializer_range": 0.1,
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.1,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 DENSE = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}

@@ -23,12 +23,17 @@ SIZES = {
 TYPES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
 }  # fmt: skip
 EXPERTS = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-}
+    "dots1": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 PARAMETERS = [None, {"rope_type": "default", "rope_theta": 1e6}, YARN | {"rope_theta": 1e6}, {"rope_type": "linear", "factor": 2.0}]
 SCALINGS = [

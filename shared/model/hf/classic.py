@@ -218,6 +218,8 @@ def read_t5(raw: ConfigJson) -> ModelConfig:
     act, gated = FEED_FORWARD[said]
     if gated and raw.get("dense_act_fn"):
         act = activation(raw["dense_act_fn"])
+    if raw.get("tie_word_embeddings") is None:  # null stands for the default
+        raw = raw | {"tie_word_embeddings": True}
     fields = T5_CHOICES | read_keys(T5_KEYS, raw) | {"hidden_act": act, "gated": gated}
     fields["num_hidden_layers"] = fields["num_hidden_layers"] or fields["num_encoder_layers"]
     scaled = raw.get("scale_decoder_outputs", fields["tie_word_embeddings"])

@@ -20,7 +20,8 @@ KEYS = as_named("vocab_size", "hidden_size", "num_hidden_layers", "num_attention
     "attention_dropout": Key("attention_dropout", 0.0),
     "initializer_range": Key("initializer_range", 0.02),
 }
-COMMON_REQUIRED = {"pretraining_tp": (1, None), "quantization_config": (None,), "partial_rotary_factor": (1.0, None)}
+COMMON_REQUIRED = {"pretraining_tp": (1, None), "quantization_config": (None,), "partial_rotary_factor": (1.0, None),
+                   "text_config": (None,)}  # fmt: skip
 ROPE_OPTIONS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -29,6 +30,7 @@ ROPE_OPTIONS = {
 }
 ORIGINAL = "original_max_position_embeddings"
 HARMLESS_ROPE_KEYS = {"rope_type", "type", "rope_theta", ORIGINAL}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rope(raw: ConfigJson, longest: int, theta: float = 10000.0) -> dict[str, Any]:
@@ -89,10 +91,36 @@ def write_common(config: ModelConfig) -> ConfigJson:
     return write_keys(KEYS, config, tanh="gelu_pytorch_tanh") | write_rope(config)
 
 
+def read_windows(raw: ConfigJson, window: int | None, first: int = 0, *, listed: bool = True) -> dict[str, Any]:
+    """Which blocks have a sliding window: those of `layer_types`; without this list, those from `first` on.
+
+    Args:
+        window: that the file gives and does not switch off.
+        listed: whether the model's class in transformers reads the list; another one must say what that class computes.
+
+    Raises:
+        ValueError: a list that does not fit.
+    """
+    layers, said = raw["num_hidden_layers"], raw.get("layer_types")
+    kinds = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
+    if said is not None:
+        if not isinstance(said, list) or len(said) != layers:
+            raise ValueError(f"layer_types is {said}, and num_hidden_layers {layers}: it must list a kind of attention for each block.")
+        if not set(said) <= ({FULL} if window is None else {FULL, SLIDING}) or not (listed or said == kinds):
+            found, wanted = (", ".join(sorted(map(str, set(each)))) for each in (said, kinds))
+            use = "no sliding window" if window is None else f"a sliding window of {window}"
+            raise ValueError(
+                f"layer_types lists {found}, and with {use} in use a {raw.get('model_type')} model computes {wanted}: make sliding_window, "
+                "use_sliding_window and layer_types say the same."
+            )
+        kinds = said
+    return {"sliding_window": window, "layer_types": tuple(kinds)} if SLIDING in kinds else {}
+
+
 def read_llama(raw: ConfigJson) -> ModelConfig:
     bias = raw.get("attention_bias", False)
     changes = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": raw.get("mlp_bias", False)}
-    return replace(read_common(raw, 2048), **changes)
+    return replace(read_common(raw, 2048), **changes, **read_windows(raw, None, listed=False))
 
 
 def write_llama(config: ModelConfig) -> ConfigJson:
@@ -100,21 +128,25 @@ def write_llama(config: ModelConfig) -> ConfigJson:
 
 
 def read_mistral(raw: ConfigJson) -> ModelConfig:
-    return replace(read_common(raw, 131072), sliding_window=raw.get("sliding_window", 4096))
+    """With `layer_types` it is a Ministral, which transformers' AutoModel makes of it."""
+    return replace(read_common(raw, 131072), **read_windows(raw, raw.get("sliding_window", 4096)))
 
 
-def write_mistral(config: ModelConfig) -> ConfigJson:
+def write_window(config: ModelConfig) -> ConfigJson:
+    """One window for all blocks."""
     return write_common(config) | {"sliding_window": config.sliding_window}
 
 
-def read_windows(raw: ConfigJson) -> dict:
-    """Qwen's: a window in some blocks only. Where the file does not list them: in those from `max_window_layers` on."""
-    window, layers = raw.get("sliding_window"), raw["num_hidden_layers"]
-    if not raw.get("use_sliding_window", False) or not window:
-        return {}
-    first = raw.get("max_window_layers", 28)
-    kinds = raw.get("layer_types") or ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    return {"sliding_window": window, "layer_types": tuple(kinds)}
+def write_mistral(config: ModelConfig) -> ConfigJson:
+    return write_window(config) | ({"layer_types": list(config.layer_types)} if len(set(config.layer_types)) > 1 else {})
+
+
+def qwen_window(raw: ConfigJson) -> int | None:
+    return raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+
+
+def read_qwen_windows(raw: ConfigJson) -> dict[str, Any]:
+    return read_windows(raw, qwen_window(raw), raw.get("max_window_layers", 28))
 
 
 def write_windows(config: ModelConfig) -> ConfigJson:
@@ -127,7 +159,7 @@ def write_windows(config: ModelConfig) -> ConfigJson:
 
 
 def read_qwen2(raw: ConfigJson) -> ModelConfig:
-    return replace(read_common(raw, 32768), attention_bias=True, **read_windows(raw))
+    return replace(read_common(raw, 32768), attention_bias=True, **read_qwen_windows(raw))
 
 
 def write_qwen2(config: ModelConfig) -> ConfigJson:
@@ -137,7 +169,7 @@ def write_qwen2(config: ModelConfig) -> ConfigJson:
 def read_qwen3(raw: ConfigJson) -> ModelConfig:
     bias = raw.get("attention_bias", False)
     changes = {"attention_bias": bias, "attention_output_bias": bias, "qk_norm": True, "head_dim": raw.get("head_dim", 128)}
-    return replace(read_common(raw, 32768), **changes, **read_windows(raw))
+    return replace(read_common(raw, 32768), **changes, **read_qwen_windows(raw))
 
 
 def write_qwen3(config: ModelConfig) -> ConfigJson:
