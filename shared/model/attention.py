@@ -8,7 +8,6 @@ weights per head (eager); `sdpa_attention` is PyTorch's kernel for scaled dot-pr
 agree to rounding.
 """
 
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from shared.course.binding import exercise
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, to_compute_dtype
+from shared.model.document_attention import attend_documents
 from shared.model.masks import AttentionMask
 from shared.model.rope import apply_rope
 
@@ -57,7 +57,7 @@ def eager_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Attenti
     Raises:
         ValueError: a mask in the kernel's own form, or dropout: it would ignore both.
     """
-    if mask.causal or dropout:
+    if mask.causal or mask.documents or dropout:
         raise ValueError("Eager attention has no causal flag and no dropout: call to_attention_mask with sdpa=False, and set dropout to 0.")
     return grouped_query_attention(queries, keys, values, mask.allowed, mask.bias, scale)
 
@@ -70,6 +70,8 @@ def sdpa_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Attentio
     Raises:
         ValueError: the causal flag with more keys than queries, for which the kernel would hide the wrong ones.
     """
+    if mask.documents is not None:
+        return attend_documents(queries, keys, values, mask.documents, scale, dropout)
     if mask.causal and queries.shape[2] != keys.shape[2]:
         lengths = f"{queries.shape[2]} and {keys.shape[2]}"
         raise ValueError(f"The causal flag is for as many queries as keys, not {lengths}: give a mask as a tensor.")

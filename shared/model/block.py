@@ -5,6 +5,7 @@ After (post-norm, the original transformer, BERT): norm(x + f(x)). Xiong et al. 
 The stack makes what its blocks share once in a forward pass: masks, RoPE tables or position biases.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from shared.course.binding import exercise
 from shared.model.builders import Builders
 from shared.model.config import ModelConfig
 from shared.model.context import AttentionContext, KeyValueCache
+from shared.model.document_attention import takes_documents
 from shared.model.masks import Causal, Full, Mask, Window, to_attention_mask
 from shared.model.rope import RelativeBias, alibi_bias, rope_tables
 
@@ -80,11 +82,15 @@ class Stack(nn.Module):
 
     Args:
         config: a resolved configuration; its architecture says whether the stack is causal and has cross-attention.
+
+    Attributes:
+        attended: `AttentionMask.kernel` -> masks of it that forward passes without a cache made; a compiled model counts none.
     """
 
     def __init__(self, config: ModelConfig, builders: Builders):
         super().__init__()
         self.config, self.run_block = config, builders.run_block
+        self.attended: Counter[str] = Counter()
         self.pattern: Mask = Full() if config.architecture == "encoder" else Causal()
         cross = config.architecture == "encoder-decoder"
         bidirectional = config.architecture == "encoder"
@@ -139,7 +145,10 @@ class Stack(nn.Module):
             cached = cache.keys(name, queries) if cache is not None else None
             keys = torch.arange(length, device=queries.device) if cached is None else cached
             bias = self.position_bias(queries, keys)
-            masks[name] = to_attention_mask(rule, queries, keys, bias, sdpa=self.sdpa, in_order=cached is None)
+            settings = {"sdpa": self.sdpa, "in_order": cached is None, "documents": takes_documents(queries.device)}
+            masks[name] = to_attention_mask(rule, queries, keys, bias, **settings)
+        if cache is None and not torch.compiler.is_compiling():
+            self.attended.update(mask.kernel for mask in masks.values())
         rope = rope_tables(self.config, positions, length) if self.config.position == "rope" else None
         return AttentionContext(masks, rope, cache)
 

@@ -2,7 +2,8 @@
 
 A rule answers for query i and key j, counted from the start of the whole sequence: Causal() & Window(128) is Mistral,
 Causal() | Prefix(n) a prefix language model, Causal() & Documents(ids) a packed batch. Rules become tensors once per forward
-pass, in `to_attention_mask`, and not even then where PyTorch's kernel knows the pattern by itself.
+pass, in `to_attention_mask`, and not even then where PyTorch's kernel knows the pattern by itself, or where attention goes document by
+document (`shared.model.document_attention`).
 
 Left out on purpose: block-sparse kernels. PyTorch's FlexAttention has no backward pass on the CPU.
 """
@@ -12,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from shared.model.document_attention import DocumentMask, PackedDocuments, pack_of, saves_work
 
 
 class Mask:
@@ -94,9 +97,14 @@ class Prefix(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """Only the query's own document. ids: [batch, seq] int64, equal where positions belong together."""
+    """Only the query's own document.
+
+    ids: [batch, seq] int64, equal where positions belong together.
+    packed: the same as lengths, where they were found on the host before; None to find them where `ids` is on the CPU.
+    """
 
     ids: Tensor
+    packed: PackedDocuments | None = None
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         return self.ids[:, queries.squeeze(1), None] == self.ids[:, None, keys.squeeze(0)]
@@ -113,21 +121,31 @@ class Padding(Mask):
 
 
 class AttentionMask(NamedTuple):
-    """A rule in the form that attention takes. With neither `causal` nor a tensor, every query sees every key.
+    """A rule in the form that attention takes. With neither `causal` nor `documents` nor a tensor, every query sees every key.
 
     causal: the kernel's own causal pattern, for as many queries as keys.
     allowed: None, or bool broadcastable to [batch, 1, Q, K], True where the query may look.
     bias: None, or float [1, heads, Q, K], added to the scores; what is not allowed is -inf already where `allowed` is None.
+    documents: packed rows, each document of which attends to itself.
     """
 
     causal: bool = False
     allowed: Tensor | None = None
     bias: Tensor | None = None
+    documents: DocumentMask | None = None
+
+    @property
+    def kernel(self) -> str:
+        """How attention takes it, in words."""
+        if self.documents is not None:
+            return "document by document"
+        return "mask" if self.allowed is not None or self.bias is not None else "causal flag" if self.causal else "no mask"
 
 
 def to_attention_mask(
-    mask: Mask, queries: Tensor, keys: Tensor, bias: Tensor | None = None, *, sdpa: bool = True, in_order: bool = True
-) -> AttentionMask:
+    mask: Mask, queries: Tensor, keys: Tensor, bias: Tensor | None = None, *, sdpa: bool = True, in_order: bool = True,
+    documents: bool = False,
+) -> AttentionMask:  # fmt: skip
     """Turn a rule into what attention takes, with the position bias.
 
     Args:
@@ -137,6 +155,7 @@ def to_attention_mask(
         bias: None, or [1, heads, Q, K].
         sdpa: whether PyTorch's kernel will take it: a causal rule then needs no tensor, and a bias takes the rule in.
         in_order: the keys are 0 .. K - 1, so that rules which they cannot break need no tensor.
+        documents: whether attention may go document by document.
     """
     if in_order:
         mask = without_wide_windows(mask, len(keys))
@@ -145,6 +164,8 @@ def to_attention_mask(
                 return AttentionMask()
             if mask == Causal() and len(queries) == len(keys):
                 return AttentionMask(causal=True)
+            if documents and len(queries) == len(keys) and (found := by_document(mask, len(keys))):
+                return found
     allowed = mask.allowed(queries[:, None], (keys if in_order else keys.clamp(min=0))[None, :])
     allowed = allowed[:, None] if allowed.dim() == 3 else allowed[None, None]
     if not in_order:
@@ -152,6 +173,27 @@ def to_attention_mask(
     if sdpa and bias is not None:
         return AttentionMask(bias=bias.masked_fill(~allowed, -torch.inf))
     return AttentionMask(allowed=allowed, bias=bias)
+
+
+def by_document(mask: Mask, seq: int) -> AttentionMask | None:
+    """A rule for packed rows by their documents; None where it is another rule, or where a mask costs less."""
+    rules = [rule for rule in parts_of(mask) if not isinstance(rule, Full)]
+    kinds = sorted(type(rule).__name__ for rule in rules)
+    if kinds not in (["Documents"], ["Causal", "Documents"], ["Causal", "Documents", "Window"]):
+        return None
+    rule = next(rule for rule in rules if isinstance(rule, Documents))
+    packed = pack_of(rule.ids, rule.ids.device) if rule.packed is None and rule.ids.is_cpu else rule.packed
+    if packed is None:
+        return None
+    causal, window = "Causal" in kinds, next((rule.size for rule in rules if isinstance(rule, Window)), None)
+    if packed.longest == seq and len(packed.lengths) == packed.rows and window is None:  # each row is one document
+        return AttentionMask(causal=causal)
+    return AttentionMask(documents=DocumentMask(packed, causal, window)) if saves_work(packed.lengths, packed.rows, seq) else None
+
+
+def parts_of(mask: Mask) -> list[Mask]:
+    """The rules that are combined by &."""
+    return parts_of(mask.left) + parts_of(mask.right) if isinstance(mask, Both) else [mask]
 
 
 def without_wide_windows(mask: Mask, keys: int) -> Mask:

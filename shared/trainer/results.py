@@ -6,6 +6,7 @@ look alike prove nothing, so the weights are compared as well, tensor by tensor.
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from shared.course.errors import CourseError
 from shared.devices import on_device
 from shared.engine.trackers.jsonl import read_damaged
 from shared.loop import evaluate
+from shared.model.block import Stack
 from shared.output_files import write_atomically
 from shared.parallel.config import layout_name
 from shared.trainer import provenance
@@ -105,6 +107,7 @@ def costs(run: Run, metrics: dict[int, dict[str, float]], report_seconds: float)
         "model FLOPs utilisation": median("speed/mfu"),
         **({"peak FLOP/s, which steps raised": max(peaks)} if peaks else {}),
         "peak memory, GiB": run.costs.peak_memory / GIB,
+        **attention_summary(run),
         **run.watch.seconds,
         "seconds in training steps": run.costs.training,
         "seconds for data, evaluation and saving": run.costs.overhead,
@@ -112,6 +115,13 @@ def costs(run: Run, metrics: dict[int, dict[str, float]], report_seconds: float)
         IN_ALL: run.watch.total(),
         **({"starts of the run, whose seconds are added up": run.costs.starts} if run.costs.starts > 1 else {}),
     }
+
+
+def attention_summary(run: Run) -> dict[str, str]:
+    """Which kernels attention took on this rank, most often first, and in how many forward passes, evaluation included."""
+    stacks = [module for module in run.strategy.module.modules() if isinstance(module, Stack)]
+    found = sum((stack.attended for stack in stacks), Counter())
+    return {"attention": ", ".join(f"{name} ({count})" for name, count in found.most_common())} if found else {}
 
 
 def keep(results: Results, path: Path) -> None:

@@ -75,7 +75,8 @@ def estimate_memory(
         model: a decoder.
         layout: dp, fsdp or both, ZeRO, cp, tp with or without sequence parallelism, recomputation, prefetching.
         sliced: the loss is chunked (`shared.model.chunked_loss`), as the trainer's.
-        packed: rows hold several documents, as the trainer's do, so attention takes a mask.
+        packed: rows hold several documents, as the trainer's do, so attention takes a mask. It takes none, and less memory, where it goes
+            document by document, which depends on the documents.
         part: None for the whole model. A pipeline's ranks: `shared.parallel.planning.pipeline_costs`.
 
     Raises:

@@ -77,16 +77,17 @@ def sampling() -> Counter:
         waits, trace = Waits.counting, loader.mesh.world.trace
         counts = waits is not None and loader.mesh.world.rank == 0
         before = Counter(waits.places) if counts else Counter()
-        collectives = len(trace.entries)
+        collectives, passes = len(trace.entries), found["all passes"]
         answers = sample(loader)
         if counts:
             found["collectives"] += len(trace.entries) - collectives
+            found["passes"] += found["all passes"] - passes
             found.update({f"wait: {what} in {where}": count for (what, where), count in (waits.places - before).items()})
         return answers
 
     def passed(cache: DecodingCache, new: int) -> None:
         if Waits.counting is not None and torch.cuda.current_device() == 0:
-            found["passes"] += 1
+            found["all passes"] += 1
         start_pass(cache, new)
 
     RolloutLoader.own_answers, DecodingCache.start_pass = recorded, passed
