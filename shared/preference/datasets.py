@@ -16,7 +16,21 @@ from itertools import takewhile
 from typing import Any
 
 from shared.finetune.chat.datasets import ChatSource, Conversation, conversation_of, records
+<<<<<<< HEAD
 from shared.finetune.chat.messages import HARMLESS, TOOLS, ChatError, Message, message_of, parsed, refuse_record, says_nothing
+=======
+from shared.finetune.chat.messages import (
+    HARMLESS,
+    TOOLS,
+    ChatError,
+    Message,
+    message_of,
+    parsed,
+    refuse_record,
+    require_trained,
+    without,
+)
+>>>>>>> e34f855e (Read or refuse what other tools' records say of themselves: marks of a whole record and of parts, roles of calls, blocks that are no text, a system prompt of parts, arguments that no template reads)
 
 SHAPES = (
     "a pair has chosen and rejected, and a prompt unless both are whole conversations; a single answer has prompt, completion and label"
@@ -88,7 +102,9 @@ def preference_of(record: Any, place: str) -> Preference:
         refuse_record(place, "has two equal answers, chosen and rejected")
     beside = {name: fields[name] for name in BESIDE if name in fields}
     made = [conversation_of(beside | {"prompt": prompt, "completion": answer}, place) for answer in answers]
-    unread = tuple(name for name in fields if name not in {*names, *BESIDE, "prompt", "margin" if len(names) == 2 else "label"})
+    read = {*names, *BESIDE, "prompt", "margin" if len(names) == 2 else "label"}
+    read |= set(require_trained(without(fields, "label", "kto_tag"), place))
+    unread = tuple(name for name in fields if name not in read)
     made[0] = replace(made[0], unread=unread)
     return Preference(place, tuple(made), margin_of(fields, place) if len(names) == 2 else label_of(fields, place))
 

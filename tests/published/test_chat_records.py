@@ -88,7 +88,8 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_json_text(model, t
     assert '[[\n<tool_call>\nweather{"city": "Oslo"}\n</tool_call><|im_end|>]]' in text
 
 
-MARKS = [("weight", 0, 1), ("train", False, True), ("loss_mask", 0, 1), ("loss", False, True)]
+MARKS = [("weight", 0, 1), ("train", False, True), ("training", False, True), ("loss_scale", 0.0, 1.0), ("loss_mask", 0, 1)]
+MARKS += [("loss", False, True)]
 
 
 @pytest.mark.parametrize("template", ["chatml", chat_templates.CHATML])
@@ -114,6 +115,9 @@ REFUSED = {
     "nothing left": ([{"role": "assistant", "content": "x", "weight": 0}], "has no answer of the assistant to train on"),
     "unhashable speaker": ([{"from": ["human"], "value": "x"}, *SAID], r"has the role \['human'\]"),
     "calls": ([{"role": "assistant", "tool_calls": "now"}], "has tool_calls that are no list of mappings"),
+    "a part": ([{"role": "assistant", "content": [{"text": "x", "train": False}]}], "has a part with train"),
+    "thinking": ([{"role": "assistant", "content": [{"type": "thinking", "text": "x"}]}], "with a part of type 'thinking'"),
+    "picture": ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, *SAID], "with a part of type 'image_url'"),
     "nameless call": ([{"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}], "without the name of a function"),
 }
 
@@ -130,6 +134,38 @@ def test_a_completion_that_its_record_calls_bad_is_refused():
     assert conversation({"prompt": "A?", "completion": "B", "label": True}).messages[1]["content"] == "B"
     with pytest.raises(ChatError, match="label false, so its completion is a bad answer"):
         conversation({"prompt": "A?", "completion": "B", "label": False})
+
+
+BESIDE = [("weight", 0), ("train", False), ("training", False), ("loss_mask", [0]), ("mask", "Assistant"), ("label", False), ("kto_tag", 0)]
+
+
+@pytest.mark.parametrize(("name", "value"), BESIDE)
+def test_a_record_that_says_of_itself_that_it_is_not_trained_on_is_refused(name, value):
+    with pytest.raises(ChatError, match=f"rows.jsonl:1 has the {name} "):
+        conversation({"messages": [OSLO[0], *SAID], name: value})
+    good = conversation({"messages": [OSLO[0], *SAID], name: "User" if name == "mask" else 1})
+    assert not good.unread and good.is_trained(1)
+
+
+def test_roles_and_parts_of_other_tools_are_read():
+    wanted = conversation({"messages": OSLO + SAID}).messages
+    called_by = '{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}'
+    for call, answer in (("function_call", "observation"), ("tool_call", "tool_response")):
+        talk = [OSLO[0], {"role": call, "content": called_by}, {"role": answer, "content": "3"}, *SAID]
+        assert conversation({"messages": talk}).messages == wanted
+    oumi = {"role": "user", "content": [{"type": "text", "content": "Oslo?"}]}
+    assert conversation({"messages": [oumi, *SAID], "system": [{"type": "text", "text": "S"}]}).messages[:2] == [
+        {"role": "system", "content": "S"}, OSLO[0]]  # fmt: skip
+
+
+def test_fields_of_parts_and_arguments_that_a_template_does_not_read_are_named(model, tmp_path):
+    cached = {"role": "user", "content": [{"type": "text", "text": "Oslo?", "cache_control": {"type": "ephemeral"}}]}
+    rows = [{"messages": [cached, *SAID], "chat_template_kwargs": {"loud": loud, "effort": "high"}} for loud in (True, False)] * 3
+    (tmp_path / "loud.jinja").write_text("{%- if loud %}!{%- endif %}" + CHATML, encoding="utf-8")
+    _, report = shown(model, tmp_path, rows, str(tmp_path / "loud.jinja"))
+    assert report.unread == {"chat_template_kwargs.effort": 6, "messages.content.cache_control": 6}
+    with pytest.raises(ChatError, match="has chat_template_kwargs that are no mapping, or that hold one of messages, tools"):
+        conversation(rows[0] | {"chat_template_kwargs": {"add_generation_prompt": True}})
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking"])

@@ -31,3 +31,9 @@ def test_another_prompt_than_the_conversations_is_refused_by_place():
         preference_of(PAIR | {"prompt": "1+1?"}, "pairs.jsonl:1")
     with pytest.raises(ChatError, match="has a prompt, and an answer that begins with another question"):
         preference_of(PAIR | {"prompt": "1+1?", "rejected": "no"}, "pairs.jsonl:1")
+
+
+def test_a_pair_that_says_of_itself_that_it_is_not_trained_on_is_refused_by_place():
+    assert not preference_of(PAIR | {"weight": 1}, "pairs.jsonl:1").answers[0].unread
+    with pytest.raises(ChatError, match="pairs.jsonl:1 has the weight 0 for a whole record"):
+        preference_of(PAIR | {"weight": 0}, "pairs.jsonl:1")

@@ -32,7 +32,11 @@ from shared.finetune.chat.messages import (
     parsed,
     refuse_record,
     require_json,
+<<<<<<< HEAD
     says_nothing,
+=======
+    require_trained,
+>>>>>>> e34f855e (Read or refuse what other tools' records say of themselves: marks of a whole record and of parts, roles of calls, blocks that are no text, a system prompt of parts, arguments that no template reads)
     tools_of,
     with_system,
     with_whole,
@@ -40,6 +44,7 @@ from shared.finetune.chat.messages import (
 )
 from shared.finetune.chat.template import call_of
 
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # to a template, which arguments of a record cannot change
 SHAPES = "messages; prompt and completion; or instruction, perhaps input, and output"
 
 
@@ -176,7 +181,7 @@ def conversation_of(record: Any, place: str) -> Conversation:
     if shape := next((name for name in ("messages", "conversations") if fields.get(name)), None):
         read, completion = {shape}, parsed(fields[shape])
     elif "prompt" in fields and "completion" in fields:
-        read = {"prompt", "completion"} | ({"label"} if require_good(fields.get("label"), place) else set())
+        read = {"prompt", "completion"}
         prompt, completion = listed(fields["prompt"], "user"), listed(fields["completion"], "assistant")
     elif "instruction" in fields and "output" in fields:
         read = {"instruction", "input", "output", "history"}
@@ -190,7 +195,7 @@ def conversation_of(record: Any, place: str) -> Conversation:
         raise ChatError(f"{place} has the fields {', '.join(map(repr, record)) or 'none'}: a conversation has {SHAPES}.")
     if wrong := [each for each in (prompt, completion) if not isinstance(each, list)]:
         refuse_record(place, f"has no list of messages, and no text, where one is wanted, but {type(wrong[0]).__name__}")
-    if fields.get("system") and isinstance(fields["system"], str):
+    if fields.get("system"):
         prompt = [{"role": "system", "content": fields["system"]}, *prompt]
         read |= {"system"}
     messages = [message_of(message, f"{place}, message {number}") for number, message in enumerate([*prompt, *completion], 1)]
@@ -203,21 +208,13 @@ def conversation_of(record: Any, place: str) -> Conversation:
         refuse_record(f"{place}, message {number + 1}", "is an empty answer, which teaches to say nothing (weight 0 leaves it out)")
     require_order(messages, place)
     arguments, tools = with_whole(parsed(fields.get("chat_template_kwargs", {}))), tools_of(fields, place)
-    if not isinstance(arguments, dict):
-        refuse_record(place, "has chat_template_kwargs that are no mapping")
+    if not isinstance(arguments, dict) or arguments.keys() & GIVEN:
+        refuse_record(place, f"has chat_template_kwargs that are no mapping, or that hold one of {', '.join(GIVEN)}")
     require_json([messages, tools, arguments], place)
-    read |= {"chat_template_kwargs", name_of_tools(fields)}
+    read |= {"chat_template_kwargs", name_of_tools(fields), *require_trained(fields, place)}
     unread = tuple(name for name, value in fields.items() if name not in read and value not in ("", [], {}))
     plain = [without_marks(message) for message in messages]
     return Conversation(place, plain, tools, first, frozenset(answers - trained), arguments, unread)
-
-
-def require_good(label: Any, place: str) -> bool:
-    """Refuse an answer that its record calls a bad one (KTO's records). Returns whether the label says that it is a good one."""
-    said = str(label).lower()
-    if said in ("false", "0"):
-        refuse_record(place, "has the label false, so its completion is a bad answer, for mode=dpo with dpo.loss=kto")
-    return said in ("true", "1")
 
 
 def turns_of(history: Any, place: str) -> list[Message]:

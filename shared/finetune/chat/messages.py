@@ -7,7 +7,7 @@
 
 Values may be JSON text at any depth where a structure is wanted, as OpenAI's arguments and cells of a table are. A whole number is an
 integer, 1 for 1.0, since a table makes floats of both. Which answers are trained may be marked by message: `weight` (OpenAI), `train`
-(axolotl), `loss_mask`, `loss` (ms-swift).
+and `training` (axolotl), `loss_mask`, `loss` and `loss_scale` (ms-swift).
 """
 
 import json
@@ -20,8 +20,13 @@ from shared.data.tables import first_line
 Message = dict[str, Any]  # `role` and `content`, perhaps `tool_calls`
 ROLES = ("system", "user", "assistant", "tool")
 ROLE_OF = {"developer": "system", "function": "tool"}
-SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "function": "tool", "observation": "tool"}
-MARKS = ("weight", "train", "loss_mask", "loss")  # of a message: whether it is trained on
+SPEAKERS = {  # ShareGPT's, LLaMA-Factory's and ms-swift's
+    "human": "user", "gpt": "assistant", "function_call": "assistant", "tool_call": "assistant", "function": "tool",
+    "observation": "tool", "tool_response": "tool",
+}  # fmt: skip
+CALLS = ("function_call", "tool_call")  # speakers whose words are calls of tools
+MARKS = ("weight", "train", "training", "loss_mask", "loss", "loss_scale")  # of a message: whether it is trained on
+TEXTS = ("text", "input_text", "output_text", None)  # types of parts that are texts
 DETAILED = "train_detail"  # axolotl's: parts of a message
 HARMLESS = ("id", "tool_call_id", "uuid", "type")  # fields that name things, and stand in no text
 TOOLS = ("tools", "tool_defs", "functions")
@@ -74,7 +79,9 @@ def message_of(message: Any, place: str) -> Message:
         refuse_record(place, f"is {type(message).__name__}, not a message with role and content")
     message = {name: value for name, value in message.items() if value is not None}
     if "role" not in message and "from" in message:
-        message = from_sharegpt(message)
+        message = from_speaker(without(message, "from", "value"), message["from"], message.get("value"))
+    elif isinstance(message.get("role"), str) and message["role"] in SPEAKERS:
+        message = from_speaker(without(message, "content"), message["role"], message.get("content"))
     role = message.get("role")
     role = ROLE_OF.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
@@ -85,24 +92,42 @@ def message_of(message: Any, place: str) -> Message:
     if "tool_calls" in message:
         message["tool_calls"] = calls_of(message["tool_calls"], place)
     content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        content = "".join(part["text"] for part in content)
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        content, beside = joined(content, place)
+        message = message | beside
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         found = "nothing" if content is None else type(content).__name__
         refuse_record(place, f"has {found} as content, where a text or a list of texts is wanted")
     return with_whole(message | {"role": role} | ({} if content is None else {"content": content}))
 
 
-def from_sharegpt(message: Message) -> Message:
-    """A message with `from` and `value`, with role and content; one from function_call is a call, if its value is one."""
-    said = {name: value for name, value in message.items() if name not in ("from", "value")}
-    speaker, value = message["from"], message.get("value")
-    role = SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
-    calls = structure(value) if speaker == "function_call" else None
+def from_speaker(said: Message, speaker: Any, value: Any) -> Message:
+    """A message of a speaker, with what else it says, as one with role and content; of one whose words are calls, with calls."""
+    role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    calls = structure(value) if speaker in CALLS else None
     calls = [calls] if isinstance(calls, dict) else calls
     if isinstance(calls, list) and calls and all(isinstance(call, dict) and "name" in call for call in calls):
         return said | {"role": role, "tool_calls": [{"type": "function", "function": call} for call in calls]}
     return said | {"role": role, "content": value}
+
+
+def joined(parts: list[dict[str, Any]], place: str) -> tuple[str, dict[str, Any]]:
+    """The text of parts, whose text may be called content (oumi's), and their other fields, as fields of the message.
+
+    Raises:
+        ChatError: a part of another type, such as a picture or a call, or one that says whether it is trained on.
+    """
+    texts, beside = [], {}
+    for part in parts:
+        part = {name: value for name, value in part.items() if value is not None}
+        text = part.get("text", part.get("content"))
+        if part.get("type") not in TEXTS or not isinstance(text, str):
+            refuse_record(place, f"has list as content, with a part of type {part.get('type')!r}, where texts are wanted")
+        if mark := next((name for name in MARKS if name in part), None):
+            refuse_record(place, f"has a part with {mark}, which trains on parts of a message: split it, or give {mark} for the message")
+        texts.append(text)
+        beside |= {f"content.{name}": value for name, value in part.items() if name not in ("type", "text", "content")}
+    return "".join(texts), beside
 
 
 def require_json(value: Any, place: str) -> None:
@@ -188,5 +213,30 @@ def is_trained(message: Message, place: str) -> bool:
     return trained and message["role"] == "assistant"
 
 
+def without(message: Message, *names: str) -> Message:
+    return {name: value for name, value in message.items() if name not in names}
+
+
 def without_marks(message: Message) -> Message:
-    return {name: value for name, value in message.items() if name not in MARKS}
+    return without(message, *MARKS)
+
+
+def require_trained(fields: dict[str, Any], place: str) -> tuple[str, ...]:
+    """The fields of a record that say that it is trained on as any other: all of it, as a good answer, and not the user's words.
+
+    Raises:
+        ChatError: it is not to be trained on, or only in parts.
+    """
+    read = []
+    for name in (*MARKS[:4], "mask", "label", "kto_tag"):
+        said = str(fields.get(name)).lower()
+        if name in ("label", "kto_tag"):
+            if said in ("false", "0"):
+                refuse_record(place, f"has the {name} false, so its completion is a bad answer, for mode=dpo with dpo.loss=kto")
+            read += [name] * (said in ("true", "1"))
+        elif name in fields and fields[name] not in ("", [], {}):
+            if said not in (("user", "human") if name == "mask" else ("true", "1", "1.0")):
+                what = f"has the {name} {fields[name]!r} for a whole record, where answers are trained on and nothing else"
+                refuse_record(place, f"{what}: give each answer a weight of 0 or 1")
+            read.append(name)
+    return tuple(read)

@@ -33,7 +33,7 @@ from shared.finetune.chat.template import FILE, ChatTemplate, has_template
 from shared.folder_lock import FolderLock
 from shared.output_files import require_writable, write_atomically
 
-FORMAT = 2  # of the folder; another one means that the same conversations must be prepared again
+FORMAT = 3  # of the folder; another one means that the same conversations must be prepared again
 BATCH = 64  # conversations that are tokenized together
 SHOWN = 3  # conversations that the report shows
 NAMED = 20  # unread fields that it names

@@ -36,6 +36,7 @@ class Unread:
     def note(self, asked: Conversation, text: str) -> None:
         """Count the unread fields of a conversation with this text."""
         self.counts.update(name for name in asked.unread if name not in HARMLESS)
+        self.counts.update(f"chat_template_kwargs.{name}" for name in asked.arguments if not self.is_taken(asked, name, text))
         for number, message in enumerate(asked.messages):
             for name in message.keys() - {*READ, *HARMLESS}:
                 if not self.is_read(asked, number, name, text):
@@ -43,6 +44,22 @@ class Unread:
             kind = f"content of {message['role']}" + (" with tool_calls" if message.get("tool_calls") else "")
             if kind not in self.shown and message.get("content") and not self.differs(asked, number, "content", kind, text):
                 self.counts[f"messages.{kind}"] += 1
+
+    def is_taken(self, asked: Conversation, name: str, text: str) -> bool:
+        """Whether a template's text depends on one of the arguments that a record gives it."""
+        kind = f"chat_template_kwargs.{name}"
+        if kind not in self.shown and self.tried[kind] < TRIES:
+            self.tried[kind] += 1
+            if any(self.rendered(replace(asked, arguments=asked.arguments | {name: value})) != text for value in (WORD, False, None)):
+                self.shown.add(kind)
+        return kind in self.shown
+
+    def rendered(self, asked: Conversation) -> str | None:
+        """The text of a conversation, None where a field is of another type than the template reads."""
+        try:
+            return self.render(asked)
+        except TemplateError:
+            return None
 
     def is_read(self, asked: Conversation, number: int, name: str, text: str) -> bool:
         """Whether the text depends on a field of a message; where it sometimes does, whether it holds the value."""
@@ -58,9 +75,6 @@ class Unread:
         self.tried[kind] += 1
         changed = list(asked.messages)
         changed[number] = changed[number] | {name: WORD}
-        try:
-            differs = self.render(replace(asked, messages=changed)) != text
-        except TemplateError:  # it is of another type than the template reads
-            differs = True
+        differs = self.rendered(replace(asked, messages=changed)) != text
         self.shown |= {kind} if differs else set()
         return differs
