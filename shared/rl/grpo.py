@@ -55,7 +55,7 @@ class GRPOConfig(RolloutConfig):
     Args:
         clip_low: clip range of the probability ratio below 1. Ratios of whole answers move far less than those of
             tokens: 0.0003 for level sequence (Zheng et al. 2025).
-        clip_high: clip range above 1; 0.0004 for level sequence.
+        clip_high: clip range above 1: that of DAPO, where TRL's default is `clip_low`; 0.0004 for level sequence.
         level: clip the ratio of a token, or of a whole answer (GSPO).
         scale: divide advantages by the deviation of the group or of the batch, or by nothing.
         aggregation: the loss is a mean over tokens, over sequences, or divided by a constant.

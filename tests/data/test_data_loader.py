@@ -70,6 +70,15 @@ def test_the_last_step_is_filled_with_rows_that_count_nothing(store):
     assert (padding["targets"] == IGNORED).all() and (padding["documents"] == PADDING).all() and not padding["input_ids"].any()
 
 
+def test_a_run_that_stops_exactly_at_an_epochs_end_goes_on_with_the_next(store):
+    rows = PackedRows(store, SEQ, seed=0).plan(0)[0].rows
+    whole = rows_of(PackedLoader(store, seq=SEQ, batch_size=rows, seed=0), 3)
+    first, resumed = (PackedLoader(store, seq=SEQ, batch_size=rows, seed=0) for _ in range(2))
+    assert len(list(islice(first, 1))) == 1 and first.sample == rows
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert torch.equal(rows_of(resumed, 2), whole[rows:])
+
+
 def test_seeds_differ_and_repeat(store):
     first, again, other_seed = (rows_of(PackedLoader(store, seq=SEQ, batch_size=5, seed=seed), 4) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other_seed)

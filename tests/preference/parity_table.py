@@ -93,7 +93,8 @@ mixture of two of its DPO losses (1e-12), and the term of supervised fine-tuning
 Where TRL and this chapter differ on purpose: a pair counts as a pair, however long its answers are, also in the term of supervised
 fine-tuning (TRL's `sft` is a mean over the tokens of a batch; its ORPO takes the prompt's tokens too). IPO has sums unless `per_token` is
 set: the paper's equation has sums, TRL divides by the number of tokens. KTO's baseline is one number for a whole step
-(`shared.preference.baseline`); TRL's is one for each micro-batch.
+(`shared.preference.baseline`); TRL's is one for each micro-batch. A pair with two equal answers is refused by its place; TRL keeps it, with
+a loss of log 2 and no gradient.
 
 ## In every layout
 

@@ -62,22 +62,42 @@ def test_a_begun_answer_stays_open(begun, folder):
     assert mine.apply_chat_template(turns[:1]) == theirs.apply_chat_template(turns[:1])
 
 
+def with_beginning(folder, adds: bool) -> int:
+    """Give the tokenizer a beginning token, which its post-processor adds or not. Returns its id."""
+    tokenizer, name = Tokenizer.from_file(str(folder / "tokenizer.json")), "<|extra_0|>"
+    number = tokenizer.token_to_id(name)
+    if adds:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{name} $A", special_tokens=[(name, number)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(said | {"bos_token": name}))
+    return number
+
+
+@pytest.mark.parametrize("adds", [True, False], ids=["adds one", "adds none"])
+def test_plain_text_begins_as_its_own_class_lets_it_begin(adds, folder):
+    """Texts longer than the context too; its rolling likelihood has the beginning token twice where the tokenizer adds it."""
+    with_beginning(folder, adds)
+    theirs, mine = both(folder)
+    pairs = [("the quick", " brown fox"), ("", "the quick"), (PROMPT * 9, "lazy dog"), ("near the quiet ", "river")]
+    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    wanted, found = theirs.loglikelihood(asked), mine.loglikelihood(asked)
+    assert [each[0] for each in found] == pytest.approx([each[0] for each in wanted], abs=1e-4)
+    texts = [Instance("loglikelihood_rolling", {}, (text,), number) for number, text in enumerate(("the quick brown fox", PROMPT * 9))]
+    assert mine.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-6, abs=1e-4)
+
+
 @pytest.mark.parametrize("written", ["", "{{ bos_token }}"], ids=["by the tokenizer", "by the template"])
 @pytest.mark.parametrize("adds", [True, False], ids=["adds one", "adds none"])
 def test_a_chat_begins_as_its_own_class_lets_it_begin(written, adds, folder):
     """With the beginning token once, or never where neither the tokenizer nor the template writes it."""
-    tokenizer, name = Tokenizer.from_file(str(folder / "tokenizer.json")), "<|extra_0|>"
-    if adds:
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{name} $A", special_tokens=[(name, tokenizer.token_to_id(name))])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    said = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(said | {"bos_token": name}))
+    beginning = with_beginning(folder, adds)
     (folder / "chat_template.jinja").write_text(written + TEMPLATE)
     theirs, mine = both(folder)
     turns = [{"role": "user", "content": "the quick"}]
     chats = [model.apply_chat_template(list(turns)) for model in (theirs, mine)]
     assert chats[0] == chats[1] and mine.encode(chats[1]) == theirs.tok_encode(chats[0])
-    assert mine.encode(chats[1]).count(tokenizer.token_to_id(name)) == (adds or bool(written))
+    assert mine.encode(chats[1]).count(beginning) == (adds or bool(written))
     asked = [[Instance(kind, {}, (chats[0], more), 0)] for kind, more in (
         ("loglikelihood", " brown fox"), ("generate_until", {"until": [], "max_gen_toks": 12}),
     )]  # fmt: skip

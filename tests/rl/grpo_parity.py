@@ -80,6 +80,12 @@ whole rollout decides, so that no split into micro-batches or ranks changes it; 
 Times the ratio, the KL estimate takes the token's own at level sequence too, where TRL takes the answer's. `tests/rl/test_grpo.py` compares
 expected gradients with the exact ones of a policy over three tokens whose answers are enumerated.
 
+Four defaults are not TRL's: `clip_high` is 0.28, as in DAPO, where TRL clips at `epsilon`, 0.2, on both sides; `new_tokens` is 64, where
+TRL has 512; `importance_limit` is null, since answers are sampled by the policy that is trained, where TRL masks vLLM's beyond 3.0; and
+`kl_times_ratio` is false, which matters where there is a KL term, and in TRL (`use_bias_correction_kl`) true. A reward that returns None is
+left out as in TRL, and advantages and means are TRL's own (`tests/rl/test_missing_rewards.py`); NaN has failed here, where TRL takes it for
+None, and a group without any reward counts in `zero_variance`.
+
 ## In every layout
 
 Three steps: prompts of several lengths are answered twice, rewarded, and trained on, with AdamW. Each cell is the largest

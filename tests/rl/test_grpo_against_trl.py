@@ -4,7 +4,8 @@ TRL's method is called unbound, with a stand-in for its trainer, on the same log
 """
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,3 +164,21 @@ def test_metrics_are_means_over_answers_of_means_over_tokens(trl, monkeypatch):
             advantages = advantages_of(config, rollout).numpy()[:, None]
             spent = (ratio > 1.28) & (advantages > 0) | (ratio < 0.8) & (advantages < 0)
             assert 0 < mine["clip_fraction"] == pytest.approx(mean(spent))
+
+
+def test_defaults_are_trls_but_for_those_that_the_page_names(trl):
+    """A name of TRL's beside ours, with its value; those that differ stand in PARITY.md."""
+    theirs, ours = {field.name: field.default for field in fields(trl.GRPOConfig)}, GRPOConfig()
+    same = {
+        "num_generations": ours.answers, "temperature": ours.temperature, "num_iterations": ours.passes, "epsilon": ours.clip_low,
+        "importance_sampling_level": ours.level, "scale_rewards": ours.scale, "loss_type": LOSS_TYPES[ours.aggregation],
+        "beta": ours.kl_coefficient, "mask_truncated_completions": ours.mask_truncated, "min_p": ours.min_p, "top_p": ours.top_p or 1.0,
+        "top_k": ours.top_k or 0, "repetition_penalty": ours.repetition_penalty,
+    }  # fmt: skip
+    assert same == {name: theirs[name] for name in same}
+    names = ("epsilon_high", "max_completion_length", "vllm_importance_sampling_clip_max", "use_bias_correction_kl")
+    assert [theirs[name] for name in names] == [None, 512, 3.0, True]
+    assert (ours.clip_high, ours.new_tokens, ours.importance_limit, ours.kl_times_ratio) == (0.28, 64, None, False)
+    page = (Path(__file__).parents[2] / "chapters" / "12_grpo" / "PARITY.md").read_text()
+    for said in ("`clip_high` is 0.28", "`new_tokens` is 64", "`importance_limit` is null", "`kl_times_ratio` is false"):
+        assert said in page.replace("\n", " ")
