@@ -16,9 +16,6 @@ from itertools import takewhile
 from typing import Any
 
 from shared.finetune.chat.datasets import ChatSource, Conversation, conversation_of, records
-<<<<<<< HEAD
-from shared.finetune.chat.messages import HARMLESS, TOOLS, ChatError, Message, message_of, parsed, refuse_record, says_nothing
-=======
 from shared.finetune.chat.messages import (
     HARMLESS,
     TOOLS,
@@ -28,9 +25,9 @@ from shared.finetune.chat.messages import (
     parsed,
     refuse_record,
     require_trained,
+    says_nothing,
     without,
 )
->>>>>>> e34f855e (Read or refuse what other tools' records say of themselves: marks of a whole record and of parts, roles of calls, blocks that are no text, a system prompt of parts, arguments that no template reads)
 
 SHAPES = (
     "a pair has chosen and rejected, and a prompt unless both are whole conversations; a single answer has prompt, completion and label"

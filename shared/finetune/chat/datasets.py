@@ -32,11 +32,8 @@ from shared.finetune.chat.messages import (
     parsed,
     refuse_record,
     require_json,
-<<<<<<< HEAD
-    says_nothing,
-=======
     require_trained,
->>>>>>> e34f855e (Read or refuse what other tools' records say of themselves: marks of a whole record and of parts, roles of calls, blocks that are no text, a system prompt of parts, arguments that no template reads)
+    says_nothing,
     tools_of,
     with_system,
     with_whole,
