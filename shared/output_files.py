@@ -50,6 +50,25 @@ def system_reason(error: Exception) -> str | None:
     return found and found[1]
 
 
+def remove_left_over(folder: Path) -> None:
+    """Remove what processes that were killed within `write_atomically` left in and below a folder."""
+    for partial in folder.rglob("*.partial"):
+        owner = partial.name.split(".")[-2]
+        if owner.isdecimal() and partial.is_file() and not runs(int(owner)):
+            partial.unlink(missing_ok=True)
+
+
+def runs(process: int) -> bool:
+    """Whether this machine has a process of this number."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file atomically: complete or not at all, even if the process or the machine dies meanwhile."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")

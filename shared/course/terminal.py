@@ -3,6 +3,7 @@
 rich decides what is a terminal (it knows NO_COLOR and dumb ones); a pipe gets the text that a notebook prints.
 """
 
+import unicodedata
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from shared.course.report import WIDTH, Line
 
 if TYPE_CHECKING:
     from rich.syntax import Syntax
+
+REPLACEMENT = "\ufffd"  # the replacement character
 
 
 def open_console() -> Console:
@@ -32,6 +35,11 @@ def print_lines(console: Console, lines: Iterable[Line]) -> None:
 def say(console: Console, text: str = "", style: str = "") -> None:
     """Text of any number of lines, each wrapped below its own beginning."""
     print_lines(console, [Line(part, style) for part in text.splitlines() or [""]])
+
+
+def printable(text: str) -> str:
+    """The text with a replacement character for each control or format character but tab and newline: a terminal would obey those."""
+    return "".join(REPLACEMENT if unicodedata.category(each)[0] == "C" and each not in "\t\n" else each for each in text)
 
 
 def print_python(console: Console, source: str) -> None:

@@ -29,7 +29,7 @@ from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError, read_json, write_json
 from shared.model.hf.pretrained import Weights, whole_weights
 from shared.model.transformer import TransformerModel
-from shared.tensor_files import save_tensors
+from shared.tensor_files import stream_tensors
 
 CONFIG, TENSORS, FINGERPRINT = "adapter_config.json", "adapter_model.safetensors", "base_fingerprint"
 KINDS = {"lora": "LORA", "prompt": "PROMPT_TUNING", "prefix": "PREFIX_TUNING"}
@@ -84,7 +84,8 @@ def save_adapter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"} | ({FINGERPRINT: fingerprint} if fingerprint else {})
-    save_tensors({key: tensor.contiguous() for key, tensor in (tensors | beside).items()}, folder / TENSORS, metadata)
+    found = tensors | beside
+    stream_tensors(folder / TENSORS, found, lambda key: found[key].detach().cpu(), metadata)  # the library would shuffle metadata
     if beside:
         raw["modules_to_save"] = modules_to_save(model)
     task = "SEQ_CLS" if model.trained_whole else "CAUSAL_LM" if model.config.architecture == "decoder" else None

@@ -92,6 +92,8 @@ def saved_start(output: Path) -> str | None:
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
     """A JSON object, empty where the file is missing or damaged; and an error message where it is damaged."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would keep its reader waiting
+            return {}, f"{path.name} is not a file"
         return dict(json.loads(path.read_bytes())), ""
     except FileNotFoundError:
         return {}, ""

@@ -23,7 +23,7 @@ from shared.devices import on_device
 from shared.engine.trackers.jsonl import read_damaged
 from shared.loop import evaluate
 from shared.model.block import Stack
-from shared.output_files import write_atomically
+from shared.output_files import remove_left_over, write_atomically
 from shared.parallel.config import layout_name
 from shared.trainer import provenance
 from shared.trainer.config import TrainerConfig
@@ -57,6 +57,7 @@ def evaluate_and_report(run: Run, console: Console) -> Results | None:
         if model is None:
             return None
         judged = run.mode.judge(run, model, totals)
+    remove_left_over(config.engine.output)
     metrics, damage = read_damaged(config.engine.output / "metrics.jsonl")
     if damage:
         console.print(f"{config.engine.output / 'metrics.jsonl'} is damaged ({damage}): the report shows the rest.", markup=False)

@@ -224,7 +224,7 @@ def announce(
     if start:
         remarks += f"The weights of {start.folder} are the first ones.\n"
         if (new := config.model.vocab_size - start.model.vocab_size) > 0:
-            remarks += f"{new:,} of the tokenizer's {config.model.vocab_size:,} tokens have no row in them: theirs begin at the rows' mean.\n"
+            remarks += f"{new:,} of the tokenizer's {config.model.vocab_size:,} tokens have no row in them: theirs begin at the mean.\n"
     if isinstance(mode, Answering):
         remarks += template_remark(config, start, mode.text.template, mode.tokenizer)
     remarks += remark

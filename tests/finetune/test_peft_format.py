@@ -21,6 +21,7 @@ from shared.finetune.adapters import (
 )
 from shared.finetune.config import AdapterConfig
 from shared.finetune.peft_format import load_adapter, save_adapter
+from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError
 from shared.model.hf.pretrained import load_pretrained, open_pretrained, save_pretrained
 from shared.model.init import materialize
@@ -264,3 +265,10 @@ def test_targets_that_a_model_does_not_have_are_refused_by_name(bases):
     model = attach_adapter(ours(bases["llama"]), AdapterConfig())
     with pytest.raises(ValueError, match="'default' cannot name another adapter"):
         attach_adapter(model, AdapterConfig())
+
+
+def test_equal_adapters_are_equal_files(tmp_path):
+    model = attach_adapter(TransformerModel(ModelConfig(**LLAMA), seed=0), AdapterConfig(rank=2, targets=("all-linear",)))
+    for number in range(12):  # the safetensors library would write its metadata in either order
+        save_adapter(model, tmp_path / str(number), fingerprint="abc")
+    assert len({path.read_bytes() for path in tmp_path.glob("*/adapter_model.safetensors")}) == 1

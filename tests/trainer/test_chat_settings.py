@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from talking_models import save_model
 
 from shared.course.cli import cli
+from shared.course.terminal import printable
 from shared.rl.generation import Drawing
-from shared.trainer.talk.chat import AnswerSettings, before_stop, open_talk, printable
+from shared.trainer.talk.chat import AnswerSettings, before_stop, open_talk
 
 WARM = AnswerSettings(Drawing(temperature=0.9, top_k=None), new_tokens=40)
 

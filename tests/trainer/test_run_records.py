@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import signal
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -94,6 +96,47 @@ def test_a_damaged_file_hides_no_run(tmp_path, name, content):
         page = tmp_path / "page.html"
         course("report", folder, tmp_path / "whole", "--output", page)
         assert page.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "results.json", "code.json", "run.lock"])
+@pytest.mark.parametrize("device", [False, True])
+def test_a_pipe_or_a_device_in_place_of_a_file_keeps_no_reader_waiting(tmp_path, name, device):
+    folder = write_run(tmp_path / "odd", summary=SUMMARY)
+    write_run(tmp_path / "whole", summary=SUMMARY)
+    (folder / name).unlink(missing_ok=True)
+    if device:
+        (folder / name).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(folder / name)
+    with ended_after(60):
+        output = course("runs", tmp_path)
+        course("report", folder, tmp_path / "whole", "--output", tmp_path / "page.html")
+    assert row(output, "odd") and row(output, "whole")
+    if name.endswith(("l", "s.json")):
+        assert f"odd: {name}" in " ".join(output.split())
+
+
+@contextmanager
+def ended_after(seconds: float):
+    """A context that raises where it waits for ever."""
+
+    def late(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_control_characters_of_names_and_settings_do_not_reach_the_terminal(tmp_path):
+    folder = write_run(tmp_path / "red\x1b[31m", summary=SUMMARY, mode="sft\x1b[2J")
+    (folder / "results.json").write_text("[[")
+    output = course("runs", tmp_path)
+    assert "\x1b" not in output and "red\ufffd[31m" in output and "sft\ufffd[2J" in output
 
 
 @pytest.mark.parametrize(

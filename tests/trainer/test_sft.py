@@ -36,7 +36,7 @@ def test_a_run_reports_tasks_before_and_after(finished):
 
 def test_a_run_says_which_tokens_its_model_has_no_rows_for(finished, base):
     rows = [json.loads((folder / "model" / "config.json").read_text())["vocab_size"] for folder in (base, finished[0])]
-    line = f"{rows[1] - rows[0]} of the tokenizer's {rows[1]} tokens have no row in them: theirs begin at the rows' mean."
+    line = f"{rows[1] - rows[0]} of the tokenizer's {rows[1]} tokens have no row in them: theirs begin at the mean."
     assert rows[0] < rows[1] and line in " ".join(finished[1].split())
 
 

@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -186,9 +188,16 @@ def test_files_of_gptqs_and_awqs_layout_are_a_base_for_adapters(tmp_path, base, 
 
 def test_a_run_over_codes_exports_the_merged_model_and_its_adapter(tmp_path, base):
     in_codes(tmp_path, base, "nearest")
+    with subprocess.Popen(["true"]) as killed:  # in its export
+        left = [tmp_path / "run" / f"{name}.{killed.pid}.partial" for name in ("adapter/adapter_config.json", "figures/loss.png")]
+    kept = tmp_path / "run" / f"eval.json.{os.getpid()}.partial"  # of another command, which writes it
+    for path in (*left, kept):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     words = ("adapter.rank=4", "optimizer.name=adamw", "optimizer.lr=0.05", "adapter.base=packed", f"start_from={tmp_path / 'codes'}")
     results = train_model(tuned_config(tmp_path, base, *words), Console(quiet=True))
     assert len(results.judged.answered) == 12
+    assert list((tmp_path / "run").rglob("*.partial")) == [kept]
     merged, before = load_pretrained(tmp_path / "run" / "model").eval(), load_pretrained(tmp_path / "floats").eval()
     over_codes = load_adapter(find_initial_weights(tmp_path / "codes").load(merged.config, apart=True), tmp_path / "run" / "adapter").eval()
     ids = torch.arange(40)[None]

@@ -30,7 +30,7 @@ def list_runs(console: Console, folder: Path) -> None:
     console.print(table_of(runs, folder, COLUMNS if console.width >= 100 else COLUMNS[:-2]))
     for run in runs:
         for problem in run.problems:
-            terminal.say(console, f"{run.folder}: {problem}.", "yellow")
+            terminal.say(console, terminal.printable(f"{run.folder}: {problem}."), "yellow")
 
 
 def table_of(runs: Sequence[RunRecord], folder: Path, columns: Sequence[str]) -> Table:
@@ -39,7 +39,7 @@ def table_of(runs: Sequence[RunRecord], folder: Path, columns: Sequence[str]) ->
         table.add_column(column, justify="right" if column in RIGHT else "left", overflow="fold", no_wrap=column not in WRAPPED)
     for run in runs:
         row = row_of(run, folder)
-        table.add_row(*(Text(row[column], STYLES[run.state] if column == "state" else "") for column in columns))
+        table.add_row(*(Text(terminal.printable(row[column]), STYLES[run.state] if column == "state" else "") for column in columns))
     return table
 
 

@@ -9,7 +9,6 @@ it reads. Lines may be piped in. `course sample` answers one prompt; `shared.tra
 """
 
 import sys
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -40,7 +39,7 @@ from shared.trainer.weights import find_initial_weights, read_weights
 
 RESET = "/reset"
 LONGEST_STOP = 1_000  # characters
-UNFINISHED = "\ufffd"  # the replacement character, which a decoder shows of a character whose bytes are not all there
+UNFINISHED = terminal.REPLACEMENT  # a decoder shows it of a character whose bytes are not all there
 
 
 @dataclass(frozen=True)
@@ -269,13 +268,8 @@ def print_answer(console: Console, talking: Talk, line: str) -> None:
 
 def print_pieces(pieces: Iterator[str]) -> None:
     for piece in pieces:
-        print(printable(piece), end="", flush=True)
+        print(terminal.printable(piece), end="", flush=True)
     print()
-
-
-def printable(text: str) -> str:
-    """The text with a replacement character for each control or format character but tab and newline: a terminal would obey those."""
-    return "".join(UNFINISHED if unicodedata.category(each)[0] == "C" and each not in "\t\n" else each for each in text)
 
 
 def read_line() -> str | None:
