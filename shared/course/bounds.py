@@ -58,6 +58,7 @@ NonNegativeInt = Annotated[int, Bounds(ge=0)]
 Seed = Annotated[int, Bounds(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Bounds(gt=0)]
 NonNegativeFloat = Annotated[float, Bounds(ge=0)]
+MadeCount = Annotated[int, Bounds(ge=1, le=1_000_000)]  # records that code makes, which are in memory together
 UnitFloat = Annotated[float, Bounds(ge=0, le=1)]
 BelowOne = Annotated[float, Bounds(ge=0, lt=1)]  # a dropout rate, a momentum
 Share = Annotated[float, Bounds(gt=0, le=1)]

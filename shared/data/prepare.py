@@ -20,12 +20,13 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shared.course.bounds import Fraction, NonNegativeInt, PositiveInt, checked
+from shared.course.bounds import Bounds, Fraction, PositiveInt, checked
 from shared.course.extensions import Extension, content_hash, is_import_path
 from shared.data.cleaning.cleaner import CleaningConfig
 from shared.data.cleaning.report import CleaningReport
@@ -66,11 +67,11 @@ class PrepareConfig:
     cleaning: CleaningConfig = field(default_factory=CleaningConfig)
     held_out_share: Fraction = 0.05
     tokenizer: Path | None = None
-    vocab_size: int = 4096
-    sentinels: NonNegativeInt = 100
+    vocab_size: Annotated[int, Bounds(ge=1, le=10_000_000)] = 4096
+    sentinels: Annotated[int, Bounds(ge=0, le=100_000)] = 100
     tokenizer_bytes: PositiveInt = 2**25
     part_bytes: PositiveInt = 2**25
-    workers: NonNegativeInt = 0
+    workers: Annotated[int, Bounds(ge=0, le=1_024)] = 0
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -9,9 +9,9 @@ Left out on purpose: ranks that differ between layers, and adapters other than t
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from shared.course.bounds import BelowOne, PositiveFloat, PositiveInt, checked
+from shared.course.bounds import BelowOne, Bounds, PositiveFloat, PositiveInt, checked
 
 
 ALL_LINEAR = "all-linear"  # in place of names: each linear layer but the head, as in peft
@@ -47,7 +47,7 @@ class AdapterConfig:
     targets: tuple[str, ...] = ("q_proj", "v_proj")
     rank_stabilized: bool = False
     decomposed: bool = False
-    virtual_tokens: PositiveInt = 20
+    virtual_tokens: Annotated[int, Bounds(ge=1, le=100_000)] = 20
     base: Literal["float", "nf4", "packed"] = "float"
 
     def __post_init__(self) -> None:

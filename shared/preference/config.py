@@ -27,7 +27,7 @@ class MadeConfig:
         file: your own held-out prompts, one JSON object a line with kind, prompt, answer and check; null for generated ones.
     """
 
-    pairs: Annotated[int, Bounds(ge=40)] = 3000
+    pairs: Annotated[int, Bounds(ge=40, le=1_000_000)] = 3000
     prompts: NonNegativeInt = 120
     seed: int = 0
     flipped: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0

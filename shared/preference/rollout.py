@@ -10,14 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.course.bounds import PositiveFloat, PositiveInt, checked
+from shared.course.bounds import Bounds, PositiveFloat, PositiveInt, checked
 from shared.data.packing import pack_documents, plan_rows
 from shared.data.rows import padding_row, stack_rows
 from shared.engine.callbacks import Metrics
@@ -25,6 +25,8 @@ from shared.loss import IGNORED
 from shared.preference.gathering import Gather
 from shared.preference.sampler import Completion
 from shared.totals import Batch
+
+MOST_ANSWERS = 1_000_000  # of a rollout, which are in memory together
 
 
 class Sample(NamedTuple):
@@ -119,8 +121,8 @@ class RolloutConfig:
             the shards; auto gathers once where whole weights and the cache fit on every rank.
     """
 
-    prompts: PositiveInt = 32
-    answers: PositiveInt = 1
+    prompts: Annotated[int, Bounds(ge=1, le=100_000)] = 32
+    answers: Annotated[int, Bounds(ge=1, le=10_000)] = 1
     new_tokens: PositiveInt = 64
     temperature: PositiveFloat = 1.0
     rows: PositiveInt = 64
@@ -129,6 +131,8 @@ class RolloutConfig:
     gather: Gather = "auto"
 
     def __post_init__(self) -> None:
+        if self.prompts * self.answers > MOST_ANSWERS:
+            raise ValueError(f"A rollout has {self.prompts * self.answers:,} answers (prompts x answers): give at most {MOST_ANSWERS:,}.")
         if self.prompts * self.answers % self.minibatches:
             raise ValueError(
                 f"minibatches is {self.minibatches} and does not divide the {self.prompts * self.answers} answers of a rollout "

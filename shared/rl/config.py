@@ -6,8 +6,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from shared.course.bounds import NonNegativeInt, PositiveFloat, checked
+from shared.course.bounds import Bounds, PositiveFloat, checked
 from shared.course.extensions import called
 from shared.preference.rewards import is_finite
 from shared.rl.grpo import GRPOConfig
@@ -37,7 +38,7 @@ class TaskPolicyConfig(GRPOConfig):
     rewards: tuple[RewardPart, ...] = (RewardPart(),)
     reward_seconds: PositiveFloat = 5.0
     reward_failed: float | None = None
-    held_out_answers: NonNegativeInt = 8
+    held_out_answers: Annotated[int, Bounds(ge=0, le=10_000)] = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()

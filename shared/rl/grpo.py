@@ -78,7 +78,7 @@ class GRPOConfig(RolloutConfig):
         repetition_penalty: divides positive logits of tokens that the text already has; 1 for none.
     """
 
-    answers: Annotated[int, Bounds(ge=2)] = 8
+    answers: Annotated[int, Bounds(ge=2, le=10_000)] = 8
     passes: PositiveInt = 1
     clip_low: Share = 0.2
     clip_high: PositiveFloat = 0.28
@@ -92,7 +92,7 @@ class GRPOConfig(RolloutConfig):
     mask_truncated: bool = False
     overlong_tokens: NonNegativeInt = 0
     overlong_penalty: NonNegativeFloat = 0.0
-    rounds: PositiveInt = 1
+    rounds: Annotated[int, Bounds(ge=1, le=1_000)] = 1
     importance_limit: Annotated[float, Bounds(ge=1)] | None = None
     top_k: PositiveInt | None = None
     top_p: Share | None = None

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from shared.course.bounds import Bounds, NonNegativeInt, PositiveInt, checked
+from shared.course.bounds import Bounds, MadeCount, checked
 from shared.course.errors import CourseError
 from shared.finetune.chat.datasets import ChatSource, is_messages, records, require_order
 from shared.finetune.chat.messages import (
@@ -55,7 +55,7 @@ class MadeTasks:
 
     kinds: tuple[Kind, ...] = ("sum", "count", "function")
     digits: Annotated[int, Bounds(ge=1, le=100)] = 2
-    training: PositiveInt = 2000
+    training: MadeCount = 2000
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class TasksConfig:
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     check: str = "number"
-    held_out: NonNegativeInt = 120
+    held_out: Annotated[int, Bounds(ge=0, le=100_000)] = 120
     made: MadeTasks = field(default_factory=MadeTasks)
 
     def __post_init__(self) -> None:

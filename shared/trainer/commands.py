@@ -73,7 +73,7 @@ def plan(
 @click.option("--task", "tasks", multiple=True, help="A built-in task, or a YAML file that describes one; may be given again.")
 @click.option("--data", multiple=True, help="Bits per byte of this text: a file, a folder, or a data set of the hub; may be given again.")
 @click.option("--limit", type=click.IntRange(min=1), help="At most so many items of each task.")
-@click.option("--samples", type=click.IntRange(min=0), help="Samples for each prompt, for pass@k.")
+@click.option("--samples", type=click.IntRange(0, 10_000), help="Samples for each prompt, for pass@k.")
 @click.option("--compare", metavar="RUN", help="Another model, with the paired difference between the two.")
 @click.option("--lm-eval", "harness", metavar="NAMES", help="Tasks of lm-eval, with commas; it needs the network, or local tasks.")
 @click.option("--include-path", help="A folder with tasks of your own for lm-eval.")

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from shared.course.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt, checked
+from shared.course.bounds import Bounds, MadeCount, NonNegativeFloat, NonNegativeInt, PositiveInt, checked
 from shared.data.fim import FimConfig
 from shared.data.prepare import PrepareConfig
 from shared.engine.config import require
@@ -72,7 +72,7 @@ class InstructionConfig:
         file: your own held-out tasks, one JSON object a line with kind, prompt, answer and check; null for generated ones.
     """
 
-    examples: PositiveInt = 8000
+    examples: MadeCount = 8000
     tasks: NonNegativeInt = 120
     seed: int = 0
     file: Path | None = None
@@ -100,7 +100,7 @@ class ReportConfig:
     """
 
     prompts: list[str] = field(default_factory=lambda: ["def ", "class ", "import "])
-    completions: NonNegativeInt = 4
+    completions: Annotated[int, Bounds(ge=0, le=10_000)] = 4
     new_tokens: PositiveInt = 96
     temperature: NonNegativeFloat = 0.7
     top_k: PositiveInt | None = 40

@@ -21,7 +21,7 @@ from setting_effects import (
 )
 from setting_effects.effects import Differs, Exempt, Shown, ignored
 
-from shared.course.bounds import Bounds, OutOfBounds, rules_of
+from shared.course.bounds import Bounds, Length, OutOfBounds, rules_of
 from shared.course.paths import CHECKOUT
 from shared.course.typed import default_of, members
 from shared.trainer.config import TrainerConfig
@@ -70,12 +70,13 @@ def test_each_bound_and_choice_is_checked_at_construction(owner):
     values = {entry.name: default_of(entry) for entry in fields(owner)}
     for name, allowed, _ in rules_of(owner):
         if values[name] is MISSING:
-            values[name] = 1 if isinstance(allowed, Bounds) else allowed[0]
+            values[name] = 1 if isinstance(allowed, Bounds) else () if isinstance(allowed, Length) else allowed[0]
     for name, allowed, _ in rules_of(owner):
         record = object.__new__(owner)
-        for key, value in (values | {name: math.nan if isinstance(allowed, Bounds) else "no such choice"}).items():
+        wrong = ("a",) * (allowed.le + 1) if isinstance(allowed, Length) else math.nan if isinstance(allowed, Bounds) else "no such choice"
+        for key, value in (values | {name: wrong}).items():
             object.__setattr__(record, key, value)
-        with pytest.raises(OutOfBounds, match=f"^{name} is "):
+        with pytest.raises(OutOfBounds, match=f"^{name} (is|has) "):
             record.__post_init__()
 
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shared.course.bounds import NonNegativeInt, PositiveFloat, PositiveInt, checked
+from shared.course.bounds import Bounds, PositiveFloat, PositiveInt, checked
 from shared.course.errors import CourseError, SettingError
 from shared.course.strict_yaml import read_yaml
 from shared.course.typed import configured
@@ -68,7 +68,7 @@ class EvalTask:
     choices: str = ""
     answer: str = ""
     delimiter: str = " "
-    shots: NonNegativeInt = 0
+    shots: Annotated[int, Bounds(ge=0, le=1_000)] = 0
     shots_from: Source | None = None
     shots_delimiter: str = "\n\n"
     seed: int = 0
@@ -76,7 +76,7 @@ class EvalTask:
     check: str = "exact"
     new_tokens: PositiveInt = 64
     stop: tuple[str, ...] = ()
-    samples: NonNegativeInt = 0
+    samples: Annotated[int, Bounds(ge=0, le=10_000)] = 0
     temperature: PositiveFloat = 0.8
     overlap: PositiveInt = 1
     limit: PositiveInt | None = None
