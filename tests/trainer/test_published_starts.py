@@ -14,6 +14,7 @@ from tuned_runs import tuned_config, tuned_file
 from shared.course.errors import CourseError
 from shared.data.tokenizer import TextTokenizer
 from shared.trainer.run import announce, build
+from shared.trainer.talk.opened import opened
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|turn_end|>' }}{% endfor %}"
@@ -75,3 +76,29 @@ def test_the_export_keeps_every_named_token_and_transformers_pads_and_generates_
     assert answer[: wanted.shape[1] - alone["input_ids"].shape[1]] == wanted[0, alone["input_ids"].shape[1] :].tolist()
     assert tokenizer.chat_template == TEMPLATE
     assert TextTokenizer.load(tmp_path / "run" / "adapter").names.keys() == {"bos_token", "pad_token", "unk_token"}
+
+
+@pytest.mark.parametrize("adapter", [{"rank": 4, "dropout": 0.1, "targets": ["all-linear"]}, {"kind": "prompt", "virtual_tokens": 3}])
+def test_an_adapter_s_checkpoint_is_talked_to_over_the_base_of_its_run(published, tmp_path, adapter):
+    done = train(tuned_file(tmp_path, published, adapter=adapter, optimizer={"name": "adamw", "lr": 0.01}))
+    assert done.returncode == 0, done.stderr
+    run, ids = tmp_path / "run", torch.randint(0, 100, (2, 20), generator=torch.Generator().manual_seed(0))
+    whole, _, _ = opened(run)
+    size, before = whole.config.vocab_size, adapter.get("virtual_tokens", 0)
+    read = torch.cat([torch.arange(size, size + before).expand(2, -1), ids], dim=1)
+    for name in ("model", "adapter"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    model, tokenizer, folder = opened(run)
+    first, _, _ = opened(published)
+    with torch.no_grad():
+        found, wanted, base = model.eval()(read), whole.eval()(read), first.eval()(ids)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert (wanted[:, before:] - base).abs().max() > 1e-2 and tokenizer.vocab_size == size
+    assert (folder / "chat_template.jinja").read_text() == TEMPLATE
+    opened(next(iter(sorted((run / "checkpoints").glob("step-*")))))  # one of its checkpoints by name
+    shutil.move(published, tmp_path / "gone")
+    try:
+        with pytest.raises(CourseError, match="start_from is .*does not exist"):
+            opened(run)
+    finally:
+        shutil.move(tmp_path / "gone", published)

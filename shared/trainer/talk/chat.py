@@ -27,15 +27,11 @@ from shared.data.tokenizer import TextTokenizer
 from shared.finetune.chat.encoding import ChatEncoder
 from shared.finetune.chat.messages import Message
 from shared.finetune.chat.template import ChatTemplate, has_template
-from shared.finetune.peft_format import load_adapter
-from shared.finetune.quantization.packed import fused_kernel, use_kernels
 from shared.finetune.soft_prompts import count_virtual_tokens
 from shared.model.hf.files import START, PretrainedError
 from shared.model.transformer import TransformerModel
-from shared.moe.config import MixtureModelConfig
 from shared.rl.generation import Drawing, stream_answer
-from shared.trainer import provenance
-from shared.trainer.weights import find_initial_weights, read_weights
+from shared.trainer.talk.opened import opened
 
 RESET = "/reset"
 LONGEST_STOP = 1_000  # characters
@@ -198,21 +194,6 @@ def open_talk(path: Path, settings: AnswerSettings, system: str | None) -> Talk:
     if template:
         template.variables.setdefault("eos_token", tokenizer.end)
     return Talk(model.eval(), tokenizer, template, settings, system if template else None)
-
-
-def opened(path: Path) -> tuple[TransformerModel, TextTokenizer, Path]:
-    """The model of a run or of a folder, its tokenizer, and the folder that may have a template."""
-    adapter = path / "adapter"
-    if (adapter / "adapter_config.json").is_file() and not (path / "model").exists():  # virtual tokens, which are in no weight
-        record = provenance.read_record(path / provenance.CONFIG)
-        start = find_initial_weights(Path(str(record.get("start_from"))))
-        size = (record.get("model") or {}).get("vocab_size", start.model.vocab_size)
-        model = start.load(MixtureModelConfig(**vars(replace(start.model, vocab_size=size))), apart=True)
-        load_adapter(model, adapter)
-        return model, TextTokenizer.load(adapter), adapter
-    model, start = read_weights(path, "RUN", lambda start: (start.load(), start))
-    use_kernels(model, fused_kernel)  # of quantized layers
-    return model, start.text_tokenizer(), start.tokenizer_folder()
 
 
 def before_stop(text: str, stop: tuple[str, ...]) -> str:
