@@ -126,11 +126,11 @@ def test_random_records_with_tools_have_the_same_ids_whatever_holds_them(count, 
 
 
 DAYS = [{"prompt": f"2024-01-{day}", "completion": f"2024-02-{day}", "system": ""} for day in range(10, 30)]
-TURNS = [{"instruction": "C?", "input": text, "output": "[1]", "history": [["A?", text]] * count}
+TURNS = [{"instruction": "C?", "input": text, "output": "[1]", "history": [["A?", f"B{text}"]] * count}
          for text in ("", "null") for count in (0, 2)]  # fmt: skip
 BUDGETS = [{"prompt": "A?", "completion": "B", "chat_template_kwargs": {"budget": each}} for each in (1, 2.5)]
 SPOKEN = [{"from": "human", "value": "1?"}, {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1.0}}'},
-          {"from": "observation", "value": "{}"}, {"from": "gpt", "value": "\u2028"}]  # fmt: skip
+          {"from": "observation", "value": "{}"}, {"from": "gpt", "value": "x\u2028"}]  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", [DAYS, TURNS, BUDGETS, [{"conversations": SPOKEN, "tools": json.dumps([WEATHER])}]])

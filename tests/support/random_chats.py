@@ -76,7 +76,9 @@ def said(random: Random, role: str, mixed: bool) -> dict[str, Any]:
 
 def answered(random: Random, mixed: bool) -> dict[str, Any]:
     """An answer of the assistant, perhaps with its reasoning and with a weight."""
-    message = said(random, "assistant", mixed)
+    message = said(random, "assistant", mixed)  # never an empty one, which is refused
+    content = message["content"]
+    message["content"] = f"Said {content}" if isinstance(content, str) else [{"type": "text", "text": "Said"}, *content]
     message |= {"reasoning_content": text(random)} if random.random() < 0.3 else {}
     return message | ({"weight": random.randint(0, 1)} if random.random() < 0.3 else {})
 
