@@ -1,13 +1,16 @@
 """GPTQ folders whose zero points are those of another version than config.json says: `sym` decides, since its zero point is the middle."""
 
 import json
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AwqConfig, GPTQConfig
 
 from shared.finetune.quantization.methods import quantize_model
 from shared.finetune.quantization.packed_files import load_quantized, save_quantized
+from shared.finetune.quantization.packed_settings import read_settings
 from shared.finetune.quantization.rounding import Rounding
 from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError
@@ -31,14 +34,14 @@ def logits(folder) -> torch.Tensor:
         return load_quantized(folder).eval()(IDS)
 
 
-def change(folder, zero=None, **settings):
+def change(folder, zero=None, layers="", **settings):
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] = {name: value for name, value in (config["quantization_config"] | settings).items() if value != "gone"}
     path.write_text(json.dumps(config))
     if zero is not None:
         tensors = load_file(folder / "model.safetensors")
-        tensors |= {name: torch.full_like(value, zero) for name, value in tensors.items() if name.endswith("qzeros")}
+        tensors |= {name: torch.full_like(value, zero) for name, value in tensors.items() if name.endswith(f"{layers}.qzeros")}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -63,7 +66,32 @@ def test_zero_points_that_are_not_the_middle_in_any_version_are_refused(folder):
         logits(folder)
 
 
-@pytest.mark.parametrize("settings", [{"dynamic": {"-:.*down_proj": {}}}, {"is_marlin_format": True}, {"pack_dtype": "int16"}])
+@pytest.mark.parametrize("layers", ["q_proj", "down_proj"])
+def test_layers_of_both_versions_in_one_folder_are_refused(layers, folder):
+    """Whichever comes first, another one does not have the middle then."""
+    change(folder, zero=MIDDLE, layers=layers)
+    with warnings.catch_warnings(), pytest.raises(PretrainedError, match="says that codes are symmetric .* zero points of model.layers.0"):
+        warnings.simplefilter("ignore")
+        logits(folder)
+
+
+@pytest.mark.parametrize("made", [GPTQConfig, AwqConfig])
+def test_every_setting_that_transformers_writes_is_read_or_of_no_consequence(made):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_settings(json.loads(json.dumps(made(bits=4).to_dict())))
+
+
+def test_a_setting_that_is_not_known_is_named(folder):
+    change(folder, rotation="hadamard")
+    with pytest.warns(UserWarning, match="quantization_config has rotation, which is not known here"):
+        logits(folder)
+
+
+OTHERS = {"dynamic": {"-:.*down_proj": {}}}, {"is_marlin_format": True}, {"pack_dtype": "int16"}, {"adapter": {}}
+
+
+@pytest.mark.parametrize("settings", OTHERS)
 def test_what_would_change_the_weights_and_is_not_read_is_refused_by_name(settings, folder):
     change(folder, **settings)
     with pytest.raises(PretrainedError, match=f"{next(iter(settings))} is .* which is not understood here"):

@@ -1,8 +1,10 @@
 """Chapter 10. `quantization_config` of GPTQ and AWQ folders: what it says, and which of its values are understood.
 
 GPTQ's older files ("gptq") hold zero points minus 1, the newer ones ("gptq_v2") as they are. A key that would change the weights and is not
-understood is refused by name.
+understood is refused by name; one that is not known at all is named in a warning.
 """
+
+import warnings
 
 from typing import Any
 
@@ -11,7 +13,16 @@ from shared.finetune.quantization.rounding import Rounding
 KEYS = {"gptq": ("qweight", "qzeros", "scales", "g_idx"), "awq": ("qweight", "qzeros", "scales")}
 GPTQ_KEYS = (  # what else a file may say, with the values that are understood
     ("lm_head", (False, None)), ("checkpoint_format", ("gptq", "gptq_v2", None)), ("dynamic", (None, {})),
-    ("is_marlin_format", (False, None)), ("pack_dtype", ("int32", None)),
+    ("is_marlin_format", (False, None)), ("pack_dtype", ("int32", None)), ("adapter", (None,)),
+)  # fmt: skip
+AWQ_KEYS = ("version", ("gemm", None)), ("format", ("gemm", None)), ("checkpoint_format", ("gemm", None))
+READ = ("quant_method", "bits", "group_size", "sym", "zero_point", "format", "modules_to_not_convert")
+UNUSED = (  # how the codes were found, which the tensors show (order of columns), and what runs them elsewhere
+    "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "desc_act", "act_group_aware", "static_groups", "true_sequential", "mse",
+    "meta", "quantizer", "backend", "model_seqlen", "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs",
+    "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize", "model_name_or_path",
+    "model_file_base_name", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "do_fuse", "fuse_max_seq_len",
+    "modules_to_fuse", "version", "offload_to_disk", "offload_to_disk_path", "pack_impl", "fail_safe",
 )  # fmt: skip
 
 
@@ -43,7 +54,11 @@ def read_settings(settings: Any) -> tuple[dict[str, Any], Rounding]:
     gptq = settings["quant_method"] == "gptq"
     if gptq and settings.get("checkpoint_format") is None and settings.get("format") is not None:  # gptqmodel's key of earlier releases
         settings = settings | {"checkpoint_format": settings["format"]}
-    expected = GPTQ_KEYS if gptq else (("version", ("gemm", None)),)
+    expected = GPTQ_KEYS if gptq else AWQ_KEYS
+    known = {*READ, *UNUSED, *(key for key, _ in expected)}
+    if strange := sorted(key for key, value in settings.items() if key not in known and value is not None):
+        what = f"quantization_config has {', '.join(strange)}, which is not known here, and the folder is read without."
+        warnings.warn(what, stacklevel=2)
     for key, understood in (*expected, ("modules_to_not_convert", (None, [], ["lm_head"]))):
         if settings.get(key) not in understood:
             raise ValueError(f"{key} is {settings[key]!r} in quantization_config, which is not understood here: only {understood[0]!r} is.")
