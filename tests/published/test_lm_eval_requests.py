@@ -83,6 +83,8 @@ def test_plain_text_begins_as_its_own_class_lets_it_begin(adds, folder):
     asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
     wanted, found = theirs.loglikelihood(asked), mine.loglikelihood(asked)
     assert [each[0] for each in found] == pytest.approx([each[0] for each in wanted], abs=1e-4)
+    spaces, none = (Instance("loglikelihood", {}, pair, 0) for pair in (("  ", "quick"), ("", "  quick")))  # its own class takes none
+    assert mine.loglikelihood([spaces]) == mine.loglikelihood([none])
     texts = [Instance("loglikelihood_rolling", {}, (text,), number) for number, text in enumerate(("the quick brown fox", PROMPT * 9))]
     assert mine.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-6, abs=1e-4)
 

@@ -1,5 +1,8 @@
 """`check: math` on answers as models and data sets write them: bare LaTeX, several boxes, sets, intervals, units, percentages, phrases."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import math_verify
 import pytest
 
 from shared.rl.tasks import TasksConfig, task_of
@@ -34,3 +37,11 @@ def test_an_answer_that_repeats_the_expected_text_is_right_and_a_task_with_it_is
     for answer in (text, f"\\boxed{{{text}}}", f"The answer is \\boxed{{{text}}}.", f"${text}$"):
         assert math_reward(answer, text) == 1
     assert task_of({"prompt": "q", "answer": text}, "tasks.jsonl:1", TasksConfig(check="math")).answer == text
+
+
+def test_answers_are_judged_in_any_thread():
+    """Where the library's own time limits, which are signals, are refused."""
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ValueError, match="main thread"):
+            pool.submit(math_verify.parse, "$2$").result()
+        assert pool.submit(math_reward, "1/2", "0.5").result() == 1
