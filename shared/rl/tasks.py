@@ -25,10 +25,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from shared.course.bounds import Bounds, MadeCount, checked
 from shared.course.errors import CourseError
-from shared.finetune.chat.datasets import ChatSource, is_messages, records, require_order
+from shared.finetune.chat.datasets import ChatSource, arguments_of, is_messages, records, require_order
 from shared.finetune.chat.messages import (
     HARMLESS, Message, message_of, name_of_tools, parsed, refuse_record, require_json, structure, text_of, tools_of, with_system,
-    with_whole, without_marks,
+    without_marks,
 )  # fmt: skip
 from shared.finetune.instructions import NOUNS, Task, dashes, function, header, json_object, upper_case
 from shared.rl.code_reward import CodeTask
@@ -145,14 +145,13 @@ def task_of(record: Any, place: str, config: TasksConfig) -> Task:
     for name, value in ((config.prompt_field, prompt), (config.answer_field, answer)):
         require_text(value, name, record, place)
     answer = written_out(answer).rpartition(MARK)[2].strip()
-    if (system := record.get("system")) and isinstance(system, str):
-        messages = ({"role": "system", "content": system}, *(messages or ({"role": "user", "content": str(prompt)},)))
+    if record.get("system"):
+        system = without_marks(message_of({"role": "system", "content": record["system"]}, f"{place}, system"))
+        messages = (system, *(messages or ({"role": "user", "content": str(prompt)},)))
         require_order(messages, place)
         prompt = text_of(messages)
-    tools, arguments = tools_of(record, place), with_whole(parsed(record.get("chat_template_kwargs") or {}))
-    if not isinstance(arguments, dict):
-        refuse_record(place, "has chat_template_kwargs that are no mapping")
-    require_json([tools, arguments], place)
+    tools, arguments = tools_of(record, place), arguments_of(record, place)
+    require_json([messages, tools, arguments], place)
     task = Task(kind, str(prompt), answer, check)
     if tools or arguments or [*messages] != task.asked()[: len(messages)]:
         task = ChatTask(kind, task.prompt, answer, check, tools, arguments, messages or (*task.asked(),))

@@ -26,7 +26,7 @@ SHOWS_NAMES = (
 ROWS = [
     {"prompt": "3 + 4?", "answer": "7"},
     {"prompt": [ASKED], "answer": "3", "tools": TOOLS},
-    {"prompt": "Weather in Oslo?", "answer": "3", "tools": TOOLS[:1], "system": "Be brief."},
+    {"prompt": "Weather in Oslo?", "answer": "3", "tools": TOOLS[:1], "system": [{"type": "text", "text": "Be brief."}]},
     {"prompt": [{"role": "system", "content": "Be brief."}, ASKED], "answer": "3", "tools": json.dumps(TOOLS)},
 ]
 
@@ -43,7 +43,7 @@ def prompts_of(text: Prompting, tasks) -> list[list[int]]:
 
 def by_transformers(tmp_path, row, **more) -> list[int]:
     prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
-    messages = [{"role": "system", "content": row["system"]}, *prompt] if "system" in row else prompt
+    messages = [{"role": "system", "content": row["system"][0]["text"]}, *prompt] if "system" in row else prompt
     tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False, **more)
@@ -75,6 +75,8 @@ def test_tools_that_a_template_does_not_show_are_refused(tmp_path):
     [
         ({"tools": "[{'name': 'f'}]"}, "rows:1 has tools that are no list of mappings"),
         ({"chat_template_kwargs": [1]}, "rows:1 has chat_template_kwargs that are no mapping"),
+        ({"chat_template_kwargs": {"messages": []}}, "rows:1 has chat_template_kwargs that .* hold one of messages"),
+        ({"system": 3}, "rows:1, system has int as content"),
         ({"prompt": [{"role": "system", "content": "S"}, ASKED], "system": "T"}, "rows:1, message 2 has the role system"),
     ],
 )

@@ -204,14 +204,20 @@ def conversation_of(record: Any, place: str) -> Conversation:
     for number in sorted(number for number in trained if number >= first and says_nothing(messages[number])):
         refuse_record(f"{place}, message {number + 1}", "is an empty answer, which teaches to say nothing (weight 0 leaves it out)")
     require_order(messages, place)
-    arguments, tools = with_whole(parsed(fields.get("chat_template_kwargs", {}))), tools_of(fields, place)
-    if not isinstance(arguments, dict) or arguments.keys() & GIVEN:
-        refuse_record(place, f"has chat_template_kwargs that are no mapping, or that hold one of {', '.join(GIVEN)}")
+    arguments, tools = arguments_of(fields, place), tools_of(fields, place)
     require_json([messages, tools, arguments], place)
     read |= {"chat_template_kwargs", name_of_tools(fields), *require_trained(fields, place)}
     unread = tuple(name for name, value in fields.items() if name not in read and value not in ("", [], {}))
     plain = [without_marks(message) for message in messages]
     return Conversation(place, plain, tools, first, frozenset(answers - trained), arguments, unread)
+
+
+def arguments_of(fields: dict[str, Any], place: str) -> dict[str, Any]:
+    """The arguments of the template that a record gives."""
+    arguments = with_whole(parsed(fields.get("chat_template_kwargs") or {}))
+    if not isinstance(arguments, dict) or arguments.keys() & GIVEN:
+        refuse_record(place, f"has chat_template_kwargs that are no mapping, or that hold one of {', '.join(GIVEN)}")
+    return arguments
 
 
 def turns_of(history: Any, place: str) -> list[Message]:

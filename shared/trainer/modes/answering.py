@@ -90,11 +90,11 @@ class Answering(Mode):
         for first in range(0, len(tasks), AT_ONCE):
             for _, some in groupby(tasks[first : first + AT_ONCE], key=lambda task: bool(task.tools)):
                 asked = [encoder.guarded([task.asked(self.system), task.tools, task.arguments]) for task in some]
-                messages, tools, _ = asked[0]
-                template = self.text.template.for_tools(tools)
-                if tools:
-                    template.require_tools(messages, tools)
-                rendered = template.render_all([arguments | call_of(messages, True, tools) for messages, tools, arguments in asked])
+                template = self.text.template.for_tools(asked[0][1])
+                calls = [arguments | call_of(messages, True, tools) for messages, tools, arguments in asked]
+                for call in calls:
+                    template.require_shown(call)
+                rendered = template.render_all(calls)
                 found += [each.ids for each in encoder.encode([each.text for each in rendered])]
         return found
 
