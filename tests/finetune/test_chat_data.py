@@ -92,6 +92,8 @@ def test_files_of_every_kind_give_the_same_conversations(tmp_path):
 
 
 WRONG = {
+    "no messages": ({"messages": []}, "a.jsonl:2 has no message in messages: mend or remove it."),
+    "no turns": ({"conversations": [], "id": "a"}, "a.jsonl:2 has no message in conversations: mend or remove it."),
     "no shape": ({"text": "x", "label": 3}, "a.jsonl:2 has the fields 'text', 'label': a conversation has messages; prompt and"),
     "no record": ([1, 2], "a.jsonl:2 is not a record with fields"),
     "no list": ({"messages": 3}, "a.jsonl:2 has no list of messages"),

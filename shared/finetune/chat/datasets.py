@@ -186,6 +186,8 @@ def conversation_of(record: Any, place: str) -> Conversation:
         prompt = listed("\n\n".join(asked) if all(isinstance(text, str) for text in asked) else None, "user")
         prompt = [*turns_of(fields.get("history") or [], place), *(prompt or [])]
         completion = listed(fields["output"], "assistant")
+    elif empty := next((name for name in ("messages", "conversations") if name in fields), None):
+        refuse_record(place, f"has no message in {empty}")
     elif not all(str(name).isprintable() for name in fields):
         refuse_record(place, "has names of fields that are no text, as in a file of another kind")
     else:
