@@ -88,13 +88,28 @@ def test_a_scaling_without_a_factor_and_one_for_each_kind_of_layer_are_refused(t
             ours(folder_of(tmp_path, "llama", None, scaling, None))
 
 
-@pytest.mark.parametrize("scaling", [None, RopeScaling("yarn", 4.0, 128), RopeScaling("linear", 2.0)])
-def test_a_written_folder_says_theta_where_both_versions_of_transformers_look(scaling, tmp_path):
-    """Version 4 and vLLM read `rope_theta` and `rope_scaling` at the top level; version 5 reads the same from both places together."""
-    config = replace(read_folder(folder_of(tmp_path, "llama", None, None, 1e6))[1], rope_scaling=scaling)
-    known, raw = write_config(config.resolved())
-    assert raw["rope_theta"] == raw["rope_parameters"]["rope_theta"] == 1e6
+WRITTEN = [
+    None, RopeScaling("linear", 2.0), RopeScaling("dynamic", 2.0), RopeScaling("yarn", 4.0, 128),
+    RopeScaling("yarn", 4.0, 128, attention_factor=1.1, beta_fast=20.0),
+    RopeScaling("llama3", 8.0, 128, low_freq_factor=1.0, high_freq_factor=4.0),
+]  # fmt: skip
+OLDER, NEWER = ("rope_theta", "rope_scaling"), ("rope_parameters",)
+
+
+@pytest.mark.parametrize("scaling", WRITTEN, ids=str)
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_written_folder_says_theta_where_both_versions_of_transformers_look(kind, scaling, tmp_path):
+    """Version 4 and vLLM read `rope_theta` and `rope_scaling` at the top level, version 5 `rope_parameters` too: each alone says it all.
+
+    These 48 folders were read by transformers 4.57.1 as well, with equal logits.
+    """
+    config = replace(read_folder(folder_of(tmp_path, kind, None, None, 2e5))[1], rope_scaling=scaling).resolved()
+    _, raw = write_config(config, kind)
+    assert raw["rope_theta"] == raw["rope_parameters"]["rope_theta"] == 2e5
     assert ("rope_scaling" in raw) == (scaling is not None)
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    wanted, found = frequencies(tmp_path), rope_frequencies(config.resolved(), 100)
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=0)
+    found = rope_frequencies(config, 100)
+    for left_out in ((), NEWER, OLDER):
+        (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if key not in left_out}))
+        wanted = frequencies(tmp_path)
+        torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=0)
+        assert found[1] == pytest.approx(wanted[1], rel=1e-6)
