@@ -84,7 +84,7 @@ class RuntimeEngine(RunState):
         saving = config.checkpoint
         self.saver = self.strategy.saver(self.output / "checkpoints", saving.keep_last, saving.keep_best, saving.asynchronous)
         self.checkpoints = self.saver.checkpoints
-        self.shutdown = ShutdownRequest()
+        self.shutdown = ShutdownRequest(lambda line: self.console.print(line, highlight=False, soft_wrap=True))
         self.step, self.steps, self.evaluated_at, self.saved_at, self.began_at = 0, 0, -1, -1, -1
         self.totals: Totals | None = None
         self.token_count, self.loss, self.grad_norm = 0, math.nan, math.nan

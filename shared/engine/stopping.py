@@ -1,7 +1,7 @@
 """Chapter 04. Ends of a run before its last step: graceful shutdown by a signal, and early stopping on held-out data.
 
-After the first SIGTERM (from a scheduler) or Ctrl-C (from a user) the engine completes the step, saves a checkpoint and exits. A second
-Ctrl-C ends the process immediately.
+After the first SIGTERM (from a scheduler) or Ctrl-C (from a user) the engine says so, completes the step, saves a checkpoint and exits. A
+second Ctrl-C ends the process immediately.
 
 Left out on purpose: going back to the best weights. Checkpoints keep the best one (`checkpoint.keep_best`).
 """
@@ -9,6 +9,7 @@ Left out on purpose: going back to the best weights. Checkpoints keep the best o
 import math
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -16,10 +17,18 @@ from shared.course.errors import CourseError
 from shared.engine.callbacks import Callback, Metrics, RunState
 
 
-class ShutdownRequest:
-    """Within its `with` block, SIGTERM and Ctrl-C set `reason` and do not end the process. It does nothing outside the main thread."""
+ASKED = "{}: the step that runs is completed and saved. Ctrl-C once more ends at once, without saving."
 
-    def __init__(self):
+
+class ShutdownRequest:
+    """Within its `with` block, SIGTERM and Ctrl-C set `reason` and do not end the process. It does nothing outside the main thread.
+
+    Args:
+        say: called with a line about what happens next, at the first signal.
+    """
+
+    def __init__(self, say: Callable[[str], None] = lambda line: None):
+        self.say = say
         self.reason: str | None = None  # the signal's name
         self.previous_handlers: dict[int, Any] = {}
 
@@ -36,6 +45,8 @@ class ShutdownRequest:
     def request(self, number: int, frame: FrameType | None) -> None:
         if self.reason and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if not self.reason:
+            self.say(ASKED.format(signal.Signals(number).name))
         self.reason = signal.Signals(number).name
 
 

@@ -168,6 +168,7 @@ def answer_options(command: Callable) -> Callable:
     share = click.FloatRange(min=0, min_open=True, max=1)
     options = (
         click.option("--system", help="A system prompt, before everything else."),
+        click.option("--plain", is_flag=True, help="Leave out the model's chat template: it continues the text."),
         click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0: greedy decoding."),
         click.option(
             "--top-k", type=click.IntRange(min=0), default=40, show_default=True, help="Sample among so many likeliest tokens; 0: all."
@@ -203,7 +204,7 @@ def answer_settings(drawn: dict[str, Any]) -> Any:
 @answer_options
 @click.option("--web", is_flag=True, help="Chat in the browser, on a page that listens on localhost only.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Of that page; 0: any free one.")
-def chat(run: str, system: str | None, web: bool, port: int, **drawn: Any) -> None:
+def chat(run: str, system: str | None, plain: bool, web: bool, port: int, **drawn: Any) -> None:
     """Chat with the model of a run, or of any Hugging Face folder. A model without a chat template continues your text.
 
     /reset forgets what was said. Ctrl-D or Ctrl-C ends the conversation.
@@ -215,9 +216,9 @@ def chat(run: str, system: str | None, web: bool, port: int, **drawn: Any) -> No
     if web:
         from shared.trainer.talk.server import serve
 
-        serve(terminal.open_console(), talking.open_talk(Path(run).expanduser(), settings, system), run, port)
+        serve(terminal.open_console(), talking.open_talk(Path(run).expanduser(), settings, system, plain), run, port)
     else:
-        talking.talk(terminal.open_console(), run, system, settings)
+        talking.talk(terminal.open_console(), run, system, settings, plain)
 
 
 @click.command(
@@ -229,13 +230,16 @@ def chat(run: str, system: str | None, web: bool, port: int, **drawn: Any) -> No
 @click.argument("prompt", metavar="PROMPT")
 @click.option("--number", type=click.IntRange(min=1), default=1, show_default=True, help="Of answers, with an empty line between two.")
 @answer_options
-def sample(run: str, prompt: str, number: int, system: str | None, **drawn: Any) -> None:
-    """Print what a run's model answers to one PROMPT, token by token, and nothing else. The prompt - is read from standard input."""
+def sample(run: str, prompt: str, number: int, system: str | None, plain: bool, **drawn: Any) -> None:
+    """Print what a run's model answers to one PROMPT, token by token, and nothing else. The prompt - is read from standard input.
+
+    The prompt is a user's turn where the model has a chat template; --plain has it continued as text.
+    """
     with all_stays():
         from shared.trainer.talk import chat as talking
 
     settings = answer_settings(drawn)
-    talking.sample(run, sys.stdin.read() if prompt == "-" else prompt, number, system, settings)
+    talking.sample(run, sys.stdin.read() if prompt == "-" else prompt, number, system, settings, plain)
 
 
 @click.command(cls=CourseCommand, section=TRAINER, epilog=examples("course runs", "course runs FOLDER"))

@@ -105,7 +105,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path):
     assert recorder.hooks == ["on_start", "on_end"]
 
 
-def test_a_run_may_be_interrupted_and_fitted_again(tmp_path):
+def test_a_run_may_be_interrupted_and_fitted_again(tmp_path, capsys):
     class Interrupt(Callback):
         def on_step(self, engine):
             if engine.step == 3:
@@ -113,6 +113,7 @@ def test_a_run_may_be_interrupted_and_fitted_again(tmp_path):
 
     engine, loader = resumable_engine(tmp_path, [Interrupt()]), Loader()
     assert engine.fit(loader, steps=6).stopped == "SIGINT" and engine.step == 3
+    assert "SIGINT: the step that runs is completed and saved. Ctrl-C once more ends at once" in capsys.readouterr().out
     assert engine.fit(loader, steps=6).stopped is None and engine.step == 6
 
 

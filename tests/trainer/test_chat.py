@@ -38,6 +38,15 @@ def test_lines_are_answered_and_the_end_of_input_ends_it(tuned):
     assert done.output.startswith("".join(talk.answer("What is 3 plus 4?")))
 
 
+def test_plain_continues_the_text_without_a_template(tuned):
+    plain = open_talk(tuned, LIKELIEST, "Unused.", plain=True)
+    assert plain.template is None and plain.system is None
+    wanted = "".join(plain.answer("What is 3 plus"))
+    assert wanted != "".join(open_talk(tuned, LIKELIEST, None).answer("What is 3 plus"))
+    done = CliRunner().invoke(cli, ["sample", str(tuned), "What is 3 plus", "--plain", "--temperature", "0", "--new-tokens", "8"])
+    assert done.exit_code == 0 and done.output == wanted + "\n" and chat(tuned, "What is 3 plus\n", "--plain").output == done.output
+
+
 def test_what_was_said_is_part_of_the_next_prompt_and_old_turns_leave_whole(tuned):
     talk = open_talk(tuned, LIKELIEST, "Be brief.")
     rooms = []

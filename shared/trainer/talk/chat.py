@@ -184,13 +184,13 @@ class Talk:
         return self.encoder.prompt(self.template, [*before, *messages])
 
 
-def open_talk(path: Path, settings: AnswerSettings, system: str | None) -> Talk:
-    """The model of a run or of a folder."""
+def open_talk(path: Path, settings: AnswerSettings, system: str | None, plain: bool = False) -> Talk:
+    """The model of a run or of a folder. plain: leave its chat template out, so that it continues text."""
     try:
         model, tokenizer, folder = opened(path)
     except PretrainedError as error:
         raise CourseError(str(error)) from None
-    template = ChatTemplate.load(folder) if has_template(folder) else None
+    template = ChatTemplate.load(folder) if has_template(folder) and not plain else None
     if template:
         template.variables.setdefault("eos_token", tokenizer.end)
     return Talk(model.eval(), tokenizer, template, settings, system if template else None)
@@ -210,11 +210,11 @@ def begun(text: str, stop: str) -> int:
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop[size - 1] == last and text.endswith(stop[:size])), 0)
 
 
-def talk(console: Console, run: str, system: str | None, settings: AnswerSettings) -> None:
+def talk(console: Console, run: str, system: str | None, settings: AnswerSettings, plain: bool = False) -> None:
     """Read lines and answer them, until there are no more."""
-    talking = open_talk(Path(run).expanduser(), settings, system)
+    talking = open_talk(Path(run).expanduser(), settings, system, plain)
     if sys.stdin.isatty():
-        kind = "It answers in turns" if talking.template else "It has no chat template, so it continues each line"
+        kind = "It answers in turns" if talking.template else "It continues each line, without a chat template"
         terminal.say(console, f"{kind}. {RESET} forgets what was said; Ctrl-D ends.")
     try:
         while (line := read_line()) is not None:
@@ -227,9 +227,9 @@ def talk(console: Console, run: str, system: str | None, settings: AnswerSetting
         print()
 
 
-def sample(run: str, prompt: str, number: int, system: str | None, settings: AnswerSettings) -> None:
+def sample(run: str, prompt: str, number: int, system: str | None, settings: AnswerSettings, plain: bool = False) -> None:
     """Print answers to one prompt, an empty line between two; each has a random stream of its own."""
-    talking = open_talk(Path(run).expanduser(), settings, system)
+    talking = open_talk(Path(run).expanduser(), settings, system, plain)
     for count in range(number):
         if count:
             print()
