@@ -6,6 +6,7 @@ out broken is encoded as ordinary text, without the mark. Texts without such nam
 A conversation that is longer than a row is cut, never continued in another row, where its answers would have no prompt.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.special = re.compile("|".join(map(re.escape, names)))
         self.broken = re.compile("(" + "|".join(re.escape(name[:1] + MARK + name[1:]) for name in names) + ")")
-        self.of_templates = Tokenizer.from_str(tokenizer.tokenizer.to_str())  # text becomes special tokens here
+        self.of_templates = Tokenizer.from_str(with_exact_names(tokenizer.tokenizer.to_str()))  # text becomes special tokens here
         # It adds no tokens here; of GPT-2's kind it takes spaces out of the offsets, and an answer's newlines would not be trained.
         self.of_templates.post_processor = None
 
@@ -90,6 +91,16 @@ class ChatEncoder:
         """The ids that a model continues with its answer to messages."""
         text = template.render(self.guarded(list(messages)), generation_prompt=True, tools=self.guarded(tools))
         return self.encode([text])[0].ids
+
+
+def with_exact_names(described: str) -> str:
+    """A tokenizer's JSON in which special tokens are found by their names alone: else full-width letters of a message, which Unicode's
+    NFKC makes plain, spell one behind the guard."""
+    found = json.loads(described)
+    wide = [token for token in found["added_tokens"] if token["special"] and token["normalized"]]
+    for token in wide:
+        token["normalized"] = False
+    return json.dumps(found) if wide else described
 
 
 @dataclass(frozen=True)
